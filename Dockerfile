@@ -2,7 +2,8 @@
 # The wheels carry CUDA: for GPUs the host needs only the driver and NVIDIA's container toolkit. Nothing depends on an
 # entrypoint, on variables, on the user, or on a writable image. docs/container.md says how to build and run it:
 #   docker build -t bigbatch .
-ARG BASE_IMAGE=debian:bookworm-slim
+# the digest is that of all platforms; docker buildx imagetools inspect debian:bookworm-slim tells today's
+ARG BASE_IMAGE=debian:bookworm-slim@sha256:abd67ffcfa541b485a3dff59865ab629aa048a6c613e639d36e7456b0b229241
 
 # python: an environment that sees what the base brings, such as a torch of its own; user 1000; RDMA's libraries,
 # without which NCCL falls back to TCP without a word; the compiler and headers that torch.compile calls
@@ -21,18 +22,22 @@ RUN set -e; export DEBIAN_FRONTEND=noninteractive; need=; apt-get update; \
     getent group 1000 >/dev/null || groupadd --gid 1000 bigbatch; \
     getent passwd 1000 >/dev/null || useradd --uid 1000 --gid 1000 --no-create-home --home-dir /home/bigbatch bigbatch; \
     install -d -o 1000 -g 1000 /home/bigbatch
+# as make does, a pip that checks the hashes of constraints; packages that the base brings stay, and have none
+WORKDIR /opt/bigbatch
+COPY constraints.txt .ci/keep_base.py ./
+RUN set -e; sed -n '/^pip==/,/[^\\]$/p' constraints.txt | pip install --no-cache-dir -r /dev/stdin; \
+    python keep_base.py constraints.txt >kept.txt; \
+    printf '[global]\nno-require-hashes = true\nconstraint = %s\nbuild-constraint = %s\n' \
+      "$PWD/kept.txt" "$PWD/kept.txt" >/opt/venv/pip.conf
 
 # torch: the layer of gigabytes, which changes only with its version
 FROM python AS torch
 ARG NCCL_VERSION=
-WORKDIR /opt/bigbatch
-COPY constraints.txt .ci/keep_base.py ./
-RUN python keep_base.py constraints.txt >kept.txt \
- && pip install --no-cache-dir -c kept.txt torch torchvision \
+RUN pip install --no-cache-dir torch torchvision \
  && if [ -n "$NCCL_VERSION" ]; then \
       pip show --quiet nvidia-nccl-cu13 || { echo "NCCL_VERSION: this torch uses the NCCL of its base"; exit 1; }; \
+      sed -i "/^nvidia-nccl-cu13==/,/[^\\\\]\$/c nvidia-nccl-cu13==$NCCL_VERSION" kept.txt; \
       pip install --no-cache-dir --no-deps "nvidia-nccl-cu13==$NCCL_VERSION"; \
-      sed -i "s/^nvidia-nccl-cu13==.*/nvidia-nccl-cu13==$NCCL_VERSION/" kept.txt; \
     fi \
  && python -c 'import torch; print("torch", torch.__version__)'
 
@@ -51,19 +56,21 @@ RUN set -e; touch README.md; extras=tune,verify,export,energy; \
               mpi=mpi4py ;; \
       *) echo "MPI is wheel, system or none, not $MPI"; exit 1 ;; \
     esac; \
-    pip install --no-cache-dir -c kept.txt ".[$extras]" $mpi; \
+    pip install --no-cache-dir ".[$extras]" $mpi; \
     pip uninstall --yes bigbatch; \
     rm -rf build bigbatch ./*.egg-info ./*.md setup.py pyproject.toml
 
 # horovod: its wheel, or nothing. Its compilers stay here; CUDA's is that of torch's own CUDA, from PyPI, or the base's
 FROM dependencies AS horovod
 ARG HOROVOD=0
+ARG HOROVOD_SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 WORKDIR /tmp/horovod
 RUN set -e; mkdir /wheels; \
     case $HOROVOD in 0) exit 0 ;; 1) ;; *) echo "HOROVOD is 0 or 1, not $HOROVOD"; exit 1 ;; esac; \
     apt-get update; \
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends cmake g++ make python3-dev; \
-    pip install --no-cache-dir -c /opt/bigbatch/kept.txt setuptools wheel; \
+    pip install --no-cache-dir setuptools wheel; \
+    sed -i /build-constraint/d /opt/venv/pip.conf; \
     nvidia=$(echo /opt/venv/lib/python3*/site-packages/nvidia); \
     if [ -d "$nvidia/cu13" ]; then \
       pip install --no-cache-dir "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" \
@@ -74,7 +81,8 @@ RUN set -e; mkdir /wheels; \
       export CUDA_HOME="$nvidia/cu13" CUDAToolkit_ROOT="$nvidia/cu13" HOROVOD_NCCL_HOME="$nvidia/nccl"; \
       export PATH="$CUDA_HOME/bin:$PATH"; \
     fi; \
-    pip download --no-cache-dir --no-deps --no-build-isolation --no-binary :all: horovod==0.28.1; \
+    echo "horovod==0.28.1 --hash=sha256:$HOROVOD_SHA256" \
+      | pip download --no-cache-dir --no-deps --no-build-isolation --no-binary :all: -r /dev/stdin; \
     tar xf horovod-*.tar.gz --strip-components 1; \
     sed -i 's/set(CMAKE_CXX_STANDARD 14)/set(CMAKE_CXX_STANDARD 20)/' CMakeLists.txt horovod/torch/CMakeLists.txt; \
     if python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then export HOROVOD_GPU_OPERATIONS=NCCL; fi; \
@@ -88,13 +96,13 @@ WORKDIR /source
 COPY . .
 RUN pip wheel --no-cache-dir --no-deps -w /wheels .
 
-# sshd: for Kubernetes' MPI operator. Its host keys come with the image and prove nothing; nobody asks them to
+# sshd: for Kubernetes' MPI operator. Each pod makes host keys of its own (ssh-keygen -A), which nobody asks to prove anything
 FROM dependencies AS runtime
 ARG SSHD=0
 RUN set -e; case $SSHD in 0) exit 0 ;; 1) ;; *) echo "SSHD is 0 or 1, not $SSHD"; exit 1 ;; esac; \
     apt-get update; \
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends openssh-server openssh-client; \
-    rm -rf /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log; \
+    rm -rf /etc/ssh/ssh_host_* /var/lib/apt/lists/* /var/cache/apt/*.bin /var/log/apt /var/log/dpkg.log; \
     mkdir -p /run/sshd; \
     printf 'PasswordAuthentication no\nStrictModes no\nSetEnv PATH=%s LD_LIBRARY_PATH=%s\n' \
       "$PATH" "$LD_LIBRARY_PATH" >/etc/ssh/sshd_config.d/bigbatch.conf; \
@@ -103,11 +111,13 @@ RUN set -e; case $SSHD in 0) exit 0 ;; 1) ;; *) echo "SSHD is 0 or 1, not $SSHD"
 ARG REVISION=
 RUN --mount=type=bind,from=horovod,source=/wheels,target=/horovod \
     --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
+    --mount=type=bind,source=.ci/sbom.py,target=/sbom.py \
     set -e; \
-    if [ -n "$(ls /horovod)" ]; then pip install --no-cache-dir -c kept.txt /horovod/*.whl; fi; \
+    if [ -n "$(ls /horovod)" ]; then pip install --no-cache-dir /horovod/*.whl; fi; \
     pip install --no-cache-dir --no-deps /wheels/*.whl; \
     for folder in /opt/venv/lib/python3*/site-packages/bigbatch/comm/tuning; do echo "$REVISION" >"$folder/built_from.txt"; done; \
-    ln -s /opt/venv/bin/bigbatch /usr/local/bin/bigbatch
+    ln -s /opt/venv/bin/bigbatch /usr/local/bin/bigbatch; \
+    python /sbom.py >sbom.cdx.json
 
 ENV PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \
@@ -120,7 +130,7 @@ CMD ["bigbatch", "--help"]
 FROM runtime AS test
 USER root
 WORKDIR /opt/bigbatch
-RUN pip install --no-cache-dir -c kept.txt pytest pytest-timeout hypothesis
+RUN pip install --no-cache-dir pytest pytest-timeout hypothesis
 COPY pyproject.toml ./
 COPY docs docs
 COPY examples examples
@@ -128,7 +138,11 @@ COPY tests tests
 USER 1000:1000
 CMD ["python", "-m", "pytest", "tests/laws", "tests/parallel"]
 
+# whoever builds upon it chooses versions for himself
 FROM runtime
+USER root
+RUN rm /opt/venv/pip.conf
+USER 1000:1000
 ARG VERSION=
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="bigbatch" \

@@ -35,6 +35,7 @@ extras["dev"] = [
     "torch-optimizer>=0.3",
     "pytest>=8",
     "hypothesis>=6",
+    "kubernetes-validate>=1.31",
     "pytest-timeout",
     "pytest-xdist",
     "ruff",
@@ -54,7 +55,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["bigbatch", "bigbatch.*"]),
-    package_data={"bigbatch": ["configs/*.yaml", "configs/*/*.yaml", "launch/scripts/*", "py.typed"]},
+    package_data={
+        "bigbatch": ["configs/*.yaml", "configs/*/*.yaml", "launch/scripts/*", "launch/simulate/*.json", "py.typed"]
+    },
     install_requires=[
         "torch>=2.10",
         "torchvision>=0.25",
@@ -65,6 +68,7 @@ setup(
         "psutil>=5.9",
         "tensorboard>=2.15",
         "matplotlib>=3.8",
+        "tomli>=2; python_version < '3.11'",
     ],
     extras_require=extras,
     entry_points={"console_scripts": ["bigbatch = bigbatch.cli:main"]},

@@ -9,8 +9,10 @@ from pathlib import Path
 from urllib.parse import urljoin
 from urllib.request import urlopen
 
-NAME = "pip-26.3-py3-none-any.whl"
-SHA256 = "f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13"
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+PINNED = re.search(r"^pip==(\S+)((?:.*\\\n)*.*)", CONSTRAINTS.read_text(), re.MULTILINE)
+assert PINNED, "constraints.txt pins no pip"
+NAME = f"pip-{PINNED[1]}-py3-none-any.whl"
 INDEX = "https://pypi.org/simple/pip/"
 
 
@@ -20,7 +22,7 @@ def fetch_wheel() -> bytes:
     if not link:
         raise ValueError(f"{INDEX} does not list {NAME}")
     wheel = urlopen(urljoin(INDEX, link[1]), timeout=60).read()
-    if hashlib.sha256(wheel).hexdigest() != SHA256:
+    if f"--hash=sha256:{hashlib.sha256(wheel).hexdigest()}" not in PINNED[2].split():
         raise ValueError(f"{link[1]} is not the file that it should be")
     return wheel
 

@@ -16,7 +16,13 @@ BUILT_TOGETHER = ("torch", "torchvision")
 
 def constraints(pinned: Iterable[str], present: Mapping[str, str]) -> list[str]:
     """pinned without the packages that are present, by name; of those, torch and torchvision stay at their version."""
-    kept = [line.strip() for line in pinned if _name(line) not in present]
+    kept, is_kept = [], False
+    for line in pinned:
+        if re.match(r"[A-Za-z0-9]", line):
+            is_kept = _name(line) not in present
+        # a line that begins with spaces is a hash of the package above it
+        if is_kept and not line.startswith("#"):
+            kept.append(line.rstrip("\n"))
     return [*kept, *(f"{name}=={present[name]}" for name in BUILT_TOGETHER if name in present)]
 
 

@@ -1,6 +1,10 @@
-"""`python -m bigbatch` is the same as `bigbatch`."""
+"""`python -m bigbatch` is the same as `bigbatch`: what lies in the work folder does not stand in for a library."""
 
+import os
 import sys
+
+if sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # -m puts it there
 
 from bigbatch.cli import main
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bigbatch import __version__
-from bigbatch.errors import UserError, nearest, printable
+from bigbatch.errors import UserError, or_nearest, printable, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
 
 if TYPE_CHECKING:
@@ -44,12 +44,13 @@ COMMANDS = {
         "bigbatch.trainer.mlperf.verify",
         "compare runs with MLPerf's rules and reference convergence; write its log",
     ),
+    "diff": ("bigbatch.trainer.diff", "the first step, tensor and element in which two runs differ"),
     "config": (GROUP, "show an experiment with all its values, what differs between two, which there are"),
     "tune": (GROUP, "find a learning rate's range; search config values on short runs"),
     "ablate": ("bigbatch.launch.ablate.ablation", "train a recipe trick by trick: the time and accuracy of each"),
     "launch": (
         "bigbatch.launch.start",
-        "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
+        "start a command on several ranks: Slurm, PBS, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
     "preflight": (
         "bigbatch.trainer.preflight.examine",
@@ -60,8 +61,12 @@ COMMANDS = {
         "train every combination of ranks, batches and settings for some steps",
     ),
     "report": ("bigbatch.launch.report.publish", "scaling efficiency and its causes; time and cost until an accuracy"),
+    "simulate": (
+        "bigbatch.launch.simulate.command",
+        "what a recipe would do on a cluster: time, efficiency and its causes, cost",
+    ),
     "faults": (GROUP, "disturb short trainings on purpose: is what fails named, resumed and lossless?"),
-    "comm": (GROUP, "time all-reduces by size; choose algorithm and fusion for a cluster"),
+    "comm": (GROUP, "time all-reduces by size, verify their sums; choose algorithm and fusion for a cluster"),
     "doctor": (
         "bigbatch.trainer.doctor.consult",
         "what limits a run on this machine, and what each known speedup is worth here",
@@ -76,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a message may name a file whose name is no UTF-8
+            # A message may name a file whose name is no UTF-8; and Python -u would write a line in parts, between which
+            # those of other ranks come.
+            stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     if not arguments or arguments[0] in HELP:
         print(usage())
         return 0 if arguments else REFUSED
@@ -84,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bigbatch {__version__}")
         return 0
     if unknown := find_unknown(arguments[:1]):
-        print(f"bigbatch: {unknown}", file=sys.stderr)
+        tell(unknown)
         return REFUSED
     code = _run(arguments[0], arguments[1:])
     if code:
@@ -111,7 +118,7 @@ def find_unknown(command: Sequence[str]) -> str | None:
     if name in known:
         return None
     choice = [each for each in known if not each.startswith("-")]
-    return f"{name} is no subcommand; the nearest is {nearest(name, choice)}; choose one of {', '.join(choice)}"
+    return f"{name} is no subcommand{or_nearest(name, choice)}; choose one of {', '.join(choice)}"
 
 
 def usage() -> str:
@@ -138,18 +145,18 @@ def _run(command: str, arguments: list[str]) -> int:
         run = home.GROUPS[command].main if home.__name__ == GROUP else home.main
         return int(run(arguments))  # to import torch takes long enough for a Ctrl-C
     except KeyboardInterrupt:
-        print("bigbatch: interrupted", file=sys.stderr)
+        tell("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         return PIPE_CLOSED
     except UserError as error:
-        print("bigbatch:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
+        tell("\n".join(map(printable, str(error).split("\n"))))
         return error.exit_code
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NOT_LOOKED_AT and error.filename:
             path = printable(os.fsdecode(error.filename))
             advice = "name another path, or check its permissions"
-            print(f"bigbatch: {path}: cannot be used ({error.strerror}); {advice}", file=sys.stderr)
+            tell(f"{path}: cannot be used ({error.strerror}); {advice}")
             return FAILED
         traceback.print_exc()  # show where, and still leave as a rank must
         return CRASHED

@@ -1,8 +1,11 @@
 """The root of all errors whose one-line message is for the user, not for a developer; what they suggest."""
 
 import difflib
+import re
 import reprlib
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from bigbatch.exit_codes import DIFFERENT, FAILED, LOST, REFUSED
 
@@ -99,6 +102,10 @@ class FaultError(UserError, ValueError):
     exit_code = REFUSED
 
 
+class SimulationError(UserError, ValueError):
+    """A cluster, a profile or a table of rows cannot be simulated; the message names it and what is wrong."""
+
+
 class LaunchOptionError(UserError, ValueError):
     """An option of launch, sweep, ablate or report, or a key of their files, is wrong; the message tells how."""
 
@@ -118,14 +125,35 @@ class SchedulerError(UserError, RuntimeError):
     """A scheduler refused, or its programs are not here; the message holds its words."""
 
 
-def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.0) -> str:
-    """Return the known word most like a misspelt one, for its message; empty where none is as like it as cutoff."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+LEAST_LIKENESS = 0.6
+"""Of difflib: names less alike are no misspelling."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known word most like a misspelt one; empty where none is like it."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=LEAST_LIKENESS)), "")
+
+
+def or_nearest(word: str, known: Iterable[str], *, words: str = "the nearest is") -> str:
+    """Return the end of a message's clause, such as '; the nearest is sweep'; empty where none is like it."""
+    near = nearest(word, known)
+    return f"; {words} {near}" if near else ""
 
 
 def printable(text: str) -> str:
     """Return text in one line that no terminal obeys: a file name may hold line ends, escapes and what is no text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def tell(text: object) -> None:
+    """Say something to the user on stderr in one write, so that no other process's words come between.
+
+    Where nobody can read it, it is not said: what happens next does not depend on that.
+    """
+    if sys.stderr is not None:  # as where the process was started without one
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"bigbatch: {text}\n")
+            sys.stderr.flush()
 
 
 def shortened(value: object) -> str:
@@ -135,3 +163,9 @@ def shortened(value: object) -> str:
 
 _SHORTENED = reprlib.Repr()
 _SHORTENED.maxstring, _SHORTENED.maxother = 80, 200
+
+
+def first_line(error: BaseException) -> str:
+    """Cut an error's text to its first line, without the place in the C++ sources where it was raised."""
+    text = str(error).strip() or type(error).__name__
+    return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])

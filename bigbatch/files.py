@@ -1,14 +1,15 @@
-"""Files that are whole or not there: written under a hidden name beside their own, then renamed."""
+"""Files that are whole or not there: written under a hidden name beside their own, then renamed. And JSON of them."""
 
 import ctypes
 import errno
+import json
 import os
 import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextmanager
@@ -74,20 +75,36 @@ MOST_OWN_BYTES = 1 << 24
 """A longer file is none that we wrote for ourselves."""
 
 
+def mode_of_own(folder: Path) -> int | None:
+    """Return who may do what in a folder, as 0o700; None where it is another user's, or a link. Raises: OSError."""
+    facts = folder.lstat()
+    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+    return stat.S_IMODE(facts.st_mode) if is_own else None
+
+
 def write_own(path: Path, data: bytes) -> None:
     """Replace a file in one step, readable by its user alone, as is its folder, which is made if needed.
 
     Raises: OSError, also where the folder belongs to another user or is a link.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = path.parent.lstat()
-    if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.geteuid():
+    mode = mode_of_own(path.parent)
+    if mode is None:
         raise PermissionError(errno.EPERM, f"{path.parent} is no folder of this user's own")
-    if stat.S_IMODE(folder.st_mode) != 0o700:
+    if mode != 0o700:
         path.parent.chmod(0o700)
     with replacing(path) as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(data)
+
+
+def read_plain(path: str) -> bytes:
+    """Read a plain file. Raises: OSError, also for a pipe, a socket or a device, which may never end."""
+    # O_NONBLOCK: a pipe that nobody writes to would never open
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        return file.read()
 
 
 def read_own(path: Path) -> bytes:
@@ -109,3 +126,14 @@ def _create(path: Path) -> BinaryIO:
     except FileExistsError:
         path.unlink()
         return open(path, "xb")
+
+
+def parse_json(text: str | bytes, **how: Any) -> Any:
+    """Parse JSON that somebody else may have written; how: as json.loads takes it.
+
+    Raises: ValueError, also for lists in lists that are too deep for Python.
+    """
+    try:
+        return json.loads(text, **how)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -39,6 +39,10 @@ GROUPS = {
                 "bigbatch.trainer.tune.communication",
                 "choose algorithm by size and fusion plan for this cluster and a model",
             ),
+            "verify": (
+                "bigbatch.comm.bench.verify",
+                "compare the sums of all algorithms with exact ones, and repeat them",
+            ),
         },
         "bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M",
     ),

@@ -31,6 +31,11 @@ def try_lock(file: IO[bytes] | int) -> bool:
     return True
 
 
+def share_lock(file: IO[bytes] | int) -> None:
+    """Lock an open file with others that do so, when nobody has it alone. Raises: OSError, as wait_lock does."""
+    fcntl.flock(file, fcntl.LOCK_SH)
+
+
 def wait_lock(file: IO[bytes] | int) -> None:
     """Lock an open file or folder when whoever holds it lets go. Raises: OSError where its file system cannot lock."""
     fcntl.flock(file, fcntl.LOCK_EX)

@@ -21,11 +21,12 @@ from bigbatch.comm.backends.host_staging import HostStaging, Staged
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS, ProcessEnv
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline, merge
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, tell
 from bigbatch.exit_codes import FAILED
 
 Collective = Callable[[Tensor], None]
@@ -281,6 +282,7 @@ class Communicator:
         # not before: nobody else would end a wait in NCCL's last barrier
         if self.inspector is not None:
             self.inspector.close()
+        self.control.end_well()
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         open_connections.pop(self.control, None)
         # mpirun takes a rank that ends without finalizing for failed; MPI cannot be started again
@@ -356,7 +358,7 @@ def _close_all() -> None:
         try:
             communicator.abort() if has_failed else communicator.close()
         except CommError as error:
-            print(f"bigbatch: {error}", file=sys.stderr)
+            tell(error)
             has_lost = True
     if has_lost or any(backend.oldest() for backend in _aborted):
         for stream in (sys.stdout, sys.stderr):

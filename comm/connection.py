@@ -62,9 +62,12 @@ def _horovod_sums_on_gpus() -> bool:
 
 def only_gpu(device: torch.device) -> str:
     """Return the UUID of the only GPU that this rank sees; "" where it sees several, or is on the CPU."""
-    if device.type != "cuda" or torch.cuda.device_count() > 1:
-        return ""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return gpu_uuid(device) if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return a GPU's UUID as its driver writes it; "" of the CPU."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -107,6 +110,7 @@ def connect(
     interface: str | None = None,
     timeout_seconds: float = 60.0,
     warn_seconds: float | None = None,
+    meeting_seconds: float | None = None,
     env: ProcessEnv | None = None,
     device: torch.device | None = None,
 ) -> Communicator:
@@ -123,7 +127,8 @@ def connect(
     interface names the network interface of hosts that have several; one that the launcher has named goes before it.
     Without a device it is choose_device's, and ranks that have the same GPU are refused.
     After warn_seconds (10, or timeout_seconds where that is shorter) in one sum late ranks are named; after
-    timeout_seconds the wait ends in an error.
+    timeout_seconds the wait ends in an error. The first meeting waits as long as meeting_seconds where that is longer:
+    one rank's image or file system may be much slower than another's.
     `with connect() as communicator:` closes it at the end, and tells the other ranks of an exception, so that they end,
     too. Without it call close() at the end of a good run; where that is forgotten it happens as the interpreter ends.
     Raises: CommError where the ranks cannot meet, or contradict each other about who they are and where; ValueError
@@ -145,7 +150,13 @@ def connect(
         backend = "nccl" if device.type == "cuda" else "tcp"
     _require_device(backend, device)
     _require_nccl(backend, max_ctas=max_ctas, buffers=buffers)
-    control = Control(env, timeout_seconds=timeout_seconds, interface=interface, find_master=meet_by_mpi)
+    control = Control(
+        env,
+        timeout_seconds=timeout_seconds,
+        meeting_seconds=max(timeout_seconds, meeting_seconds or 0.0),
+        interface=interface,
+        find_master=meet_by_mpi,
+    )
     control.library = backend
     nodes = [place.node for place in meet(env, control, gpu=gpu)]
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)

@@ -8,14 +8,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, or_nearest, tell
 from bigbatch.exit_codes import UNFIT
 from bigbatch.launch.compare_nodes import compare_nodes
 from bigbatch.launch.emulate import subcommands as emulate
-from bigbatch.launch.jobs.check import check_job
+from bigbatch.launch.jobs.check import check_job, require_taken
 from bigbatch.launch.jobs.findings import Findings
-from bigbatch.launch.jobs.fit_hosts import preflight_command
-from bigbatch.launch.jobs.options import PYTHON_HELP, job_options, read_job
+from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command
+from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
+from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.registry import LAUNCHERS
 
@@ -37,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
         options = [word for word in words if not (left and word == left[0] and left.pop(0))]
         parser.error(f"-- is missing before the command: bigbatch launch {shlex.join([*options, '--', *others])}")
     if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        near = or_nearest(others[0], [option.flag for option in JOB_OPTIONS])
+        parser.error(f"unrecognized arguments: {' '.join(others)}{near}")
     run: Run = arguments.run
     return run(arguments, tuple(words[split + 1 :]))
 
@@ -46,13 +48,22 @@ def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str
     # counting takes a moment, as of GPUs: only where nobody says how many
     default_ranks = launcher.count_ranks() if arguments.ranks is None and arguments.device is None else 1
     with Findings() as findings:
+        findings.ask(_apply_site, arguments, launcher)
         job = read_job(arguments, command, findings=findings, default_ranks=default_ranks, is_python=arguments.python)
         shown = findings.ask(launcher.dry_run, job, os.environ)
+        if not arguments.dry_run and not getattr(arguments, "output", None) and launcher.sees != "none":
+            findings.ask(require_taken, job, os.environ)
         check_job(job, findings, starts=not arguments.dry_run, sees=launcher.sees)
     if arguments.dry_run:
         print(shown, end="")
         return 0
     return launcher.start(job, environ=os.environ, options=arguments)
+
+
+def _apply_site(arguments: argparse.Namespace, launcher: Launcher) -> None:
+    """Fill in what a site's files state, and say so. Raises: LaunchOptionError."""
+    for line in apply_site(arguments, refused=launcher.refused, table=launcher.site_table):
+        tell(line)
 
 
 def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
@@ -64,7 +75,11 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
             )
     options = () if arguments.json is None else ("--json", arguments.json)
     with Findings() as findings:
-        job = read_job(arguments, preflight_command(command, *options), findings=findings)
+        words = preflight_command(command, *options)
+        # by what is typed: a file that names a partition for jobs in Slurm makes none of this
+        launcher = choose_launcher(read_job(arguments, words, findings=findings))
+        findings.ask(_apply_site, arguments, LAUNCHERS[launcher])
+        job = read_job(arguments, words, findings=findings)
         # other ranks than those of the experiment may look at the nodes
         check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, sees="shared")
     return compare_nodes(job, good_hosts=arguments.good_hosts, dry_run=arguments.dry_run, environ=os.environ)
@@ -141,7 +156,8 @@ def _add_launcher(
         help=launcher.help,
         description=f"{launcher.help[0].upper()}{launcher.help[1:]}. Ranks where none are stated: "
         f"{launcher.default_ranks}. Of this shell's variables the ranks get: {launcher.passes}. An option that it "
-        "cannot honour is refused.",
+        "cannot honour is refused. What the command line leaves open is taken from bigbatch.toml of "
+        "the user or the site, and said.",
         epilog=f"example: bigbatch launch {launcher.name} {launcher.example}",
     )
     parser.add_argument("--python", action="store_true", help=PYTHON_HELP)

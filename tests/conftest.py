@@ -13,6 +13,10 @@ import torch
 EXPECT_GPU = os.environ.get("BIGBATCH_EXPECT_GPU") == "1"
 if not EXPECT_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch looks when it is first asked for one
+os.environ["BIGBATCH_SITE_FILE"] = ""  # what this machine's say is not what is tested
+os.environ.pop("PYTHONUNBUFFERED", None)  # print would write a line and its end apart, and lines of ranks be glued
+
+collect_ignore = [] if "BIGBATCH_OPENREG" in os.environ else ["openreg"]
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; every process of a test inherits it

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from yaml import YAMLError
 
 from bigbatch.comm.rendezvous.environ import read_process_env
@@ -39,7 +40,7 @@ def train(
     hooks, env = hooks or TrainingHooks(), read_process_env()
     words = [f"--{key}={_word(key, value)}" for key, value in (overrides or {}).items()]
     experiment = load_config(["--config", str(config), *words])
-    with _signals_as_before():
+    with _process_as_before():
         job = join(experiment, env)
         try:
             summary = lead(experiment, job, watchers=hooks, is_quiet=quiet)
@@ -65,11 +66,14 @@ def _word(key: str, value: Any) -> str:
 
 
 @contextmanager
-def _signals_as_before() -> Iterator[None]:
-    """Put the handlers of stop signals back that a run takes."""
+def _process_as_before() -> Iterator[None]:
+    """Put back the handlers of stop signals that a run takes, and whether torch is to be deterministic."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         yield
     finally:
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=warns_only)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -11,6 +11,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import OutOfMemory, ReplicasDiffer
 from bigbatch.trainer.build.job import bind_rank, join_job
+from bigbatch.trainer.build.staging import using_staged
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import leave_compiler_out
@@ -33,7 +34,12 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(argv)
     is_dry_run = "--dry-run" in argv
     if is_dry_run:  # what would be copied, or measured and kept, is left alone
-        config = replace(config, data=replace(config.data, stage=None), comm=replace(config.comm, calibrate="never"))
+        config = replace(
+            config,
+            run=replace(config.run, memory_every_steps=0),
+            data=replace(config.data, stage=None),
+            comm=replace(config.comm, calibrate="never"),
+        )
     leave_compiler_out()  # the process is the command's: bigbatch.train leaves a script's own as it is
     env = read_process_env()
     job = join(config, env)
@@ -64,6 +70,7 @@ def lead(
     communicator = job.communicator
     try:
         with ExitStack() as stack:
+            stack.enter_context(using_staged(config, communicator))
             owner = None if is_dry_run else own_folder(config, communicator, stack)
             make_run = partial(
                 TrainingRun, job=job, owner=owner, watchers=watchers or TrainingHooks(), is_quiet=is_quiet

@@ -1,12 +1,16 @@
 """One run through its life: files on the first rank, collectives on all."""
 
 import json
+import statistics
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -26,10 +30,12 @@ from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.input.bad_images import require_few
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.digests import DigestRecorder
+from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.hooks import TrainingHooks
+from bigbatch.trainer.run.memory_copies import open_copies
 from bigbatch.trainer.run.notice import NoticeWatch
-from bigbatch.trainer.run.output import RunOutput
+from bigbatch.trainer.run.output import RunOutput, bytes_of_state
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.resume import find_start, restore_
 from bigbatch.trainer.run.saving import CheckpointSaver
@@ -69,9 +75,14 @@ class TrainingRun:
         self.train_split, self.eval_split = build_input.make_splits(local, communicator)
         self.placement = [line for line in (job.bound, staged) if line]
         samples = build_input.samples_digest(self.train_split)
+        self.copies = open_copies(config, communicator)
         # the state is not kept: it is as large as the model and its momentum
-        self.start, state = find_start(config, self.rundir, samples=samples, control=communicator.control)
+        self.start, state = find_start(
+            config, self.rundir, samples=samples, control=communicator.control, copies=self.copies
+        )
         start = self.start
+        if start.kept_by:
+            self.placement.append(f"going on from what {start.kept_by} kept in memory")
         communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
         plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
         is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
@@ -86,8 +97,16 @@ class TrainingRun:
         else:
             # restored weights bring theirs
             fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
+        if self.copies:
+            self.copies.require_room(num_bytes=bytes_of_state(config, self.parts))
         self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples)
         self.saver.compare(done=self.plan.first_step)
+        self.digests = DigestRecorder(
+            self.plan,
+            self.parts,
+            every_steps=config.run.digest_every_steps,
+            is_sharded=config.optimizer.sharded,
+        )
         self.output = RunOutput(
             config,
             communicator,
@@ -145,8 +164,13 @@ class TrainingRun:
                 what="plot and summary",
                 timeout_seconds=self.config.run.checkpoint_timeout_seconds,
             )
-        finally:
-            self._close()
+        except BaseException:
+            with suppress(Exception):  # what ended the run tells more
+                self._close()
+            raise
+        self._close()
+        if self.copies:  # what they are of is on disk
+            self.copies.drop()
         if totals.stopped_by is not None:
             return None
         told = self.communicator.control.tell_all(
@@ -166,9 +190,28 @@ class TrainingRun:
                 f"{sum(map(self.plan.is_evaluation, steps))} evaluations, would go to {self.rundir.path}; nothing is "
                 "trained, staged or written"
             )
+            for line in self._costs():
+                self.output.say(line)
         finally:
             self._close()
         return {}
+
+    def _costs(self) -> list[str]:
+        """Say what is known of a run before it: its memory but for activations, and time where it has reports."""
+        state = bytes_of_state(self.config, self.parts)
+        parameters = list(self.parts.model.parameters())
+        gradients = sum(p.nbytes for p in parameters)
+        if self.parts.reducer.grid:
+            gradients += sum(p.numel() * torch.int64.itemsize for p in parameters if p.requires_grad)
+        halves = sum(p.nbytes for p in parameters if p.element_size() < 4)
+        rates = [r["images_per_second"] for r in read_curves(self.rundir.metrics) if r["kind"] == "train"]
+        per_epoch = self.plan.steps_per_epoch * self.plan.global_batch_size
+        seconds = f"{per_epoch / statistics.median(rates):.3g} s, by its reports so far" if rates else "not known yet"
+        return [
+            f"memory of a rank: {(state + gradients + halves) / 1e6:.3g} MB of weights, gradients and optimizer state, "
+            f"and activations; of a checkpoint: {state / 1e6:.3g} MB",
+            f"time of an epoch's steps: {seconds}",
+        ]
 
     def _introduce(self) -> None:
         for line in introduction(
@@ -183,6 +226,8 @@ class TrainingRun:
 
     def _close(self) -> None:
         self.saver.close()
+        if self.copies:
+            self.copies.settle()
         self.parts.close()
         self.output.leave_terminal()
         self.train_split.loader.close()
@@ -194,6 +239,8 @@ class TrainingRun:
 
         Raises: Stopped, in an evaluation that is not the training loop's.
         """
+        if self.start.kept_by:
+            self._save(self.plan.first_step, None)  # on disk, too, while the run goes on: a copy is lost already
         caught_up = self._catch_up()
         if self.evaluator.reason_to_end():
             self.plan = self.plan.ending_at_once()
@@ -204,13 +251,14 @@ class TrainingRun:
             self._report,
             self._evaluate,
             self._save,
+            keep=self._keep,
             settle=partial(self._settle, wait=True),
             reason_to_end=self.evaluator.reason_to_end,
             skipped=partial(self._skip, split="train"),
             before_step=self.timeline.before_step,
-            after_step=self.watchers.on_step,
+            after_step=self._after_step,
         )
-        totals = train(self.plan, self.parts, hooks, batches)
+        totals = train(self.plan, self.parts, hooks, self.digests.watch(batches))
         # a step after all others: what is still being recorded is written
         self.timeline.before_step(sys.maxsize)
         if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
@@ -284,6 +332,15 @@ class TrainingRun:
     def _save(self, done: int, top1: float | None) -> None:
         self._settle(wait=True)  # one at a time
         self.saver.start(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
+
+    def _after_step(self, done: int) -> None:
+        if record := self.digests.record(done):
+            self.output.log("digests", record)
+        self.watchers.on_step(done)
+
+    def _keep(self, done: int) -> None:
+        assert self.copies
+        self.saver.keep(self.copies, done=done, evaluations=self.evaluator.found, skipped=self.skipped)
 
     def _settle(self, *, wait: bool) -> None:
         """Tell of the checkpoint that was being written, once it is on disk. Collective. Raises: as the saver's."""

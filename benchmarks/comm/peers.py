@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.comm.job import Job
 from bigbatch.comm.backends.mpi import mpi_world
-from bigbatch.comm.rendezvous.environ import MPI_LAUNCHERS
+from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 
 HOROVOD_ROUND = 5
 """Repetitions of Horovod in a row. Its threads talk every millisecond even when idle, which slows everybody else

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bigbatch.files import parse_json
+
 LEAST_TOLERANCE = 0.01
 """A gain below this is never worth a switch."""
 
@@ -57,7 +59,7 @@ class HybridTable:
     @staticmethod
     def from_json(text: str) -> "HybridTable":
         """Read what to_json wrote. Raises: ValueError where the text is no such table."""
-        rows = json.loads(text)
+        rows = parse_json(text)
         is_table = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
         if not is_table or not all(_is_limit(limit) and isinstance(name, str) for limit, name in rows):
             raise ValueError('a hybrid table is a list such as [[65536, "doubling"], [null, "ring"]]')

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.ring import Announce, require_flat
-from bigbatch.comm.backends.base import AllOf, Backend, InFlight
+from bigbatch.comm.backends.base import ALL_DTYPES, AllOf, Backend, InFlight
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.errors import CommError
 
@@ -17,7 +17,7 @@ WHOLE_BYTES = 256 * 1024
 
 _READY = struct.Struct("!qqqq")
 """Ready message: region, offset and bytes of the tensor, and the dtype by number."""
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = ALL_DTYPES
 
 Across = Callable[[Tensor, Sequence[Tensor], Announce], None]
 """(own_N, others, announce): sums own_N and this node's others over the ranks with the same place in their nodes."""

@@ -62,7 +62,8 @@ class Wire:
             own_S.copy_(total_S)
             return
         for term_S in terms:
-            own_S.add_(term_S, alpha=scale)
+            # integers, which travel as they are, take no fraction
+            own_S.add_(term_S, alpha=scale if scale != 1.0 else 1)
 
     def pack(self, own_S: Tensor, packed_S: Tensor) -> Tensor:
         """Return what is sent: packed_S, rounded to the wire's precision; own_S itself where it travels as it is."""

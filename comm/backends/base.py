@@ -10,7 +10,7 @@ from torch import Tensor
 from bigbatch.comm.rendezvous.stall import Pending
 
 HALF = (torch.float16, torch.bfloat16)
-ALL_DTYPES = (torch.float64, torch.float32, *HALF)
+ALL_DTYPES = (torch.float64, torch.float32, *HALF, torch.int64)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,6 +1,5 @@
 """Horovod as a transport: for clusters that are set up for it, and to measure against."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,10 +10,10 @@ from torch import Tensor
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.mpi import answer_of, mpi_world
-from bigbatch.comm.rendezvous.control import Control, first_line
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.stall import Pending
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, first_line, tell
 
 HOW_TO_BUILD = "docs/from-horovod.md says what a build needs, and comm.backend tcp or mpi needs none"
 
@@ -59,7 +58,7 @@ class HorovodBackend:
     def __init__(self, env: ProcessEnv, control: Control, *, device: torch.device) -> None:
         self._hvd = import_horovod()
         device_types = ("cpu", "cuda") if sums_on_gpus() else ("cpu",)
-        dtypes = (torch.float64, torch.float32, torch.float16)
+        dtypes = (torch.float64, torch.float32, torch.float16, torch.int64)
         self.capabilities = Capabilities(device_types, dtypes, has_messages=False, sums_half_in_fp32=False)
         self._gpu = device if device.type == "cuda" else None
         if device.type not in device_types:
@@ -72,7 +71,7 @@ class HorovodBackend:
             text = (
                 "Horovod was built without NCCL, so training keeps to the CPU: docs/from-horovod.md says what a build"
             )
-            print(f"bigbatch: {text} needs, and comm.backend nccl takes the GPUs", file=sys.stderr, flush=True)
+            tell(f"{text} needs, and comm.backend nccl takes the GPUs")
         if self._hvd.is_initialized():  # by the script, or by another communicator: each would end it for the other
             raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
         mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before we do

@@ -1,6 +1,5 @@
 """Operations in flight during backward: a thread for host tensors, a stream for GPU tensors."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
@@ -10,6 +9,7 @@ from threading import Lock, Thread
 
 import torch
 
+from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, PeerLostError
@@ -60,7 +60,7 @@ class ThreadQueue:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._current = Pending(job.number, job.label, time.monotonic(), job.ranks)
+            self._current = Pending(job.number, job.label, awake_seconds(), job.ranks)
             try:
                 self._run(job.operation, job.label)
                 job.future.set_result(None)
@@ -76,14 +76,14 @@ class ThreadQueue:
         # a later operation would meet the wrong one of its peers
         if self._failure:
             raise self._failure
-        start = time.monotonic()
+        start = awake_seconds()
         try:
             operation()
         except PeerLostError as error:  # explained already
             self._failure = error
             raise
         except Exception as error:
-            self._failure = self._explain(label, time.monotonic() - start, error)
+            self._failure = self._explain(label, awake_seconds() - start, error)
             raise self._failure from error
 
     def close(self) -> None:
@@ -100,11 +100,11 @@ class _ThreadWork:
         self._queue = queue
 
     def wait(self) -> None:
-        start = time.monotonic()
+        start = awake_seconds()
         while not futures.wait([self._future], timeout=POLL_SECONDS).done:
             # one further ahead may be what keeps this one waiting
             running = self._queue.oldest()
-            self._queue.while_waiting(running.label if running else self._label, time.monotonic() - start)
+            self._queue.while_waiting(running.label if running else self._label, awake_seconds() - start)
         self._future.result()
 
 
@@ -154,7 +154,7 @@ class StreamQueue:
             with self._lock:
                 self._take_out_done()
                 # before it, as it may stop the host: a barrier does, and groups that connect
-                self._enqueued.append(Pending(self._number, label, time.monotonic(), ranks))
+                self._enqueued.append(Pending(self._number, label, awake_seconds(), ranks))
         # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(device))
         # in a script whose current GPU is another, the stream alone would make a context there as it ends

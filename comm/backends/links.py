@@ -1,29 +1,35 @@
 """Byte streams between ranks over TCP, moved forward by whoever waits: no thread, no lock."""
 
 import hmac
-import secrets
 import select
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, introduce, let_in
 from bigbatch.errors import CommError
 
 POLL_SECONDS = 1.0
-GREETING = struct.Struct("!32sI")
-"""What a connecting rank says first: the job's secret and its own rank."""
+GREET_SECONDS = 10.0
+"""How long a caller may take to introduce itself."""
+MOST_STRANGERS = 64
+"""How many callers may stand at the door at once beside the job's own; who has stood there longest goes first."""
 
 BURSTY = ("cubic", "reno")
 """Congestion controls that fill a link at once, in the order of preference."""
 
 LENGTH = struct.Struct("!Q")
 """What precedes each message: its length in bytes."""
+
+RECEIVED = struct.Struct("=Q")
+RECEIVED_AT = 128
+"""Where tcpi_bytes_received lies in Linux's struct tcp_info."""
 
 WhileWaiting = Callable[[float], None]
 """(seconds waited so far): called every POLL_SECONDS of a wait; raises to give up."""
@@ -74,9 +80,10 @@ def leave_bbr(stream: socket.socket) -> None:
 class Link:
     """Holds the stream to one peer, and what is to be sent and received over it, in order."""
 
-    __slots__ = ("incoming", "number", "outgoing", "peer", "polled", "socket")
+    __slots__ = ("incoming", "number", "outgoing", "peer", "polled", "proof", "socket")
 
-    def __init__(self, peer: int, stream: socket.socket) -> None:
+    def __init__(self, peer: int, stream: socket.socket, *, proof: bytes = b"") -> None:
+        """proof: what the peer must say first, to show that it knows the job's secret."""
         stream.setblocking(False)
         # else a short message would wait for the acknowledgement of the one before
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,6 +93,7 @@ class Link:
         self.outgoing: deque[Transfer] = deque()
         self.incoming: deque[Transfer] = deque()
         self.polled = 0
+        self.proof = proof
 
     def send_what_goes(self) -> None:
         """Hand the kernel what it takes without waiting."""
@@ -102,8 +110,11 @@ class Link:
     def receive_what_came(self) -> None:
         """Take from the kernel what is there of the expected bytes.
 
-        Raises: ConnectionError where the peer left; CommError where it sends a message of another length.
+        Raises: ConnectionError where the peer left; CommError where it does not know the job's secret, or sends a
+        message of another length.
         """
+        if self.proof and not self._prove():
+            return
         while self.incoming:
             transfer = self.incoming[0]
             # the length is not all here yet
@@ -123,6 +134,19 @@ class Link:
                 return
             self.incoming.popleft()
 
+    def _prove(self) -> bool:
+        """Compare what has come of the peer's proof; tell whether that is all of it."""
+        try:
+            said = self.socket.recv(len(self.proof))
+        except BlockingIOError:
+            return False
+        if not said:
+            raise ConnectionResetError(f"rank {self.peer} closed the connection")
+        if not hmac.compare_digest(said, self.proof[: len(said)]):
+            raise CommError(f"what answers for rank {self.peer} does not know this job's secret")
+        self.proof = self.proof[len(said) :]
+        return not self.proof
+
     def _check(self, transfer: Transfer, expected: int) -> None:
         length = LENGTH.unpack(transfer.length)[0]
         if length != expected:
@@ -135,37 +159,37 @@ class Link:
 class Links:
     """Holds streams from this rank to any others, made on first use: the higher rank connects, the lower one accepts.
 
-    A peer must know the job's secret, which rank 0 puts into the control's store. Listens on one address only.
-    Every method belongs to one thread. while_waiting bounds each wait.
+    Both prove that they know the job's secret. Listens on one address only. Every method belongs to one thread.
+    while_waiting bounds each wait.
     """
 
     def __init__(
         self, env: ProcessEnv, control: Control, *, interface: str | None, while_waiting: WhileWaiting
     ) -> None:
         self._control = control
-        self._rank = env.rank
+        self._rank, self._world_size = env.rank, env.world_size
         self._while_waiting = while_waiting
         self._links: dict[int, Link] = {}
         self._by_number: dict[int, Link] = {}
-        self._callers: dict[int, tuple[socket.socket, bytes]] = {}
-        """Who has connected, by file descriptor, and how much of the greeting has come."""
+        self._callers: dict[int, tuple[socket.socket, bytes, float]] = {}
+        """Who has connected, by file descriptor, how much of its introduction has come, and since when it stands there.
+        """
+        self._most_callers = env.world_size + MOST_STRANGERS
         self._poll = select.poll()
         self._moved = self._asked = 0.0
-        """When bytes last moved over a link, and when while_waiting was last called; time.monotonic()."""
+        """When bytes last moved over a link, and when while_waiting was last called; awake_seconds()."""
         towards = control.master[0] if control.master and not env.is_one_host else None
         address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
         # backlog: all higher ranks may connect before this one looks
-        self._listener = socket.create_server((address, 0), backlog=1024)
+        self._listener = socket.create_server((address, 0), family=family_of(address), backlog=1024)
         leave_bbr(self._listener)
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.POLLIN)
         # port 0 above let the system choose one: only now is it known
         where = self._listener.getsockname()
+        self._door = Door(control.secret, _name(env.rank))
         with control.explained("connection of all ranks"):
-            if env.rank == 0:
-                control.store.set("bigbatch/tcp/secret", secrets.token_hex(16))
-            control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]}")
-        self._secret = control.read("bigbatch/tcp/secret", what="connection to rank 0").encode()
+            control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]} {self._door.nonce.hex()}")
 
     def send(self, data: memoryview, *, to: int) -> Transfer:
         """Start to send; data must not change until waited for."""
@@ -184,9 +208,18 @@ class Links:
         link.incoming.append(transfer)
         return transfer
 
+    def received_bytes(self) -> dict[int, int]:
+        """Return what has come from each rank, as Linux counts its stream: each byte once, and no headers."""
+        size = RECEIVED_AT + RECEIVED.size
+        told = {
+            peer: link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+            for peer, link in self._links.items()
+        }
+        return {peer: RECEIVED.unpack_from(info, RECEIVED_AT)[0] for peer, info in told.items()}
+
     def wait_for(self, transfer: Transfer) -> None:
         """Move all transfers forward until this one is done."""
-        self._moved = self._asked = time.monotonic()
+        self._moved = self._asked = awake_seconds()
         for link in self._links.values():
             self._move(link)
         while not transfer.done:
@@ -202,25 +235,26 @@ class Links:
         for number, _ in self._poll.poll(POLL_SECONDS * 1000):
             if number in self._by_number:
                 self._move(self._by_number[number])
-                self._moved = time.monotonic()
+                self._moved = awake_seconds()
             elif number in self._callers:
                 self._greet(number)
             else:
                 self._let_in()
-        now = time.monotonic()
+        now = awake_seconds()
         if now - max(self._moved, self._asked) > POLL_SECONDS:
             self._asked = now
+            self._send_off(lambda since: now - since > GREET_SECONDS)
             self._while_waiting(now - self._moved)
 
     def _move(self, link: Link) -> None:
-        if link.incoming:
+        if link.incoming or link.proof:
             link.receive_what_came()
         if link.outgoing:
             link.send_what_goes()
 
     def _watch(self, link: Link) -> None:
         # not asked for while nothing is expected: poll would return at once for what came early
-        wanted = (select.POLLIN if link.incoming else 0) | (select.POLLOUT if link.outgoing else 0)
+        wanted = (select.POLLIN if link.incoming or link.proof else 0) | (select.POLLOUT if link.outgoing else 0)
         if wanted == link.polled:
             return
         if not wanted:
@@ -233,16 +267,17 @@ class Links:
         if peer == self._rank:
             raise ValueError(f"rank {peer} has no link to itself")
         if peer < self._rank:
-            self._add(peer, self._connect(peer))
+            self._connect(peer)
         else:
-            self._moved = self._asked = time.monotonic()
+            self._moved = self._asked = awake_seconds()
             while peer not in self._links:
                 self._step()
         return self._links[peer]
 
-    def _connect(self, peer: int) -> socket.socket:
-        address, port = self._control.read(f"bigbatch/tcp/{peer}", what=f"connection to rank {peer}").split()
-        stream = socket.socket()
+    def _connect(self, peer: int) -> None:
+        told = self._control.read(f"bigbatch/tcp/{peer}", what=f"connection to rank {peer}")
+        address, port, nonce = told.split()
+        stream = socket.socket(family_of(address))
         stream.settimeout(self._control.timeout_seconds)
         leave_bbr(stream)
         try:
@@ -254,43 +289,54 @@ class Links:
                 f"{self._control.host_of(peer)} at {address}:{port} ({error}): set comm.interface to the network "
                 "interface that all nodes share"
             ) from error
-        # the accepting side answers nothing: who is not let in finds the stream closed
-        stream.sendall(GREETING.pack(self._secret, self._rank))
-        return stream
+        hello, proof = introduce(self._control.secret, _name(peer), bytes.fromhex(nonce), rank=self._rank)
+        stream.sendall(hello)
+        self._add(peer, stream, proof=proof)
 
     def _let_in(self) -> None:
         """Take in a caller, the expected one or another; one that says nothing holds up nobody."""
-        try:
-            stream, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # has left already
+        stream = let_in(self._listener, self._send_off_the_first)
+        if stream is None:
             return
-        stream.setblocking(False)
-        self._callers[stream.fileno()] = stream, b""
+        self._callers[stream.fileno()] = stream, b"", awake_seconds()
         self._poll.register(stream, select.POLLIN)
+        if len(self._callers) > self._most_callers:
+            self._send_off_the_first()
+
+    def _send_off_the_first(self) -> None:
+        first = min((since for _, _, since in self._callers.values()), default=0.0)
+        self._send_off(lambda since: since <= first)
+
+    def _send_off(self, is_meant: Callable[[float], bool]) -> None:
+        """Turn callers away by the time when they came."""
+        for number in [number for number, (_, _, since) in self._callers.items() if is_meant(since)]:
+            self._poll.unregister(number)
+            self._callers.pop(number)[0].close()
 
     def _greet(self, number: int) -> None:
-        """Hear more of a caller's greeting; turn away who leaves or does not know the secret."""
-        stream, said = self._callers.pop(number)
+        """Hear more of a caller's introduction; turn away who leaves or does not know the secret."""
+        stream, said, since = self._callers.pop(number)
         try:
-            # not a byte more: what follows the greeting is the first message, and the link's to read
-            more = stream.recv(GREETING.size - len(said))
+            # not a byte more: what follows is the first message, and the link's to read
+            more = stream.recv(HELLO_BYTES - len(said))
         except OSError:
             more = b""
         said += more
-        if more and len(said) < GREETING.size:
-            self._callers[number] = stream, said
+        if more and len(said) < HELLO_BYTES:
+            self._callers[number] = stream, said, since
             return
         self._poll.unregister(number)
-        if len(said) == GREETING.size:
-            secret, peer = GREETING.unpack(said)
-            # takes equally long wherever they differ, so that time tells a guesser nothing
-            if hmac.compare_digest(secret, self._secret) and peer not in self._links:
-                self._add(peer, stream)
-                return
+        with suppress(StrangerError, OSError):
+            if len(said) == HELLO_BYTES:
+                peer, answer = self._door.judge(said)
+                if self._rank < peer < self._world_size and peer not in self._links:
+                    stream.sendall(answer)  # nothing was sent before, so the kernel takes it
+                    self._add(peer, stream)
+                    return
         stream.close()
 
-    def _add(self, peer: int, stream: socket.socket) -> None:
-        link = Link(peer, stream)
+    def _add(self, peer: int, stream: socket.socket, *, proof: bytes = b"") -> None:
+        link = Link(peer, stream, proof=proof)
         self._links[peer] = link
         self._by_number[link.number] = link
 
@@ -299,8 +345,13 @@ class Links:
         self._listener.close()
         for link in self._links.values():
             link.socket.close()
-        for stream, _ in self._callers.values():
+        for stream, _, _ in self._callers.values():
             stream.close()
         self._callers.clear()
         self._links.clear()
         self._by_number.clear()
+
+
+def _name(rank: int) -> str:
+    """Name the door of a rank's links."""
+    return f"links of rank {rank}"

@@ -12,10 +12,11 @@ from torch import Tensor
 from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.rendezvous.addresses import own_address
-from bigbatch.comm.rendezvous.control import Control, first_line
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.comm.rendezvous.stall import Pending
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, first_line
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
@@ -57,14 +58,14 @@ def mpi_world(env: ProcessEnv) -> Any:
     return world
 
 
-def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> tuple[str, int]:
-    """Agree on an address and free port of rank 0's host, the same on all ranks. Collective over MPI's world.
+def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> tuple[str, int, str]:
+    """Agree on an address and free port of rank 0's host and a new secret. Collective over MPI's world.
 
     Raises: CommError where rank 0's host name leads nowhere or only to itself, and after timeout_seconds without
     the other ranks.
     """
     world = mpi_world(env)
-    answer: tuple[str, int] | str | None = None
+    answer: tuple[str, int, str] | str | None = None
     if world.rank == 0:
         answer = _meeting_point(is_one_host=env.is_one_host, interface=interface)
     answer = _within(timeout_seconds, lambda: world.bcast(answer, root=0), what=f"rank {env.rank}: meeting by MPI")
@@ -74,8 +75,8 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
     return answer
 
 
-def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, int] | str:
-    """Find an address and port, or what stands in the way: the other ranks must hear of it too."""
+def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, int, str] | str:
+    """Find an address and port and draw a secret, or what stands in the way: the other ranks must hear of it too."""
     try:
         address = own_address(is_one_host=is_one_host, interface=interface)
     except CommError as error:
@@ -83,7 +84,7 @@ def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, in
     with socket.socket() as probe:
         # free now, and closed again: rank 0 opens the rendezvous there right after
         probe.bind((address, 0))
-        return address, probe.getsockname()[1]
+        return address, probe.getsockname()[1], new_secret()
 
 
 def _within(timeout_seconds: float, operation: Callable[[], T], *, what: str) -> T:

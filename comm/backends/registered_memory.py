@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.control import first_line
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, first_line
 
 SYMMETRIC_SINCE = (2, 27)
 """NCCL's first version that has symmetric windows; torch would register an older one's memory otherwise, unasked."""

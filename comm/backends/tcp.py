@@ -111,6 +111,10 @@ class TcpBackend:
         """Send and receive at once."""
         return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
 
+    def received_bytes(self) -> dict[int, int]:
+        """Return what has come from each rank, by the kernel's count. Not while anything is under way."""
+        return self._links.received_bytes()
+
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Start the operation on a thread, beside backward."""
 

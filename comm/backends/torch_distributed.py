@@ -1,6 +1,5 @@
 """torch.distributed as a transport: NCCL for GPU tensors, gloo for host tensors."""
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -10,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import AllOf, Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
-from bigbatch.comm.rendezvous.control import Control, first_line
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
 from bigbatch.comm.rendezvous.stall import VERDICT_SECONDS, Pending
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, first_line
 
 T = TypeVar("T")
 
@@ -193,11 +193,11 @@ class TorchDistributedBackend:
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Start the operation beside backward: on a thread for gloo, on a stream for NCCL. Raises: PeerLostError."""
-        start = time.monotonic()
+        start = awake_seconds()
         try:
             return self._queue.submit(operation, label=label, ranks=ranks)
         except dist.DistError as error:  # of NCCL, whose operations begin here
-            raise self._control.explain(label, time.monotonic() - start, error) from error
+            raise self._control.explain(label, awake_seconds() - start, error) from error
 
     def oldest(self) -> Pending | None:
         """Return what the queue is at."""

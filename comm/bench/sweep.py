@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +12,10 @@ import torch
 from bigbatch.comm.algorithms import travelling_dtype
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.bench import figures as bench
+from bigbatch.comm.bench.job import add_connection_options, connect_as_told, require_memory, require_numbers
 from bigbatch.comm.bench.report import SweepReport
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
-from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.connection import WIRE_DTYPES
 from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.comm.tuning.measure import Effort, measure_links, time_sums
 from bigbatch.comm.tuning.tuned import read_tuned
@@ -38,14 +37,14 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     sweep = make_sweep(arguments)
     tuned = read_tuned(arguments.table) if arguments.table else None
-    communicator = _connect(arguments)
+    communicator = connect_as_told(arguments, wire_dtype=arguments.wire_dtype)
     command = shlex.join(["bigbatch", "comm", "bench", *argv])
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)
     if tuned:
         tuned.require_cluster(conditions.cluster, path=arguments.table)
     contestants = _contestants(arguments.algorithms, communicator, table=tuned.table if tuned else None)
-    sweep.require_memory(communicator)
+    require_memory(max(sweep.counts) * bench.ELEMENT_BYTES[sweep.dtype], communicator, copies=WORKING_COPIES)
     limit, source = _find_limit(sweep.link_gbit, communicator)
     tensor_N = communicator.allocate(max(sweep.counts), getattr(torch, sweep.dtype))
     shares = {name: wire_share(each, tensor_N) for name, each in contestants.items()}
@@ -99,21 +98,6 @@ class SizeSweep:
     output: Path | None
     plot: Path | None
 
-    def require_memory(self, communicator: Communicator) -> None:
-        """Refuse what is too large. Raises: CommError where the largest tensor cannot fit into the machine."""
-        largest = max(self.counts) * bench.ELEMENT_BYTES[self.dtype]
-        if communicator.device.type == "cuda":
-            memory, share = torch.cuda.mem_get_info(communicator.device)[1], 1
-        else:
-            memory, share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), communicator.env.local_size
-        room = memory // (share * WORKING_COPIES)
-        if largest > room:
-            raise CommError(
-                f"--max-bytes: {bench.show_bytes(largest)} bytes for each of {share} ranks, and as much again twice to "
-                f"work with, do not fit into the {memory / 2**30:.0f} GiB of {communicator.env.host}; give at most "
-                f"{bench.show_bytes(1 << (room.bit_length() - 1))}"
-            )
-
 
 def make_sweep(arguments: argparse.Namespace) -> SizeSweep:
     """Check what can be checked before ranks meet. Raises: CommError naming the option and a legal value."""
@@ -123,18 +107,11 @@ def make_sweep(arguments: argparse.Namespace) -> SizeSweep:
         factor=arguments.factor,
         dtype=arguments.dtype,
     )
-    for option, value, least in (
-        ("--repetitions", arguments.repetitions, 2),
-        ("--group-size", arguments.group_size, 1),
-    ):
-        if value is not None and value < least:
-            raise CommError(f"{option} {value} is too few; give at least {least}")
-    for option, seconds in (
-        ("--seconds-per-size", arguments.seconds_per_size),
-        ("--timeout-seconds", arguments.timeout_seconds),
-    ):
-        if not 0 < seconds < float("inf"):
-            raise CommError(f"{option} {seconds:g} is no length of time; give a positive number of seconds")
+    require_numbers(
+        arguments,
+        least={"--repetitions": 2, "--group-size": 1},
+        seconds=("--seconds-per-size", "--timeout-seconds"),
+    )
     plot = arguments.plot
     if plot and plot.suffix not in PLOT_SUFFIXES:
         raise CommError(f"--plot {plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
@@ -155,24 +132,6 @@ def _parse_gbit(text: str) -> float | None:
         if 0 < float(text) < float("inf"):
             return float(text)
     raise CommError(f"--link-gbit {text!r} is no bandwidth; give a link's Gbit/s, such as 100, or measured")
-
-
-def _connect(arguments: argparse.Namespace) -> Communicator:
-    try:
-        return connect(
-            backend=arguments.backend,
-            group_size=arguments.group_size,
-            warn_seconds=arguments.timeout_seconds,  # a large sum may take long
-            timeout_seconds=arguments.timeout_seconds,
-            interface=arguments.interface,
-            max_ctas=arguments.max_ctas,
-            buffers=arguments.buffers,
-            wire_dtype=arguments.wire_dtype,
-            reduce_dtype=arguments.reduce_dtype,
-            env=read_process_env(),
-        )
-    except ValueError as error:
-        raise CommError(str(error)) from error
 
 
 def _contestants(
@@ -225,14 +184,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(bench.ELEMENT_BYTES), default="float32", help="of the tensors (default: %(default)s)")
     add("--algorithms", default="all", help="such as ring,native (default: %(default)s that run here)")
     add("--table", type=Path, metavar="FILE", help="file of bigbatch comm tune: measures hybrid, too")
-    add("--backend", choices=BACKENDS, default="auto", help="what carries the bytes (default: %(default)s)")
     wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
     add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: that of the tensors)")
-    add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="of half precision's sums (default: %(default)s)")
-    add("--group-size", type=int, help="ranks per node group (default: all of a host)")
-    add("--max-ctas", type=int, help="most thread blocks of one of NCCL's kernels (default: its own choice)")
-    add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
-    add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
+    add_connection_options(parser)
     add("--repetitions", type=int, default=20, help="of each algorithm and size, at most (default: %(default)s)")
     add(
         "--seconds-per-size",
@@ -241,7 +195,6 @@ def _parser() -> argparse.ArgumentParser:
         help="fewer repetitions where all algorithms together would take longer (default: %(default)s)",
     )
     add("--link-gbit", default="measured", metavar="GBIT", help="a node's link in Gbit/s (default: %(default)s)")
-    add("--timeout-seconds", type=float, default=60.0, help="a silent peer ends the job (default: %(default)s)")
     add("--output", type=Path, metavar="FILE.jsonl", help="a line of conditions, then a line per algorithm and size")
     add("--plot", type=Path, metavar="FILE.png", help="bus bandwidth and time by size")
     return parser

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,18 +33,18 @@ def broadcast_optimizer_state(
 
     Raises: ValueError from load_state_dict where the optimizers have different parameter groups.
     """
-    stream = io.BytesIO()
-    if communicator.rank == root_rank:
-        torch.save(optimizer.state_dict(), stream)
-    payload = _broadcast_bytes(stream.getvalue(), communicator, root_rank)
+    payload = _broadcast_bytes(_saved(optimizer.state_dict(), communicator, root_rank), communicator, root_rank)
     if communicator.rank != root_rank:
-        optimizer.load_state_dict(torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True))
+        optimizer.load_state_dict(_load(payload, map_location="cpu"))
 
 
 def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int = 0) -> Any:
-    """Return root_rank's value, on all ranks: anything that pickles. Tensors keep their device. Collective."""
-    payload = pickle.dumps(value) if communicator.rank == root_rank else b""
-    return pickle.loads(_broadcast_bytes(payload, communicator, root_rank))
+    """Return root_rank's value on all ranks: numbers, texts, containers of these, tensors, which keep their device.
+
+    Collective. What others send is read without running code.
+    Raises: ValueError on all ranks for a value that holds anything else.
+    """
+    return _load(_broadcast_bytes(_saved(value, communicator, root_rank), communicator, root_rank))
 
 
 def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "allreduce") -> Tensor:
@@ -64,6 +65,24 @@ def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average"
     if op == "average":
         total.div_(communicator.world_size)
     return total.to(tensor.device, tensor.dtype)
+
+
+def _saved(value: Any, communicator: Communicator, root_rank: int) -> bytes:
+    stream = io.BytesIO()
+    if communicator.rank == root_rank:
+        torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _load(payload: bytes, *, map_location: str | None = None) -> Any:
+    try:
+        return torch.load(io.BytesIO(payload), map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"a broadcast object holds {found[1] if found else 'an object of a class'}: send numbers, texts, tensors, "
+            "and lists, tuples and dicts of these, as anything else would run code where it is read"
+        ) from None
 
 
 def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int) -> bytes:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion
+from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.same_start import Start, begin_alike_
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 
@@ -29,6 +30,9 @@ class GradientReducer:
         loss.backward(); reducer.wait(); optimizer.step(); reducer.zero_grad()
 
     With accumulation set `reducer.is_active = False` for all microbatches of a step but the last.
+    With a grid gradients are summed on it, as int64 of twice the bytes: their sums are the same bits in any order, by
+    any algorithm and fusion plan, on any number of ranks and microbatches, if fold() follows each microbatch but the
+    last, so that the gradients of no two are added elsewhere. It counts the microbatches of all ranks together.
     threshold_bytes, buffer_bytes and first_buffer_bytes are plan_fusion's. The order in which gradients become ready
     is guessed (last parameter first) and learned in the first step, after which rank 0's order counts for all:
     whoever keeps references to gradients or buffers takes them after it, as a CUDA graph does. The order decides
@@ -58,12 +62,16 @@ class GradientReducer:
         learn_order: bool = True,
         unused: Literal["zero", "error"] = "zero",
         scatter: bool = False,
+        grid: Grid | None = None,
         weights: Start = "equal",
         exposed: "ExposedTime | None" = None,
     ) -> None:
         self._communicator = communicator
         self._start_sum = ScatterGather(communicator).start_reduce_scatter if scatter else communicator.start
         self._what = "reduce-scatter" if scatter else "all-reduce"
+        if scatter and grid:
+            raise ValueError("a reduce-scatter of gradients on a grid is not there: give scatter or grid")
+        self.grid = grid
         # a reduce-scatter wants equal parts
         self._multiple = communicator.world_size if scatter else 1
         is_narrow = communicator.wire.dtype is not None
@@ -78,7 +86,7 @@ class GradientReducer:
             first_buffer_bytes=first_buffer_bytes,
         )
         self._unused = unused
-        sizes = f"fusion {threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}"
+        sizes = f"fusion {threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}\n{grid}"
         # before any buffer: ranks that differ would wait for each other, or sum what does not belong together
         communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\n{sizes}\nweights {weights}")
         begin_alike_(self._parameters, communicator, weights=weights)
@@ -94,6 +102,9 @@ class GradientReducer:
         self.order = guessed if order is None else _checked(order, self._parameters)
         """The gradients in the order in which they become ready: for the next reducer of the same run."""
         self.buffers: list[Tensor] = []
+        self._sums: list[Tensor] = []
+        """One for each buffer, where there is a grid: of the microbatches, then of the ranks."""
+        self._num_beyond_1 = torch.zeros(1, dtype=torch.int64, device=communicator.device)
         self._views: dict[str, Tensor] = {}
         self._buffer_of: dict[str, int] = {}
         self._lay_out(self._make_plan(self.order))
@@ -108,9 +119,12 @@ class GradientReducer:
 
     def _lay_out(self, plan: FusionPlan) -> None:
         """Give each gradient its place in the buffers of a plan, and its value with it."""
-        former = self.buffers
+        former = [*self.buffers, *self._sums]
         self.plan = plan
-        self.buffers = self._communicator.allocate_all([self._size_of(buffer) for buffer in plan.buffers])
+        sizes = [self._size_of(buffer) for buffer in plan.buffers]
+        self.buffers = self._communicator.allocate_all(sizes)
+        if self.grid:
+            self._sums = self._communicator.allocate_all([(count + 1, torch.int64) for count, _ in sizes])
         self._buffer_of = {t.name: index for index, buffer in enumerate(plan.buffers) for t in buffer.tensors}
         self._views = {
             name: view
@@ -169,8 +183,29 @@ class GradientReducer:
         for name in self._missing[index]:  # took no part in this backward
             self._bring_home(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
-        self._last = self._start_sum(self.buffers[index], label=label)
+        to_sum_N = self.buffers[index]
+        if self.grid:
+            to_sum_N = self._sums[index]
+            self.grid.add_(to_sum_N, self.buffers[index])
+        self._last = self._start_sum(to_sum_N, label=label)
         self._num_started += 1
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Take a microbatch's gradients into the sums on the grid, and set them to zero; without a grid, do nothing."""
+        if self.grid:
+            for buffer_N, sums_N in zip(self.buffers, self._sums, strict=True):
+                self.grid.add_(sums_N, buffer_N)
+                buffer_N.zero_()
+
+    def take_beyond(self) -> int:
+        """Count gradients of single microbatches that were beyond the grid since the last call. Waits for the device.
+
+        The buffer that one belongs to was infinite then, as after an overflow.
+        """
+        count = int(self._num_beyond_1)
+        self._num_beyond_1.zero_()
+        return count
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
         """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""
@@ -188,6 +223,11 @@ class GradientReducer:
             self._start_next()
         with self.exposed.measure(self.buffers):
             self._last.wait()
+        if self.grid:
+            for buffer_N, sums_N in zip(self.buffers, self._sums, strict=True):
+                self.grid.read_(buffer_N, sums_N)
+                self._num_beyond_1 += sums_N[-1:]
+                sums_N.zero_()
         self._start_over()
         if self._learned is not None:
             self._apply_order(self._learned)
@@ -213,14 +253,14 @@ class GradientReducer:
 
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer."""
-        for buffer_N in self.buffers:
+        for buffer_N in (*self.buffers, *self._sums):
             buffer_N.zero_()
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay where they are."""
         for hook in self._hooks:
             hook.remove()
-        for buffer_N in self.buffers:
+        for buffer_N in (*self.buffers, *self._sums):
             self._communicator.release(buffer_N)
 
 

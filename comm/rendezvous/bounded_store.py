@@ -7,13 +7,55 @@ from concurrent.futures import Future, wait
 from copy import copy
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from bigbatch.awake import awake_seconds, wait_awake
+
 T = TypeVar("T")
 
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02
+"""Between two questions to the store for a key that is not there yet."""
+
 _Request = tuple["Future[Any]", Callable[[], Any]]
+
+
+class KeyValue(Protocol):
+    """Answers requests, each within a limit, as BoundedStore does. Raises: NoAnswerError, RuntimeError."""
+
+    def within(self, seconds: float) -> "KeyValue":
+        """Return a view of the same store, whose requests are over in so many seconds, all of them together."""
+        ...
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Read a value that is there."""
+        ...
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Tell whether all of these keys are there."""
+        ...
+
+    def add(self, key: str, count: int) -> int:
+        """Count in a key, from 0; return the sum."""
+        ...
+
+    def append(self, key: str, value: str) -> None:
+        """Write behind the value of a key, from "" on."""
+        ...
+
+    def wait_for(self, key: str, seconds: float) -> bool:
+        """Wait so long for a key; tell whether it is there."""
+        ...
+
+    @property
+    def torch_store(self) -> Store:
+        """Return what torch's own process groups may ask; whoever else asks it may wait for ever."""
+        ...
 
 
 class NoAnswerError(RuntimeError):
@@ -39,8 +81,7 @@ class BoundedStore:
     """
 
     def __init__(self, store: Store, *, seconds: float) -> None:
-        self.torch_store = store
-        """For torch's own process groups; whoever else asks it may wait for ever."""
+        self.torch_store: Store = store
         self._seconds, self._deadline = seconds, float("inf")
         self._requests: SimpleQueue[_Request | None] = SimpleQueue()
         thread = Thread(target=_serve, args=(self._requests,), name="bigbatch-store", daemon=True)
@@ -51,7 +92,7 @@ class BoundedStore:
     def within(self, seconds: float) -> "BoundedStore":
         """Return a view of the same store, whose requests are over in so many seconds, all of them together."""
         view = copy(self)
-        view._deadline = min(self._deadline, time.monotonic() + seconds)
+        view._deadline = min(self._deadline, awake_seconds() + seconds)
         return view
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -74,8 +115,18 @@ class BoundedStore:
         """Write behind the value of a key, from "" on."""
         self._ask(lambda: self.torch_store.append(key, value))  # type: ignore[attr-defined]
 
+    def wait_for(self, key: str, seconds: float) -> bool:
+        """Wait so long for a key; tell whether it is there. By asking: a store that waits serves no other thread."""
+        deadline, pause = awake_seconds() + seconds, SHORTEST_PAUSE_SECONDS
+        while not self.check([key]):
+            if awake_seconds() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        return True
+
     def _ask(self, request: Callable[[], T]) -> T:
-        return _answer_of(self._requests, request, min(self._seconds, self._deadline - time.monotonic()))
+        return _answer_of(self._requests, request, min(self._seconds, self._deadline - awake_seconds()))
 
 
 class _End:
@@ -100,7 +151,7 @@ def _answer_of(requests: "SimpleQueue[_Request | None]", ask: Callable[[], T], s
     future: Future[T] = Future()
     requests.put((future, ask))
     # not by result(), whose TimeoutError the request may raise, too
-    if not wait([future], timeout=max(0.0, seconds)).done:
+    if not wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds)):
         future.cancel()  # where others wait before it
         raise NoAnswerError(f"a request was not answered within {max(0.0, seconds):.1f} s")
     return future.result()

@@ -8,30 +8,20 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from bigbatch.comm.rendezvous.launcher import (
+    LAUNCHER_VARIABLES,
+    find_launcher,
+    local_size_of,
+    number,
+    refuse_unknown,
+)
+from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import LaunchError, shortened
-
-LAUNCHER_VARIABLES = {
-    # launcher: (rank, world size, local rank, local size)
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "openmpi": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-}
-"""In order of precedence: torchrun inside srun counts as torchrun, mpirun inside sbatch as openmpi.
-
-Of Slurm's variables only those of the step count: an interactive shell of eight tasks is one process.
-"""
-
-MPI_LAUNCHERS = ("openmpi", "mpich")
-"""Those whose ranks can talk by MPI before anything else."""
+from bigbatch.files import parse_json
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile, whose own default lies in /tmp, where a reboot or a container's end wipes it out."""
@@ -43,7 +33,7 @@ TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 """Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""
 
 INTERFACE_VARIABLE = "BIGBATCH_INTERFACE"
-"""Set by `bigbatch launch --interface` for the ranks: the network interface between the nodes."""
+"""Set by `bigbatch launch --interface` for the ranks: the network interfaces between the nodes, ib0 or ib0,ib1."""
 
 DEVICE_VARIABLE = "BIGBATCH_DEVICE"
 """Set by `bigbatch launch --device` for the ranks: cpu keeps them off the GPUs that their hosts have."""
@@ -52,13 +42,29 @@ STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 """Set by `bigbatch launch mpirun` for the ranks: the file in which one that was stopped leaves its exit code."""
 
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
-"""Set by a Slurm job's script for the ranks: how long before its time limit they are asked to stop."""
+"""Set by the script of a job in a queue for the ranks: how long before its time limit they are asked to stop."""
 
-FIRST_SLURM_PORT = 20000
-NUM_SLURM_PORTS = 12000
+SITE_VARIABLE = "BIGBATCH_SITE"
+"""Set by `bigbatch launch` for the ranks: what it took from which bigbatch.toml, as JSON."""
+
+SITE_FILE_VARIABLE = "BIGBATCH_SITE_FILE"
+"""Set by users: this bigbatch.toml, and no other; empty: none."""
+
+SYSTEM_SITE_FILE = Path("/etc/bigbatch/bigbatch.toml")
+
+FIND_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""Its configuration, and who asks."""
+
+SECRET_VARIABLE = "BIGBATCH_SECRET"
+"""Set by `bigbatch launch` for the ranks, anew for each job, or by a user alike for all: see secret.py."""
+
+FIRST_JOB_PORT = 20000
+NUM_JOB_PORTS = 12000
 """Up to 31999: Linux hands out the ports from 32768 on to anyone who connects."""
 SLURM_STEP_PORTS = 1009
 """How far apart two steps of a job meet: jobs with neighbouring numbers may share a node, and their steps, too."""
+SLURM_RESTART_PORTS = 5003
+"""How far apart two starts of a job meet: what was left of the last one, or somebody else, may hold its port."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,14 @@ class ProcessEnv:
     plays_host: bool = False
     """host is a name that the user made up (BIGBATCH_HOST), so the launcher's local ranks say nothing about it."""
     interface: str | None = None
-    """Network interface between the nodes, as `bigbatch launch --interface` names it; it goes before a config's."""
+    """Network interfaces between the nodes, as `bigbatch launch --interface` names them; they go before a config's."""
     keeps_to_cpu: bool = False
     """`bigbatch launch --device cpu` says so, whatever GPUs the host has."""
     stopped_file: Path | None = None
     """Where a rank that was stopped leaves its exit code, to leave with 0: mpirun takes any other for a failure."""
+
+    secret: bytes = field(default=b"", repr=False)
+    """What all ranks of the job know, and nobody else; empty where nobody told."""
 
     notice_seconds: int | None = None
     """How long before its time limit the job asks the ranks to stop; None where nothing is known of one."""
@@ -101,10 +110,11 @@ ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
     """Find the launcher by its variables; without any, this is a world of one process.
 
-    Raises: LaunchError when a launcher's variables are incomplete, contradictory or not numbers.
+    Raises: LaunchError when a launcher's variables are incomplete, contradictory or not numbers, or those of one that
+    does not say how many ranks there are: each would train by itself.
     """
     variables = os.environ if environ is None else environ
-    launcher = _launcher(variables)
+    launcher = find_launcher(variables, host=socket.gethostname())
     alone = replace(
         ALONE,
         host=_host(variables, launcher),
@@ -113,13 +123,15 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         interface=variables.get(INTERFACE_VARIABLE) or None,
         keeps_to_cpu=_keeps_to_cpu(variables),
         stopped_file=Path(path) if (path := variables.get(STOPPED_VARIABLE)) else None,
-        notice_seconds=_number(variables, NOTICE_VARIABLE, "bigbatch launch") if NOTICE_VARIABLE in variables else None,
+        secret=variables.get(SECRET_VARIABLE, "").encode(),
+        notice_seconds=number(variables, NOTICE_VARIABLE, "bigbatch launch") if NOTICE_VARIABLE in variables else None,
     )
     if launcher is None:
+        refuse_unknown(variables)
         return alone
     names = LAUNCHER_VARIABLES[launcher]
-    rank, world_size, local_rank = (_number(variables, name, launcher) for name in names[:3])
-    local_size = _slurm_local_size(variables) if launcher == "srun" else _number(variables, names[3], launcher)
+    rank, world_size, local_rank = (number(variables, name, launcher) for name in names[:3])
+    local_size = local_size_of(variables, launcher)
     for index, count, what in ((rank, world_size, names[:2]), (local_rank, local_size, names[2:])):
         if not 0 <= index < count:
             raise LaunchError(f"{what[0]}={index} is not below {what[1]}={count}; start all ranks in one job")
@@ -136,6 +148,11 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
     )
 
 
+def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for the ranks of one job, with a secret of its own where the user has set none."""
+    return {SECRET_VARIABLE: new_secret(), **environ}
+
+
 def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
     """Return the width of the terminal behind standard output, or None.
 
@@ -144,8 +161,8 @@ def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
     """
     variables = os.environ if environ is None else environ
     if TERMINAL_VARIABLE in variables:
-        return _number(variables, TERMINAL_VARIABLE, "bigbatch launch") or None
-    if _launcher(variables) == "openmpi" or not sys.stdout.isatty():
+        return number(variables, TERMINAL_VARIABLE, "bigbatch launch") or None
+    if find_launcher(variables, host=socket.gethostname()) == "openmpi" or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
 
@@ -162,16 +179,25 @@ def visible_gpus(count: int, environ: Mapping[str, str] | None = None) -> list[s
 
 
 def prefer_interface(name: str | None, *, is_one_host: bool) -> None:
-    """Tell gloo and NCCL which network interface to use; without a name, gloo on one host keeps to loopback.
+    """Tell gloo and NCCL which network interfaces to use; without a name, gloo on one host keeps to loopback.
 
     A user's own GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME wins. Loopback is also needed where the host's own name
     does not resolve.
     """
     if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        for variable, value in interface_settings(name).items():
+            os.environ.setdefault(variable, value)
     elif is_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+
+
+def interface_settings(names: str) -> dict[str, str]:
+    """Return what has gloo and NCCL use these network interfaces, and no others; they have commas between them.
+
+    NCCL takes a name without = for the beginning of one: ib1 would be ib10, too. Torch gives gloo's sums to each
+    interface in turn.
+    """
+    return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": f"={names}"}
 
 
 def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
@@ -179,6 +205,11 @@ def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
     if name not in (None, "cpu"):
         raise LaunchError(f"{DEVICE_VARIABLE}={name!r} is unknown: set it to cpu, or not at all")
     return name == "cpu"
+
+
+def ask_for_deterministic_cublas() -> None:
+    """Give cuBLAS workspaces of its own, without which torch refuses its products to be deterministic; before any."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def record_flights() -> None:
@@ -192,54 +223,21 @@ def flight_prefix() -> str | None:
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
-def _launcher(variables: Mapping[str, str]) -> str | None:
-    for launcher, names in LAUNCHER_VARIABLES.items():
-        if launcher == "srun" and "SLURM_STEP_ID" not in variables:
-            continue  # the batch script itself, not a task that srun started
-        if launcher == "mpich" and "SLURM_STEP_ID" in variables and names[2] not in variables:
-            continue  # srun --mpi=pmi2 sets PMI_RANK for MPICH's library; there is no mpiexec
-        if names[0] in variables and names[1] in variables:
-            return launcher
-    return None
-
-
-def _number(variables: Mapping[str, str], name: str, launcher: str) -> int:
-    try:
-        return int(variables[name])
-    except KeyError:
-        raise LaunchError(f"{launcher} did not set {name}; start the job with {launcher}'s own command") from None
-    except ValueError:
-        raise LaunchError(f"{name}={variables[name]!r} is not a number") from None
-
-
 def _host(variables: Mapping[str, str], launcher: str | None) -> str:
-    """Return this node's name; BIGBATCH_HOST plays a node. MPICH's mpiexec gives all ranks its own SLURMD_NODENAME."""
-    name = variables.get("BIGBATCH_HOST") or (launcher != "mpich" and variables.get("SLURMD_NODENAME"))
+    """Return this node's name; BIGBATCH_HOST plays a node. Some give all ranks the SLURMD_NODENAME of the first."""
+    is_own = launcher not in ("mpich", "pals", "flux")
+    name = variables.get("BIGBATCH_HOST") or (is_own and variables.get("SLURMD_NODENAME"))
     return name or socket.gethostname()
-
-
-def _slurm_local_size(variables: Mapping[str, str]) -> int:
-    """Read the tasks on this node out of '2(x3),1': two on each of three nodes, one on the fourth."""
-    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not match:
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form, such as 8(x4)")
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = _number(variables, "SLURM_NODEID", "srun")
-    if not 0 <= node < len(counts):
-        raise LaunchError(f"SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}")
-    return counts[node]
 
 
 def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -> tuple[str, int] | None:
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
-        return variables["MASTER_ADDR"], _number(variables, "MASTER_PORT", launcher)
+        return variables["MASTER_ADDR"], number(variables, "MASTER_PORT", launcher)
     if launcher != "srun":
         return None
-    job, step = _number(variables, "SLURM_JOB_ID", launcher), _number(variables, "SLURM_STEP_ID", launcher)
-    port = FIRST_SLURM_PORT + (job + SLURM_STEP_PORTS * step) % NUM_SLURM_PORTS
+    job, step = number(variables, "SLURM_JOB_ID", launcher), number(variables, "SLURM_STEP_ID", launcher)
+    restarts = number(variables, "SLURM_RESTART_COUNT", launcher) if "SLURM_RESTART_COUNT" in variables else 0
+    port = FIRST_JOB_PORT + (job + SLURM_STEP_PORTS * step + SLURM_RESTART_PORTS * restarts) % NUM_JOB_PORTS
     return "127.0.0.1" if is_one_host else expand_hostlist(variables.get("SLURM_STEP_NODELIST", ""))[0], port
 
 
@@ -260,6 +258,21 @@ def slurm_job(environ: Mapping[str, str] | None = None) -> tuple[str, int] | Non
     cluster = variables.get("SLURM_CLUSTER_NAME")
     restarts = variables.get("SLURM_RESTART_COUNT", "0")
     return f"{number} of {cluster}" if cluster else number, int(restarts) if restarts.isdecimal() else 0
+
+
+def outside_of_jobs(environ: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
+    """Return variables without those of a Slurm job around this process, and the names of sbatch's that were left out.
+
+    What finds Slurm itself stays. SBATCH_* go before what a script states, and SLURM_* and SRUN_* would tell the job's
+    srun of another job.
+    """
+    variables = os.environ if environ is None else environ
+    kept = {
+        name: value
+        for name, value in variables.items()
+        if name in FIND_SLURM or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+    }
+    return kept, sorted(name for name in variables if name.startswith("SBATCH_"))
 
 
 def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torchs_own: str) -> Path:
@@ -284,6 +297,28 @@ def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     with contextlib.suppress(RuntimeError):
         return _cache_folder(os.environ if environ is None else environ) / "calibration"
     return None
+
+
+def site_files(environ: Mapping[str, str] | None = None) -> list[Path]:
+    """List a site's files of settings, the nearest first: the user's and the system's, if they are there, or the one
+    that is named, there or not.
+    """
+    variables = os.environ if environ is None else environ
+    if (named := variables.get(SITE_FILE_VARIABLE)) is not None:
+        return [Path(named)] if named else []
+    found = [SYSTEM_SITE_FILE]
+    with contextlib.suppress(RuntimeError):  # of a user without a home
+        found.insert(0, Path(variables.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "bigbatch/bigbatch.toml")
+    return [path for path in found if path.exists()]
+
+
+def site_settings(environ: Mapping[str, str] | None = None) -> Any:
+    """Return what `bigbatch launch` took from a site's files, by file and option; None where there was nothing."""
+    text = (os.environ if environ is None else environ).get(SITE_VARIABLE)
+    try:
+        return parse_json(text) if text else None
+    except ValueError:  # of somebody else's
+        return text
 
 
 def _cache_folder(variables: Mapping[str, str]) -> Path:
@@ -325,5 +360,5 @@ def _expand_item(item: str) -> Iterator[str]:
         limits = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", span, re.ASCII)
         if not limits or int(limits[1]) > int(limits[2] or limits[1]):
             raise LaunchError(f"{shortened(item)} is not a Slurm host list, such as node[01-04]")
-        for number in range(int(limits[1]), int(limits[2] or limits[1]) + 1):
-            yield from _expand_item(f"{item[: match.start()]}{number:0{len(limits[1])}d}{item[match.end() :]}")
+        for each in range(int(limits[1]), int(limits[2] or limits[1]) + 1):
+            yield from _expand_item(f"{item[: match.start()]}{each:0{len(limits[1])}d}{item[match.end() :]}")

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import LAUNCHER_VARIABLES, ProcessEnv
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.comm.rendezvous.release import UNKNOWN_RELEASE, release, require_same_release
 from bigbatch.errors import CommError
 
@@ -41,10 +42,12 @@ class RankPlace:
 def process_space() -> str:
     """Name this process's view of other processes: ranks can share memory only where it is the same.
 
-    A name of this process alone where there is no Linux /proc, and so no memory to share.
+    Of another user namespace it sees processes, but may not open their memory (ptrace(2), "access mode checking"); each
+    container of Apptainer without setuid has its own. A name of this process alone where there is no Linux /proc, and
+    so no memory to share.
     """
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return f"{os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/user')}"
     except OSError:
         return f"process {os.getpid()}"
 
@@ -57,7 +60,12 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
     """
     mine = RankPlace(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host, gpu)
     _claim_rank(env, control)
-    texts = control.gather_text(json.dumps({"release": release(), **asdict(mine)}), what="meeting of all ranks")
+    limit = control.meeting_seconds
+    texts = control.gather_text(
+        json.dumps({"release": release(), **asdict(mine)}),
+        what=f"meeting of all ranks (meeting_seconds={limit:g})",
+        timeout_seconds=limit,
+    )
     told = [json.loads(text) for text in texts]
     # before anything else is read: another bigbatch may say it otherwise
     require_same_release([each.pop("release", UNKNOWN_RELEASE) for each in told], hosts=[each["host"] for each in told])

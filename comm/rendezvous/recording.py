@@ -3,13 +3,13 @@
 Knows no torch: dumps are looked at where jobs are submitted, too.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from bigbatch.comm.rendezvous.plain_pickle import load_plain
+from bigbatch.files import parse_json
 
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 """Of 'nccl:send 0->1' and 'nccl:recv 1<-0': what it is, and whose it is, then the peer, as numbers in the group."""
@@ -93,7 +93,7 @@ def read_recording(data: bytes) -> Recording:
     """
     if data.lstrip()[:1] in (b"{", b"["):
         try:
-            dump = json.loads(data)
+            dump = parse_json(data)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
     else:
@@ -109,7 +109,7 @@ def read_recording(data: bytes) -> Recording:
 
 def _group(name: str, told: Mapping[str, Any]) -> Group:
     ranks = told.get("ranks", ())
-    ranks = json.loads(ranks) if isinstance(ranks, str) else ranks
+    ranks = parse_json(ranks) if isinstance(ranks, str) else ranks
     return Group(name, str(told.get("desc", "")), tuple(int(rank) for rank in ranks))
 
 

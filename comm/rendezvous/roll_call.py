@@ -10,7 +10,8 @@ from contextlib import suppress
 from threading import Lock
 from typing import Protocol
 
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous.bounded_store import KeyValue
 
 ROLL_CALL_SECONDS = 5.0
 """How long the ranks have to answer."""
@@ -19,8 +20,8 @@ LINGER_SECONDS = 2.0
 these may run, and are to keep the verdict, too."""
 REQUESTS_SECONDS = 1.0
 """How much longer than such a time the requests in it may take."""
-COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 0.8
-"""Between two questions of the one rank that counts; of the others, after the first few."""
+SHORTEST_PAUSE_SECONDS, COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1, 0.8
+"""Between two questions at a good end; of the one rank that counts; of the others, after the first few."""
 
 LATE, LOST = "late", "lost"
 """What a roll call follows: a time limit; a rank's end, or its own failure."""
@@ -29,6 +30,7 @@ _FAILED = "bigbatch/failed"
 _ALIVE = "bigbatch/alive"
 _VERDICT = "bigbatch/verdict"
 _HEARD = "bigbatch/heard"
+_ENDED = "bigbatch/ended"
 
 
 class Member(Protocol):
@@ -37,7 +39,7 @@ class Member(Protocol):
     rank: int
     world_size: int
     holder: str
-    store: BoundedStore
+    store: KeyValue
 
 
 class RollCall:
@@ -66,7 +68,7 @@ class RollCall:
         """
         if self.verdict:
             return
-        store = self._member.store.within(ROLL_CALL_SECONDS)
+        store = self._member.store.within(ROLL_CALL_SECONDS + REQUESTS_SECONDS)
         if not self._cause:
             if not store.check([_FAILED]):
                 return
@@ -99,7 +101,7 @@ class RollCall:
         with self._calling:
             if not self.verdict:
                 self._has_answered = True
-                store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS)
+                store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
                 store.append(_FAILED, f"{LOST} ")
                 self.verdict = "this rank has failed by itself"
         self.part()
@@ -121,6 +123,29 @@ class RollCall:
                 else:
                     self._say_heard(store)
 
+    def end_well(self, *, within_seconds: float) -> None:
+        """Say that this rank has passed the last barrier, and is missed by nobody. Its holder stays until all have.
+
+        Or, where some cannot, until these know the verdict; for within_seconds at most.
+        """
+        if self.verdict or self._member.world_size == 1:
+            return
+        store = self._member.store.within(within_seconds + REQUESTS_SECONDS)
+        store.append(_ENDED, f"{self._member.rank} ")
+        if self._member.holder != f"rank {self._member.rank}":
+            return
+        deadline, pause = awake_seconds() + within_seconds, SHORTEST_PAUSE_SECONDS
+        while len(_ranks(_ENDED, store)) < self._member.world_size and awake_seconds() < deadline:
+            if not self._cause:
+                self.answer(is_waiting=True)
+                if self._cause:  # a verdict comes soon, or never: a rank that fails by itself calls no roll
+                    deadline = min(deadline, awake_seconds() + ROLL_CALL_SECONDS + 2 * LINGER_SECONDS)
+            elif self._has_heard(store):
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, COUNT_PAUSE_SECONDS)
+        self.part()
+
     def _call(self, cause: str) -> str:
         store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
         store.append(_FAILED, f"{cause}:{self._member.rank} ")
@@ -128,52 +153,53 @@ class RollCall:
         caller = next(int(rank) for _, rank in _failures(store) if rank)
         return self._count(store) if caller == self._member.rank else self._listen(store, caller)
 
-    def _count(self, store: BoundedStore) -> str:
+    def _count(self, store: KeyValue) -> str:
         """Read who answers, and publish who does not."""
-        deadline = time.monotonic() + ROLL_CALL_SECONDS
-        while (missing := self._missing(store)) and time.monotonic() < deadline:
+        deadline = awake_seconds() + ROLL_CALL_SECONDS
+        while (missing := self._missing(store)) and awake_seconds() < deadline:
             time.sleep(COUNT_PAUSE_SECONDS)
         verdict = _name(missing, store)
         store.set(_VERDICT, verdict)
         return verdict
 
-    def _listen(self, store: BoundedStore, caller: int) -> str:
+    def _listen(self, store: KeyValue, caller: int) -> str:
         """Wait for the verdict of the rank that counts; where none comes, it may have ended, or be slow."""
-        deadline, pause = time.monotonic() + ROLL_CALL_SECONDS + LINGER_SECONDS, COUNT_PAUSE_SECONDS
+        deadline, pause = awake_seconds() + ROLL_CALL_SECONDS + LINGER_SECONDS, COUNT_PAUSE_SECONDS
         while not self._has_heard(store):
-            if time.monotonic() > deadline:
+            if awake_seconds() > deadline:
                 where = f"rank {caller} on {host_of(caller, store)}"
                 return f"{_name(self._missing(store), store)}, and no verdict from {where}, which counted the answers"
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return self.verdict
 
-    def _has_heard(self, store: BoundedStore) -> bool:
+    def _has_heard(self, store: KeyValue) -> bool:
         """Keep the verdict, once it is there."""
         if not self.verdict and store.check([_VERDICT]):
             self.verdict = store.get(_VERDICT).decode()
         return bool(self.verdict)
 
-    def _missing(self, store: BoundedStore) -> set[int]:
-        return set(range(self._member.world_size)) - _ranks(_ALIVE, store)
+    def _missing(self, store: KeyValue) -> set[int]:
+        return set(range(self._member.world_size)) - _ranks(_ALIVE, store) - _ranks(_ENDED, store)
 
-    def _say_alive(self, store: BoundedStore) -> None:
+    def _say_alive(self, store: KeyValue) -> None:
         if not self._has_answered:
             store.append(_ALIVE, f"{self._member.rank} ")
             # not before: what is not written must be written again
             self._has_answered = True
 
-    def _say_heard(self, store: BoundedStore) -> None:
+    def _say_heard(self, store: KeyValue) -> None:
         if not self._has_told_heard:
             store.append(_HEARD, f"{self._member.rank} ")
             # append() returns before the store has it, and this process may end
             self._has_told_heard = store.check([_HEARD])
 
-    def _await_others(self, store: BoundedStore) -> None:
+    def _await_others(self, store: KeyValue) -> None:
         """Wait until all others have heard the verdict, those that are missed for a shorter time."""
-        start = time.monotonic()
-        while (waited := time.monotonic() - start) < ROLL_CALL_SECONDS + LINGER_SECONDS:
-            unaware = set(range(self._member.world_size)) - _ranks(_HEARD, store) - {self._member.rank}
+        start = awake_seconds()
+        while (waited := awake_seconds() - start) < ROLL_CALL_SECONDS + LINGER_SECONDS:
+            unaware = set(range(self._member.world_size)) - _ranks(_HEARD, store) - _ranks(_ENDED, store)
+            unaware.discard(self._member.rank)
             if waited >= LINGER_SECONDS and store.check([_VERDICT]):
                 unaware &= _ranks(_ALIVE, store)
             if not unaware:
@@ -181,22 +207,22 @@ class RollCall:
             time.sleep(COUNT_PAUSE_SECONDS)
 
 
-def host_of(rank: int, store: BoundedStore) -> str:
+def host_of(rank: int, store: KeyValue) -> str:
     """Say where a rank runs."""
     key = f"bigbatch/host/{rank}"
     return store.get(key).decode() if store.check([key]) else "a host that has not met"
 
 
-def _failures(store: BoundedStore) -> list[tuple[str, str]]:
+def _failures(store: KeyValue) -> list[tuple[str, str]]:
     """Return causes and ranks, in turn; no rank for one that failed by itself, which does not call the roll."""
     words = [word.partition(":") for word in store.get(_FAILED).decode().split()]
     return [(cause, rank) for cause, _, rank in words]
 
 
-def _ranks(key: str, store: BoundedStore) -> set[int]:
+def _ranks(key: str, store: KeyValue) -> set[int]:
     return set(map(int, store.get(key).split())) if store.check([key]) else set()
 
 
-def _name(missing: Iterable[int], store: BoundedStore) -> str:
+def _name(missing: Iterable[int], store: KeyValue) -> str:
     places = [f"{rank} on {host_of(rank, store)}" for rank in sorted(missing)]
     return f"no answer from rank {', '.join(places)}" if places else "all ranks still answer"

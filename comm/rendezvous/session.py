@@ -10,22 +10,23 @@ import time
 import uuid
 from collections.abc import Callable
 
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous.bounded_store import KeyValue
 
 _WORDS = "bigbatch/words"
 _PAUSE_SECONDS = 0.02
 
 
-def meet_in_session(store: BoundedStore, *, rank: int, world_size: int, timeout_seconds: float) -> str:
+def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seconds: float) -> str:
     """Return the name that the ranks of this start have in common, and no others ever. Collective.
 
     Raises: TimeoutError naming who has not come; what the store raises.
     """
     meet = _host if rank == 0 else _join
-    return meet(store, rank, world_size, time.monotonic() + timeout_seconds)
+    return meet(store, rank, world_size, awake_seconds() + timeout_seconds)
 
 
-def _host(store: BoundedStore, rank: int, world_size: int, deadline: float) -> str:
+def _host(store: KeyValue, rank: int, world_size: int, deadline: float) -> str:
     session = uuid.uuid4().hex
     comers = {rank: f"{session}/rank/{rank}" for rank in range(1, world_size)}
     num_answered = 0
@@ -38,14 +39,14 @@ def _host(store: BoundedStore, rank: int, world_size: int, deadline: float) -> s
         num_answered = len(words)
         return store.check(list(comers.values()))
 
-    if not _wait_for(have_come, deadline):
+    if not wait_for(have_come, deadline):
         missing = [str(rank) for rank, key in comers.items() if not store.check([key])]
         raise TimeoutError(f"rank {', '.join(missing)} did not come in time")
     store.set(f"{session}/begins", "1")
     return session
 
 
-def _join(store: BoundedStore, rank: int, world_size: int, deadline: float) -> str:
+def _join(store: KeyValue, rank: int, world_size: int, deadline: float) -> str:
     word, session = uuid.uuid4().hex[:16], ""
     store.append(_WORDS, f"{word} ")
     answer = f"bigbatch/answer/{word}"
@@ -57,14 +58,15 @@ def _join(store: BoundedStore, rank: int, world_size: int, deadline: float) -> s
             store.set(f"{session}/rank/{rank}", "1")
         return bool(session) and store.check([f"{session}/begins"])
 
-    if not _wait_for(begins, deadline):
+    if not wait_for(begins, deadline):
         raise TimeoutError("some other rank did not come in time" if session else "rank 0 did not come in time")
     return session
 
 
-def _wait_for(is_so: Callable[[], bool], deadline: float) -> bool:
+def wait_for(is_so: Callable[[], bool], deadline: float) -> bool:
+    """Ask again and again; tell whether it became so before awake_seconds() reaches the deadline."""
     while not is_so():
-        if time.monotonic() > deadline:
+        if awake_seconds() > deadline:
             return False
         time.sleep(_PAUSE_SECONDS)
     return True

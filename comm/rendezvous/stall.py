@@ -4,8 +4,6 @@ import faulthandler
 import itertools
 import json
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,11 +11,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous.bounded_store import KeyValue, answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
 from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, REQUESTS_SECONDS, ROLL_CALL_SECONDS
-from bigbatch.errors import CommError
+from bigbatch.errors import CommError, tell
 from bigbatch.exit_codes import LOST
 
 T = TypeVar("T")
@@ -41,7 +40,7 @@ _FLIGHTS = "bigbatch/stall/flights"
 
 @dataclass(frozen=True)
 class Pending:
-    """Describes an operation under way: its number in order of submission, and since when (time.monotonic())."""
+    """Describes an operation under way: its number in order of submission, and since when (awake_seconds())."""
 
     number: int
     label: str
@@ -52,7 +51,7 @@ class Pending:
     @property
     def seconds(self) -> float:
         """Return for how long it has been under way."""
-        return time.monotonic() - self.since
+        return awake_seconds() - self.since
 
 
 class StallInspector:
@@ -74,7 +73,7 @@ class StallInspector:
         *,
         warn_seconds: float,
         ends_job: bool = False,
-        say: Callable[[str], None] = lambda text: print(f"bigbatch: {text}", file=sys.stderr, flush=True),
+        say: Callable[[str], None] = tell,
     ) -> None:
         self._control, self._oldest = control, oldest
         self._warn_seconds, self._say = warn_seconds, say
@@ -104,7 +103,7 @@ class StallInspector:
 
         What the queue is at goes first. All ranks make these calls in the same order.
         """
-        queued, pending = self._oldest, Pending(next(self._beside), label, time.monotonic())
+        queued, pending = self._oldest, Pending(next(self._beside), label, awake_seconds())
         self.follow(lambda: queued() or pending)
         try:
             yield
@@ -218,7 +217,7 @@ class StallInspector:
         if pending and pending.number == flagged:
             self._note(pending)
             # two looks: by then every rank that waits in it has written so
-            if pending.number not in self._said and time.monotonic() - self._noted_at > 2 * self._look_seconds:
+            if pending.number not in self._said and awake_seconds() - self._noted_at > 2 * self._look_seconds:
                 self._said.add(pending.number)
                 self._verdicts[pending.number] = self._name_the_late(pending)
                 self._say(self._waits(pending, self._verdicts[pending.number]))
@@ -242,7 +241,7 @@ class StallInspector:
     def _note(self, pending: Pending) -> None:
         """Write down, once, that this rank waits in the operation."""
         if self._noted is None or self._noted.number != pending.number:
-            self._noted, self._noted_at = pending, time.monotonic()
+            self._noted, self._noted_at = pending, awake_seconds()
             key = f"bigbatch/stall/{pending.number}"
             self._store.append(f"{key}/ranks", f"{self._control.rank} ")
             # another group may have raised the flag: each counts its operations, and they have the same numbers
@@ -267,7 +266,7 @@ class StallInspector:
         )
 
 
-def _flagged(store: BoundedStore) -> int | None:
+def _flagged(store: KeyValue) -> int | None:
     return int(store.get(_FLAG)) if store.check([_FLAG]) else None
 
 

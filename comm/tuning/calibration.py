@@ -22,7 +22,7 @@ from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
 from bigbatch.comm.tuning.tuned import BEFORE, CHANGES
 from bigbatch.comm.tuning.tuner import FACTOR, LARGEST_BYTES, SMALLEST_BYTES, measure_largest_first
-from bigbatch.files import read_own, write_own
+from bigbatch.files import parse_json, read_own, write_own
 
 FORMAT = "bigbatch calibration 1"
 SECONDS = 10.0
@@ -167,7 +167,7 @@ def _look(
 
 
 def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -> dict[str, Any]:
-    record = json.loads(data)
+    record = parse_json(data)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is not of the form {FORMAT!r}")
     if difference := _difference({**record, "cluster": {**BEFORE, **record["cluster"]}}, facts):

@@ -13,13 +13,13 @@ from typing import Any
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.errors import TunedError
-from bigbatch.files import write_whole
+from bigbatch.files import parse_json, write_whole
 
 FORMAT = "bigbatch comm tune 1"
 
 CHANGES = (
     "the order in which gradients are added, and so their rounding: runs with another table, or none, end with other "
-    "bits, within rounding"
+    "bits, within rounding, but for run.reproducible"
 )
 """What a table can change, as every file of one states."""
 
@@ -203,7 +203,7 @@ def read_text(path: Path) -> str:
 def parse_tuned(text: str, *, path: Path) -> Tuned:
     """Parse the text of such a file; path is for messages. Raises: TunedError for a foreign or damaged one."""
     try:
-        record = json.loads(text)
+        record = parse_json(text)
     except ValueError as error:
         raise TunedError(f"{path} is no JSON ({error}); make it anew with bigbatch comm tune") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:

@@ -5,15 +5,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.launch.ablate import outcome
 from bigbatch.launch.ablate.plan import Ablation, choose, find_ablation, make_points, packaged_ablations
-from bigbatch.launch.report.tables import show_table, stdout_console
 from bigbatch.launch.sweep.folder import FAILED, SweepFolder, alone_in, prepare, require_same, state_of, to_run
 from bigbatch.launch.sweep.points import Point, describe_values
 from bigbatch.launch.sweep.running import Interrupted, run_points
 from bigbatch.launch.sweep.show import Show, print_table
+from bigbatch.launch.tables import show_table, stdout_console
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ def _run(
     try:
         run_points(ablation.as_sweep(), missing, folder, on_end=show.end)
     except (Interrupted, KeyboardInterrupt):
-        print("bigbatch: stopped; the same command goes on with what is missing", file=sys.stderr)
+        tell("stopped; the same command goes on with what is missing")
         return INTERRUPTED
     finally:
         show.close()

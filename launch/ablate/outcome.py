@@ -13,9 +13,10 @@ from bigbatch.launch.ablate.plan import STEP, Ablation
 from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
 from bigbatch.launch.report.collect import common_conditions, differences, whole_records
 from bigbatch.launch.report.plots import plain_text
-from bigbatch.launch.report.tables import Table, conditions_table, markdown, plain_cell
+from bigbatch.launch.report.tables import conditions_table
 from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
+from bigbatch.launch.tables import Table, markdown, plain_cell
 from bigbatch.trainer.run.folder import RunDir, writing
 
 NOTE = (
@@ -48,7 +49,7 @@ def _read(point: Point, folder: SweepFolder, *, target: float | None) -> RunResu
         return str(state["reason"] or state["state"])
     size = point.config.batch.global_batch_size
     try:
-        records = whole_records(folder.run(point.number))
+        records = list(whole_records(folder.run(point.number)))
         return run_result(records, seed=point.config.run.seed, global_batch_size=size, target=target)
     except RunFolderError as error:
         return str(error)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError, LaunchOptionError, nearest
+from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest
 from bigbatch.launch.sweep.plan import Sweep, check_keys, read_stated
 from bigbatch.launch.sweep.points import Point
 from bigbatch.trainer.config.batch import accumulation_steps
@@ -92,10 +92,8 @@ def find_ablation(name: str) -> Ablation:
     path, known = Path(name), packaged_ablations()
     if not path.is_file():
         if name not in known:
-            near = nearest(name, known)
-            raise LaunchOptionError(
-                f"{name}: there is no such file or packaged ablation; the nearest packaged one is {near}"
-            )
+            near = or_nearest(name, known, words="the nearest packaged one is")
+            raise LaunchOptionError(f"{name}: there is no such file or packaged ablation{near}")
         path = PACKAGED / "ablations" / f"{name}.yaml"
     return read_stated(path, Ablation, replaced={}, example="ablations/bag_of_tricks.yaml")
 
@@ -139,6 +137,5 @@ def choose(points: Sequence[Point], only: str | None) -> list[Point]:
     names, known = only.split(","), [point.values[STEP] for point in points]
     for name in names:
         if name not in known:
-            near = nearest(name, known)
-            raise LaunchOptionError(f"--only: there is no step {name!r}; the nearest is {near!r}")
+            raise LaunchOptionError(f"--only: there is no step {name!r}{or_nearest(name, known)}")
     return [point for point in points if point.values[STEP] in names]

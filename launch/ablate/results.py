@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.launch.report.tables import Table
-from bigbatch.launch.report.words import percent
+from bigbatch.launch.tables import Table
+from bigbatch.launch.words import percent
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from bigbatch.errors import EmulationError
+from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.counters import LinkBytes, read_counters
 from bigbatch.launch.emulate.plan import ClusterPlan
@@ -23,7 +24,8 @@ from bigbatch.locks import try_lock
 SYSTEM_PATH = "/usr/sbin:/sbin"
 """Where Debian keeps ip and tc, and not on the PATH of plain users."""
 
-END_SECONDS = 10
+END_SECONDS = 60
+"""How long a busy machine may take to end all processes of a cluster, which it does in a moment else."""
 
 WHY_NOT = (
     "needs root or unprivileged user namespaces: in a container, start it with --privileged; else allow them by sysctl "
@@ -62,7 +64,7 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: i
 
 
 def _start_keeper(plan: ClusterPlan, *, folder: Path, environ: Mapping[str, str], lifeline: int | None) -> str:
-    argv = [sys.executable, "-m", "bigbatch.launch.emulate.keeper", str(folder), json.dumps(asdict(plan))]
+    argv = [*python_argv(), "-m", "bigbatch.launch.emulate.keeper", str(folder), json.dumps(asdict(plan))]
     keeper = subprocess.Popen(
         [*argv, "once"] if lifeline is not None else argv,
         env=environ,

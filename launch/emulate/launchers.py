@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import FIRST_SLURM_PORT, TERMINAL_VARIABLE
+from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, TERMINAL_VARIABLE
 from bigbatch.errors import LaunchOptionError
+from bigbatch.interpreter import SAFE_PATH_VARIABLE, python_argv
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
 from bigbatch.launch.jobs.options import Option
 from bigbatch.launch.jobs.spec import python_words
@@ -29,6 +30,11 @@ class Job:
     is_python: bool = False
 
     @property
+    def variables(self) -> tuple[tuple[str, str], ...]:
+        """Return what all ranks get."""
+        return () if self.is_python else ((SAFE_PATH_VARIABLE, "1"),)
+
+    @property
     def words(self) -> tuple[str, ...]:
         """Return what comes behind the interpreter."""
         return python_words(self.command, is_python=self.is_python)
@@ -40,7 +46,7 @@ class Site:
 
     order: str = "block"
     """In which ranks are placed on nodes: one of ORDERS."""
-    master_port: int = FIRST_SLURM_PORT
+    master_port: int = FIRST_JOB_PORT
     """At which the ranks meet in the first node."""
     mpirun: str = "mpirun"
     """Path of the program."""
@@ -72,7 +78,7 @@ def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, 
             "LOCAL_WORLD_SIZE": plan.ranks_per_node[place.node],
             "GROUP_RANK": place.node,
         }
-        variables = tuple((name, str(value)) for name, value in (shared | own).items())
+        variables = (*((name, str(value)) for name, value in (shared | own).items()), *job.variables)
         name = f"rank {rank} on {host(place.node)}"
         starts.append(NodeProcess(place.node, (sys.executable, *job.words), variables, name))
     return tuple(starts)
@@ -88,10 +94,11 @@ def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProces
         NodeProcess(
             node,
             (
-                *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={plan.num_nodes}", f"--node-rank={node}"),
+                *(*python_argv(), "-m", "torch.distributed.run", f"--nnodes={plan.num_nodes}", f"--node-rank={node}"),
                 *(f"--nproc-per-node={count}", f"--master-addr={address(0)}", f"--master-port={site.master_port}"),
                 *job.words,
             ),
+            job.variables,
         )
         for node, count in enumerate(plan.ranks_per_node)
     )
@@ -111,11 +118,13 @@ def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess,
     argv = [site.mpirun, "-n", str(plan.world_size), "--bind-to", "none", "--allow-run-as-root"]
     argv += ["--map-by", "slot" if site.order == "block" else "node"]
     argv += ["--host", ",".join(f"{host(node)}:{count}" for node, count in enumerate(plan.ranks_per_node))]
-    argv += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", f"{sys.executable} -m {AGENT}"]
+    argv += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", f"{' '.join(python_argv())} -m {AGENT}"]
     argv += ["--prtemca", "prte_tmpdir_base", str(site.folder), "--mca", "mpi_yield_when_idle", "1"]
     for name in sorted(name for name in site.variables if name.startswith(mpirun.FORWARDED)):
         argv += ["-x", name]
     argv += ["-x", f"{TERMINAL_VARIABLE}={site.terminal_columns}"]
+    for name, value in job.variables:
+        argv += ["-x", f"{name}={value}"]
     return (NodeProcess(0, (*argv, sys.executable, *job.words)),)
 
 

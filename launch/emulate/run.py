@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from bigbatch.errors import EmulationError
+from bigbatch.comm.rendezvous.environ import with_secret
+from bigbatch.errors import EmulationError, tell
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import count, join, only_job, reaching
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table
@@ -45,7 +46,7 @@ def run_job(
         sweep()  # what an earlier job left would share the links
         with reaching(cluster), _swept():
             enter = partial(namespaces.enter_node, cluster.keeper)
-            ended = run_together(starts, environ=environ, enter=enter, asks_to_stop=asks_to_stop)
+            ended = run_together(starts, environ=with_secret(environ), enter=enter, asks_to_stop=asks_to_stop)
         seconds = time.monotonic() - start
         counted = difference(_count(cluster), before)
     print(format_table(counted), file=sys.stderr, flush=True)
@@ -53,7 +54,7 @@ def run_job(
         try:
             counters.write_text(format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=ended.code))
         except OSError as error:  # the job is done, and its exit code says more
-            print(f"bigbatch: --counters {counters}: {error.strerror}", file=sys.stderr, flush=True)
+            tell(f"--counters {counters}: {error.strerror}")
     return ended
 
 

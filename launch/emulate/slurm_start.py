@@ -32,7 +32,7 @@ from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.jobs.foreground import shell_code
 from bigbatch.trainer.step.signals import handling
 
-START_SECONDS = 60
+START_SECONDS = 180
 """How long nodes may take to be idle; one second where the machine is."""
 
 ANSWER_SECONDS = 10

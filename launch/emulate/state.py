@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import runtime_folder
 from bigbatch.errors import EmulationError
-from bigbatch.files import write_whole
+from bigbatch.files import mode_of_own, parse_json, write_whole
 from bigbatch.launch.emulate.plan import ClusterPlan
 
 
@@ -40,8 +39,8 @@ def state_root(environ: Mapping[str, str] | None = None) -> Path:
         root.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise EmulationError(f"{root} cannot be made a folder: {error.strerror}; move it away") from error
-    facts = root.lstat()
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+    mode = mode_of_own(root)
+    if mode is None or mode & 0o077:
         raise EmulationError(f"{root} is not a folder of this user alone; move it away, or chmod 700 what is yours")
     return root
 
@@ -61,12 +60,12 @@ def save(folder: Path, cluster: EmulatedCluster) -> None:
 def load(folder: Path) -> EmulatedCluster | None:
     """Return what was written down; None where nothing readable was."""
     try:
-        facts = json.loads((folder / "cluster.json").read_text())
+        facts = parse_json((folder / "cluster.json").read_text())
         plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}
         return EmulatedCluster(
             ClusterPlan(**plan), int(facts["keeper"]), int(facts["start_ticks"]), str(facts["boot_id"])
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from bigbatch.comm.rendezvous.environ import FIRST_SLURM_PORT, NUM_SLURM_PORTS, terminal_columns
+from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, terminal_columns
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.counters import format_table
@@ -190,7 +190,7 @@ def _run_on(
     launcher = NODE_LAUNCHERS[arguments.launcher]
     site = Site(
         order=arguments.place,
-        master_port=FIRST_SLURM_PORT + os.getpid() % NUM_SLURM_PORTS,
+        master_port=FIRST_JOB_PORT + os.getpid() % NUM_JOB_PORTS,
         mpirun=find_mpirun(),
         folder=root / cluster.plan.name,
         terminal_columns=terminal_columns(environ) or 0,

@@ -88,7 +88,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"comm.timeout_seconds of the trainings; a busy machine needs more (default: {TIMEOUT_SECONDS:g})",
     )
-    add("--out", type=Path, metavar="FILE", help="write conditions and trials there, a line of JSON each")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write conditions and trials there, a line of JSON each, and\n"
+        "what was said where a promise was broken to FILE.broken.txt",
+    )
     add("--no-shrink", dest="shrink", action="store_false", help="do not look for the smallest trial that still fails")
     add("--dry-run", action="store_true", help="print the trials instead of doing them")
     return parser
@@ -121,8 +127,8 @@ def _trials(arguments: argparse.Namespace, *, kinds: Sequence[str], max_nodes: i
         if trial.nodes > max_nodes:
             raise FaultError(f"--trial: nodes={trial.nodes}, but there are at most {max_nodes} here")
         return [trial]
-    if max_nodes == 1 and all(KINDS[kind].needs_nodes for kind in kinds):
-        raise FaultError(f"--kinds {','.join(kinds)}: these are about links, which one node alone has not")
+    if max_nodes == 1 and all(KINDS[kind].needs_namespaces for kind in kinds):
+        raise FaultError(f"--kinds {','.join(kinds)}: these can only be where nodes are emulated")
     numbers = range(arguments.trials) if arguments.trial is None else [int(arguments.trial)]
     return [draw(arguments.seed, k, kinds=kinds, max_ranks=arguments.ranks, max_nodes=max_nodes) for k in numbers]
 
@@ -164,6 +170,13 @@ def _write(out: TextIO, record: Mapping[str, Any]) -> None:
     out.flush()
 
 
+def _keep_said(out: TextIO, score: Score) -> None:
+    """Add what the ranks of a trial said that broke a promise, beside the records: it tells of one machine."""
+    if out.name != os.devnull:
+        with open(f"{out.name}.broken.txt", "a") as file:
+            file.write(f"--- {score.trial}: {'; '.join(score.broken)}\n{score.said}\n")
+
+
 def _do_all(trials: Sequence[Trial], laboratory: Laboratory, *, jobs: int, out: TextIO) -> list[Score]:
     """Do the trials, several at a time, and say of each how it went."""
     lock, num_done = threading.Lock(), 0
@@ -175,6 +188,8 @@ def _do_all(trials: Sequence[Trial], laboratory: Laboratory, *, jobs: int, out: 
             num_done += 1
             print(f"[{num_done}/{len(trials)}] {describe(found)}", flush=True)
             _write(out, found.record())
+            if found.broken:
+                _keep_said(out, found)
         return found
 
     with ThreadPoolExecutor(jobs) as pool:

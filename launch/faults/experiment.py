@@ -26,6 +26,10 @@ TIMEOUT_SECONDS = 15.0
 """Of the training's communication, unless the campaign states another."""
 VERDICT_SECONDS = 15.0
 """How long after its time limit a job may take to name who is lost: a roll call, and a busy machine."""
+PATIENCE_SHARE = 1 / 15
+"""Of that limit: how long a picture that cannot be read is tried again."""
+END_SECONDS = 30.0
+"""How long after its ranks the last process of a job may take to end: a moment, unless the machine is busy."""
 LINK = 200_000_000
 """Bits per second of each emulated node's link."""
 TRAINING: Mapping[str, object] = {
@@ -37,7 +41,6 @@ TRAINING: Mapping[str, object] = {
     "data.image_size": 16,
     "data.eval_crop_fraction": 1.0,
     "data.probe_seconds": 0,
-    "data.patience_seconds": 1,
     "model.width": 4,
     "batch.global_batch_size": 24,
     "batch.microbatch_size": 2,
@@ -170,7 +173,8 @@ class Laboratory:
     def _start(self, shape: Trial, folder: Path, *, fault: Trial | None, cluster: EmulatedCluster | None) -> Job:
         data = folder / "data" if (folder / "data").exists() else self._folder / "data"
         settings = {**TRAINING, "data.root": data, "run.directory": folder / "run", "comm.backend": shape.backend}
-        settings["comm.timeout_seconds"] = self._timeout_seconds
+        settings["comm.timeout_seconds"] = settings["comm.meeting_seconds"] = self._timeout_seconds
+        settings["data.patience_seconds"] = PATIENCE_SHARE * self._timeout_seconds
         options = (f"--{key}={value}" for key, value in settings.items())
         command = ("train", "--config", "quickstart", *options)
         with self._lock:
@@ -219,14 +223,20 @@ class Laboratory:
 
     def _left(self, job: Job, cluster: EmulatedCluster | None) -> list[str]:
         """Say what the job left: processes, a port; shared memory of nodes, as others use this machine's, too."""
-        left = [f"process {pid}" for pid in job.left_processes()]
-        if cluster is None:
-            left += [f"port {job.port}"] if job.is_listening() else []
-        else:
+        deadline = time.monotonic() + END_SECONDS
+        # the store's process ends when it sees that rank 0 has
+        while (left := _still_there(job, has_port=cluster is None)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if cluster is not None:
             for node in range(cluster.plan.num_nodes):
                 names = ask(self._context, rank_side.shared_memory_of, cluster.keeper, node).split()
                 left += [f"/dev/shm/{name} of n{node}" for name in names]
         return left
+
+
+def _still_there(job: Job, *, has_port: bool) -> list[str]:
+    port = [f"port {job.port}"] if has_port and job.is_listening() else []
+    return [f"process {pid}" for pid in job.left_processes()] + port
 
 
 def _left_files(folder: Path) -> list[str]:
@@ -258,7 +268,9 @@ def judge(
     times = [at for at, line in after if kind.says and pattern.search(line)]
     detected = min(times) - struck if times else None
     ended = max(rank.ended or time.monotonic() for rank in job.ranks) - struck
-    innocents = sorted({rank for _, line in after for rank in lost_ranks(line)} - trial.struck)
+    # to a rank behind a link that is cut it is the others who do not answer
+    said_by_others = [line for rank in job.survivors for at, line in rank.said if at >= struck]
+    innocents = sorted({rank for line in said_by_others for rank in lost_ranks(line)} - trial.struck)
     codes = job.exit_codes
     if job.is_hung:
         broken.append("the job hung")

@@ -4,13 +4,12 @@ import argparse
 import json
 import re
 import stat
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.plain_pickle import RunsCode
 from bigbatch.comm.rendezvous.recording import Recording, read_recording
-from bigbatch.errors import FaultError
+from bigbatch.errors import FaultError, tell
 from bigbatch.exit_codes import FAILED
 from bigbatch.launch.faults.culprits import STUCK, find_culprits
 from bigbatch.launch.faults.verdict import headline, last_words, record, table
@@ -129,7 +128,7 @@ def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
         names = ", ".join(sorted({str(path.parent) for paths in files.values() for path in paths}))
         raise FaultError(f"{names}: the dumps hold no operations; start the job with TORCH_FR_BUFFER_SIZE=2000")
     for reason in reasons:
-        print(f"bigbatch: not read: {reason}", file=sys.stderr)
+        tell(f"not read: {reason}")
     return recordings
 
 

@@ -14,11 +14,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import FIRST_SLURM_PORT
+from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, SECRET_VARIABLE
+from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.launch.emulate.plan import address
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.faults import rank as rank_side
-from bigbatch.launch.faults.rank import GO, STEPPING, STRUCK, Place
+from bigbatch.launch.faults.rank import GO, PAUSE_SECONDS, STEPPING, STRUCK, Place
 from bigbatch.launch.faults.trial import KINDS, Trial
 
 LOOK_SECONDS = 0.02
@@ -28,8 +29,6 @@ HANG_SECONDS = 80.0
 """After a fault; a job that lives longer hangs. Its own time limit is a fraction of it."""
 NEVER_SECONDS = 400.0
 """From the start; a training takes a few seconds, and many at once on a busy machine far more."""
-PAUSE_SECONDS = 2.0
-"""How long a paused rank or a cut link is away: less than the job's time limit."""
 
 
 def prepare() -> ForkServerContext:
@@ -96,10 +95,11 @@ class Job:
         cluster: EmulatedCluster | None,
     ) -> None:
         """shape: how many ranks there are, and where; folder: of the trial."""
-        self.fault, self.port = fault, FIRST_SLURM_PORT if cluster else _free_port()
+        self.fault, self.port = fault, FIRST_JOB_PORT if cluster else _free_port()
         self.folder = folder / ("again" if fault is None else "struck")
         (self.folder / "tmp").mkdir(parents=True)
         self.started = time.monotonic()
+        self._secret = new_secret()
         self.ranks = [_start(context, command, fault, self._place(shape, rank, cluster)) for rank in range(shape.ranks)]
         self.is_hung = False
 
@@ -113,6 +113,7 @@ class Job:
             "GROUP_RANK": node,
             "MASTER_ADDR": address(0) if cluster else "127.0.0.1",
             "MASTER_PORT": self.port,
+            SECRET_VARIABLE: self._secret,
             "TMPDIR": self.folder / "tmp",
         }
         texts = {name: str(value) for name, value in variables.items()}

@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.faults.trial import KINDS, STEP, Trial
 
@@ -38,6 +40,11 @@ FULL_DISK_BYTES = 20_000
 SLOWDOWN = 10
 STRUCK, STEPPING = "struck", "stepping"
 """Files in which a rank says when the fault struck it, and when it began its first step."""
+PAUSE_SECONDS = 2.0
+"""How long a paused rank or a cut link is away, or a write takes longer: less than the job's time limit."""
+JUMP_SECONDS = -3600.0
+BIT = 1 << 22
+"""The highest of an fp32's mantissa: what it changes is large, and finite."""
 GO = "go"
 """The file that lets a rank go on whose link the campaign has changed meanwhile."""
 
@@ -72,6 +79,8 @@ def live(place: Place, command: tuple[str, ...], trial: Trial | None, born: Conn
         namespaces.enter_node(place.keeper, place.node)
     else:
         born.send(os.getpid())
+    if trial is not None and trial.kind == "read-only" and trial.rank == place.rank:
+        namespaces.leave_mounts()
     os.setsid()
     for number in (1, 2):
         os.dup2(os.open(place.folder / f"{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -108,6 +117,8 @@ class Fault:
         self.step = 0
         """The one under way, or done last; counted from 1."""
         self.extra_seconds = 0.0
+        self.parts: Any = None
+        """Of the training, from its first step on."""
 
     def reach(self, phase: str) -> None:
         """Say that the rank is in the phase; where it is the trial's, this may not return."""
@@ -141,6 +152,9 @@ def _strike(trial: Trial, fault: Fault) -> None:
     own |= {"stop": signal.SIGSTOP, "pause": signal.SIGSTOP, "term": signal.SIGTERM, "usr1": signal.SIGUSR1}
     if trial.kind in own:
         os.kill(os.getpid(), own[trial.kind])
+    elif trial.kind in ("store killed", "store stopped"):
+        (store,) = (each for each in psutil.Process().children() if "store_process" in " ".join(each.cmdline()))
+        (store.kill if trial.kind == "store killed" else store.suspend)()
     elif trial.kind == "segfault":
         ctypes.string_at(0)
     elif trial.kind == "memory":
@@ -154,12 +168,46 @@ def _strike(trial: Trial, fault: Fault) -> None:
         fault.extra_seconds = SLOWDOWN - 1
     elif trial.kind == "full disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, FULL_DISK_BYTES))
+    elif trial.kind == "read-only":
+        _make_read_only(fault.place.folder.parent / "run")
+    elif trial.kind == "slow storage":
+        time.sleep(PAUSE_SECONDS)
+    elif trial.kind.endswith(" bit"):
+        _flip_bit(fault.parts, trial.kind)
+    elif trial.kind == "clock":
+        _jump()
     elif trial.kind == "deleted":
         (fault.place.folder.parent / "data" / "train").rename(fault.place.folder.parent / "deleted")
     else:
         assert KINDS[trial.kind].needs_nodes
         while not (fault.place.folder / GO).exists():
             time.sleep(0.005)
+
+
+def _make_read_only(folder: Path) -> None:
+    """Let this process find nothing but a read-only mount where the folder was; others see it as ever."""
+    namespaces.mount(str(folder), str(folder), flags=namespaces.MS_BIND)
+    namespaces.mount("", str(folder), flags=namespaces.MS_REMOUNT | namespaces.MS_BIND | namespaces.MS_RDONLY)
+
+
+def _flip_bit(parts: Any, kind: str) -> None:
+    """Flip a bit of the last weight, which a classifier ends with, of its gradient, or of its momentum."""
+    import torch
+
+    weight = list(parts.precision.masters.values())[-1]
+    flipped = {
+        "weight bit": lambda: weight,
+        "gradient bit": lambda: weight.grad,
+        "state bit": lambda: next(v for v in parts.optimizer.state[weight].values() if v.shape == weight.shape),
+    }[kind]()
+    flipped.data.view(torch.int32)[0] ^= BIT
+
+
+def _jump() -> None:
+    """Let this process read another time of day. What measures how long something takes reads another clock."""
+    seconds, nanoseconds = time.time, time.time_ns
+    time.time = lambda: seconds() + JUMP_SECONDS
+    time.time_ns = lambda: nanoseconds() + int(JUMP_SECONDS * 1e9)
 
 
 def _watch(trial: Trial | None, place: Place) -> None:
@@ -195,8 +243,7 @@ def _around_saving(fault: Fault, save: Callable[..., None]) -> Callable[..., Non
     """Strike the rank that writes, beside its steps, when the bytes are written, and their file has no name yet."""
 
     def saving(*arguments: Any, **options: Any) -> None:
-        is_full = fault.trial is not None and fault.trial.kind == "full disk"
-        if is_full:
+        if fault.trial is not None and fault.trial.kind in ("full disk", "read-only", "slow storage"):
             fault.reach("checkpoint")
         save(*arguments, **options)
         fault.reach("checkpoint")
@@ -228,6 +275,7 @@ def _around_step(fault: Fault, step: Callable[..., None]) -> Callable[..., None]
         fault.step = number + 1
         if not begun:
             begun.append(number)
+            fault.parts = train_step.parts
             fault.before(train_step.parts.reducer, "wait", "sum")
             fault.before(train_step.parts.precision, "update_", "update")
             if fault.is_first:

@@ -1,13 +1,13 @@
 """What a campaign came to, as Markdown tables: `bigbatch faults table`."""
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import FaultError
+from bigbatch.files import parse_json
 from bigbatch.launch.faults.trial import KINDS, PHASES
 
 Record = Mapping[str, Any]
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 def read_records(path: Path) -> tuple[Record, list[Record]]:
     """Return the conditions and the trials of a campaign's file. Raises: FaultError naming the path."""
     try:
-        first, *rest = [json.loads(line) for line in path.read_text().splitlines()]
+        first, *rest = [parse_json(line) for line in path.read_text().splitlines()]
         conditions = first["conditions"]
         for record in rest:
             _ = record["kind"], record["phase"], record["rank"], record["broken"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from bigbatch.errors import FaultError, nearest
+from bigbatch.errors import FaultError, or_nearest
 
 NUM_STEPS = 15
 """Of the training that is disturbed: 3 epochs of 5."""
@@ -15,10 +15,12 @@ CHECKPOINT_STEPS = 4
 EARLY, STEP, LATE = ("start", "meeting"), ("forward", "backward", "sum", "update"), ("report", "evaluation")
 PHASES = (*EARLY, *STEP, *LATE, "checkpoint", "close")
 """In order; a shrunk trial strikes as early as it can."""
+MET = PHASES[1:-1]
 IN_TRAINING = (*STEP, *LATE, "checkpoint")
 BACKENDS = ("gloo", "tcp")
 SHAPES = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1))
 """Nodes, and ranks on each."""
+DIFFERS = r"rank {rank} on .* do not hold the same bits"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Kind:
     """A regular expression that a line must match: of the other ranks; of any, where the job does not end by it."""
     needs_nodes: bool = False
     """It is about links, which only emulated nodes have."""
+    needs_mounts: bool = False
+    """It mounts something, which is possible where nodes can be emulated."""
     only_first: bool = False
     """Only rank 0 does what this disturbs."""
     max_lost: int = 2 * CHECKPOINT_STEPS
@@ -43,6 +47,11 @@ class Kind:
     last_step: int = NUM_STEPS - 2
     never_ends: bool = False
     """The rank lives until somebody kills it."""
+
+    @property
+    def needs_namespaces(self) -> bool:
+        """Tell whether it can only be where nodes can be emulated."""
+        return self.needs_nodes or self.needs_mounts
 
 
 KINDS = {
@@ -59,6 +68,8 @@ KINDS = {
     "usr1": Kind(
         "SIGUSR1, as Slurm sends it", phases=IN_TRAINING, outcome="stops", says="will save a checkpoint", max_lost=0
     ),
+    "store killed": Kind("SIGKILL to the process beside rank 0 that holds the rendezvous", phases=MET, only_first=True),
+    "store stopped": Kind("SIGSTOP to that process, for good", phases=MET, only_first=True),
     "segfault": Kind("a segmentation fault in native code"),
     "memory": Kind("MemoryError"),
     "gil": Kind("native code that never gives Python's lock back", never_ends=True),
@@ -82,6 +93,22 @@ KINDS = {
         max_lost=3 * CHECKPOINT_STEPS,
         first_step=9,
     ),
+    "read-only": Kind(
+        "the storage of the run folder takes no writes any more",
+        phases=(*STEP, "checkpoint"),
+        says=r"Read-only|rank {rank}\b",
+        needs_mounts=True,
+        only_first=True,
+    ),
+    "slow storage": Kind(
+        "a checkpoint takes 2 seconds longer", phases=("checkpoint",), outcome="goes on", says="", only_first=True
+    ),
+    "weight bit": Kind("a bit of a weight flips", phases=(*STEP, *LATE), outcome="goes on", says=DIFFERS),
+    "gradient bit": Kind("a bit of a summed gradient flips", phases=("update",), outcome="goes on", says=DIFFERS),
+    "state bit": Kind(
+        "a bit of the optimizer's state flips", phases=(*STEP, *LATE), outcome="goes on", says=DIFFERS, first_step=2
+    ),
+    "clock": Kind("the time of day that a rank reads jumps back by an hour", outcome="goes on", says=""),
     # later, all have been read ahead
     "deleted": Kind("pictures are deleted under the reader", phases=STEP, says=r"train/", last_step=8),
     "cut": Kind("a node's link carries nothing any more, both ways", needs_nodes=True),
@@ -131,7 +158,8 @@ def draw(seed: int, number: int, *, kinds: Sequence[str], max_ranks: int, max_no
     """Draw trial number of a seed; the others' number does not matter."""
     dice = random.Random(f"{seed}/{number}")
     possible = [shape for shape in SHAPES if shape[0] <= max_nodes and shape[0] * shape[1] <= max_ranks]
-    name = dice.choice([each for each in kinds if not KINDS[each].needs_nodes or any(n > 1 for n, _ in possible)])
+    has_nodes = any(nodes > 1 for nodes, _ in possible)
+    name = dice.choice([each for each in kinds if has_nodes or not KINDS[each].needs_namespaces])
     kind = KINDS[name]
     nodes, per_node = dice.choice([shape for shape in possible if shape[0] > 1 or not kind.needs_nodes])
     rank = 0 if kind.only_first else dice.randrange(nodes * per_node)
@@ -151,7 +179,8 @@ def parse(text: str) -> Trial:
         raise FaultError(f"--trial {text!r}: write {','.join(f'{name}=...' for name in names)}, or a number")
     for name, known in (("kind", KINDS), ("phase", PHASES), ("backend", BACKENDS)):
         if words[name] not in known:
-            raise FaultError(f"--trial: {name}={words[name]}: the nearest is {nearest(words[name], known)}")
+            near = or_nearest(words[name], known)
+            raise FaultError(f"--trial: {name}={words[name]} is none of {', '.join(known)}{near}")
     numbers: dict[str, Any] = {}
     for name in ("step", "rank", "nodes", "ranks_per_node"):
         if not words[name].isdecimal():

@@ -2,19 +2,25 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
 from bigbatch.cli import find_unknown
-from bigbatch.errors import ConfigError, LaunchOptionError, nearest, printable
+from bigbatch.errors import ConfigError, JobRefused, LaunchOptionError, nearest, printable, tell
 from bigbatch.launch.jobs.findings import Findings
-from bigbatch.launch.jobs.run_folder import find_run_folder, first_words, load_experiment
+from bigbatch.launch.jobs.run_folder import (
+    find_run_folder,
+    first_words,
+    load_experiment,
+    require_experiment,
+    trained_run,
+)
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.config.batch import accumulation_steps
-from bigbatch.trainer.config.names import LEAST_LIKENESS
 from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.trainer.run.folder import RunDir, load_run_config
 
 SHARES_A_GPU = ("gloo", "horovod")
 """Backends that do not need, or may not take, a GPU for each rank."""
@@ -40,7 +46,7 @@ def check_job(job: JobSpec, findings: Findings, *, starts: bool = True, sees: Se
         _check_files(job, findings if starts else doubts, doubts=doubts, of_image=of_image, sees=sees)
     of_others = (f"{each} (so on this host; the image has its own bigbatch)" for each in of_image.found)
     for doubt in (*(each for each in doubts.found if each not in findings.found), *of_others):
-        print(f"bigbatch: warning: {printable(doubt)}", file=sys.stderr, flush=True)
+        tell(f"warning: {printable(doubt)}")
 
 
 def check_command(job: JobSpec) -> None:
@@ -86,6 +92,11 @@ def _check_files(job: JobSpec, certain: Findings, *, doubts: Findings, of_image:
         if config is not None:
             folder = config.run.directory
             (of_image if job.image else of_path(folder)).ask(_check_writable, Path(folder))
+        (of_image if job.image else certain).ask(require_experiment, job)
+        if run := trained_run(job):
+            (of_image if job.image else of_path(run)).ask(
+                load_run_config, RunDir(Path(run)), (), prog="bigbatch launch"
+            )
     elif words[:1] == ("-m",):
         # what is set for the ranks may lead them to other modules
         is_known = not job.modules and "PYTHONPATH" not in dict(job.environment)
@@ -100,6 +111,12 @@ def _container_files(job: JobSpec) -> Iterator[tuple[str, str]]:
     if "://" not in image and (image.endswith(IMAGE_FILES) or image.startswith(("/", "./", "../"))):
         yield "--image", image
     yield from (("--mount", mount.partition(":")[0]) for mount in job.mounts)
+
+
+def require_taken(job: JobSpec, environ: Mapping[str, str]) -> None:
+    """Raise JobRefused where a variable that --env names without a value is not set here."""
+    if missing := [name for name, _ in job.taken if name not in environ]:
+        raise JobRefused([f"--env {name}: it is not set here: export it, or state {name}=VALUE" for name in missing])
 
 
 def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
@@ -127,6 +144,18 @@ def most_ranks(job: JobSpec, *, limit: int) -> int | None:
     """
     config = load_experiment(job)
     return (limit or None) if config is None else _most_sharing(config.batch, limit=limit)
+
+
+def fitting_nodes(job: JobSpec) -> tuple[int, ...]:
+    """Return how many of the job's nodes, all full, can share its batch, in falling order; of an own script, any.
+
+    Raises: ConfigError.
+    """
+    config = load_experiment(job)
+    counts = range(job.num_nodes or 1, 0, -1)
+    return tuple(
+        count for count in counts if config is None or _refusal(config.batch, count * job.ranks_per_node) is None
+    )
 
 
 def _most_sharing(batch: BatchConfig, *, limit: int) -> int | None:
@@ -163,7 +192,7 @@ def _check_module(words: tuple[str, ...]) -> None:
 def _check_script(path: Path) -> None:
     """Python starts a folder or an archive with a __main__.py, too."""
     if not path.exists():
-        near = nearest(path.name, [each.name for each in path.parent.glob("*.py")], cutoff=LEAST_LIKENESS)
+        near = nearest(path.name, [each.name for each in path.parent.glob("*.py")])
         hint = f"; the nearest is {path.with_name(near)}" if near else ""
         raise LaunchOptionError(f"--python: there is no script {path} here{hint}")
 

@@ -3,9 +3,10 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 from bigbatch.errors import LaunchOptionError
@@ -29,7 +30,7 @@ class Stopper:
         """Say so the first time; the last step repeats."""
         self.asked += 1
         if self.asked == 1:
-            with suppress(OSError):  # the terminal may be gone
+            with suppress(OSError, RuntimeError):  # the terminal may be gone; within a print Python prints no more
                 print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
         self._send(self._steps[min(self.asked, len(self._steps)) - 1])
 
@@ -79,15 +80,15 @@ def run_in_foreground(
     Under nohup a closed terminal changes nothing.
     Raises: LaunchOptionError when the launcher is not installed.
     """
-    try:
-        process = subprocess.Popen(argv, env=dict(environ), start_new_session=True)
-    except FileNotFoundError as error:
-        raise LaunchOptionError(
-            f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
-        ) from error
-    stopper = Stopper(process.send_signal, asks_to_stop, signal.SIGTERM)
+    started: list[subprocess.Popen[bytes]] = []
+    stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM)
     was_recalled = False
     with handling_stops(stopper):
+        process = _start(argv, environ=environ)
+        started.append(process)
+        # who asked before had nobody to ask; a launcher that hears it twice has not begun anything
+        if stopper.asked:
+            process.send_signal(asks_to_stop)
         while True:
             try:
                 code = process.wait(timeout=None if is_recalled is None or was_recalled else RECALL_SECONDS)
@@ -97,3 +98,17 @@ def run_in_foreground(
                 if was_recalled and not stopper.asked:
                     process.send_signal(asks_to_stop)
     return Ended(shell_code(code), was_asked=stopper.asked > 0, was_recalled=was_recalled)
+
+
+def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(argv, env=dict(environ), start_new_session=True)
+    except FileNotFoundError as error:
+        raise LaunchOptionError(
+            f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
+        ) from error
+
+
+def _send(started: "Sequence[subprocess.Popen[bytes]]", number: signal.Signals) -> None:
+    for process in started:
+        process.send_signal(number)

@@ -2,11 +2,11 @@
 
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.trainer.machine.nvidia import list_gpus
 
 
 def find_mpirun() -> str:
@@ -16,18 +16,20 @@ def find_mpirun() -> str:
 
 
 def count_gpus() -> int:
-    """Count them as NVIDIA's driver lists them; 0 without one."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    except OSError:
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    """Count them as NVIDIA's driver lists them, and say where it fails; 0 without one."""
+    count, complaint = list_gpus()
+    if complaint:
+        tell(
+            f"warning: nvidia-smi fails here ({complaint}), and {count} GPU(s) are counted: mend the driver, "
+            "or state how many ranks by --ranks, or --device cpu"
+        )
+    return count
 
 
-def require_interface(name: str) -> None:
-    """Raise LaunchOptionError where there is none: mpirun uses it here, too, and names neither interface nor host."""
+def require_interface(stated: str) -> None:
+    """Raise LaunchOptionError where one is not here: mpirun uses it here, too, and names neither interface nor host."""
     names = [found for _, found in socket.if_nameindex()]
-    if name not in names:
+    for name in set(stated.split(",")).difference(names):
         raise LaunchOptionError(
             f"--interface {name!r}: {socket.gethostname()} has no such network interface; it has {', '.join(names)}"
         )

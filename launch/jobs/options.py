@@ -9,8 +9,9 @@ from typing import Any
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.sbatch import parse_passed
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
-from bigbatch.launch.jobs.words import check_words, parse_environment, parse_minutes
+from bigbatch.launch.jobs.words import check_words, parse_environment, parse_gpus, parse_minutes, parse_taken
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Option:
 RESTARTS = Option(
     "restarts",
     "start a job that lost a rank or a node again, on the hosts that are left; so often in a row without a newer "
-    "checkpoint (default: 0)",
+    "checkpoint (default: 0; under Kubernetes 3)",
     int,
 )
 RANKS = (
@@ -59,9 +60,9 @@ RANKS = (
     Option("hostfile", "the same in a file: lines such as n0 slots=8", Path),
     Option("nodes", "number of nodes", int),
     Option("ranks_per_node", "default: --gpus-per-node, else 1", int),
-    Option("node_rank", "torchrun: which of the nodes this is, from 0", int),
-    Option("master", "torchrun: where the nodes meet, HOST:PORT of the first one"),
-    Option("interface", "network interface between the nodes, such as eth0"),
+    Option("node_rank", "torchrun, local: which of the nodes this is, from 0", int),
+    Option("master", "torchrun, local: where the nodes meet, HOST:PORT of the first one"),
+    Option("interface", "network interface between the nodes, such as eth0; of ib0,ib1 NCCL and gloo use both"),
     Option("device", "cpu: train on it, whatever GPUs the hosts have", choices=("cpu",)),
     Option(
         "preflight",
@@ -69,7 +70,13 @@ RANKS = (
         choices=("warn", "stop", "exclude"),
     ),
     RESTARTS,
-    Option("env", "for all ranks", metavar="NAME=VALUE", repeats=True),
+    Option(
+        "env",
+        "for all ranks; NAME alone: its value in this shell, which is written nowhere; under Kubernetes of the "
+        "Secret bigbatch, or NAME@SECRET",
+        metavar="NAME[=VALUE]",
+        repeats=True,
+    ),
     Option("module", "environment module to load first", repeats=True),
 )
 REQUEST = (
@@ -81,33 +88,70 @@ REQUEST = (
     Option("reservation", "name of a reservation"),
     Option("constraint", "features that nodes must have, such as 'a100&nvlink'"),
     Option("exclude", "nodes not to use, such as n3,n[10-12]"),
-    Option("gpus_per_node", "such as 8", int),
+    Option("gpus_per_node", "such as 8, or a100:8"),
     Option("cpus_per_rank", "such as 12", int),
     Option("memory", "of each node, such as 200G; 0: all of it, under Slurm"),
-    Option("array", "jobs that differ in {index} in COMMAND: 0-7, or 0-99%%4 for 4 at a time"),
+    Option("array", "jobs that differ in {index} in COMMAND: 0-7, or 0-15:4, or 0-99%%4 for 4 at a time"),
     Option(
         "stop_seconds",
         "checkpoint and requeue so long before the time limit (default: 120; 0: not at all, the limit is the end)",
         int,
     ),
     Option("logs", "folder for output (default: logs)"),
+    Option(
+        "sbatch",
+        "any other option of sbatch by its long name, once per option: exclusive, mem-per-gpu=60G",
+        metavar="KEY[=VALUE]",
+        repeats=True,
+    ),
+    Option(
+        "qsub",
+        "any other option of PBS's qsub by its letter, once per option: l=filesystems=home, W=depend=afterok:1234; "
+        "chunk=NAME=VALUE joins what each node must have",
+        metavar="KEY=VALUE",
+        repeats=True,
+    ),
+    Option("mpi", "srun's --mpi, such as none or pmix (default: the cluster's own; bigbatch needs none)"),
 )
 CONTAINER = (
     Option("image", "that the ranks run in: a .sqsh or .sif file, or a registry's name"),
-    Option("mount", "SOURCE:TARGET[:FLAGS], once per mount", repeats=True),
+    Option(
+        "mount",
+        "SOURCE:TARGET[:FLAGS], once per mount; under Kubernetes a source is a volume claim, or a folder of the node",
+        repeats=True,
+    ),
     Option("container", "(default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")),
 )
+KUBERNETES = (
+    Option(
+        "kind",
+        "JobSet (no ssh, no root; from its version 0.10 on) or MPIJob (default: jobset)",
+        choices=("jobset", "mpijob"),
+    ),
+    Option("namespace", "(default: kubectl's own)"),
+    Option("queue", "Kueue's LocalQueue to wait in"),
+    Option("priority", "name of a PriorityClass"),
+    Option("node_selector", "label that nodes must have", metavar="KEY=VALUE", repeats=True),
+    Option("toleration", "taint that nodes may have", metavar="KEY[=VALUE][:EFFECT]", repeats=True),
+    Option("pull_secret", "Secret by which the image is pulled", metavar="NAME", repeats=True),
+    Option("rdma", "resource of the nodes' RDMA cards, such as rdma/hca_shared_devices_a", metavar="NAME[=NUMBER]"),
+    Option("user", "that a JobSet's pods run as (default: 1000)", metavar="UID[:GID]"),
+)
 PYTHON_HELP = "COMMAND is a Python script, or -m and a module, with its arguments"
-JOB_OPTIONS = (*RANKS, *REQUEST, *CONTAINER)
+JOB_OPTIONS = (*RANKS, *REQUEST, *CONTAINER, *KUBERNETES)
 
 STATED = (
-    *("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "gpus_per_node", "cpus_per_rank"),
+    *("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "cpus_per_rank", "mpi"),
     *("memory", "image", "container", "interface", "device", "logs", "array", "stop_seconds", "node_rank", "preflight"),
-    "restarts",
+    *("restarts", "kind", "namespace", "queue", "priority", "rdma", "user"),
 )
 """Fields of JobSpec that an option of the same name states as they are."""
 
-STAND_INS = {"array": "0", "mounts": (), "environment": (), "modules": ()}
+LISTED = {"mounts": "mount", "modules": "module", "node_selector": "node_selector"}
+LISTED |= {"tolerations": "toleration", "pull_secrets": "pull_secret"}
+"""Fields that list the values of an option that repeats."""
+
+STAND_INS = {"array": "0", "environment": (), "taken": (), "sbatch": (), "qsub": (), **dict.fromkeys(LISTED, ())}
 """For what was stated and refused: what the rest of a job is checked with."""
 
 
@@ -118,6 +162,7 @@ def job_options() -> argparse.ArgumentParser:
     add_options(parent.add_argument_group("ranks"), RANKS)
     add_options(parent.add_argument_group("what is asked of the scheduler (default: the cluster's own)"), REQUEST)
     add_options(parent.add_argument_group("container"), CONTAINER)
+    add_options(parent.add_argument_group("Kubernetes"), KUBERNETES)
     return parent
 
 
@@ -166,11 +211,16 @@ def read_job(
     def read(parse: Callable[[Any], Any], words: Any, default: Any = None) -> Any:
         return default if words is None else findings.ask(parse, words) or default
 
+    gpu_type, gpus_per_node = read(parse_gpus, arguments.gpus_per_node, (None, None))
     stated: dict[str, Any] = {
+        "gpus_per_node": gpus_per_node,
+        "gpu_type": gpu_type,
+        "sbatch": parse_passed(arguments.sbatch),
+        "qsub": parse_passed(arguments.qsub),
         "minutes": read(parse_minutes, arguments.time),
         "environment": read(parse_environment, arguments.env, ()),
-        "mounts": tuple(arguments.mount),
-        "modules": tuple(arguments.module),
+        "taken": parse_taken(arguments.env),
+        **{field: tuple(getattr(arguments, name)) for field, name in LISTED.items()},
         **{name: getattr(arguments, name) for name in STATED},
     }
     fields: dict[str, Any] = {"is_python": is_python, "master": read(parse_master, arguments.master)}

@@ -1,12 +1,12 @@
 """Jobs that heal: one that has lost a rank starts again by itself, and goes on from its newest checkpoint."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from bigbatch.errors import tell
 from bigbatch.exit_codes import CRASHED, INTERRUPTED, LOST, PIPE_CLOSED, REFUSED
 from bigbatch.launch.jobs.foreground import Ended
-from bigbatch.launch.jobs.run_folder import find_run_folder, newest_checkpoint
+from bigbatch.launch.jobs.run_folder import find_run_folder, keeps_in_memory, newest_checkpoint
 from bigbatch.launch.jobs.spec import JobSpec
 
 FIRST_SIGNAL = 129
@@ -37,7 +37,7 @@ def run_healing(
     job: JobSpec,
     *,
     refit: Callable[[JobSpec], JobSpec] = lambda job: job,
-    say: Callable[[str], None] = lambda text: print(f"bigbatch: {text}", file=sys.stderr, flush=True),
+    say: Callable[[str], None] = tell,
 ) -> Ended:
     """Start the job, and again as often as job.restarts says in a row without a newer checkpoint; how it ended.
 
@@ -79,4 +79,6 @@ def _again(fit: JobSpec, job: JobSpec, *, folder: str | None, saved: Path | None
     ranks = "" if fit.num_ranks == job.num_ranks else f" with {fit.num_ranks} of {job.num_ranks} ranks"
     if folder is None:
         return f"starting again{ranks}"
-    return f"starting again{ranks}, {f'from {saved}' if saved else 'from the beginning'}"
+    where = f"from {saved}" if saved else "from the beginning"
+    in_memory = "from what a node kept in memory, else " if keeps_in_memory(folder) else ""
+    return f"starting again{ranks}, {in_memory}{where}"

@@ -1,17 +1,19 @@
 """What a job's command says about its run, found before the job waits in a queue for hours."""
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
-from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import CommConfig
 from bigbatch.trainer.run.folder import RunDir, read_records
 
+OF_A_RUN = (("evaluate",), ("predict",), ("export",))
 SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
 """Figures of a report."""
 
@@ -27,6 +29,21 @@ def load_experiment(job: JobSpec) -> Config | None:
     if job.is_python or job.command[:1] != ("train",) or {"-h", "--help"} & set(job.command):
         return None
     return load_config(first_words(job)[1:])
+
+
+def trained_run(job: JobSpec) -> str | None:
+    """Return the run folder that a command works on which trains nothing; None without one."""
+    words = first_words(job)
+    is_named = not job.is_python and words[:1] in OF_A_RUN and len(words) > 1 and not words[1].startswith("-")
+    return words[1] if is_named else None
+
+
+def require_experiment(job: JobSpec) -> None:
+    """Look whether there is the experiment that another command than `train` names. Raises: ConfigError."""
+    words = first_words(job)
+    is_of_another = bool(words) and words[0] != "train" and not job.is_python
+    if is_of_another and (name := _stated(words, "--config")):
+        find_config(name)
 
 
 def find_run_folder(job: JobSpec) -> str | None:
@@ -63,17 +80,34 @@ def find_timeout(job: JobSpec) -> float:
     return CommConfig.timeout_seconds
 
 
+def find_save_seconds(job: JobSpec) -> float | None:
+    """Find in how many seconds a checkpoint must be on disk: run.checkpoint_timeout_seconds of `train`.
+
+    None for other commands, and for an experiment that is wrong, which is refused elsewhere.
+    """
+    with suppress(ConfigError):
+        if config := load_experiment(job):
+            return config.run.checkpoint_timeout_seconds
+    return None
+
+
 def newest_checkpoint(folder: str | None) -> Path | None:
     """Return that of a run, by its name alone; None without one."""
     return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)
 
 
+def keeps_in_memory(folder: str) -> bool:
+    """Tell whether a run has kept copies of its state in its nodes' memory, of which one may be newer."""
+    return RunDir(Path(folder)).memory_name.exists()
+
+
 def last_report(folder: Path) -> str | None:
     """Return the newest report of a run in one line, or None without one."""
-    reports = [record for record in read_records(RunDir(folder).metrics) if record["kind"] in ("train", "eval")]
-    if not reports:
+    reports = (record for record in read_records(RunDir(folder).metrics) if record["kind"] in ("train", "eval"))
+    newest = deque(reports, maxlen=1)
+    if not newest:
         return None
-    return ", ".join(f"{name} {reports[-1][name]:.6g}" for name in SHOWN if name in reports[-1])
+    return ", ".join(f"{name} {newest[0][name]:.6g}" for name in SHOWN if name in newest[0])
 
 
 def _stated(words: Sequence[str], option: str) -> str | None:

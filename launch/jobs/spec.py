@@ -6,12 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import DEVICE_VARIABLE, INTERFACE_VARIABLE
+from bigbatch.comm.rendezvous.environ import DEVICE_VARIABLE, INTERFACE_VARIABLE, interface_settings
 from bigbatch.errors import JobRefused, LaunchOptionError
+from bigbatch.interpreter import SAFE_PATH_VARIABLE
 from bigbatch.launch.jobs.words import check_words, option
-
-SIGNAL_EARLY_SECONDS = 60
-"""Slurm looks at time limits once a minute, so that its warning may come so much earlier than asked for."""
 
 INDEX = "{index}"
 """In a word of an array's command: the number of the job in its array."""
@@ -46,7 +44,15 @@ class JobSpec:
     constraint: str | None = None
     exclude: str | None = None
     """Nodes not to use, as Slurm writes them: n3,n[10-12]."""
+    sbatch: tuple[tuple[str, str | None], ...] = ()
+    """Further options of sbatch by their long names, with their values, or None for one that has none."""
+    qsub: tuple[tuple[str, str | None], ...] = ()
+    """Further options of PBS's qsub by their letters, with their values."""
+    mpi: str | None = None
+    """What srun offers MPI libraries, such as pmix; None: as the cluster is set up."""
     gpus_per_node: int | None = None
+    gpu_type: str | None = None
+    """Of these GPUs, as Slurm's administrator calls it, such as a100."""
     cpus_per_rank: int | None = None
     memory: str | None = None
     """Of each node, such as 200G."""
@@ -57,9 +63,12 @@ class JobSpec:
     container: str | None = None
     """What runs the image under Slurm: pyxis or apptainer; None: apptainer for .sif, else pyxis."""
     environment: tuple[tuple[str, str], ...] = ()
+    taken: tuple[tuple[str, str | None], ...] = ()
+    """Further variables, whose values are written nowhere: of the shell that starts the job, or of a Kubernetes Secret,
+    which may be named beside."""
     modules: tuple[str, ...] = ()
     interface: str | None = None
-    """Network interface between the nodes, such as eth0."""
+    """Network interface between the nodes, such as eth0; several with commas between."""
     device: str | None = None
     """cpu keeps all ranks to it; None: GPUs where there are some."""
     logs: str | None = None
@@ -70,6 +79,23 @@ class JobSpec:
     """What to do about unfit nodes before the start: warn, stop, or exclude them; None: do not look."""
     restarts: int | None = None
     """How often in a row it starts again, after it lost a rank, without a newer checkpoint; None: never."""
+    kind: str | None = None
+    """Of Kubernetes: jobset, the default, or mpijob."""
+    namespace: str | None = None
+    queue: str | None = None
+    """LocalQueue of Kueue."""
+    priority: str | None = None
+    """PriorityClass of the pods."""
+    node_selector: tuple[str, ...] = ()
+    """Labels that nodes must have, KEY=VALUE."""
+    tolerations: tuple[str, ...] = ()
+    """Taints that nodes may have, KEY[=VALUE][:EFFECT]."""
+    pull_secrets: tuple[str, ...] = ()
+    """Secrets by which the image is pulled."""
+    rdma: str | None = None
+    """Resource by which pods get the node's RDMA cards, NAME[=NUMBER]."""
+    user: str | None = None
+    """Numbers of the user and group that the pods run as, UID[:GID]."""
     is_python: bool = False
     """The command is a Python script, or -m and a module, with its arguments; else it is bigbatch's."""
     stop_seconds: int | None = None
@@ -93,7 +119,9 @@ class JobSpec:
     def variables(self) -> tuple[tuple[str, str], ...]:
         """Return what every rank gets, whatever else its launcher passes on; of two of one name the last counts."""
         device = () if self.device is None else ((DEVICE_VARIABLE, self.device),)
-        return (*interface_variables(self.interface), *device, *self.environment)
+        # an own script's folder, or the work folder of an own module, is where it finds what belongs to it
+        safe = () if self.is_python else ((SAFE_PATH_VARIABLE, "1"),)
+        return (*interface_variables(self.interface), *device, *safe, *self.environment)
 
     @property
     def grace_seconds(self) -> int:
@@ -102,10 +130,18 @@ class JobSpec:
 
 
 SCHEDULED = (
-    *("name", "minutes", "partition", "account", "qos", "reservation", "constraint", "exclude"),
-    *("gpus_per_node", "cpus_per_rank", "memory", "array", "stop_seconds"),
+    *("name", "minutes", "partition", "account", "qos", "reservation", "constraint", "exclude", "sbatch", "mpi"),
+    *("gpus_per_node", "gpu_type", "cpus_per_rank", "memory", "array", "stop_seconds"),
 )
 """What only a scheduler can give."""
+
+OF_KUBERNETES = (
+    *("kind", "namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user"),
+)
+"""What only Kubernetes can give."""
+
+OF_ONE = {**dict.fromkeys(OF_KUBERNETES, ("k8s", "Kubernetes")), "qsub": ("pbs", "PBS")}
+"""Fields that one launcher alone can honour: its name, and what it speaks to."""
 
 
 def python_words(command: Sequence[str], *, is_python: bool) -> tuple[str, ...]:
@@ -118,17 +154,24 @@ def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
 
     Raises: JobRefused.
     """
+    of_others = {
+        name: f"{system} alone has it: leave it out" for name, (own, system) in OF_ONE.items() if own != launcher
+    }
+    refused = {**of_others, **refused}
     found = [each.name for each in fields(JobSpec) if each.name in refused and getattr(job, each.name) != each.default]
-    if found:
-        raise JobRefused(
-            [f"{option(name)}: bigbatch launch {launcher} cannot do that; {refused[name]}" for name in found]
-        )
+    said = [f"{option(name)}: bigbatch launch {launcher} cannot do that; {refused[name]}" for name in found]
+    said += [
+        f"--env {name}@{secret}: a Secret is Kubernetes' own: export {name} here and state --env {name}"
+        for name, secret in job.taken
+        if secret is not None and launcher != "k8s"
+    ]
+    if said:
+        raise JobRefused(said)
 
 
 def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:
-    """Return what tells bigbatch, gloo and NCCL which network interface to use."""
-    names = (INTERFACE_VARIABLE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return () if name is None else tuple((variable, name) for variable in names)
+    """Return what tells bigbatch, gloo and NCCL which network interface to use, or which ones."""
+    return () if name is None else ((INTERFACE_VARIABLE, name), *interface_settings(name).items())
 
 
 def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
@@ -138,8 +181,8 @@ def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
     """
     hosts = []
     for part in text.split(","):
-        match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", part)
-        if not match or match[2] == "0":
+        match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d{1,9}))?", part, re.ASCII)
+        if not match or (match[2] and int(match[2]) == 0):
             raise LaunchOptionError(f"--hosts {text!r}: {part!r} is not of the form HOST:RANKS, such as n0:8,n1:8")
         hosts.append((match[1], int(match[2] or 1)))
     return tuple(hosts)
@@ -208,10 +251,14 @@ def make_job(
     )
 
 
-def check_time(job: JobSpec, *, stop_seconds: int) -> None:
-    """Raise LaunchOptionError where ranks would be asked to stop before they have started, and trained a little."""
-    if job.minutes is not None and stop_seconds > 0 and job.minutes * 60 <= stop_seconds + SIGNAL_EARLY_SECONDS:
+def check_time(job: JobSpec, *, stop_seconds: int, early_seconds: int = 0) -> None:
+    """Raise LaunchOptionError where ranks would be asked to stop before they have started, and trained a little.
+
+    early_seconds: how much earlier the scheduler may ask them.
+    """
+    if job.minutes is not None and stop_seconds > 0 and job.minutes * 60 <= stop_seconds + early_seconds:
+        earlier = f", and up to {early_seconds} s earlier" if early_seconds else ""
         raise LaunchOptionError(
             f"--time of {job.minutes} min leaves no time to train: the ranks are asked to stop {stop_seconds} s before "
-            f"it, and up to {SIGNAL_EARLY_SECONDS} s earlier; lengthen it or lower --stop-seconds"
+            f"it{earlier}; lengthen it or lower --stop-seconds"
         )

@@ -2,13 +2,12 @@
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.launch.jobs.foreground import Ended, Stopper, handling_stops, shell_code
 
@@ -84,23 +83,24 @@ def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str]) 
     By looking every now and then: who has joined a cluster's nodes can start no thread that waits.
     """
     failed: int | None = None
-    last_end = 0.0
+    since_end = 0.0  # by looks: while this process is stopped, as of a suspended job, none goes by
     while running:
         time.sleep(LOOK_SECONDS)
+        since_end += LOOK_SECONDS
         ended = {number: code for number, process in running.items() if (code := process.poll()) is not None}
         # who ends since another one was lost is not the cause
         for number, code in sorted(ended.items(), key=lambda each: each[1] == LOST):
             del running[number]
-            last_end = time.monotonic()
+            since_end = 0.0
             # the first failure is the cause; those after it follow from our SIGTERM
             if code != 0 and failed is None:
                 failed = shell_code(code)
                 # alone, it has said itself what failed, but for a signal
                 if names[number] and failed != INTERRUPTED and (running or code < 0):
                     others = "; ending the others" if running else ""
-                    print(f"bigbatch: {names[number]} {_how(code)}{others}", file=sys.stderr, flush=True)
+                    tell(f"{names[number]} {_how(code)}{others}")
                 _send(running, signal.SIGTERM)
-        if failed is not None and time.monotonic() - last_end > GRACE_SECONDS:
+        if failed is not None and since_end > GRACE_SECONDS:
             _send(running, signal.SIGKILL)  # they did not heed the SIGTERM
     return failed or 0
 

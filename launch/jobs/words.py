@@ -7,13 +7,28 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import expand_hostlist
 from bigbatch.errors import LaunchError, LaunchOptionError, shortened
+from bigbatch.launch.jobs.qsub import check_qsub
+from bigbatch.launch.jobs.sbatch import check_sbatch
 
 UNLIMITED = 2**32 - 1
 """Minutes of a job without a time limit, as Slurm itself counts them."""
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+@-]*"
 
+INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}"
+"""Linux allows no longer name."""
+
+VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+
 SPAN = r"\d+(?:-\d+(?::\d+)?)?"
+
+LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+SUBDOMAIN = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
+"""Of Kubernetes: RFC 1123."""
+
+QUALIFIED = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+KEY = rf"(?:{SUBDOMAIN}/)?{QUALIFIED}"
+"""Of Kubernetes' labels, taints and resources."""
 
 PATTERNS = {
     # field: (pattern, what that means, example); Slurm reads #SBATCH lines without a shell's quotes
@@ -24,12 +39,20 @@ PATTERNS = {
     "reservation": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -", "maintenance"),
     "constraint": (r"[A-Za-z0-9\[(][A-Za-z0-9._&|()*,:\[\]-]*", "names with & and | between", "'a100&nvlink'"),
     "memory": (r"0|[1-9][0-9]*[KMGTkmgt]?", "a number and K, M, G or T", "200G"),
-    "interface": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}", "the name of one interface", "eth0"),
+    "interface": (f"{INTERFACE}(?:,{INTERFACE})*", "names of interfaces with , between", "eth0"),
+    "gpu_type": (r"[A-Za-z0-9][A-Za-z0-9._-]*", "a type and a number", "a100:8"),
+    "mpi": (r"[a-z][a-z0-9_]*", "one that srun --mpi=list names", "pmix"),
     "device": (r"cpu", "the only one to name", "cpu"),
     "logs": (r"[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
     "array": (rf"{SPAN}(?:,{SPAN})*(?:%\d+)?", "numbers and ranges", "0-7"),
     "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),
     "container": (r"pyxis|apptainer", "one of them", "pyxis or apptainer"),
+    "kind": (r"jobset|mpijob", "one of them", "jobset or mpijob"),
+    "namespace": (LABEL, "a name of Kubernetes", "vision"),
+    "queue": (SUBDOMAIN, "the name of a LocalQueue", "research"),
+    "priority": (SUBDOMAIN, "the name of a PriorityClass", "high"),
+    "rdma": (rf"{KEY}(?:=[1-9]\d{{0,3}})?", "a resource, and a number", "rdma/hca_shared_devices_a"),
+    "user": (r"[1-9]\d{0,9}(?::[1-9]\d{0,9})?", "numbers from 1 on: UID or UID:GID", "1000:1000"),
     "image": (r"[A-Za-z0-9./][^\s\x00-\x1f]*", "a file or a name without blanks", "bigbatch.sqsh"),
 }
 
@@ -54,7 +77,11 @@ OPTIONS = {
     "minutes": "--time",
     "mounts": "--mount",
     "environment": "--env",
+    "taken": "--env",
     "modules": "--module",
+    "gpu_type": "--gpus-per-node",
+    "tolerations": "--toleration",
+    "pull_secrets": "--pull-secret",
 }
 """Options whose names are not those of their fields."""
 
@@ -108,9 +135,19 @@ def _check_command(words: tuple[str, ...]) -> None:
 
 def _check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
     for name, value in pairs:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
+        if not re.fullmatch(VARIABLE, name, re.ASCII):
             raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
-        _check_characters(value, what=f"--env {name}={value!r}")
+        _check_characters(value, what=f"the value of --env {name}")
+
+
+def _check_taken(pairs: tuple[tuple[str, str | None], ...]) -> None:
+    for name, secret in pairs:
+        if not re.fullmatch(VARIABLE, name, re.ASCII):
+            raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE or NAME, such as NCCL_DEBUG=INFO")
+        if secret is not None and not re.fullmatch(SUBDOMAIN, secret, re.ASCII):
+            raise LaunchOptionError(
+                f"--env {name}@{secret}: {secret!r} is no name of a Secret, such as {name}@bigbatch"
+            )
 
 
 def _check_characters(text: str, *, what: str) -> None:
@@ -130,22 +167,54 @@ def _check_mounts(mounts: tuple[str, ...]) -> None:
             raise LaunchOptionError(f"--mount {mount!r} must be SOURCE:TARGET without blanks, such as /data:/data")
 
 
+def _each(field: str, pattern: str, form: str) -> Callable[[tuple[str, ...]], None]:
+    def check(words: tuple[str, ...]) -> None:
+        for word in words:
+            if not re.fullmatch(pattern, word, re.ASCII):
+                raise LaunchOptionError(f"{option(field)} {word!r} must be {form}")
+
+    return check
+
+
 CHECKS: dict[str, Callable[[Any], None]] = {
     "array": _check_array,
     "exclude": _check_exclude,
     "command": _check_command,
     "environment": _check_environment,
+    "taken": _check_taken,
     "modules": _check_modules,
     "mounts": _check_mounts,
+    "sbatch": check_sbatch,
+    "qsub": check_qsub,
+    "node_selector": _each("node_selector", f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE, such as gpu=h200"),
+    "tolerations": _each(
+        "tolerations",
+        f"{KEY}(?:=(?:{QUALIFIED})?)?(?::(?:NoSchedule|PreferNoSchedule|NoExecute))?",
+        "KEY[=VALUE][:EFFECT], such as nvidia.com/gpu:NoSchedule",
+    ),
+    "pull_secrets": _each("pull_secrets", SUBDOMAIN, "the name of a Secret, such as registry"),
 }
 
 
 def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
-    """Read NAME=VALUE words. Raises: LaunchOptionError for one without =."""
-    for word in words:
-        if "=" not in word:
-            raise LaunchOptionError(f"--env {word!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
-    return tuple((name, value) for name, _, value in (word.partition("=") for word in words))
+    """Read the words NAME=VALUE among those of --env."""
+    return tuple((name, value) for name, mark, value in (word.partition("=") for word in words) if mark)
+
+
+def parse_taken(words: list[str]) -> tuple[tuple[str, str | None], ...]:
+    """Read the others: NAME -> (NAME, None), NAME@SECRET -> (NAME, SECRET)."""
+    split = (word.partition("@") for word in words if "=" not in word)
+    return tuple((name, secret if mark else None) for name, mark, secret in split)
+
+
+def parse_gpus(text: str) -> tuple[str | None, int]:
+    """Read '8' -> (None, 8), 'a100:8' -> ('a100', 8). Raises: LaunchOptionError."""
+    kind, _, number = text.rpartition(":")
+    if not re.fullmatch(r"\d{1,9}", number, re.ASCII) or text.startswith(":"):
+        raise LaunchOptionError(
+            f"--gpus-per-node {text!r} must be a number, or a type and a number, such as 8 or a100:8"
+        )
+    return kind or None, int(number)
 
 
 def parse_minutes(text: str) -> int:

@@ -65,6 +65,8 @@ class Launcher:
     """Adds options beside those that all launchers share; `start` gets them back."""
     sees: Sees = "shared"
     """Which files of the host that starts them its jobs see."""
+    site_table: str | None = None
+    """Names the table of a site's files that speaks to it alone; None: what stands outside of tables."""
     count_ranks: Callable[[], int] = lambda: 1
     """Returns the ranks of a node where nothing is stated."""
 

@@ -1,193 +1,211 @@
-"""An MPIJob for Kubernetes' MPI operator (kubeflow.org/v2beta1), as a manifest to be kept and edited."""
+"""Jobs for Kubernetes, as manifests to be kept and edited: a JobSet, or an MPIJob of the MPI operator."""
 
 import argparse
+import json
 import re
+import secrets
 import subprocess
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from bigbatch.comm.rendezvous.environ import expand_hostlist
+from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import LaunchOptionError, SchedulerError
+from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.spec import JobSpec, refuse
-from bigbatch.launch.jobs.words import UNLIMITED
 from bigbatch.launch.launchers.base import Launcher
-
-HOSTFILE = "/etc/mpi/hostfile"
-"""Where the operator writes the workers' names, as 'NAME slots=N'."""
-
-UNTIL_RANKS_END = [
-    *("sh", "-c"),
-    "while grep -aqs -e '[b]igbatch' -e '[p]rted' /proc/[0-9]*/cmdline; do sleep 1; done",
-]
-"""Holds a worker that is being deleted: with sshd its ranks would go, which the launcher has asked to save first.
-Ranks of an own script are seen by mpirun's daemon, prted, which started them and stays until they have ended."""
+from bigbatch.launch.launchers.k8s_checks import check_folders
+from bigbatch.launch.launchers.k8s_jobset import jobset
+from bigbatch.launch.launchers.k8s_mpijob import mpijob
+from bigbatch.launch.launchers.k8s_pod import JOB_SECRET_KEY, SECRET, Fields
 
 REFUSED = {
     "hosts": "Kubernetes chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
-    **dict.fromkeys(("node_rank", "master"), "the operator's hostfile names the workers: leave it out"),
-    **dict.fromkeys(("partition", "account", "qos", "reservation"), "name a queue in the manifest's schedulingPolicy"),
-    "constraint": "add a nodeSelector to the manifest",
+    **dict.fromkeys(("node_rank", "master"), "the pods find each other by their names: leave it out"),
+    "partition": "a queue of Kueue is --queue",
+    "qos": "state a --priority",
+    **dict.fromkeys(("account", "reservation"), "Kubernetes counts by --namespace and --queue"),
+    "constraint": "state --node-selector KEY=VALUE",
     "array": "start one job per value",
+    **dict.fromkeys(("sbatch", "mpi"), "Slurm's own: edit the manifest for what Kubernetes has"),
+    "gpu_type": "state the number alone, and --node-selector KEY=VALUE",
     "preflight": "start a job of its own: -- preflight",
     "modules": "the image holds all that is needed",
     "container": "Kubernetes runs the image by itself",
-    "logs": "kubectl logs shows what the launcher prints",
+    "logs": "kubectl logs shows what the ranks print",
+}
+
+KINDS = {"jobset": jobset, "mpijob": mpijob}
+
+NEEDS = {
+    "jobset": "JobSet, from 0.10 on",
+    "mpijob": "the MPI operator, and the image an sshd",
+}
+
+LOGS = {
+    "jobset": "kubectl logs -f{namespace} -l jobset.sigs.k8s.io/jobset-name={name} "
+    "--prefix --tail=-1 --max-log-requests {pods}",
+    "mpijob": "kubectl logs -f{namespace} job/{name}-launcher",
 }
 
 HEADER = """\
-# Made by bigbatch launch k8s, to be kept and edited. The cluster needs the MPI operator, and the image an sshd:
-#   kubectl apply -f THIS_FILE
-#   kubectl logs -f job/{name}-launcher
+# Made by bigbatch launch k8s, to be kept and edited. The cluster needs {needs}:
+#   kubectl create -f THIS_FILE
+#   {logs}
+"""
+
+NEEDS_JOB_SECRET = """\
+# Its pods wait for a Secret of this name, by which the ranks know each other; bigbatch launch k8s makes it, else:
+#   head -c 32 /dev/urandom | base64 | kubectl create secret generic{namespace} {name} --from-file={key}=/dev/stdin
+"""
+
+NEEDS_SECRET = """\
+# Before, in the same namespace, a Secret with {names}, one NAME=VALUE on each line of a file that only you can read:
+#   kubectl create secret generic{namespace} {secret} --from-env-file=FILE
 """
 
 
-def manifest(job: JobSpec) -> str:
-    """Return YAML of the job; pure. Raises: LaunchOptionError for what an MPIJob cannot say."""
-    return HEADER.format(name=_name(job)) + yaml.safe_dump(mpijob(job), sort_keys=False, allow_unicode=True)
+class _Dumper(yaml.SafeDumper):
+    """Quotes each string that another reader of YAML may take for a number or a truth value, as Go's does 1e3 and y."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        is_plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9_./-]+", text, re.ASCII)
+        style = None if is_plain else '"' if "\n" in text else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
-def mpijob(job: JobSpec) -> dict[str, Any]:
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def manifest(job: JobSpec, *, name: str) -> str:
+    """Return YAML of the job; pure. Raises: LaunchOptionError for what Kubernetes cannot say."""
+    content = as_objects(job, name=name)
+    namespace = f" -n {job.namespace}" if job.namespace else ""
+    taken: dict[str, list[str]] = {}
+    for variable, secret in job.taken:
+        taken.setdefault(secret or SECRET, []).append(variable)
+    head = HEADER.format(needs=NEEDS[_kind(job)], logs=logs_command(job, name=name))
+    if needs_secret(job):
+        head += NEEDS_JOB_SECRET.format(name=name, key=JOB_SECRET_KEY, namespace=namespace)
+    for secret, names in taken.items():
+        head += NEEDS_SECRET.format(secret=secret, names=", ".join(names), namespace=namespace)
+    return head + yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def as_objects(job: JobSpec, *, name: str) -> Fields:
     """Return the same as plain objects. Raises: LaunchOptionError."""
     refuse(job, launcher="k8s", refused=REFUSED)
     if job.image is None:
         raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
-    nodes = job.num_nodes or 1
-    policy: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": 3}
-    if job.minutes is not None and job.minutes != UNLIMITED:
-        policy["activeDeadlineSeconds"] = job.minutes * 60
+    if job.user and _kind(job) == "mpijob":
+        raise LaunchOptionError("--user: the sshd of an MPIJob needs root: leave it out, or take --kind jobset")
+    return KINDS[_kind(job)](job, name=name)
+
+
+def needs_secret(job: JobSpec) -> bool:
+    """Tell whether ranks of several pods must prove to each other that they are of one job; mpirun tells its own."""
+    return _kind(job) == "jobset" and (job.num_nodes or 1) > 1
+
+
+def logs_command(job: JobSpec, *, name: str) -> str:
+    """Return what shows what the ranks print."""
+    namespace = f" -n {job.namespace}" if job.namespace else ""
+    return LOGS[_kind(job)].format(name=name, namespace=namespace, pods=job.num_nodes or 1)
+
+
+def draw_name(job: JobSpec) -> str:
+    """Return the job's name with five characters behind it, so that each start is a job of its own.
+
+    Raises: LaunchOptionError.
+    """
+    name = job.name or "bigbatch"
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?", name):  # its pods' names are longer, and no more than 63
+        raise LaunchOptionError(
+            f"--name {name!r} must be up to 38 of a-z, 0-9 and -, a letter first, for Kubernetes, such as resnet50-32k"
+        )
+    return name + "-" + "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(5))
+
+
+def submit(job: JobSpec, text: str) -> None:
+    """Hand a manifest to kubectl, and the Secret of its ranks, which ends with the job.
+
+    Its value is in no list of processes and in no file of ours.
+    Raises: SchedulerError with kubectl's words, and where it is not installed; nothing is left behind then.
+    """
+    created = _kubectl("create", "-f", "-", "-o", "json", text=text)
+    if not needs_secret(job):
+        return
+    try:
+        _kubectl("create", "-f", "-", text=json.dumps(_secret(json.loads(created), value=new_secret())))
+    except SchedulerError:
+        _kubectl("delete", "-f", "-", text=text)
+        raise
+
+
+def _secret(owner: Fields, *, value: str) -> Fields:
+    """Return the Secret of a job that has been made: it is deleted with it."""
+    facts = owner["metadata"]
+    reference = {**{key: owner[key] for key in ("apiVersion", "kind")}, "name": facts["name"], "uid": facts["uid"]}
     return {
-        "apiVersion": "kubeflow.org/v2beta1",
-        "kind": "MPIJob",
-        "metadata": {"name": _name(job)},
-        "spec": {
-            "slotsPerWorker": job.ranks_per_node,
-            # else mpirun could call before the workers' sshd is there
-            "launcherCreationPolicy": "WaitForWorkersReady",
-            "runPolicy": policy,
-            "mpiReplicaSpecs": {
-                "Launcher": {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": _launcher(job)}},
-                "Worker": {"replicas": nodes, "restartPolicy": "Never", "template": {"spec": _worker(job)}},
-            },
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {
+            "name": facts["name"],
+            **({"namespace": facts["namespace"]} if "namespace" in facts else {}),
+            "ownerReferences": [reference],
         },
+        "immutable": True,
+        "stringData": {JOB_SECRET_KEY: value},
     }
 
 
-def apply(text: str) -> None:
-    """Hand a manifest to kubectl. Raises: SchedulerError with its words, and where it is not installed."""
+def _kubectl(*words: str, text: str) -> str:
     try:
-        done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, capture_output=True, check=False)
+        done = subprocess.run(["kubectl", *words], input=text, text=True, capture_output=True, check=False)
     except FileNotFoundError as error:
         raise SchedulerError(
-            "kubectl is not installed here: add --dry-run, and apply the manifest elsewhere"
+            "kubectl is not installed here: add --dry-run, and create the manifest elsewhere"
         ) from error
     if done.returncode:
         raise SchedulerError(f"kubectl refused the job: {one_line(done.stderr)}")
+    return done.stdout
 
 
-def _name(job: JobSpec) -> str:
-    name = job.name or "bigbatch"
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", name):  # the operator appends -worker-NNN
-        raise LaunchOptionError(
-            f"--name {name!r} must be up to 52 of a-z, 0-9 and - for Kubernetes, such as resnet50-32k"
-        )
-    return name
+def _kind(job: JobSpec) -> str:
+    return job.kind or "jobset"
 
 
-def _launcher(job: JobSpec) -> dict[str, Any]:
-    """Return the pod of bigbatch launch mpirun: that turns the SIGTERM that ends a pod into a request to save."""
-    words = ["bigbatch", "launch", "mpirun", "--hostfile", HOSTFILE, "--ranks", str(job.num_ranks)]
-    for name, value in job.variables:  # ssh hands none of a container's own variables to the ranks
-        words += [f"--env={name}={value}"]
-    words += [] if job.restarts is None else [f"--restarts={job.restarts}"]
-    words += ["--python"] if job.is_python else []
-    container = {
-        "name": "launcher",
-        "image": job.image,
-        "command": [_literal(word) for word in (*words, "--", *job.command)],
-    }
-    return {"terminationGracePeriodSeconds": job.grace_seconds, **_pod(job), "containers": [container]}
-
-
-def _worker(job: JobSpec) -> dict[str, Any]:
-    """Return the pod that waits in each node for mpirun's ssh."""
-    own = job.ranks_per_node if job.device is None else 0
-    gpus = own if job.gpus_per_node is None else job.gpus_per_node
-    limits: dict[str, Any] = {"nvidia.com/gpu": gpus} if gpus else {}
-    if job.cpus_per_rank is not None:
-        limits["cpu"] = job.cpus_per_rank * job.ranks_per_node
-    if job.memory is not None:
-        if job.memory == "0":
-            raise LaunchOptionError("--memory 0: Kubernetes gives no whole node: state how much, such as 200G")
-        # Slurm's units are powers of two, in letters of any case
-        limits["memory"] = job.memory.upper() + ("i" if job.memory[-1].isalpha() else "Mi")
-    volumes, mounts = _volumes(job)
-    container = {
-        "name": "worker",
-        "image": job.image,
-        "command": ["/usr/sbin/sshd", "-De"],
-        "lifecycle": {"preStop": {"exec": {"command": UNTIL_RANKS_END}}},
-        "volumeMounts": mounts,
-        "resources": {"limits": limits},
-    }
-    return {
-        # longer than the launcher's, whose ranks save here meanwhile
-        "terminationGracePeriodSeconds": job.grace_seconds + 30,
-        **_pod(job),
-        "containers": [container],
-        "volumes": volumes,
-    }
-
-
-def _pod(job: JobSpec) -> dict[str, Any]:
-    """Return what launcher and workers share: root, for sshd, and nodes to avoid."""
-    pod: dict[str, Any] = {"securityContext": {"runAsUser": 0}}
-    if job.exclude is not None:
-        avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": expand_hostlist(job.exclude)}
-        required = {"nodeSelectorTerms": [{"matchExpressions": [avoid]}]}
-        pod["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
-    return pod
-
-
-def _volumes(job: JobSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return volumes and where they are mounted: /dev/shm in memory, since a container's own has 64 MB, and --mount's.
-
-    Each of those is a folder of the node, or a claim by its name.
-    """
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    for number, mount in enumerate(job.mounts):
-        source, target, *flags = mount.split(":")
-        is_folder = source.startswith("/")
-        place = {"hostPath": {"path": source}} if is_folder else {"persistentVolumeClaim": {"claimName": source}}
-        volumes.append({"name": f"mount-{number}", **place})
-        mounts.append({"name": f"mount-{number}", "mountPath": target, **({"readOnly": True} if "ro" in flags else {})})
-    return volumes, mounts
-
-
-def _literal(word: str) -> str:
-    """Write $$ for $, as Kubernetes replaces $(NAME) in commands; $$ stands for $."""
-    return word.replace("$", "$$")
+def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
+    with Findings() as findings:
+        findings.ask(check_folders, job)
+        name = findings.ask(draw_name, job) or "bigbatch"
+        text = findings.ask(manifest, job, name=name)
+    return text or ""
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    text = manifest(job)
-    apply(text)
-    print(text.splitlines()[2].removeprefix("#   "))
+    name = draw_name(job)
+    submit(job, manifest(job, name=name))
+    print(f"job {name}; its output:\n  {logs_command(job, name=name)}")
     return 0
 
 
 LAUNCHER = Launcher(
     name="k8s",
-    help="submit an MPIJob to Kubernetes",
+    help="submit a JobSet, or an MPIJob, to Kubernetes",
     default_ranks="--nodes times --ranks-per-node",
     passes="none",
-    example="--nodes 4 --ranks-per-node 8 --image registry/bigbatch -- train --config imagenet/resnet50_32k",
+    example="--nodes 4 --ranks-per-node 8 --image registry/bigbatch --mount data:/data:ro --mount runs:/runs -- "
+    "train --config imagenet/resnet50_32k --data.root /data/imagenet --run.directory /runs/resnet50_32k",
     refused=REFUSED,
-    dry_run=lambda job, environ: manifest(job),
+    dry_run=_dry_run,
     start=_start,
     sees="none",
-    queue="kubectl get mpijob shows its jobs, and kubectl delete mpijob NAME saves a checkpoint and ends one",
+    site_table="k8s",
+    queue="kubectl get jobset (or mpijob) shows its jobs, and kubectl delete jobset NAME ends one, which saves first",
 )

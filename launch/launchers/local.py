@@ -1,4 +1,7 @@
-"""Ranks on this host alone, without MPI or torchrun: processes of our own, which meet on the loopback interface."""
+"""This host's ranks, without MPI or torchrun: processes of our own, which meet on the loopback interface alone.
+
+With --nodes it starts one node's part of a job, as in the pods of a JobSet.
+"""
 
 import argparse
 import ctypes
@@ -7,6 +10,8 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from bigbatch.comm.rendezvous.environ import with_secret
+from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
@@ -21,7 +26,6 @@ REFUSED = {
     "preflight": "run bigbatch launch preflight before",
     "logs": "it prints what all ranks print: add > FILE",
     "hosts": "it starts ranks on this host only: use bigbatch launch mpirun",
-    **dict.fromkeys(("num_nodes", "node_rank", "master"), "it starts ranks on this host only: use torchrun, or mpirun"),
 }
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
@@ -31,22 +35,55 @@ PR_SET_PDEATHSIG = 1
 def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
     """Return the process of each rank, with the variables that torchrun would give it; pure.
 
-    Rank 0 serves the rendezvous, at the port of the loopback interface alone.
-    Raises: JobRefused for what one host cannot do.
+    Rank 0 serves the rendezvous, on one host at the port of the loopback interface alone.
+    Raises: JobRefused for what one host cannot do, and for several nodes without --node-rank and --master.
     """
     refuse(job, launcher="local", refused=REFUSED)
-    size = str(job.num_ranks)
-    shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
-    shared |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    node_rank, (address, port) = find_node(job, port=port)
+    if job.restarts and (job.num_nodes or 1) > 1:
+        raise LaunchOptionError(
+            "--restarts: a node cannot start the others again: leave it out, or use mpirun, slurm or k8s"
+        )
+    first = node_rank * job.ranks_per_node
+    shared = {"WORLD_SIZE": str(job.num_ranks), "LOCAL_WORLD_SIZE": str(job.ranks_per_node)}
+    shared |= {"GROUP_RANK": str(node_rank), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
     return tuple(
         NodeProcess(
             node=0,
             argv=(sys.executable, *job.python_words),
-            variables=(*{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items(), *job.variables),
-            name=f"rank {rank}",
+            variables=(*{**shared, "RANK": str(first + rank), "LOCAL_RANK": str(rank)}.items(), *job.variables),
+            name=f"rank {first + rank}",
         )
-        for rank in range(job.num_ranks)
+        for rank in range(job.ranks_per_node)
     )
+
+
+def find_node(job: JobSpec, *, port: int) -> tuple[int, tuple[str, int]]:
+    """Return which of the job's nodes this host is, and where they meet: of one node here, at this port.
+
+    Raises: LaunchOptionError for several nodes without --node-rank and --master.
+    """
+    nodes, node_rank, master = job.num_nodes or 1, job.node_rank, job.master
+    if nodes == 1 and master is None and node_rank is None:
+        return 0, (LOOPBACK, port)
+    if master is None or node_rank is None:
+        raise LaunchOptionError(
+            f"--nodes {nodes}: it is started on each node: add --master HOST:PORT, of the first node and the same on "
+            f"all, and --node-rank, 0 to {nodes - 1}"
+        )
+    if node_rank >= nodes:
+        raise LaunchOptionError(f"--node-rank {node_rank} is not below --nodes {nodes}; the first node is 0")
+    return node_rank, master
+
+
+def node_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]:
+    """Return what starts a node's ranks of a job by this launcher, up to the job's own command.
+
+    node_rank and master are words that the node replaces.
+    """
+    several = ["--nodes", str(job.num_nodes), "--node-rank", node_rank, "--master", master]
+    shape = [*(several if (job.num_nodes or 1) > 1 else []), "--ranks-per-node", str(job.ranks_per_node)]
+    return ["launch", "local", *shape, *(["--python"] if job.is_python else []), "--"]
 
 
 def free_port() -> int:
@@ -66,10 +103,18 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     def start(job: JobSpec) -> Ended:
         starts = local_starts(job, port=free_port())
         return run_together(
-            starts, environ=shared_cores(job) | dict(environ), enter=_end_with_parent, asks_to_stop=signal.SIGTERM
+            starts,
+            environ=shared_cores(job) | own_environment(job, environ),
+            enter=_end_with_parent,
+            asks_to_stop=signal.SIGTERM,
         )
 
     return run_healing(start, job).code
+
+
+def own_environment(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the ranks' environment: with a new secret, but on several nodes that of all of them, if there is one."""
+    return dict(environ) if job.node_rank is not None else with_secret(environ)
 
 
 def _end_with_parent(node: int) -> None:
@@ -85,7 +130,7 @@ def shared_cores(job: JobSpec) -> dict[str, str]:
 
 LAUNCHER = Launcher(
     name="local",
-    help="start ranks on this host, without MPI",
+    help="start ranks on this host, without MPI; with --nodes, on each host",
     default_ranks="one per GPU, or 1",
     passes="all",
     example="-- train --config imagenet/resnet50_32k",

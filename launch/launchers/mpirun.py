@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, TERMINAL_VARIABLE, terminal_columns
-from bigbatch.errors import UserError
+from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, STOPPED_VARIABLE, TERMINAL_VARIABLE, terminal_columns
+from bigbatch.errors import UserError, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.fit_hosts import preflight_of, read_bad_nodes, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
@@ -29,7 +29,7 @@ ASKS_TO_STOP = signal.SIGUSR1
 ANSWER_SECONDS = 30.0
 """How long a host may take to start a program, before it counts as lost."""
 
-FORWARDED = ("NCCL_", "GLOO_", "MASTER_", "OMP_")
+FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "MASTER_", "OMP_", SECRET_VARIABLE)
 """Variables so named reach the ranks on other hosts, too; mpirun passes on none by itself."""
 
 REFUSED = {
@@ -55,7 +55,7 @@ def mpirun_argv(
 
     Ranks are not bound to cores (each would decode and compute on one), and those that wait yield theirs where
     ranks outnumber cores. mpirun passes SIGUSR1 on to all ranks, which then save a checkpoint and stop.
-    variables are the names of those that are set here.
+    variables are the names of those that are set here; its environment must have job.variables.
     Raises: LaunchOptionError for what only a scheduler can do.
     """
     refuse(job, launcher="mpirun", refused=REFUSED)
@@ -72,8 +72,9 @@ def mpirun_argv(
     for name in sorted(name for name in variables if job.hosts and name.startswith(FORWARDED)):
         if name not in stated:
             argv += ["-x", name]
-    for name, value in stated.items():
-        argv += ["-x", f"{name}={value}"]
+    # by their names: all users of a host see the words of a process, and none its environment
+    for name in (*stated, *(name for name, _ in job.taken)):
+        argv += ["-x", name]
     # ranks write into a pipe, and cannot see how wide the terminal is
     argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
     return [*argv, sys.executable, *job.python_words]
@@ -90,7 +91,8 @@ def look_at_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, l
 
 def show_look(job: JobSpec, *, environ: Mapping[str, str]) -> str:
     """Return the command line of look_at_hosts."""
-    return command_line(_argv_here(_looking(job), environ=environ))
+    looking = _looking(job)
+    return command_line(_argv_here(looking, environ=environ), looking.variables)
 
 
 def _bad_nodes_path() -> Path:
@@ -112,7 +114,7 @@ def _without_unfit(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended |
         return None, job
     if job.preflight == "exclude" and bad:
         fit = without(job, bad)
-        print(f"bigbatch: starting without {', '.join(bad)}", file=sys.stderr, flush=True)
+        tell(f"starting without {', '.join(bad)}")
         return None, fit
     return looked, job
 
@@ -133,7 +135,7 @@ def _answers(host: str, job: JobSpec, *, environ: Mapping[str, str]) -> bool:
     ranks_at = len(argv) - len(job.python_words) - 1
     process = subprocess.Popen(
         [*argv[:ranks_at], "true"],
-        env=dict(environ),
+        env=dict(environ) | dict(job.variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -171,7 +173,10 @@ def _run(job: JobSpec, *, environ: Mapping[str, str], is_recalled: Callable[[], 
     with _file_for_the_stopped() as path:
         telling = replace(job, environment=(*job.environment, (STOPPED_VARIABLE, str(path)))) if path else job
         ended = run_in_foreground(
-            _argv_here(telling, environ=environ), environ=environ, asks_to_stop=ASKS_TO_STOP, is_recalled=is_recalled
+            _argv_here(telling, environ=environ),
+            environ=dict(environ) | dict(telling.variables),
+            asks_to_stop=ASKS_TO_STOP,
+            is_recalled=is_recalled,
         )
         code = path.read_text() if path and ended.code == 0 else ""
     return replace(ended, code=int(code)) if code else ended
@@ -195,7 +200,7 @@ def _file_for_the_stopped() -> Iterator[Path | None]:
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     look = "" if job.preflight is None else show_look(preflight_of(job), environ=environ)
-    return look + describe_restarts(job) + command_line(_argv_here(job, environ=environ))
+    return look + describe_restarts(job) + command_line(_argv_here(job, environ=environ), job.variables)
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:

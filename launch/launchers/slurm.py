@@ -6,20 +6,24 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.errors import JobRefused, SchedulerError
+from bigbatch.errors import SchedulerError
+from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.run_folder import find_run_folder, find_timeout
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.launchers.base import Launcher, Queue
-from bigbatch.launch.launchers.slurm_script import FOREIGN_VARIABLES, REFUSED, log_path, sbatch_script
+from bigbatch.launch.launchers.script import FOREIGN_VARIABLES, add_script_options, write_script
+from bigbatch.launch.launchers.slurm_script import REFUSED, log_path, sbatch_script
 from bigbatch.trainer.run.folder import writing
 
 
 def job_script(job: JobSpec, *, folder: str | None) -> str:
     """Return the sbatch script of a job of this Python, or of its image's. Raises: LaunchOptionError."""
     python = None if job.image else sys.executable
-    return sbatch_script(job, python=python, folder=folder, timeout_seconds=find_timeout(job))
+    counts = fitting_nodes(job) if job.restarts and job.num_nodes else ()
+    seconds = find_timeout(job)
+    return sbatch_script(job, python=python, folder=folder, timeout_seconds=seconds, node_counts=counts)
 
 
 def submit_job(
@@ -50,12 +54,6 @@ def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
     return code
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the script there; do not submit it")
-    parser.add_argument("--force", action="store_true", help="--output: write over a file that was edited")
-    parser.add_argument("--wait", action="store_true", help="until the job has ended, with its exit code")
-
-
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     with Findings() as findings:
         folder = findings.ask(find_run_folder, job)
@@ -65,27 +63,13 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     if options.output:
-        _write(options.output, _dry_run(job, environ), force=options.force)
+        write_script(options.output, _dry_run(job, environ), force=options.force)
         print(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
         return 0
     number, sbatch = submit_job(job, wait=options.wait, environ=environ)
     print(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
     print(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}", flush=True)
     return sbatch.wait()  # without --wait it ends at once
-
-
-def _write(path: Path, script: str, *, force: bool) -> None:
-    """Write the script. Raises: JobRefused where another one is there; RunFolderError."""
-    encoding = {"encoding": "utf-8", "errors": "surrogateescape"}
-    with writing(path):
-        if not force and path.exists() and path.read_text(**encoding) != script:
-            raise JobRefused(
-                [
-                    f"--output {path}: it is there, and not what these options make, as after you have edited it: name "
-                    "another file, or add --force to write over it"
-                ]
-            )
-        path.write_text(script, **encoding)
 
 
 def _status(numbers: Sequence[str]) -> None:
@@ -124,11 +108,12 @@ LAUNCHER = Launcher(
     name="slurm",
     help="submit a job, which saves a checkpoint before its time limit and goes on from there",
     default_ranks="--nodes times --ranks-per-node",
-    passes=f"all but {FOREIGN_VARIABLES.replace(' ', ', ')}",
-    example="--nodes 4 --ranks-per-node 8 --gpus-per-node 8 --time 2:00:00 -- train --config imagenet/resnet50_32k",
+    passes=f"all but {FOREIGN_VARIABLES.replace(' ', ', ')}, and SLURM_*, SBATCH_*, SRUN_* of a job around it",
+    example="--nodes 4 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 8 --time 2:00:00 "
+    "-- train --config imagenet/resnet50_32k",
     refused=REFUSED,
     dry_run=_dry_run,
     start=_start,
     queue=Queue(status=_status, cancel=_cancel),
-    add_options=_add_options,
+    add_options=add_script_options,
 )

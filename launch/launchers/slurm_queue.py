@@ -1,18 +1,19 @@
 """Jobs in Slurm's queue: submit, status, cancel; thin layers around sbatch, squeue, scontrol and scancel."""
 
-import json
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, SchedulerError
+from bigbatch.comm.rendezvous.environ import outside_of_jobs
+from bigbatch.errors import LaunchOptionError, SchedulerError, tell
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.files import parse_json
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import last_report
 from bigbatch.launch.jobs.spec import INDEX
+from bigbatch.launch.launchers.script import hand_over, not_installed
 from bigbatch.launch.launchers.slurm_script import MARK
 
 NONE = ("", "(null)", "None", "N/A", "Unknown")
@@ -66,9 +67,13 @@ class QueuedJob:
         """Return where its run keeps its files, if its script says so."""
         for line in self.script.splitlines():
             if line.startswith(MARK):
-                folder = json.loads(line.removeprefix(MARK))
-                task = self.facts.get("ArrayTaskId", "")
-                return Path(self.facts["WorkDir"], folder.replace(INDEX, task)) if folder else None
+                try:
+                    folder = parse_json(line.removeprefix(MARK))
+                except ValueError:  # of somebody else's
+                    return None
+                if not folder or not isinstance(folder, str):
+                    return None
+                return Path(self.facts["WorkDir"], folder.replace(INDEX, self.facts.get("ArrayTaskId", "")))
         return None
 
 
@@ -77,28 +82,22 @@ def submit(
 ) -> tuple[str, subprocess.Popen[bytes]]:
     """Hand a script to sbatch; return the job's number, and sbatch, which with wait ends as the job does.
 
-    environ is what sbatch, and so the job, gets; None: what this process has.
+    environ is what sbatch, and so the job, gets, but for a job's around it; None: what this process has. What sbatch
+    and its plug-ins say is shown on stderr, or told by the error.
     Raises: SchedulerError where Slurm refuses it.
     """
     argv = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
-    try:
-        process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ
-        )
-    except FileNotFoundError as error:
-        raise _not_installed("sbatch") from error
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with suppress(BrokenPipeError), process.stdin as stdin:  # it has ended before it read all, and says why
-        stdin.write(script.encode(errors="surrogateescape"))
-    # one line, not all: with --wait sbatch writes it and goes on until the job ends
-    number = process.stdout.readline().decode().strip().partition(";")[0]
-    if not number:
-        words = one_line(process.stderr.read().decode(errors="replace"))
-        process.wait()
-        raise SchedulerError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
-    return number, process
+    variables, left_out = outside_of_jobs(environ)
+    if left_out:
+        tell(f"sbatch does not see {', '.join(left_out)} of this shell, which would go before the options here")
+    return hand_over(
+        argv,
+        script,
+        environ=variables,
+        number=r"(\d+)(?:;\S*)?\s*",
+        hint="sinfo lists the partitions and their limits",
+        wait=wait,
+    )
 
 
 def jobs_of_user() -> list[str]:
@@ -160,19 +159,32 @@ def describe(job: QueuedJob) -> str:
     return "\n".join([*lines, *(f"  {name:12}{value}" for name, value in rows.items() if value)])
 
 
+def _resume(job: QueuedJob) -> None:
+    try:
+        run_slurm(["scontrol", "resume", job.number])
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"job {job.number} is suspended, and cannot save a checkpoint unless it goes on ({error}): ask an operator "
+            f"for `scontrol resume {job.number}`, or add --now, which ends it with the newest checkpoint that it has"
+        ) from error
+
+
 def cancel(job: QueuedJob, *, now: bool) -> str:
     """Ask the ranks to save a checkpoint and stop; with now, and before its start, end the job; say what was done.
 
+    A suspended job goes on for it: Slurm would kill it as it is, without a word to its ranks.
     Raises: SchedulerError for a job that has ended or cannot be asked.
     """
     if job.has_ended:
         raise SchedulerError(f"job {job.number} has ended already: {job.state}")
     # before its start there is no script that could hear a request
-    if now or job.state != "RUNNING":
+    if now or job.state not in ("RUNNING", "SUSPENDED"):
         run_slurm(["scancel", job.number])
         return f"job {job.number} is cancelled"
     if not job.is_ours:
         raise SchedulerError(f"job {job.number} is none of bigbatch launch slurm's; to end it at once, add --now")
+    if job.state == "SUSPENDED":
+        _resume(job)
     # the batch shell alone, whose trap asks the ranks by USR1
     run_slurm(["scancel", "--batch", "--signal=USR2", job.number])
     return (
@@ -188,18 +200,12 @@ def run_slurm(argv: Sequence[str]) -> str:
             argv, capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
         )
     except FileNotFoundError as error:
-        raise _not_installed(argv[0]) from error
+        raise not_installed(argv[0]) from error
     except subprocess.TimeoutExpired as error:
         raise SchedulerError(f"{argv[0]} did not answer in {ANSWER_SECONDS:g} s; try again later") from error
     if done.returncode:
         raise SchedulerError(one_line(done.stderr) or f"{argv[0]} ended with {done.returncode}")
     return done.stdout
-
-
-def _not_installed(program: str) -> SchedulerError:
-    return SchedulerError(
-        f"{program} is not installed here: do this on a login node of the cluster; --dry-run prints the script anywhere"
-    )
 
 
 def _exit_code(text: str) -> str | None:

@@ -6,15 +6,20 @@ import shlex
 from collections.abc import Sequence
 from textwrap import indent
 
-from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE
+from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.fit_hosts import preflight_of
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
+from bigbatch.launch.launchers.script import FOREIGN_VARIABLES
 from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
+from bigbatch.launch.launchers.slurm_restarts import NODES, choose_nodes, place_options, start_again
 from bigbatch.trainer.config.sections import CommConfig
+
+SIGNAL_EARLY_SECONDS = 60
+"""Slurm looks at time limits once a minute, so that its warning may come so much earlier than asked for."""
 
 LEAVE_SECONDS = 30
 """How long the ranks have to say which of them has ended, after they noticed: by comm.timeout_seconds at the latest.
@@ -28,7 +33,13 @@ REFUSED = {
 MARK = "# run folder: "
 """Begins the line of a script that says where its run is, as JSON, and that it heeds SIGUSR2."""
 
-FOREIGN_VARIABLES = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK"
+STEP_VARIABLES = "${!SLURM_STEP_@} ${!SRUN_@}"
+"""Those that begin so, in bash: of a step around the shell that submitted a kept script, and wishes for its srun."""
+
+TAKEN = """\
+for name in {names}; do   # --export above: those of the shell that submits
+  [ "${{!name+x}}" ] || {{ echo "bigbatch: --env $name: it is not set: export it, and submit this again" >&2; exit 2; }}
+done"""
 
 STOPS = f"""\
 # The ranks save a checkpoint and exit with {INTERRUPTED} when they get SIGUSR1 (or SIGTERM). Who asks:
@@ -76,20 +87,6 @@ while [ -n "$again" ]; do again=""; wait "$ranks"; code=$?; done
 wait "$shown"
 """
 
-FINAL = "0 | 1 | 2 | 3 | 4 | 5 | 12[67] | 130 | 141"
-"""Codes after which nothing starts again; of a script of one's own, whose 1 may be anything, fewer."""
-FINAL_OF_SCRIPTS = "0 | 2 | 12[67] | 130 | 141"
-
-AGAIN = """\
-# Nobody must mend anything where a rank was lost: they start again at once, on the same nodes. A node that is down is
-# Slurm's to change, which puts the job back into the queue.
-lost() { [ -z "$asked" ] && ! was_preempted && case $1 in @FINAL) false ;; esac; }
-lost "$code" || break
-end_if_stuck "$code"
-newest >> "$starts"
-echo "bigbatch: $(date '+%F %T') exit code $code: starting again"
-"""
-
 AT_LIMIT = f"limit/{INTERRUPTED} | limit/138)"
 ENDING = f"""\
 # Preemption with a grace time asks the ranks alone, by SIGTERM; Slurm notes when. 138: asked before they listened.
@@ -121,23 +118,26 @@ def sbatch_script(
     python: str | None = None,
     folder: str | None = None,
     timeout_seconds: float = CommConfig.timeout_seconds,
+    node_counts: Sequence[int] = (),
 ) -> str:
     """Return the text that sbatch takes. folder is that of the run, if any; timeout_seconds its comm.timeout_seconds.
 
     python is the interpreter on the nodes; None: PATH there, or in the image, has bigbatch and python3.
+    node_counts are those that can share the batch, in falling order: with them, restarts go on without a lost node.
 
     Raises: JobRefused for what Slurm cannot do, and for an array whose jobs would share their files.
     """
     with Findings() as findings:
         findings.ask(refuse, job, launcher="slurm", refused=REFUSED)
-        findings.ask(check_time, job, stop_seconds=job.grace_seconds)
+        findings.ask(check_time, job, stop_seconds=job.grace_seconds, early_seconds=SIGNAL_EARLY_SECONDS)
         findings.ask(_check_array, job)
         findings.ask(_check_container, job)
     wait_seconds = math.ceil(timeout_seconds) + LEAVE_SECONDS
     parts = [_head(job, folder=folder), _setup(job), _progress(job, folder=folder), STOPS]
     if job.preflight is not None:
         parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
-    return "\n".join([*parts, _start(job, python=python, wait_seconds=wait_seconds), _ending(job)])
+    start = _start(job, python=python, wait_seconds=wait_seconds, node_counts=node_counts)
+    return "\n".join([*parts, start, _ending(job)])
 
 
 def _check_array(job: JobSpec) -> None:
@@ -167,12 +167,13 @@ def log_path(job: JobSpec, *, job_id: str = "%j") -> str:
 def directives(job: JobSpec) -> list[str]:
     """Return what is asked of Slurm, one option each."""
     time = None if job.minutes is None else format_minutes(job.minutes)
+    gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
     asked = {
         "job-name": job.name or "bigbatch",
         "nodes": job.num_nodes or 1,
         "ntasks-per-node": job.ranks_per_node,
         "cpus-per-task": job.cpus_per_rank,
-        "gpus-per-node": job.gpus_per_node,
+        "gpus-per-node": gpus,
         "mem": job.memory,
         "time": time,
         "partition": job.partition,
@@ -183,11 +184,14 @@ def directives(job: JobSpec) -> list[str]:
         "exclude": job.exclude,
         "array": job.array,
         "output": log_path(job),
+        # all variables of the shell that submits; a site may have another default
+        "export": "ALL",
         # a requeued job goes on in the same log
         "open-mode": "append",
         "signal": f"B:USR1@{job.grace_seconds}",  # 0: when the job is preempted alone
     }
-    return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue"]
+    others = [f"--{name}" if value is None else f"--{name}={value}" for name, value in job.sbatch]
+    return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue", *others]
 
 
 def _head(job: JobSpec, *, folder: str | None) -> str:
@@ -214,11 +218,14 @@ def _setup(job: JobSpec) -> str:
         '  "restart ${SLURM_RESTART_COUNT:-0}"',
         *(f"module load {shlex.quote(module)} || exit 1" for module in job.modules),
         "# of the shell that submitted this: they describe another job, and the ranks go by Slurm's words",
-        f"unset {FOREIGN_VARIABLES}",
+        f"unset {FOREIGN_VARIABLES} {STEP_VARIABLES}",
         "export PYTHONUNBUFFERED=1   # or logs would lag by minutes",
+        # anew for each start; users of these nodes cannot read a job's environment
+        f"export {SECRET_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')   # who takes part proves it",
         # 0: the limit is the end, which the ranks are not asked about
         *([f"export {NOTICE_VARIABLE}={job.grace_seconds}   # as --signal above"] if job.grace_seconds else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in job.variables),
+        *([TAKEN.format(names=" ".join(name for name, _ in job.taken))] if job.taken else []),
         f"logs={shlex.quote(job.logs or 'logs')}/{shlex.quote(job.name or 'bigbatch')}-{number}",
         'mkdir -p "$logs" || exit 1',
     ]
@@ -246,25 +253,28 @@ def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
 def _srun_options(job: JobSpec, *, wait_seconds: int) -> list[str]:
     # stated again: from Slurm 22.05 on srun does not take --cpus-per-task over from sbatch
     cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
-    return ["--cpu-bind=none", *cpus, "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
+    mpi = [] if job.mpi is None else [f"--mpi={job.mpi}"]
+    return ["--export=ALL", "--cpu-bind=none", *cpus, *mpi, "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
 
 
-def _start(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
+def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: Sequence[int]) -> str:
     """Return what starts srun in the background, so that the shell can heed signals meanwhile."""
-    options = _srun_options(job, wait_seconds=wait_seconds)
+    options = " ".join(_srun_options(job, wait_seconds=wait_seconds))
     lines = [
         "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
         f"# those still there {wait_seconds} s later are ended. One log per rank; the job's own log shows rank 0's.",
-        f"srun {' '.join(options)} \\",
+        f"srun {options} \\",
+        *([f"  {place_options(ranks_per_node=job.ranks_per_node)} \\"] if node_counts else []),
         '  --open-mode=append --output="$logs/rank-%t.log" \\',
         *(f"  {line} \\" for line in _container(job)),
         f"  {_words(_rank_words(job, python=python), job)} &",
     ]
     text = "\n".join(lines) + "\n" + RAN
-    if job.restarts:
-        final = FINAL_OF_SCRIPTS if job.is_python else FINAL
-        text = "while :; do\n" + indent(text + AGAIN.replace("@FINAL", final), "  ") + "done\n"
-    return text
+    if not job.restarts:
+        return text
+    again = start_again(is_python=job.is_python, may_shrink=bool(node_counts))
+    before, choice = (NODES, choose_nodes(node_counts)) if node_counts else ("", "")
+    return f"{before}while :; do\n{indent(choice + text + again, '  ')}done\n"
 
 
 def _ending(job: JobSpec) -> str:

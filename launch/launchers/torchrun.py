@@ -2,14 +2,13 @@
 
 import argparse
 import signal
-import sys
 from collections.abc import Mapping
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.interpreter import python_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
-from bigbatch.launch.launchers.local import LOOPBACK, free_port, shared_cores
+from bigbatch.launch.launchers.local import find_node, free_port, own_environment, shared_cores
 
 ASKS_TO_STOP = signal.SIGTERM
 """torchrun passes it on and waits 30 seconds for the ranks; SIGUSR1 would end torchrun and leave them behind."""
@@ -33,7 +32,7 @@ def torchrun_argv(job: JobSpec, *, port: int) -> list[str]:
     """
     refuse(job, launcher="torchrun", refused=REFUSED)
     return [
-        *(sys.executable, "-m", "torch.distributed.run", *_rendezvous(job, port=port)),
+        *(*python_argv(), "-m", "torch.distributed.run", *_rendezvous(job, port=port)),
         f"--nproc-per-node={job.ranks_per_node}",
         *([] if job.restarts is None else [f"--max-restarts={job.restarts}"]),
         *_kept(job.python_words),
@@ -48,17 +47,11 @@ def _kept(words: tuple[str, ...]) -> list[str]:
 
 
 def _rendezvous(job: JobSpec, *, port: int) -> list[str]:
-    nodes, node_rank, master = job.num_nodes or 1, job.node_rank, job.master
-    if nodes == 1 and master is None and node_rank is None:
-        node_rank, master = 0, (LOOPBACK, port)
-    if master is None or node_rank is None:
-        raise LaunchOptionError(
-            f"--nodes {nodes}: torchrun is started on each node: add --master HOST:PORT, of the first node and the "
-            f"same on all, and --node-rank, 0 to {nodes - 1}"
-        )
-    if node_rank >= nodes:
-        raise LaunchOptionError(f"--node-rank {node_rank} is not below --nodes {nodes}; the first node is 0")
-    return [f"--nnodes={nodes}", f"--node-rank={node_rank}", f"--master-addr={master[0]}", f"--master-port={master[1]}"]
+    node_rank, (address, port) = find_node(job, port=port)
+    return [
+        *(f"--nnodes={job.num_nodes or 1}", f"--node-rank={node_rank}"),
+        *(f"--master-addr={address}", f"--master-port={port}"),
+    ]
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
@@ -67,7 +60,7 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     # as torchrun does itself, but without its five lines about it
-    variables = {**shared_cores(job), **environ, **dict(job.variables)}
+    variables = {**shared_cores(job), **own_environment(job, environ), **dict(job.variables)}
     argv = torchrun_argv(job, port=free_port())
     return run_in_foreground(argv, environ=variables, asks_to_stop=ASKS_TO_STOP).code
 

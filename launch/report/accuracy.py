@@ -1,6 +1,6 @@
 """Time, ranks' time and energy until a run reached an accuracy. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class ToAccuracy:
         return self.reached or self.best
 
 
-def to_accuracy(records: Sequence[dict[str, Any]], *, target: float | None) -> ToAccuracy:
+def to_accuracy(records: Iterable[dict[str, Any]], *, target: float | None) -> ToAccuracy:
     """Read from a run's records when it reached the target; without one, its best top-1."""
     evaluations = []
     is_gpu = False

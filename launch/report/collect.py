@@ -1,7 +1,7 @@
 """What sweeps and runs have left in their folders."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -10,9 +10,11 @@ from typing import Any
 import yaml
 
 from bigbatch.errors import RunFolderError, UserError
-from bigbatch.launch.report.split import MeasuredPoint, Step, Variant, median_step
+from bigbatch.files import parse_json
+from bigbatch.launch.efficiency import MeasuredPoint, Step, Variant, median_step
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
+from bigbatch.trainer.config.file import UNREADABLE
 from bigbatch.trainer.run.folder import RunDir, read_records
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
@@ -41,8 +43,11 @@ class RunResults:
 
     folder: Path
     config: dict[str, Any]
-    records: tuple[dict[str, Any], ...]
     conditions: dict[str, Any]
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield its records. Raises: RunFolderError."""
+        return whole_records(RunDir(self.folder))
 
 
 def read_folder(path: Path) -> SweepResults | RunResults:
@@ -163,16 +168,15 @@ def read_run_results(run: RunDir) -> RunResults:
     """Read what `bigbatch train` left. Raises: RunFolderError for a damaged folder."""
     config = read_yaml(run.config)
     summary = read_json(run.summary) if run.summary.is_file() else {}
-    return RunResults(run.path, config, tuple(whole_records(run)), common_conditions([summary]))
+    return RunResults(run.path, config, common_conditions([summary]))
 
 
-def whole_records(run: RunDir) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl that are records. Raises: RunFolderError."""
+def whole_records(run: RunDir) -> Iterator[dict[str, Any]]:
+    """Yield the records of metrics.jsonl, one by one. Raises: RunFolderError."""
     try:
-        found = [record for record in read_records(run.metrics) if isinstance(record, dict) and "kind" in record]
-    except (OSError, UnicodeDecodeError) as error:
+        yield from read_records(run.metrics)
+    except OSError as error:
         raise RunFolderError(f"{run.metrics} is not readable: {error}") from error
-    return found
 
 
 def train_records(run: RunDir) -> list[dict[str, Any]]:
@@ -188,6 +192,8 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
         raise RunFolderError(f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
     if "wire_wait_fraction" not in found[0]:
         raise RunFolderError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
+    if not all(isinstance(record.get("step"), int) for record in records):
+        raise RunFolderError(f"{run.metrics} is damaged: a report without its step")
     return [
         record | {"steps": record["step"] - before["step"]}
         for before, record in pairwise(records[WARM_UP_REPORTS - 1 :])
@@ -196,7 +202,7 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the mapping of a JSON file. Raises: RunFolderError."""
-    return _mapping(path, json.loads)
+    return _mapping(path, parse_json)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -207,7 +213,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         found = parse(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise RunFolderError(f"{path} is not readable: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise RunFolderError(f"{path} holds no keys and values")

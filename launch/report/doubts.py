@@ -2,8 +2,8 @@
 
 from statistics import median, quantiles
 
-from bigbatch.launch.report.split import Efficiency, MeasuredPoint
-from bigbatch.launch.report.words import count, percent
+from bigbatch.launch.efficiency import Efficiency, MeasuredPoint
+from bigbatch.launch.words import count, percent
 
 ENOUGH_REPORTS = 3
 """Of a point; fewer have no spread that would show a disturbance."""

@@ -1,15 +1,15 @@
 """The pictures of a report, as matplotlib draws them: PNG and SVG files, and SVG text for a page."""
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
+from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
+from bigbatch.launch.page import as_svg
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.doubts import doubts
-from bigbatch.launch.report.split import PARTS, Efficiency, by_variant, variant_name
-from bigbatch.launch.report.words import count
+from bigbatch.launch.words import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,17 +109,6 @@ def save(figure: "Figure", folder: Path, name: str) -> None:
     """Save PNG and SVG."""
     figure.savefig(folder / f"{name}.png", dpi=120)
     (folder / f"{name}.svg").write_text(as_svg(figure))
-
-
-def as_svg(figure: "Figure") -> str:
-    """Return the element alone, without what precedes it in a file."""
-    from matplotlib import rc_context
-
-    buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": "bigbatch"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
 
 
 def _figure(height: float = 4.2) -> "tuple[Figure, Any]":

@@ -51,6 +51,6 @@ def _to_accuracy(run: RunResults, *, stated: float | None) -> ToAccuracy:
     """Measure by the stated target, or the run's own. Raises: RunFolderError for a damaged folder."""
     try:
         own = (run.config.get("run") or {}).get("target_top1")
-        return to_accuracy(run.records, target=stated if stated is not None else own)
+        return to_accuracy(run.records(), target=stated if stated is not None else own)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunFolderError(f"{run.folder}: its files are damaged: {type(error).__name__} {error}") from error

@@ -7,28 +7,30 @@ from typing import Any
 
 from rich.text import Text
 
+from bigbatch.launch.efficiency import Efficiency, compare
+from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.report import plots
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.collect import RunResults, SweepResults, differences
 from bigbatch.launch.report.doubts import doubts
-from bigbatch.launch.report.page import EXPLAINED, make_page
-from bigbatch.launch.report.split import Efficiency, compare
 from bigbatch.launch.report.tables import (
-    Table,
     accuracy_table,
     conditions_table,
     cost,
     findings,
-    markdown,
-    plain_cell,
     scaling_table,
-    show_table,
     split_table,
-    stdout_console,
     unmeasured_table,
 )
-from bigbatch.launch.report.words import percent
+from bigbatch.launch.tables import Table, markdown, plain_cell, show_table, stdout_console
+from bigbatch.launch.words import percent
 from bigbatch.trainer.run.folder import RunDir, writing
+
+EXPLAINED = (
+    "Efficiency: images per second and rank, beside the fewest ranks. A step is computing, waiting for the wire, for "
+    "pictures and for slower ranks; what each takes beyond its share of the ideal step adds up to what efficiency "
+    "lacks. Medians over a run's reports but the first."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +107,14 @@ class ScalingReport:
                 figures[f"split{number}"] = plots.draw_split(stated, name=name)
         if any(run.evaluations for _, run in self.runs):
             figures["accuracy"] = plots.draw_accuracy([(str(results.folder), run) for results, run in self.runs])
-        images = {name: plots.as_svg(figure) for name, figure in figures.items()}
+        images = {name: as_svg(figure) for name, figure in figures.items()}
         names = dict.fromkeys(sweep.name for sweep in self.sweeps)
         title = "Scaling: " + ", ".join(names) if names else "Time to accuracy"
         page = make_page(
             title=title,
             findings=self.findings,
             images=images,
-            tables=self.tables,
-            conditions=self.conditions,
+            tables=[*self.tables, conditions_table(self.conditions)],
             note=EXPLAINED
             if any(each.point != each.base for _, found in self.efficiencies for each in found)
             else None,

@@ -1,52 +1,19 @@
 """What a report says in words and tables, for the terminal, Markdown and the page alike."""
 
-import html
-import re
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table as Shown
-from rich.text import Text
-
+from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.collect import SweepResults
 from bigbatch.launch.report.doubts import doubts
-from bigbatch.launch.report.split import PARTS, Efficiency, by_variant
-from bigbatch.launch.report.words import count, percent
 from bigbatch.launch.sweep.points import describe_values
+from bigbatch.launch.tables import NOT_MEASURED, NOT_TOLD, Table
+from bigbatch.launch.words import count, percent
 
 WORTH_NAMING = 0.005
 """A loss of less of the step is not named in a sentence."""
-
-NOT_MEASURED = "Not measured"
-NOT_TOLD = "not told by a driver"
-NUMBER = re.compile(r"[-+]?\d[\d,.]*(\s|%|$)")
-"""What the cells of a column of numbers begin with."""
-BLANKS = ("", NOT_MEASURED.lower(), NOT_TOLD)
-"""What stands in such a column where there is no number."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table is rows of text under a title."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    @property
-    def is_number(self) -> tuple[bool, ...]:
-        """Say of each column whether it holds numbers, which are aligned to the right."""
-        return tuple(_holds_numbers([row[column] for row in self.rows]) for column in range(len(self.head)))
-
-
-def _holds_numbers(cells: Sequence[str]) -> bool:
-    told = [cell for cell in cells if cell not in BLANKS]
-    return bool(told) and all(map(NUMBER.match, told))
 
 
 def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
@@ -197,31 +164,3 @@ def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:
     """Write 28.0 GPU-hours, and what they cost where an hour has a price."""
     text = f"{rank_hours:,.3f} {'GPU-hours' if is_gpu else 'hours of a rank on a CPU'}"
     return text if price is None else f"{text}, {price * rank_hours:,.2f} at {price:g} an hour"
-
-
-def stdout_console() -> Console:
-    """Make one as wide as the terminal; where there is none, wide enough not to break rows."""
-    return Console(width=None if sys.stdout.isatty() else 200)
-
-
-def show_table(table: Table, console: Console) -> None:
-    """Print it on a terminal, without taking its text for markup."""
-    shown = Shown(title=Text(table.title))
-    for name, is_number in zip(table.head, table.is_number, strict=True):
-        shown.add_column(Text(name), justify="right" if is_number else "left")
-    for row in table.rows:
-        shown.add_row(*map(Text, row))
-    console.print(shown)
-
-
-def markdown(table: Table) -> str:
-    """Write it as Markdown, with a heading."""
-    rules = ["---:" if is_number else "---" for is_number in table.is_number]
-    lines = [table.head, rules, *table.rows]
-    rows = ("| " + " | ".join(map(plain_cell, line)) + " |" for line in lines)
-    return "\n".join([f"## {table.title}", "", *rows])
-
-
-def plain_cell(text: str) -> str:
-    """Write a cell of a Markdown table: in one line, and no markup of its own."""
-    return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

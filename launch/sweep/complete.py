@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.sweep.check import check_launch
@@ -25,9 +25,11 @@ from bigbatch.launch.sweep.folder import (
 from bigbatch.launch.sweep.jobs import array_job, array_words, arrays, point_command
 from bigbatch.launch.sweep.plan import PLACES, Sweep, read_sweep
 from bigbatch.launch.sweep.points import Point, make_points
+from bigbatch.launch.sweep.predicted import predicted_table
 from bigbatch.launch.sweep.queueing import find_submitted, submit_points, wait_for_points
 from bigbatch.launch.sweep.running import Interrupted, run_points
 from bigbatch.launch.sweep.show import Show, outcome, print_table
+from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.trainer.config.file import PACKAGED
 
 
@@ -42,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         require_same(folder, sweep, points)
         print_table(folder, chosen)
+        _print_predicted(arguments.predict, chosen, folder)
         _print_commands(sweep, to_run(folder, chosen, retry_failed=arguments.retry_failed), folder)
         return 0
     with alone_in(folder):
@@ -57,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
         if sweep.where == "slurm":
             submitted += _submit(sweep, missing, folder)
         to_come = submitted if sweep.where == "slurm" else missing
-        return _run(sweep, to_come, folder, chosen=chosen, waits=arguments.wait)
+        code = _run(sweep, to_come, folder, chosen=chosen, waits=arguments.wait)
+        _print_predicted(arguments.predict, chosen, folder)
+        return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--points", metavar="N,N-N", help="only these (default: all)")
     add("--retry-failed", action="store_true", help="run failed points again")
     add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
+    add("--predict", metavar="CLUSTER", help="what `bigbatch simulate` says of each point, beside what was measured")
     add("--dry-run", action="store_true", help="print the points, and what would run of them")
     return parser
 
@@ -106,6 +112,11 @@ def _choose(points: Sequence[Point], text: str | None) -> list[Point]:
             raise LaunchOptionError(f"--points {text}: {part} is none of the points; there are 0 to {len(points) - 1}")
         numbers |= set(range(first, last + 1))
     return [point for point in points if point.number in numbers]
+
+
+def _print_predicted(cluster: str | None, points: Sequence[Point], folder: SweepFolder) -> None:
+    if cluster is not None:
+        show_table(predicted_table(points, folder, cluster=cluster), stdout_console())
 
 
 def _print_commands(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
@@ -140,7 +151,7 @@ def _run(sweep: Sweep, to_come: Sequence[Point], folder: SweepFolder, *, chosen:
     except (Interrupted, KeyboardInterrupt):
         still = _in_queue(folder, chosen)
         what = f"; {_queued(folder, still)}, where they go on" if still else ", and nothing of it runs on"
-        print(f"bigbatch: stopped{what}; the same command goes on with what is missing", file=sys.stderr)
+        tell(f"stopped{what}; the same command goes on with what is missing")
         return INTERRUPTED
     finally:
         show.close()

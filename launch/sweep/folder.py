@@ -1,7 +1,6 @@
 """A sweep's folder: what it is about, and the state of each point. What `bigbatch report` reads."""
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +9,12 @@ from typing import Any
 
 import yaml
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.files import parse_json
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.locks import open_lock, try_lock
-from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.file import UNREADABLE, dump_config, read_dumped
 from bigbatch.trainer.run.folder import RunDir, writing
 
 MISSING, SUBMITTED, DONE, FAILED = "missing", "submitted", "done", "failed"
@@ -106,7 +106,7 @@ def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> 
         return
     try:
         old = yaml.safe_load(folder.sweep.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise LaunchOptionError(f"{folder.sweep} is not readable: name another --folder") from error
     old = old if isinstance(old, dict) else {}
     new = yaml.safe_load(dump_sweep(sweep))
@@ -125,7 +125,7 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
     path = folder.config(point.number)
     try:
         old = read_dumped(path.read_text())
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (OSError, TypeError, AttributeError, *UNREADABLE) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {folder.point(point.number)}") from error
     new = read_dumped(dump_config(point.config))
     if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():
@@ -141,7 +141,7 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
     """Read that of one point. Raises: LaunchOptionError where the file is damaged."""
     try:
-        return dict(json.loads(folder.state(number).read_text()))
+        return dict(parse_json(folder.state(number).read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise LaunchOptionError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
 
@@ -172,7 +172,7 @@ def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, 
 def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
     """Read that of a point's finished run; None without one."""
     try:
-        return dict(json.loads(folder.run(number).summary.read_text()))
+        return dict(parse_json(folder.run(number).summary.read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -192,5 +192,5 @@ def alone_in(folder: SweepFolder) -> Iterator[None]:
                 raise LaunchOptionError(f"another bigbatch sweep works in {folder.path}: wait for it, or end it")
         except OSError as error:
             text = f"{folder.path} cannot be locked ({error.strerror}): start no second sweep in it meanwhile"
-            print(f"bigbatch: {text}", file=sys.stderr, flush=True)
+            tell(text)
         yield

@@ -1,25 +1,25 @@
 """A point, and an array of points, as a job for a launcher; the words of a command line that would start the same."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.options import JOB_OPTIONS, read_job, read_options
+from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
+from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.sweep.folder import SweepFolder
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
-
-BIGBATCH = (sys.executable, "-m", "bigbatch")
 
 
 def point_command(sweep: Sweep, point: Point, folder: SweepFolder) -> list[str]:
     """Return what runs a point as a child process, so that its end, however it comes, is not that of the sweep."""
     launcher = ("emulate", "run") if sweep.where == "emulated" else (sweep.where,)
     words = [*stated_words(_size(sweep, point)), *launch_words(sweep.launch)]
-    return [*BIGBATCH, "launch", *launcher, *words, *_command(sweep, folder, point.number)]
+    return [*bigbatch_argv(), "launch", *launcher, *words, *_command(sweep, folder, point.number)]
 
 
 def point_job(sweep: Sweep, point: Point, folder: SweepFolder) -> JobSpec:
@@ -90,4 +90,5 @@ def _array_options(sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *
 def _job(options: Mapping[str, Any], sweep: Sweep, command: Sequence[str]) -> JobSpec:
     with Findings() as findings:
         stated = read_options(options, JOB_OPTIONS)
+        apply_site(stated, refused=LAUNCHERS[sweep.where].refused)
         return read_job(stated, command, findings=findings, is_python=sweep.script is not None)

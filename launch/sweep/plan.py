@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from bigbatch.errors import LaunchOptionError, nearest
+from bigbatch.errors import LaunchOptionError, or_nearest
 from bigbatch.launch.emulate.launchers import RUN_OPTIONS
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.words import NAME, option
@@ -169,7 +169,8 @@ def check_keys(given: dict[str, Any], *, legal: tuple[str, ...], where: str) -> 
     """Raise LaunchOptionError for a key that is not legal, with the nearest one that is."""
     for key in given:
         if key not in legal:
-            raise LaunchOptionError(f"{where}: unknown key {key}; the nearest legal one is {nearest(str(key), legal)}")
+            near = or_nearest(str(key), legal, words="the nearest legal one is")
+            raise LaunchOptionError(f"{where}: unknown key {key}{near or '; legal are ' + ', '.join(legal)}")
 
 
 def _check_launch(launch: dict[str, Any]) -> None:

@@ -1,13 +1,12 @@
 """Points of a sweep as arrays in Slurm's queue."""
 
 import secrets
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import LaunchOptionError, SchedulerError
+from bigbatch.errors import LaunchOptionError, SchedulerError, tell
 from bigbatch.launch.launchers.slurm import submit_job
 from bigbatch.launch.launchers.slurm_queue import run_slurm
 from bigbatch.launch.launchers.slurm_script import log_path
@@ -127,7 +126,7 @@ def wait_for_points(
                 raise
             if not is_told:
                 again = f", asking again for {PATIENCE_SECONDS / 60:.0f} min" if waits else ""
-                print(f"bigbatch: Slurm does not answer: {error}; jobs go on{again}", file=sys.stderr, flush=True)
+                tell(f"Slurm does not answer: {error}; jobs go on{again}")
             if not waits:
                 return
             is_told = True

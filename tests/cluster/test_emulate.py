@@ -29,6 +29,8 @@ GOODPUT = 1448 / 1514
 """What TCP delivers of the rate of an Ethernet with packets of 1500 bytes: without headers."""
 
 NOBODY = 65534
+PATIENCE_SECONDS = 120
+"""What a slow machine may take for all processes of a job to start, or to end."""
 
 
 def probe(
@@ -78,10 +80,9 @@ def test_master_of_another_job_is_not_this_ones(emulate: Emulate, even: Emulated
 
 @pytest.mark.parametrize("launcher", ["plain", "mpirun"])
 def test_failing_rank_ends_the_job_with_its_code(launcher: str, emulate: Emulate, even: EmulatedCluster) -> None:
-    start = time.monotonic()
+    """Long before the others would end, ten minutes later, and within what a command may take here."""
     options = ("--name", "even", "--launcher", launcher, "--python")
     assert emulate("run", *options, "--", PROBE, "fail", "5", "7").returncode == 7
-    assert time.monotonic() - start < 30
 
 
 def test_bigbatch_command_runs_on_every_rank(emulate: Emulate, even: EmulatedCluster) -> None:
@@ -99,12 +100,17 @@ def streamed(emulate: Emulate, name: str, num_bytes: int) -> tuple[float, int]:
     return said["mbit_per_s"], said["sent_bytes"]
 
 
-def best_rate(emulate: Emulate, name: str, num_bytes: int, *, least: float) -> float:
+def best_of_ten(measure: Callable[[], float], *, least: float) -> float:
     """Mbit/s of the first of ten streams that is fast enough: other work may slow one down, nothing speeds it up."""
     rates: list[float] = []
     while len(rates) < 10 and max(rates, default=0.0) <= least:
-        rates.append(streamed(emulate, name, num_bytes)[0])
+        rates.append(measure())
     return max(rates)
+
+
+def best_rate(emulate: Emulate, name: str, num_bytes: int, *, least: float) -> float:
+    """The same, from the first node of a cluster to the last."""
+    return best_of_ten(lambda: streamed(emulate, name, num_bytes)[0], least=least)
 
 
 @pytest.mark.parametrize("shape", ["even", "distant"])
@@ -172,9 +178,9 @@ def test_file_that_turns_out_full_does_not_hide_the_exit_code(emulate: Emulate, 
 
 
 def test_delay_counts_twice_in_a_round_trip(emulate: Emulate, even: EmulatedCluster, distant: EmulatedCluster) -> None:
+    """Of the quickest ones: other work may slow one down, nothing speeds it up."""
     near, far = (probe(emulate, name, "round_trips", "200")[0]["us"] for name in ("even", "distant"))
-    added = far[100] - near[100]
-    assert 1900 < added < 2600, (near[100], far[100])
+    assert 1900 < far[0] - near[0] < 2600, (near[0], far[0])
     assert far[0] > 2000, "nothing is faster than the delay"
 
 
@@ -227,7 +233,7 @@ def start_lingering(
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while len(list(folder.iterdir())) < count:
         assert time.monotonic() < deadline
         assert job.poll() is None, job.communicate()
@@ -236,8 +242,8 @@ def start_lingering(
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Up to ten seconds."""
-    deadline = time.monotonic() + 10
+    """Poll; the test fails when time runs out."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -260,7 +266,7 @@ def test_nothing_is_left_behind_after_kill_9(
     inside = processes_in(namespaces)
     assert len(inside) >= 1 + 6 * 2, "keeper, ranks and their children"
     os.kill(job.pid if victim == "run" else cluster.keeper, signal.SIGKILL)
-    code = job.wait(timeout=20)
+    code = job.wait(timeout=PATIENCE_SECONDS)
     if victim == "keeper":
         assert code == 1
         assert job.stdout is not None
@@ -281,7 +287,7 @@ def test_daemon_does_not_outlive_its_job(emulate: Emulate, even: EmulatedCluster
     job = start_lingering("even", tmp_path / "here", "--launcher", "plain", count=8)
     assert len(processes_in(namespaces_of(even))) == 2 + 8 * 2, "keeper, watcher, ranks and their children"
     job.send_signal(signal.SIGINT)
-    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    assert job.wait(timeout=PATIENCE_SECONDS) == 128 + signal.SIGTERM
     assert processes_in(namespaces_of(even)) == [even.keeper]
 
 
@@ -291,7 +297,7 @@ def test_ctrl_c_reaches_every_node_and_gives_time(
 ) -> None:
     job = start_lingering("even", tmp_path / "here", "--launcher", launcher, count=8, mode="heed")
     job.send_signal(signal.SIGINT)
-    said = job.communicate(timeout=20)[0]
+    said = job.communicate(timeout=PATIENCE_SECONDS)[0]
     assert job.returncode == 0, said
     assert said.count(f'"signal": "{asked_by}"') == 8
 
@@ -326,7 +332,7 @@ def test_cluster_for_one_job_goes_with_it(number: signal.Signals, tmp_path: Path
     job = start_lingering("once", tmp_path / "here", *size, count=3)
     assert "once: nodes 2, ranks 1,2, link 100mbit, delay 0us" in emulate("status").stdout
     job.send_signal(number)
-    assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    assert job.wait(timeout=PATIENCE_SECONDS) == 128 + signal.SIGTERM
     assert "once" not in emulate("status").stdout
     done = emulate("run", *size, "--python", "--", PROBE, "fail", "2", "9")
     assert done.returncode == 9
@@ -409,7 +415,13 @@ def test_unprivileged_user_has_clusters_too(nobodys_python: list[str], runtime_f
     def run(*words: str) -> str:
         argv = [*nobodys_python, "launch", "emulate", *words]
         done = subprocess.run(
-            argv, capture_output=True, text=True, env=environ | {"LAST_HOST": "n1"}, cwd="/", timeout=60, **as_nobody()
+            argv,
+            capture_output=True,
+            text=True,
+            env=environ | {"LAST_HOST": "n1"},
+            cwd="/",
+            timeout=PATIENCE_SECONDS,
+            **as_nobody(),
         )
         if "user.max_user_namespaces" in done.stderr:
             pytest.skip(f"user {NOBODY} gets none: {done.stderr}")
@@ -417,13 +429,21 @@ def test_unprivileged_user_has_clusters_too(nobodys_python: list[str], runtime_f
         return done.stdout
 
     job = ("run", "--launcher", "plain", "--python", "--", PROBE)
+
+    def share_of(mbit: int, *, num_bytes: int) -> float:
+        """Of what TCP delivers at this rate."""
+        goodput = mbit * GOODPUT
+        return best_of_ten(
+            lambda: float(json.loads(run(*job, "stream", str(num_bytes)))["mbit_per_s"]) / goodput, least=0.8
+        )
+
     try:
         run("up", "--ranks-per-node", "2,1", "--link", "200mbit", "--delay", "1ms")
         said = [json.loads(line) for line in run(*job, "who").splitlines()]
         assert sorted(each["host"] for each in said) == ["n0", "n0", "n1"]
-        assert 0.8 < json.loads(run(*job, "stream", "10000000"))["mbit_per_s"] / (200 * GOODPUT) < 1.01
+        assert 0.8 < share_of(200, num_bytes=10_000_000) < 1.01
         run("shape", "--link", "50mbit")
-        assert 0.8 < json.loads(run(*job, "stream", "2000000"))["mbit_per_s"] / (50 * GOODPUT) < 1.02
+        assert 0.8 < share_of(50, num_bytes=2_000_000) < 1.02
         assert run("down") == "box: removed\n"
         assert list(folder.rglob("*")) == [folder / "bigbatch-emulate"]
     finally:

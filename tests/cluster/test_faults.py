@@ -24,10 +24,11 @@ def laboratory(runtime_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
         Trial("cut", "sum", 6, 1, 2, 1, "tcp"),
         Trial("short cut", "forward", 6, 1, 2, 1, "tcp"),
         Trial("node", "backward", 6, 2, 2, 2, "tcp"),
+        Trial("read-only", "update", 6, 0, 1, 2, "gloo"),
     ],
     ids=lambda trial: trial.kind,
 )
-def test_link_that_is_cut_is_named_or_survived(trial: Trial, laboratory: Laboratory) -> None:
+def test_fault_that_namespaces_make_is_named_or_survived(trial: Trial, laboratory: Laboratory) -> None:
     score = laboratory.score(trial)
     assert score.broken == (), score.said
     assert not [name for name in clusters.names(state_root()) if name.startswith("faults-")]

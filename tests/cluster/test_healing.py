@@ -18,10 +18,12 @@ from tests.laws.jobs import train_command
 
 INSIDE = str(Path(__file__).with_name("mpirun_inside.py"))
 SLOW = {
-    "run.epochs": 40,
-    "run.checkpoint_every_steps": 2,
-    "run.eval_every_epochs": 40,
+    "run.epochs": 400,
+    "run.checkpoint_every_steps": 0,
+    "run.memory_every_steps": 1,
+    "run.eval_every_epochs": 400,
     "comm.timeout_seconds": 15,
+    "comm.meeting_seconds": 15,
     "comm.warn_seconds": 3,
     "data.patience_seconds": 5,
     "data.loader": "torchvision",
@@ -57,9 +59,12 @@ def test_job_goes_on_without_a_node_and_takes_it_back(runtime_folder: Path, tmp_
             text=True,
         )
     try:
-        wait_for(lambda: any(run.glob("checkpoints/step-*")), job, said)
+        wait_for(lambda: re.search(r"step +5 ", said.read_text()) is not None, job, said)
         clusters.cut(cluster, 3, environ=os.environ, arriving=True, leaving=True)
         wait_for(lambda: "starting again with 2 of 4 ranks, from " in said.read_text(), job, said)
+        wait_for(
+            lambda: re.search(r"going on from what n[012] kept in memory", said.read_text()) is not None, job, said
+        )
         clusters.shape(cluster, rate=None, root=root, environ=os.environ)
         wait_for(
             lambda: re.search(r"starting again, from (?s:.*)4 ranks in 4 node", said.read_text()) is not None, job, said

@@ -21,6 +21,7 @@ from bigbatch.comm.rendezvous.environ import expand_hostlist
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.namespaces import node_fd
+from bigbatch.launch.emulate.slurm import conf_path
 from bigbatch.launch.emulate.slurm_start import require_slurm
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.trainer.config.file import dump_config, load_config
@@ -31,6 +32,7 @@ from tests.laws.jobs import (
     VAL_PER_CLASS,
     assert_identical,
     final_state,
+    held,
     newest_step,
     steps,
     train_command,
@@ -47,10 +49,13 @@ LONG: dict[str, object] = {
     "data.loader": "torchvision",
     "batch.global_batch_size": 16,
     "model.width": 8,
+    "run.epochs": 4,
 }
 """STEPS steps on two ranks."""
 
-STEPS = 20
+STEPS = 40
+ENDLESS = LONG | {"run.epochs": 400}
+"""What is stopped before its end, however late."""
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +156,7 @@ WHO = """
 import dataclasses, json, os, socket
 from bigbatch.comm.rendezvous.environ import read_process_env
 facts = dataclasses.asdict(read_process_env()) | {"here": socket.gethostname(), "folder": os.getcwd()}
-print(json.dumps(facts), flush=True)
+print(json.dumps(facts, default=str), flush=True)
 """
 
 
@@ -263,9 +268,9 @@ def slow(slurm: EmulatedCluster, emulate: Emulate) -> Iterator[Callable[[], None
     release()
 
 
-def launch(*options: str, command: list[str], cwd: Path) -> tuple[str, Path]:
+def launch(*options: str, command: list[str], cwd: Path, name: str = "slurm") -> tuple[str, Path]:
     """Submit a job by `bigbatch launch slurm`, as typed on the login node; its number and its log."""
-    done = login(*BIGBATCH, "slurm", *options, "--", *command, cwd=cwd)
+    done = login(*BIGBATCH, "slurm", *options, "--", *command, name=name, cwd=cwd)
     assert done.returncode == 0, done.stderr
     first = done.stdout.splitlines()[0]
     found = re.fullmatch(r"job (\d+); its output: (.*)", first)
@@ -279,26 +284,28 @@ TWO_NODES = ("--nodes", "2", "--ranks-per-node", "1")
 def test_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits(
     slow: Callable[[], None], shapes: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    """Slurm looks for time limits twice a minute, so they may come half a minute early."""
+    """Slurm looks for time limits twice a minute. The one that is set has not passed when it comes to Slurm, and is
+    near by then: the job is asked to stop at the next look."""
     run_folder = tmp_path / "run"
     job, log = launch(
-        *(*TWO_NODES, "--time", "30", "--stop-seconds", "55"),
+        *(*TWO_NODES, "--time", "30", "--stop-seconds", "115"),
         command=train_command(shapes, run_folder, LONG),
         cwd=tmp_path,
     )
     wait_until(lambda: len(steps(run_folder)) >= 2, log=log)
-    minutes = 1 + sum(
-        int(part) * weight
-        for part, weight in zip(reversed(job_facts(job)["RunTime"].split(":")), (0, 1, 60), strict=True)
-    )
-    assert login("scontrol", "update", f"jobid={job}", f"timelimit={minutes}").returncode == 0
+    hours, minutes, seconds = map(int, job_facts(job)["RunTime"].split(":"))
+    limit = 60 * hours + minutes + (1 if seconds < 30 else 2)
+    assert login("scontrol", "update", f"jobid={job}", f"timelimit={limit}").returncode == 0
     wait_until(lambda: "back into the queue, as its time limit is near" in log.read_text(), log=log)
     stopped_after = newest_step(run_folder)
     assert 2 <= stopped_after < STEPS
     slow()
+    # or a slow machine would be asked to stop again before its first step
+    assert login("scontrol", "update", f"jobid={job}", "timelimit=30").returncode == 0
     finish(job)
     facts = job_facts(job)
-    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("COMPLETED", "1", "0:0"), log.read_text()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
+    assert int(facts["Restarts"]) >= 1  # more where a busy machine needs half a minute to start
     assert f"resumed after step {stopped_after}" in log.read_text()
     assert_identical(final_state(run_folder), final_state(uninterrupted))
     assert steps(run_folder) == steps(uninterrupted)
@@ -307,14 +314,14 @@ def test_job_at_its_time_limit_is_requeued_and_ends_with_the_same_bits(
 def test_job_that_is_asked_to_stop_saves_a_checkpoint_and_is_not_requeued(
     slow: Callable[[], None], shapes: Path, tmp_path: Path
 ) -> None:
-    job, log = launch(*TWO_NODES, command=train_command(shapes, tmp_path / "run", LONG), cwd=tmp_path)
+    job, log = launch(*TWO_NODES, command=train_command(shapes, tmp_path / "run", ENDLESS), cwd=tmp_path)
     wait_until(lambda: len(steps(tmp_path / "run")) >= 2, log=log)
     assert "RUNNING" in login(*BIGBATCH, "status", job, cwd=tmp_path).stdout
     assert login(*BIGBATCH, "cancel", job, cwd=tmp_path).returncode == 0
     finish(job)
     facts = job_facts(job)
     assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "130:0"), log.read_text()
-    assert 2 <= newest_step(tmp_path / "run") < STEPS, log.read_text()
+    assert newest_step(tmp_path / "run") >= 2, log.read_text()
 
 
 def test_different_code_on_two_nodes_is_named(slurm: EmulatedCluster, shapes: Path, tmp_path: Path) -> None:
@@ -369,14 +376,37 @@ def test_job_changes_a_slow_node_for_another(slurm: EmulatedCluster, shapes: Pat
 
 
 def test_cancelled_job_saves_a_checkpoint(slow: Callable[[], None], shapes: Path, tmp_path: Path) -> None:
-    script = srun_train(shapes, tmp_path / "run", LONG)
+    script = srun_train(shapes, tmp_path / "run", ENDLESS)
     job = submit(script, "--nodes=2", "--ntasks-per-node=1", "--output=said", cwd=tmp_path)
     wait_until(lambda: len(steps(tmp_path / "run")) >= 2, log=tmp_path / "said")
     assert newest_step(tmp_path / "run") == 0, "none was planned before the end"
     assert login("scancel", job).returncode == 0
     finish(job)
     assert job_facts(job)["JobState"] == "CANCELLED"
-    assert 2 <= newest_step(tmp_path / "run") < STEPS, (tmp_path / "said").read_text()
+    assert newest_step(tmp_path / "run") >= 2, (tmp_path / "said").read_text()
+
+
+def test_suspended_job_goes_on_and_saves_when_it_is_cancelled(
+    slow: Callable[[], None], shapes: Path, tmp_path: Path
+) -> None:
+    """Slurm stops all its processes for longer than any of its limits: no rank takes the others for lost."""
+    limits: dict[str, object] = {"comm.timeout_seconds": 18, "comm.warn_seconds": 18, "data.patience_seconds": 8}
+    job, log = launch(*TWO_NODES, command=train_command(shapes, tmp_path / "run", ENDLESS | limits), cwd=tmp_path)
+
+    def suspend() -> None:
+        before = len(steps(tmp_path / "run"))
+        wait_until(lambda: len(steps(tmp_path / "run")) > before + 1, log=log)
+        assert login("scontrol", "suspend", job).returncode == 0
+        time.sleep(20)
+
+    suspend()
+    assert job_facts(job)["JobState"] == "SUSPENDED"
+    assert login("scontrol", "resume", job).returncode == 0
+    suspend()
+    assert login(*BIGBATCH, "cancel", job, cwd=tmp_path).returncode == 0
+    finish(job)
+    assert job_facts(job)["ExitCode"] == "130:0", log.read_text()
+    assert newest_step(tmp_path / "run") >= 4, log.read_text()
 
 
 def test_urgent_job_gets_the_nodes_and_gives_them_back(slurm: EmulatedCluster, tmp_path: Path) -> None:
@@ -424,6 +454,39 @@ def test_job_moves_away_from_a_node_that_dies(mortal: EmulatedCluster, emulate: 
     assert sorted(said) == ["attempt 0 on n0", "attempt 0 on n1", "attempt 1 on n0", "attempt 1 on n2"]
     assert job_facts(job, name="mortal")["JobState"] == "COMPLETED"
     assert "Slurm: n0 idle, n1 down*, n2 idle" in emulate("status").stdout
+
+
+def test_job_goes_on_without_a_node_that_dies(
+    mortal: EmulatedCluster, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within its allocation, before Slurm takes the node for down, and with the same steps."""
+    run, go_on = tmp_path / "run", tmp_path / "go_on"
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # where its loss lies
+    conf = conf_path(state_root(os.environ) / "mortal")
+    conf.write_text(re.sub(r"(SlurmdTimeout)=\d+", r"\1=300", conf.read_text()))  # Slurm's default
+    assert login("scontrol", "reconfigure", name="mortal").returncode == 0
+    settings: dict[str, object] = {
+        "run.epochs": 2,
+        "run.checkpoint_every_steps": 2,
+        "comm.timeout_seconds": 14,
+        "comm.warn_seconds": 3,
+        "data.patience_seconds": 6,
+        **held(run, reports=5, until=go_on),
+    }
+    command = train_command(shapes, run, LONG | settings)
+    job, log = launch(*TWO_NODES, "--restarts", "1", command=command, cwd=tmp_path, name="mortal")
+    wait_until(lambda: newest_step(run) >= 2, log=log)
+    kill_node(mortal, 1)
+    go_on.touch()
+    finish(job, name="mortal")
+    facts, text = job_facts(job, name="mortal"), log.read_text()
+    assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "0"), text
+    assert "starting again; nodes that answer: n0\n" in text
+    assert (facts["NodeList"], int(facts["NumNodes"])) == ("n0", 1), "Slurm has the other one back"
+    assert re.search(r"resumed after step \d+", text)
+    assert not list(tmp_path.glob("slurm_job_*"))
+    assert steps(run) == list(range(1, STEPS // 2 + 1))
+    assert json.loads((run / "summary.json").read_text())["world_size"] == 1
 
 
 def networks_of(cluster: EmulatedCluster) -> list[int]:

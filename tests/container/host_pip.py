@@ -14,13 +14,18 @@ CERTIFICATES = "/etc/pip-certificates.pem"
 
 
 def read_settings() -> dict[str, str]:
-    """The settings of files and of PIP_* variables alike; the latter come first in pip's list and win."""
+    """The settings of files and of PIP_* variables alike; the latter win, wherever a version of pip lists them.
+
+    From 26.3 on pip lists a key of several files as often, the file that wins last.
+    """
     command = [sys.executable, "-m", "pip", "config", "list"]
-    settings: dict[str, str] = {}
+    files: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for line in subprocess.run(command, text=True, capture_output=True, check=True).stdout.splitlines():
         name, _, value = line.partition("=")
-        settings.setdefault(name.rpartition(".")[2], " ".join(ast.literal_eval(value).split()))
-    return settings
+        found = variables if name.startswith(":env:") else files
+        found[name.rpartition(".")[2]] = " ".join(ast.literal_eval(value).split())
+    return files | variables
 
 
 def local_folders(settings: dict[str, str]) -> list[str]:

@@ -1,5 +1,6 @@
 """Real jobs on a tiny data set, in processes of their own: started by the launchers that users have, or forked."""
 
+import json
 import os
 import shutil
 import signal
@@ -67,6 +68,16 @@ AUGMENTED = {
     "augment.cutmix_alpha": 1.0,
 }
 """All that can be done to training pictures."""
+
+
+def held(run: Path, *, reports: int, until: Path) -> dict[str, object]:
+    """Settings of a job that waits for a file in the step after so many reports, or in the one after that."""
+    return {
+        "optimizer.loss": "tests.laws.held_loss.loss",
+        "optimizer.loss_options": json.dumps({"run": str(run), "reports": reports, "until": str(until)}),
+        "optimizer.label_smoothing": 0,
+    }
+
 
 ROUNDING = 2e-5
 """Sums of fp32 in another order, relative to the whole gradient (2e-6 was measured)."""

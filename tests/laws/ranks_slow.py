@@ -1,11 +1,12 @@
-"""One rank of a job whose steps and evaluations take their time, and say when they begin: `COMMAND ...`.
+"""One rank of a job whose steps and evaluations say when they begin, and wait there for a test: `COMMAND ...`.
 
-SLOW_STEP_SECONDS, SLOW_BATCH_SECONDS, SLOW_PLOT_SECONDS: what a step, a batch of an evaluation, and the plot at the end
-take longer.
+HELD_AT, HELD_UNTIL: the words at which it waits, and for which file. SLOW_PLOT_SECONDS: what the plot at the end takes
+longer.
 """
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from forked_ranks import bigbatch
@@ -18,17 +19,22 @@ from bigbatch.trainer.step.loop import TrainStep
 step, predict, plot_run = TrainStep.__call__, accuracy.predict, output.plot_run
 
 
-def slow_step(self: TrainStep, number: int, *arguments: Any) -> None:
+def begin(what: str) -> None:
+    """Say so, and wait where it is asked for."""
+    print(f"{what} begins", flush=True)
+    while f"{what} begins" == os.environ.get("HELD_AT") and not Path(os.environ["HELD_UNTIL"]).exists():
+        time.sleep(0.02)
+
+
+def told_step(self: TrainStep, number: int, *arguments: Any) -> None:
     """A step."""
-    print(f"step {number + 1} begins", flush=True)
-    time.sleep(float(os.environ.get("SLOW_STEP_SECONDS", "0")))
+    begin(f"step {number + 1}")
     step(self, number, *arguments)
 
 
-def slow_batch(*arguments: Any, **options: Any) -> Tensor:
+def told_batch(*arguments: Any, **options: Any) -> Tensor:
     """A batch of an evaluation."""
-    print("evaluation batch begins", flush=True)
-    time.sleep(float(os.environ.get("SLOW_BATCH_SECONDS", "0")))
+    begin("evaluation batch")
     return predict(*arguments, **options)
 
 
@@ -39,8 +45,8 @@ def slow_plot(*arguments: Any, **options: Any) -> None:
 
 
 def main(*command: str) -> int:
-    """bigbatch, slowly, with an exchange before each batch of its short evaluations."""
+    """bigbatch, with an exchange before each batch of its short evaluations."""
     accuracy.BATCHES_BETWEEN_EXCHANGES = 1
-    TrainStep.__call__, accuracy.predict = slow_step, slow_batch  # type: ignore[method-assign]
+    TrainStep.__call__, accuracy.predict = told_step, told_batch  # type: ignore[method-assign]
     output.plot_run = slow_plot
     return bigbatch(*command)

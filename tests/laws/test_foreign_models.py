@@ -57,7 +57,6 @@ def distance(ours: Path, theirs: Path) -> float:
     ("ranks", "changes"),
     [
         (2, {}),
-        pytest.param(1, {"batch__microbatch_size": 32}, marks=pytest.mark.long),
         pytest.param(2, {"batch__microbatch_size": 4}, marks=pytest.mark.long),  # two ranks share a ghost batch
         pytest.param(4, {"optimizer__sharded": "true"}, marks=pytest.mark.long),
     ],

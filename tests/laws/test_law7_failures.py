@@ -5,15 +5,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from forked_ranks import places
 
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
 from tests.laws.jobs import (
     SGD,
+    TIMEOUT_SECONDS,
     Forked,
     alone,
     copy_of,
@@ -100,19 +101,17 @@ def test_missing_mpi_names_the_extra(data: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_that_disagree_on_the_config(data: Path, tmp_path: Path) -> None:
-    port = str(20_000 + os.getpid() % 20_000)
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
             process(train_command(data, tmp_path / "run", {"run.seed": rank})),
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **place},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, place in enumerate(places(2))
     ]
     for rank in ranks:
-        _, stderr = rank.communicate(timeout=100)
+        _, stderr = rank.communicate(timeout=TIMEOUT_SECONDS)
         assert rank.returncode == 1
         assert "rank 1 and rank 0 disagree on the config: 'seed: 1' against 'seed: 0'" in stderr
 
@@ -198,7 +197,7 @@ def test_weights_that_are_no_numbers_are_not_saved(data: Path, tmp_path: Path) -
 
 @pytest.mark.long
 def test_slow_plot_fails_no_run(data: Path, tmp_path: Path) -> None:
-    limits = {"comm.timeout_seconds": 10, "comm.warn_seconds": 5, "data.patience_seconds": 4}
+    limits = {"comm.timeout_seconds": 20, "comm.warn_seconds": 10, "data.patience_seconds": 9}
     job = Forked(tuple(train_command(data, tmp_path, limits)), ranks=2, target="tests.laws.ranks_slow:main")
     run(job, SLOW_PLOT_SECONDS="30")
     assert (tmp_path / "summary.json").exists()
@@ -220,10 +219,8 @@ def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path
     log = tmp_path / "log"
     job = start(launch, log)
     wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=job, log=log)
-    killed = time.monotonic()
     kill_rank(job)
-    assert job.wait(timeout=60) != 0
-    assert time.monotonic() - killed < 60
+    assert job.wait(timeout=TIMEOUT_SECONDS) != 0
     text = log.read_text()
     assert "exitcode  : -9" in text or "Signal 9" in text, text
     assert "rank      : 1" in text, text
@@ -232,7 +229,7 @@ def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path
 @pytest.mark.long
 def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> None:
     """A rank that lives but does not answer: stopped by SIGSTOP, found by the communication timeout."""
-    bounds = {"comm.timeout_seconds": 4, "comm.warn_seconds": 2, "data.patience_seconds": 1}
+    bounds = {"comm.timeout_seconds": 12, "comm.warn_seconds": 6, "data.patience_seconds": 5}
     command = mpirun(train_command(data, tmp_path / "run", {**LONG, **bounds}), ranks=2)
     log = tmp_path / "log"
     job = start(command, log)
@@ -240,7 +237,7 @@ def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> N
     stalled = rank_pids(job.pid)[-1]
     os.kill(stalled, signal.SIGSTOP)
     try:
-        assert job.wait(timeout=60) != 0
+        assert job.wait(timeout=TIMEOUT_SECONDS) != 0
     finally:
         for pid in (stalled, job.pid):
             try:

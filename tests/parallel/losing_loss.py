@@ -1,7 +1,12 @@
-"""A loss of one's own in which rank 1 is lost by SIGKILL, once after each of LOSE_RUN's checkpoints in LOSE_AFTER."""
+"""A loss of one's own in which rank 1 is lost by SIGKILL, once after each of LOSE_RUN's checkpoints in LOSE_AFTER.
+
+With LOSE_WHOM=launcher, what started it is lost instead; LOSE_BY names another signal, and LOSE_SEEN what the folders
+that hold checkpoints are called, where these are not the run's.
+"""
 
 import os
 import signal
+from glob import glob
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -13,7 +18,12 @@ def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
     run = Path(os.environ.get("LOSE_RUN", ""))
     for step in os.environ.get("LOSE_AFTER", "").split():
         mark = run / f"lost-{step}"
-        if os.environ["RANK"] == "1" and (run / f"checkpoints/step-{step:>08}").exists() and not mark.exists():
+        rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+        kept = glob(f"{os.environ.get('LOSE_SEEN', run / 'checkpoints')}/step-*")
+        # that very one may have been gone between two looks, or never made
+        seen = any(int(folder.rpartition("-")[2]) >= int(step) for folder in kept)
+        if rank == "1" and seen and not mark.exists():
             mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            whom = os.getppid() if os.environ.get("LOSE_WHOM") == "launcher" else os.getpid()
+            os.kill(whom, signal.Signals[os.environ.get("LOSE_BY", "SIGKILL")])
     return F.cross_entropy(logits_BK, targets, reduction="none")

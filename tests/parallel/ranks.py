@@ -16,6 +16,7 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+from patient_roll_call import PATIENCE_SECONDS, await_all_but
 from ranks_contract import check_contract, connect_to_check
 from ranks_norm import lose_in_a_norm
 from ranks_sharded import check_behind_forward, check_sharded_update, lose_in_a_gather
@@ -107,7 +108,8 @@ def check_reconnect(*backends: str) -> int:
 def check_mismatch(hosts: str, backend: str, algorithm: str, *lengths: str) -> int:
     """Ranks that sum tensors of different lengths fail, and say so."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    communicator = connect(env=env_on(hosts), backend=backend, algorithm=algorithm, timeout_seconds=30)
+    roll_call.ROLL_CALL_SECONDS = PATIENCE_SECONDS  # which nobody is to need: both still answer
+    communicator = connect(env=env_on(hosts), backend=backend, algorithm=algorithm, timeout_seconds=60)
     tensor_N = communicator.allocate(100, torch.float32)[: int(lengths[communicator.rank])]
     with pytest.raises(PeerLostError) as caught:
         communicator.sum_(tensor_N, label="buffer 0")
@@ -143,7 +145,7 @@ def listening_addresses() -> set[str]:
 def lose_a_rank(backend: str, algorithm: str, victim: str, how: str, timeout_seconds: str) -> int:
     """Sum until one rank is killed or stopped between two sums; the others must notice, and say who."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    roll_call.ROLL_CALL_SECONDS = 3.0
+    await_all_but(int(victim))
     communicator = connect(backend=backend, algorithm=algorithm, group_size=2, timeout_seconds=float(timeout_seconds))
     start = 0.0
     try:
@@ -163,14 +165,14 @@ def lose_a_rank(backend: str, algorithm: str, victim: str, how: str, timeout_sec
 def lose_rank_in_a_norm(*arguments: str) -> int:
     """Rank 1 dies between two norm layers that share ghost batches."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    roll_call.ROLL_CALL_SECONDS = 3.0
+    await_all_but(1)
     return lose_in_a_norm(*arguments)
 
 
 def stall_under_mpi() -> int:
     """Rank 1 never comes; rank 0 gives up, and its plain end of Python ends the job although MPI still hangs."""
-    roll_call.ROLL_CALL_SECONDS = 2.0
-    communicator = connect(backend="mpi", timeout_seconds=2)
+    await_all_but(1)
+    communicator = connect(backend="mpi", timeout_seconds=4)
     tensor_N = communicator.allocate(10, torch.float32)
     if communicator.rank == 1:
         time.sleep(600)
@@ -198,7 +200,7 @@ def check_behind(backend: str) -> int:
 def lose_rank_in_a_gather(*arguments: str) -> int:
     """Rank 1 dies in a gather of weights."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    roll_call.ROLL_CALL_SECONDS = 3.0
+    await_all_but(1)
     return lose_in_a_gather(*arguments)
 
 

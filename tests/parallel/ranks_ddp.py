@@ -10,9 +10,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from patient_roll_call import await_all_but
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -173,8 +175,10 @@ def lose_a_rank(backend: str, victim: str) -> int:
 
     The model has no buffers, and DDP need not find unused parameters: it has no collectives of its own to fail first.
     """
+    await_all_but(int(victim))
     dist.init_process_group("gloo")
-    communicator = connect(backend=backend, timeout_seconds=20)
+    communicator = connect(backend=backend, timeout_seconds=60)
+    others = communicator.gather_text(str(os.getpid()))[1:]
     ddp = DistributedDataParallel(nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), bucket_cap_mb=1e-3)
     ddp.register_comm_hook(None, ddp_comm_hook(communicator))
     for step in range(4):
@@ -185,7 +189,9 @@ def lose_a_rank(backend: str, victim: str) -> int:
             ddp(torch.ones(4, 16)).sum().backward()
         except RuntimeError as error:
             print(f"noticed after {time.monotonic() - start:.1f} s: {str(error).splitlines()[0]}", flush=True)
-            time.sleep(3)  # rank 0 holds the rendezvous that the others read
+            # rank 0 holds the rendezvous that the others read
+            while communicator.rank == 0 and any(Path(f"/proc/{pid}").exists() for pid in others):
+                time.sleep(0.05)
             return SURVIVED
     return 0
 

@@ -114,7 +114,8 @@ def whole_random(num_elements: int, rank: int) -> Tensor:
 
 def values(num_elements: int, dtype: torch.dtype, *, rank: int) -> Tensor:
     """What a rank brings to a sum, on torch's default device; any rank can compute any other's part."""
-    return torch.empty(num_elements, dtype=dtype).copy_(whole_random(num_elements, rank))
+    scale = 1.0 if dtype.is_floating_point else 2.0**50  # integers as Grid makes them
+    return torch.empty(num_elements, dtype=dtype).copy_(whole_random(num_elements, rank) * scale)
 
 
 @cache
@@ -133,8 +134,12 @@ def check_sum(sum_N: Tensor, case: Case, *, num_ranks: int, label: str) -> None:
 
     A rounding is of a partial sum no larger than the sum of magnitudes, by half an eps of that; below fp16's normal
     range, by half its smallest value, which predivide then multiplies. The factor itself takes 3 roundings more.
-    A value that came over a narrower wire must be one of those that the wire can carry.
+    A value that came over a narrower wire must be one of those that the wire can carry. Integers add up exactly.
     """
+    if not case.dtype.is_floating_point:
+        parts = [values(case.num_elements, case.dtype, rank=rank) for rank in range(num_ranks)]
+        assert torch.equal(sum_N, torch.stack(parts).sum(0)), f"{label}: integers do not add up"
+        return
     total_N, magnitude_N = reference(case.num_elements, case.dtype, num_ranks)
     wire_dtype = case.wire.of(sum_N)
     own, wire = torch.finfo(case.dtype), torch.finfo(wire_dtype)

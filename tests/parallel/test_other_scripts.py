@@ -34,12 +34,11 @@ def run_script(script: Path, launcher: str, *arguments: str, num_ranks: int) -> 
     """The job's output, after it has ended well."""
     argv = job_argv(launcher, num_ranks=num_ranks, arguments=list(arguments))
     argv = [str(script) if word == str(RANKS) else word for word in argv]
-    return run_to_the_end(argv, timeout_seconds=120)
+    return run_to_the_end(argv, timeout_seconds=250)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ddp_with_our_hook(num_ranks: int) -> None:
-    assert_all_passed(run_script(DDP, "torchrun", "ddp", "gloo", "tcp", num_ranks=num_ranks), num_ranks=num_ranks)
+def test_ddp_with_our_hook() -> None:
+    assert_all_passed(run_script(DDP, "torchrun", "ddp", "gloo", "tcp", num_ranks=3), num_ranks=3)
 
 
 def test_ddp_in_the_process_group_that_a_communicator_made() -> None:
@@ -49,7 +48,7 @@ def test_ddp_in_the_process_group_that_a_communicator_made() -> None:
 @pytest.mark.parametrize("backend", ["gloo", "tcp"])
 def test_ddp_survivors_name_the_lost_rank(backend: str) -> None:
     ranks = start_ranks(3, ["lose", backend, "1"], target="ranks_ddp:main")
-    results = finish(ranks, victim=1, timeout_seconds=60)
+    results = finish(ranks, victim=1, timeout_seconds=250)
     assert results[1][0] == -signal.SIGKILL
     for rank in (0, 2):
         code, output = results[rank]
@@ -63,7 +62,6 @@ def test_ddp_survivors_name_the_lost_rank(backend: str) -> None:
     [
         pytest.param("mpirun", 3, ["gloo", "mpi"], marks=needs_mpi),
         ("torchrun", 2, ["gloo", "tcp"]),
-        pytest.param("torchrun", 4, ["tcp"], marks=pytest.mark.long),
     ],
 )
 def test_distributed_optimizer_over_ranks(launcher: str, num_ranks: int, backends: list[str]) -> None:
@@ -107,7 +105,7 @@ def code_blocks() -> list[str]:
 def test_pages_code_runs_alone_and_in_a_job(index: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(code_blocks()[index])
-    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60)
+    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=200)
     together = run_script(script, "torchrun", num_ranks=2)
     losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", text)] for text in (alone.stdout, together)]
     assert len(losses[0]) == 3

@@ -29,7 +29,7 @@ def launch(launcher: str, folder: Path, *words: str) -> "subprocess.CompletedPro
         [*argv, "--python", "--", str(script), str(folder), *words],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
 

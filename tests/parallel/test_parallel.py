@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_ranks import LAUNCHED, exit_codes, free_port, places, start_rank
+from forked_ranks import clean_environ, exit_codes, free_port, places, start_rank
 from ranks_contract import PLAYED_NCCL, check_contract
 from thread_ranks import run_over_played_nccl
 
@@ -37,19 +37,16 @@ needs_mpi = pytest.mark.skipif(
 
 def job_argv(launcher: str, *, num_ranks: int, arguments: list[str]) -> list[str]:
     """The launcher's command line as `bigbatch launch` builds it, with ranks.py in place of bigbatch."""
-    job = JobSpec(("",), num_ranks, oversubscribe=num_ranks > (os.cpu_count() or 1))
+    words = (str(RANKS), *arguments)
+    job = JobSpec(words, num_ranks, oversubscribe=num_ranks > (os.cpu_count() or 1), is_python=True)
     if launcher == "mpirun":
-        argv = mpirun_argv(job, mpirun=find_mpirun(), is_root=os.geteuid() == 0)
-    else:
-        argv = torchrun_argv(job, port=free_port())
-    assert argv[-3:] == ["-m", "bigbatch", ""]
-    return [*argv[:-3], str(RANKS), *arguments]
+        return mpirun_argv(job, mpirun=find_mpirun(), is_root=os.geteuid() == 0)
+    return torchrun_argv(job, port=free_port())
 
 
 def run_job(argv: list[str], *, timeout_seconds: float) -> tuple[int, str]:
     """Exit code and all output; a job that hangs is ended with all its processes, and fails the test."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHED)}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(SUPPORT)}
+    environ = clean_environ() | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(SUPPORT)}
     process = subprocess.Popen(
         argv, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -120,13 +117,11 @@ long = pytest.mark.long
     ("hosts", "group_size", "backends"),
     [
         ("a,a", 0, "tcp gloo"),
-        pytest.param("a,b,c", 0, "tcp gloo", marks=long),
         pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=long),
         pytest.param("a,a,a,b,b", 2, "tcp", marks=long),
         pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=long),
-        pytest.param("a,a,a,b,b,c,c,d", 0, "tcp", marks=long),
         # shorter tensors by threads in worlds of 1 to 8, below; here that processes find the same, and traces
-        *(pytest.param(hosts, 0, PLAYED_NCCL, marks=long) for hosts in ("a,a,b,b", "a,a,a,b,b,b,c")),
+        pytest.param("a,a,a,b,b,b,c", 0, PLAYED_NCCL, marks=long),
     ],
 )
 def test_backend_contract(hosts: str, group_size: int, backends: str) -> None:
@@ -136,7 +131,7 @@ def test_backend_contract(hosts: str, group_size: int, backends: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "hosts", [pytest.param(hosts, marks=[] if hosts.count(",") in (0, 6) else long) for hosts in HOSTS]
+    "hosts", [pytest.param(hosts, marks=[] if hosts.count(",") in (0, 4) else long) for hosts in HOSTS]
 )
 def test_contract_by_threads_over_gloo_that_plays_nccl(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check = partial(check_contract, longest=7, records=False)
@@ -146,13 +141,9 @@ def test_contract_by_threads_over_gloo_that_plays_nccl(hosts: str, monkeypatch: 
     assert played.of("new") == []
 
 
-@pytest.mark.parametrize(
-    ("hosts", "backends"),
-    [
-        pytest.param("a,a", "mpi tcp", marks=(needs_mpi, long)),
-        pytest.param("a,b,a,a", "mpi", marks=(needs_mpi, long)),
-    ],
-)
+@needs_mpi
+@long
+@pytest.mark.parametrize(("hosts", "backends"), [("a,b,a,a", "mpi")])
 def test_backend_contract_under_mpirun(hosts: str, backends: str) -> None:
     num_ranks = len(hosts.split(","))
     output = run_launched("mpirun", num_ranks, ["check", hosts, "0", *backends.split()])
@@ -198,7 +189,7 @@ def test_connect_one_after_another(launcher: str | None) -> None:
 )
 def test_ranks_that_sum_different_tensors(hosts: str, algorithm: str, expected: str) -> None:
     output = run_forked(2, ["mismatch", hosts, "tcp", algorithm, "20", "10"])
-    pattern = r"rank (\d) failed: rank \1: buffer 0 .* \d\.\d s; all ranks still .*\(tcp: (.*)"
+    pattern = r"rank (\d) failed: rank \1: buffer 0 .* \d+\.\d s; all ranks still .*\(tcp: (.*)"
     found = re.findall(pattern, output)
     assert sorted(rank for rank, _ in found) == ["0", "1"], output
     assert any(re.match(expected, reason) for _, reason in found), output
@@ -208,9 +199,9 @@ def test_ranks_that_sum_different_tensors(hosts: str, algorithm: str, expected: 
 @pytest.mark.long
 def test_mpi_job_is_ended_by_a_stalled_rank_that_is_named() -> None:
     argv = job_argv("mpirun", num_ranks=2, arguments=["stall"])
-    code, output = run_job(argv, timeout_seconds=60)
+    code, output = run_job(argv, timeout_seconds=120)  # rank 1 sleeps for longer
     assert code != 0
-    expected = r"PeerLostError: rank 0: buffer 0 .* [23]\.\d s; .*rank 1 on \S+ \(mpi: "
+    expected = r"PeerLostError: rank 0: buffer 0 .* \d+\.\d s; .*rank 1 on \S+ \(mpi: "
     assert re.search(expected, output), output
 
 
@@ -218,6 +209,6 @@ def test_mpi_job_is_ended_by_a_stalled_rank_that_is_named() -> None:
 @pytest.mark.long
 def test_mpi_job_is_ended_by_a_killed_rank() -> None:
     argv = job_argv("mpirun", num_ranks=3, arguments=["lose", "mpi", "sharded", "1", "kill", "60"])
-    code, output = run_job(argv, timeout_seconds=45)
+    code, output = run_job(argv, timeout_seconds=120)
     assert code not in (0, 1), output  # no rank found a mistake of its own
     assert re.search(r"rank 1 with PID \d+ on node \S+ exited on\s+signal 9", output), output

@@ -39,7 +39,7 @@ def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.Ca
         "steps": STEPS,
         "target_top1": None,
         "ranks": 1,
-        "timeout_minutes": 2,
+        "timeout_minutes": 10,
     }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(stated, sort_keys=False))
     out = tmp_path / "out"
@@ -54,6 +54,6 @@ def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.Ca
     for name in ("baseline", "whitening"):
         (result,) = steps[name]["runs"]
         assert result["epochs"] == 2
-        assert 0 < result["seconds"] < 60
+        assert 0 < result["seconds"] < 600
         assert 0 <= result["top1"] <= 1
     assert "| whitening | 1 | 2 |" in (out / "ablation.md").read_text()

@@ -31,7 +31,7 @@ SWEEP = {
     "ranks_per_node": 2,
     "grid": {"ranks": [2], "model.width": [4, 200_000]},  # the last one's weights take terabytes
     "repeats": 1,
-    "timeout_minutes": 2,
+    "timeout_minutes": 10,
 }
 
 

@@ -1,12 +1,23 @@
 """Jobs that lose a rank and heal, as they really run here."""
 
+import hashlib
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+from glob import glob
 from pathlib import Path
 
 import pytest
 
+from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.launch.jobs.installed import find_mpirun
+from bigbatch.launch.jobs.run_folder import newest_checkpoint
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.k8s_jobset import jobset
+from bigbatch.launch.launchers.local import free_port
 from bigbatch.trainer.datasets.generated import write_dataset
 from tests.laws.jobs import assert_identical, final_state, forked, run, train_command
 
@@ -17,21 +28,111 @@ LOSS = {
 }
 
 
-@pytest.mark.long
-def test_local_job_that_loses_ranks_ends_with_the_bits_of_one_that_does_not(tmp_path: Path) -> None:
-    """Law 7, healed without a person: rank 1 dies in the middle of a step after each of two checkpoints."""
-    write_dataset(tmp_path / "data", train_per_class=16, val_per_class=7, side_pixels=(36, 48))
-    run(forked(train_command(tmp_path / "data", tmp_path / "undisturbed", LOSS), ranks=2))
-    command = train_command(tmp_path / "data", tmp_path / "healed", LOSS)
-    done = subprocess.run(
-        [sys.executable, "-m", "bigbatch", "launch", "local", "--ranks", "2", "--restarts", "1", "--", *command],
-        env={**os.environ, "LOSE_AFTER": "2 4", "LOSE_RUN": str(tmp_path / "healed")},
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds data, and the run folder of a job that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_dataset(folder / "data", train_per_class=16, val_per_class=7, side_pixels=(36, 48))
+    run(forked(train_command(folder / "data", folder / "run", LOSS), ranks=2))
+    return folder
+
+
+def launch(
+    launcher: str, undisturbed: Path, run: Path, *options: str, settings: dict[str, object] = LOSS, **lose: str
+) -> "subprocess.CompletedProcess[str]":
+    """What became of a job of two ranks that loses what lose says; returns when nothing of it lives that can speak."""
+    command = train_command(undisturbed / "data", run, settings)
+    return subprocess.run(
+        [sys.executable, "-m", "bigbatch", "launch", launcher, "--ranks", "2", *options, "--", *command],
+        env={**os.environ, "LOSE_RUN": str(run), **lose},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+@pytest.mark.long
+def test_local_job_that_loses_ranks_ends_with_the_bits_of_one_that_does_not(tmp_path: Path, undisturbed: Path) -> None:
+    """Law 7, healed without a person: rank 1 dies in the middle of a step after each of two checkpoints."""
+    done = launch("local", undisturbed, tmp_path, "--restarts", "1", LOSE_AFTER="2 4")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("rank 1 was ended by SIGKILL") == 2
-    assert done.stderr.count(f"starting again, from {tmp_path}/healed/checkpoints/step-") == 2
-    assert_identical(final_state(tmp_path / "healed"), final_state(tmp_path / "undisturbed"))
+    assert done.stderr.count(f"starting again, from {tmp_path}/checkpoints/step-") == 2
+    assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
+
+
+@pytest.mark.long
+def test_job_that_loses_ranks_goes_on_from_what_a_node_kept_in_memory(tmp_path: Path, undisturbed: Path) -> None:
+    """With no checkpoint on disk but at the end of an epoch: 5 steps, and rank 1 dies in the first and the second."""
+    found = tmp_path.stat()
+    facts = (str(tmp_path), str(found.st_dev), str(found.st_ino))
+    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    copies = f"/dev/shm/bigbatch-{digest}-*/*"
+    settings = LOSS | {"run.checkpoint_every_steps": 0, "run.memory_every_steps": 1}
+    lose = {"LOSE_AFTER": "2 7", "LOSE_SEEN": copies}
+    done = launch("local", undisturbed, tmp_path, "--restarts", "1", settings=settings, **lose)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("going on from what") == 2, done.stdout
+    resumed = [int(step) for step in re.findall(r"resumed after step (\d+)", done.stdout)]
+    assert 2 <= resumed[0] < 5
+    assert 7 <= resumed[1] < 10
+    assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
+    assert not glob(f"/dev/shm/bigbatch-{digest}-*"), "the memory is given back"
+
+
+@pytest.mark.long
+def test_ranks_whose_local_launcher_is_killed_save_and_the_same_command_goes_on(
+    tmp_path: Path, undisturbed: Path
+) -> None:
+    lost = launch("local", undisturbed, tmp_path, LOSE_AFTER="2", LOSE_WHOM="launcher")
+    assert lost.returncode == -signal.SIGKILL, lost.stderr
+    assert "the same command goes on from there" in lost.stdout
+    done = launch("local", undisturbed, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
+
+
+@pytest.mark.long
+def test_job_whose_mpirun_is_killed_starts_again_by_itself(tmp_path: Path, undisturbed: Path) -> None:
+    if shutil.which(find_mpirun()) is None:
+        pytest.skip("needs mpirun")
+    done = launch("mpirun", undisturbed, tmp_path, "--restarts", "1", LOSE_AFTER="2", LOSE_WHOM="launcher")
+    assert done.returncode == 0, done.stderr
+    assert f"starting again, from {tmp_path}/checkpoints/step-" in done.stderr
+    assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
+
+
+def run_pods(command: list[str], **variables: str) -> list[int]:
+    """Run on this host what a JobSet's two pods run, with the variables that they have; their exit codes."""
+    job = JobSpec(tuple(command), 2, num_nodes=2, image="bb", device="cpu")
+    (replicated,) = jobset(job, name="job")["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    stated = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    master = container["command"][container["command"].index("--master") + 1]
+    here = {master: f"127.0.0.1:{free_port()}", "bigbatch": f"{sys.executable}"}
+    pods = []
+    for index in range(2):
+        words = [here.get(word, word).replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in container["command"]]
+        environ = {**os.environ, **stated, "BIGBATCH_SECRET": "of the job", "BIGBATCH_INTERFACE": "lo", **variables}
+        environ["BIGBATCH_HOST"] = f"pod-{index}"
+        pods.append(subprocess.Popen([words[0], "-m", "bigbatch", *words[1:]], env=environ))
+    try:
+        return [pod.wait(timeout=300) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+            pod.wait()
+
+
+@pytest.mark.long
+def test_pods_of_a_drained_node_save_with_all_others_and_go_on_as_others(tmp_path: Path, undisturbed: Path) -> None:
+    """The kubelet sends SIGTERM to one pod; the codes are those that the JobSet's rules start again."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    command = train_command(undisturbed / "data", run, LOSS)
+    drained = {"LOSE_RUN": str(run), "LOSE_AFTER": "2", "LOSE_WHOM": "launcher", "LOSE_BY": "SIGTERM"}
+    assert run_pods(command, **drained) == [INTERRUPTED, INTERRUPTED]
+    assert newest_checkpoint(str(run)) > run / "checkpoints/step-00000002", "not the one before"
+    assert run_pods(command) == [0, 0]
+    assert run_pods(train_command(undisturbed / "data", whole, LOSS)) == [0, 0]
+    assert_identical(final_state(run), final_state(whole))

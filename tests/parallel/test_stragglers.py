@@ -50,7 +50,7 @@ def test_straggler_is_measured_and_named(tmp_path: Path) -> None:
     options = [f"--{key}={value}" for key, value in SETTINGS.items()]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     command = ["train", "--config", "quickstart", f"--run.directory={tmp_path / 'run'}", *options]
-    done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     records = [record for record in read_records(RunDir(tmp_path / "run").metrics) if record["kind"] == "train"][1:]
     lost = [record["straggler_fraction"] * 16 / record["images_per_second"] for record in records]

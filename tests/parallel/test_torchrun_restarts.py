@@ -1,12 +1,11 @@
 """torchrun's restarts on two nodes: each agent counts its own, and a rank that is lost must not end the job."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from forked_ranks import LAUNCHED, free_port
+from forked_ranks import clean_environ, free_port
 
 SCRIPT = Path(__file__).with_name("script_restarts.py")
 
@@ -16,11 +15,10 @@ def start_agent(node: int, *, port: int, arguments: list[str], output: Path) -> 
     argv = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
     argv += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts", "--local-addr=127.0.0.1"]
     argv += [f"--rdzv-conf=is_host={str(node == 0).lower()}", "--monitor-interval=0.1"]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
     with output.open("wb") as log:
         return subprocess.Popen(
             [sys.executable, *argv, str(SCRIPT), *arguments],
-            env={**clean, "BIGBATCH_HOST": f"n{node}", "BIGBATCH_INTERFACE": "lo"},
+            env={**clean_environ(), "BIGBATCH_HOST": f"n{node}", "BIGBATCH_INTERFACE": "lo"},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -142,5 +143,5 @@ def script(root: str, out: str) -> int:
     """Print what this rank was told."""
     diary = Diary()
     summary = bigbatch.train("quickstart", settings(root, Path(out) / "run"), hooks=diary.hooks(), quiet=True)
-    print(json.dumps([diary.told, summary]))
+    sys.stdout.write(json.dumps([diary.told, summary]) + "\n")  # in one piece, as the ranks share a file
     return 0

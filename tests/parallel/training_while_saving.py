@@ -1,6 +1,7 @@
 """Runs whose storage is slow: training goes on while a checkpoint is written, or waits for each as it once did."""
 
 import signal
+import sys
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -73,4 +74,4 @@ def _train(root: str, out: str, sharded: str, **hooks: Any) -> None:
     try:
         bigbatch.train("quickstart", settings(root, Path(out), **changes), hooks=watchers, quiet=True)
     finally:
-        print(*told)
+        sys.stdout.write(" ".join(told) + "\n")  # in one write, as the ranks share a pipe

@@ -1,7 +1,8 @@
 """Stands in for `bigbatch train` in tests of searches: evaluates a closed form of the learning rate at once.
 
 top-1 after epoch e of n is e/n * (1 - (ln(lr / 8) / ln 8)^2), so the best learning rate is 8.
-Options of its own: --diverge-above LR, --epoch-seconds S, --together N (wait until N trials have started).
+Options of its own: --diverge-above LR, --epoch-seconds S, --together N (wait until N trials have started), --hold N
+(trial N waits after its first epoch until it is stopped).
 """
 
 import json
@@ -34,6 +35,8 @@ def main(argv: list[str]) -> int:
         record = {"kind": "eval", "step": 10 * epoch, "epoch": float(epoch), "top1": top1, "loss": 1 - top1}
         with metrics.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        while folder.name == f"trial-{int(options.get('--hold', 0)):04d}":
+            time.sleep(60)
     return 0
 
 

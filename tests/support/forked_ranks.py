@@ -4,9 +4,11 @@ Each is a process of its own, with torchrun's variables and with files for its o
 Tests in which the launcher matters start their jobs by the launcher.
 """
 
+import io
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,13 @@ PRELOAD = (
     "bigbatch.trainer.inference.evaluate",
     "torch._dynamo",
     "torchvision.models",
+    "torch.utils.tensorboard",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "nvidia.dali.plugin.pytorch",
+    "bigbatch.comm.backends.tcp",
 )
+"""Half of the work of a tiny job is to import these."""
 LAUNCHED = (
     "RANK",
     "WORLD_SIZE",
@@ -40,6 +48,26 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOAD))
 
 
+def clean_environ() -> dict[str, str]:
+    """This process's variables without those of launchers, and without what breaks up the lines of ranks."""
+    return {name: v for name, v in os.environ.items() if not name.startswith((*LAUNCHED, "PYTHONUNBUFFERED"))}
+
+
+def start_scripts(argv: Sequence[str], *, num_ranks: int, cwd: Path | None = None) -> "list[subprocess.Popen[str]]":
+    """Ranks of a script without a launcher, each an interpreter that ends as a user's does."""
+    return [
+        subprocess.Popen(
+            [sys.executable, *argv],
+            cwd=cwd,
+            env=clean_environ() | place,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for place in places(num_ranks)
+    ]
+
+
 def free_port() -> int:
     """A port that nobody listens on now."""
     with socket.socket() as probe:
@@ -50,7 +78,7 @@ def free_port() -> int:
 def places(num_ranks: int) -> list[dict[str, str]]:
     """The variables that torchrun would give to each rank of a job on this host."""
     job = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
-    job["MASTER_PORT"] = free_port()
+    job |= {"MASTER_PORT": free_port(), "BIGBATCH_SECRET": "of these tests"}
     return [{name: str(v) for name, v in {**job, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(num_ranks)]
 
 
@@ -67,8 +95,7 @@ def start_rank(
 
     One that starts processes by multiprocessing has_children; the tests wait for its end then, so it must have one.
     """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHED)}
-    everything = (target, list(arguments), {**clean, **environ}, stdout, stderr)
+    everything = (target, list(arguments), {**clean_environ(), **environ}, stdout, stderr)
     process = _context.Process(target=_live, args=everything, daemon=not has_children)  # none outlives the tests
     process.start()
     return process
@@ -79,6 +106,9 @@ def _live(target: str, arguments: list[str], environ: dict[str, str], stdout: Pa
     os.environ.update(environ)
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for stream in (sys.stdout, sys.stderr):  # of the fork server, whose variables may be PYTHONUNBUFFERED
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [target, *arguments]
     module, _, name = target.partition(":")
     function: Callable[..., int] = getattr(import_module(module), name)

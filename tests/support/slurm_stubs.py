@@ -11,16 +11,21 @@ JOB = "77"
 SRUN = f"""#!{sys.executable}
 import os, pathlib, signal, sys, time
 place = pathlib.Path(os.environ["STUBS"])
+if sys.argv[-1] == "true":  # is the node there?
+    (node,) = [word.partition("=")[2] for word in sys.argv if word.startswith("--nodelist=")]
+    sys.exit(node in os.environ.get("STUB_LOST", "").split())
 calls_so_far = (place / "srun.calls").stat().st_size if (place / "srun.calls").exists() else 0
 (place / "srun.argv").write_bytes(os.fsencode("\\0".join(sys.argv[1:])))
 (place / "srun.environ").write_bytes(os.fsencode("\\0".join(map("=".join, os.environ.items()))))
 def stop(number, frame):
-    time.sleep(0.3)  # a checkpoint
+    while "STUB_SAVES" in os.environ and not (place / "signalled").exists():  # a checkpoint
+        time.sleep(0.02)
     sys.exit(int(os.environ["STUB_STOPPED"]))
 if os.environ.get("STUB_STOPPED"):
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, stop)
-(place / "srun.pid").write_text(str(os.getpid()))
+(place / "srun.aside").write_text(str(os.getpid()))
+(place / "srun.aside").rename(place / "srun.pid")  # which is whole as soon as it is there
 if os.environ.get("STUB_WAITS"):
     signal.pause()
     time.sleep(20)
@@ -30,10 +35,11 @@ codes = os.environ.get("STUB_CODE", "0").split()
 sys.exit(int(codes[min(calls_so_far, len(codes) - 1)]))
 """
 SCONTROL = """#!/bin/sh
-echo "$@" >> "$STUBS/scontrol.calls"
-case $1 in
-  show) echo "JobId=77 PreemptTime=${STUB_PREEMPT:-None}" ;;
-  requeue) exit "${STUB_REQUEUE:-0}" ;;
+echo "$@${SLURM_JOB_ID:+ in a job}" >> "$STUBS/scontrol.calls"
+case "$1 $2" in
+  "show hostnames") printf 'n%s\n' 0 1 2 3 ;;
+  "show "*) echo "JobId=77 PreemptTime=${STUB_PREEMPT:-None}" ;;
+  "requeue "*) exit "${STUB_REQUEUE:-0}" ;;
 esac
 """
 SCANCEL = """#!/bin/sh
@@ -73,10 +79,11 @@ class Stubs:
         )
 
     def run(self, script: str, *signals: signal.Signals, **variables: str) -> tuple[int, str]:
-        """Its exit code and output; signals are sent as soon as the ranks run."""
-        process = self.start(script, **variables)
+        """Its exit code and output; signals are sent as soon as the ranks run, which do not end before the last."""
+        (self.folder / "signalled").unlink(missing_ok=True)
+        process = self.start(script, **variables, **({"STUB_SAVES": "1"} if signals else {}))
         if signals:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 200
             while not (self.folder / "srun.pid").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
@@ -84,7 +91,8 @@ class Stubs:
         for number in signals:
             process.send_signal(number)
             time.sleep(0.1)
-        output, _ = process.communicate(timeout=60)
+        (self.folder / "signalled").touch()
+        output, _ = process.communicate(timeout=200)
         return process.returncode, output
 
     def argv(self) -> list[str]:
@@ -100,8 +108,12 @@ class Stubs:
         """How often srun came to its end by itself."""
         return (self.folder / "srun.calls").stat().st_size
 
+    def scontrol_calls(self) -> list[str]:
+        """Its words, and whether it was told that it runs in the job."""
+        calls = self.folder / "scontrol.calls"
+        return calls.read_text().splitlines() if calls.exists() else []
+
     def requeued(self) -> bool:
         """The script put its job back into the queue, and waited for the end."""
-        calls = self.folder / "scontrol.calls"
-        asked = calls.exists() and f"requeue {JOB}" in calls.read_text().splitlines()
+        asked = f"requeue {JOB} in a job" in self.scontrol_calls()
         return asked and (self.folder / "sleep.calls").read_text().splitlines() == ["600"]

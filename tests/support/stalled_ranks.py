@@ -1,7 +1,5 @@
 """Ranks of one process that share a store, and an inspector each: a test says when one looks."""
 
-import time
-
 import pytest
 from torch._C._distributed_c10d import HashStore
 
@@ -19,10 +17,11 @@ class Rank:
     def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
         self.said: list[str] = []
         self.pending: Pending | None = None
-        self.control = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
+        self.control = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+        self.control.timeout_seconds = 8
         job = self.control
         job.rank, job.world_size, job.host = rank, world_size, f"node{rank}"
-        job.store = BoundedStore(store, seconds=8)
+        job.store = BoundedStore(store, seconds=60)
         store.set(f"bigbatch/host/{rank}", job.host)
         self.inspector = StallInspector(
             job, lambda: self.pending, warn_seconds=4, ends_job=ends_job, say=self.said.append
@@ -32,7 +31,7 @@ class Rank:
     def waits(self, number: int, *, seconds: float, group: tuple[int, ...] | None = None) -> None:
         """This rank has waited so long in an operation."""
         self.pending = Pending(
-            number, f"all-reduce of buffer {number} (fc.weight and 3 more)", time.monotonic() - seconds, group
+            number, f"all-reduce of buffer {number} (fc.weight and 3 more)", stall.awake_seconds() - seconds, group
         )
 
 
@@ -48,5 +47,5 @@ def look(*several: Rank) -> None:
 
 def let_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """So long that the others have had the time to write down that they wait."""
-    real = time.monotonic
-    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 2.5)
+    now = stall.awake_seconds()
+    monkeypatch.setattr(stall, "awake_seconds", lambda: now + 2.5)

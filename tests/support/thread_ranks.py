@@ -69,7 +69,7 @@ class _Letter:
     box: "SimpleQueue[Tensor]"
 
     def wait(self) -> None:
-        letter_N = self.box.get(timeout=10)
+        letter_N = self.box.get(timeout=120)
         assert letter_N.dtype == self.tensor_N.dtype
         self.tensor_N.copy_(letter_N)
 

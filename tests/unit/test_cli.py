@@ -1,6 +1,7 @@
 """The command's own behaviour: its help, its exit codes, what it shows of an error."""
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from bigbatch import cli, exit_codes
+
+TOLD = "from bigbatch.errors import tell; tell('one line')"
+"""In a script of one's own."""
 
 
 def test_help_names_every_subcommand_and_loads_nothing_slow() -> None:
@@ -25,6 +29,34 @@ def test_exit_codes(argv: list[str], code: int, capsys: pytest.CaptureFixture[st
     assert cli.main(argv) == code
     output = capsys.readouterr()
     assert "bigbatch" in output.out + output.err
+
+
+@pytest.mark.parametrize(
+    ("program", "of_stdout"),
+    [
+        (["-m", "bigbatch", "trian"], False),
+        (["-m", "bigbatch", "--version"], True),
+        (["-c", TOLD], False),
+    ],
+)
+def test_lines_are_written_whole_as_other_ranks_write_beside(program: list[str], of_stdout: bool) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps each write apart
+    with ours, theirs:
+        stdout, stderr = (theirs, subprocess.DEVNULL) if of_stdout else (subprocess.DEVNULL, theirs)
+        subprocess.run([sys.executable, "-u", *program], stdout=stdout, stderr=stderr, check=False)
+        theirs.close()
+        writes = list(iter(lambda: ours.recv(4096), b""))
+    assert len(writes) == 1
+    assert writes[0].startswith(b"bigbatch")
+    assert writes[0].endswith(b"\n")
+
+
+@pytest.mark.parametrize("program", [["-m", "bigbatch", "trian"], ["-c", TOLD]])
+def test_words_that_nobody_can_read_change_nothing(program: list[str]) -> None:
+    with_stderr = subprocess.run([sys.executable, *program], stderr=subprocess.DEVNULL, check=False)
+    assert subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "-", sys.executable, *program], check=False).returncode == (
+        with_stderr.returncode
+    )
 
 
 def test_exit_codes_are_all_on_their_page() -> None:

@@ -16,6 +16,8 @@ from torch import nn
 from bigbatch.cli import main
 from bigbatch.comm.bench.sweep import _parser as bench_parser
 from bigbatch.comm.bench.sweep import make_sweep
+from bigbatch.comm.bench.verify import _parser as sums_parser
+from bigbatch.comm.bench.verify import make_plan
 from bigbatch.launch.faults.table import format_campaign, read_records
 from bigbatch.launch.report.publish import _parser as report_parser
 from bigbatch.launch.start import make_parser as launch_parser
@@ -25,6 +27,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.subcommands import make_parser as data_parser
+from bigbatch.trainer.diff import _make_parser as diff_parser
 from bigbatch.trainer.doctor.consult import _parser as doctor_parser
 from bigbatch.trainer.inference.arguments import read_trained
 from bigbatch.trainer.inference.evaluate import _parser as evaluate_parser
@@ -44,11 +47,12 @@ PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorte
 RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run and the tier that does
     "make train": ".ci/run::train",
     "make test": ".ci/run::test",
-    "make cluster": ".ci/run::cluster",
+    "make cluster": ".ci/run::cluster-links",
     "make .venv/ready": ".ci/run::environment",
     "tests/container/run": ".ci/run::container",
     "docker build -t bigbatch .": ".ci/run::container",
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": ".ci/run::gpu",
+    "BIGBATCH_OPENREG=FOLDER .venv/bin/python -m pytest tests/openreg": ".ci/run::openreg",
     "pip install 'bigbatch[verify]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
     "python examples/language_model.py": "tests/parallel/test_language_example.py::test_example_learns",
     "mpirun -n 2 python examples/language_model.py --precision bf16": (
@@ -61,6 +65,9 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
 BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says which test runs it, at a smaller size
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
     ".venv/bin/python -m benchmarks.input.parity ": "tests/unit/benchmarks/test_feed.py::test_parity",
+    ".venv/bin/python -m benchmarks.comm.exact_sums ": (
+        "tests/unit/benchmarks/test_exact_sums.py::test_exact_sums_of_a_tiny_model"
+    ),
     ".venv/bin/python -m benchmarks.comm.messages ": (
         "tests/unit/benchmarks/test_messages.py::test_messages_table_of_a_recipe"
     ),
@@ -68,6 +75,15 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.preflight ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
     ".venv/bin/python -m benchmarks.gpu.precision ": (
         "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size"
+    ),
+    ".venv/bin/python -m benchmarks.twin.published ": (
+        "tests/unit/launch/simulate/test_predicted_rows.py::test_benchmark_prints_both_tables_and_draws"
+    ),
+    ".venv/bin/python -m benchmarks.twin.nccl_tests": (
+        "tests/unit/launch/simulate/test_nccl_tests.py::test_benchmark_prints_each_size_of_each_table"
+    ),
+    ".venv/bin/python -m benchmarks.twin.emulated ": (
+        "tests/unit/benchmarks/test_emulated_twin.py::test_four_numbers_are_found_again_and_predict_four_nodes"
     ),
     ".venv/bin/python -m benchmarks.gpu.run --small ": "tests/unit/benchmarks/test_gpu.py::test_cases_all_run_small",
 }
@@ -78,13 +94,18 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "predict": "tests/unit/trainer/inference/test_predict.py::test_predict_it_scores_what_evaluate_counts",
     "export": "tests/unit/trainer/inference/test_export.py::test_export_says_what_serving_needs_to_know",
     "verify": "tests/unit/trainer/mlperf/test_verify.py::test_verify_several_seeds_are_tested_together",
+    "diff": "tests/laws/test_diff.py::test_diff_finds_the_step_after_a_bit_flipped",
     "doctor": "tests/unit/trainer/doctor/test_probe.py::test_whole_examination",
     "ablate": "tests/parallel/test_real_ablation.py::test_ablation_goes_on_with_what_is_missing",
     "sweep": "tests/parallel/test_real_sweep.py::test_sweep_point_out_of_memory_fails_alone",
     "report": "tests/unit/launch/report/test_report.py::test_report_of_a_run",
+    "simulate": (
+        "tests/unit/launch/simulate/test_simulated_scaling.py::test_command_answers_and_writes_what_is_asked_for"
+    ),
     "tune range": "tests/unit/trainer/tune/range/test_range.py::test_range_of_two_ranks_finds_where_the_loss_explodes",
     "tune search": "tests/unit/trainer/tune/search/test_options.py::test_tune_search_of_real_runs_and_a_kill",
     "comm bench": "tests/parallel/test_comm_commands.py::test_bench_finds_every_algorithm_of_every_backend_right",
+    "comm verify": "tests/parallel/test_comm_commands.py::test_verify_on_uneven_nodes_of_three_ranks",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
     "faults run": "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits",
     "faults table": "tests/unit/test_docs.py::test_failure_model_shows_the_recorded_campaign",
@@ -106,7 +127,8 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     ),
     "launch torchrun": "tests/laws/test_law7_failures.py::test_killed_rank_ends_a_torchrun_job_and_is_named",
     "launch slurm": "tests/cluster/test_slurm.py::test_training_job_ends_with_the_bits_of_mpirun",
-    "launch k8s": "tests/unit/launch/launchers/test_slurm_queue.py::test_kubernetes_kubectl_gets_what_dry_run_prints",
+    "launch pbs": "tests/parallel/test_pbs.py::test_pbs_job_of_two_nodes_meets_by_its_secret_and_ends_with_its_code",
+    "launch k8s": "tests/unit/launch/launchers/test_k8s.py::test_k8s_jobs_have_names_of_their_own",
     "launch emulate": "tests/cluster/test_emulate.py::test_bigbatch_command_runs_on_every_rank",
     "launch preflight": ("tests/cluster/test_preflight.py::test_node_at_half_speed_is_named_and_equal_ones_are_not"),
     "launch status": "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_status_says_what_a_user_asks_first",
@@ -116,17 +138,19 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
 }
 NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI itself
     ".ci/run",
+    "BIGBATCH_WEEKLY=1 .ci/run",
     "docker build -t bigbatch --build-arg BASE_IMAGE=nvcr.io/nvidia/pytorch:26.10-py3 --build-arg MPI=system .",
     'docker build -t bigbatch --build-arg REVISION="$(git rev-parse --short=12 HEAD)" .',
     "docker build -t bigbatch-test --target test .",
     "docker run --rm --gpus all --shm-size 1g bigbatch-test",
+    "docker run --rm bigbatch cat /opt/bigbatch/sbom.cdx.json >sbom.cdx.json",
     "enroot import -o bigbatch.sqsh dockerd://bigbatch",
     'srun --container-image=bigbatch.sqsh --container-mounts="$PWD:$PWD,/data:/data" --container-workdir="$PWD" bigbatch train --config quickstart',  # noqa: E501
     "apptainer build bigbatch.sif docker-daemon://bigbatch:latest",
     "srun apptainer exec --nv --bind /data bigbatch.sif bigbatch train --config quickstart",
 )
 ACTIVATE = "source .venv/bin/activate"
-DRY_RUN = ("make check", "make docs", "make format", "make clean")
+DRY_RUN = ("make check", "make docs", "make format", "make lock", "make clean")
 DECODE = "input.decode data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch.lars_step --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
 INFERENCE = "gpu.inference --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501
@@ -177,6 +201,15 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ),
     ".venv/bin/python -m benchmarks.checkpoint --out benchmarks/results/checkpoint.json": (
         "checkpoint --model resnet18 --image-size 32 --batch 2 --rounds 2 --threads 1 --out out.json"
+    ),
+    ".venv/bin/python -m benchmarks.comm.meeting --out benchmarks/results/comm-meeting.json": (
+        "comm.meeting --ranks 16 --processes 2 --rounds 1 --out out.json"
+    ),
+    ".venv/bin/python -m benchmarks.load steps --out benchmarks/results/load-steps.json": (
+        "load steps --steps 100 --scratch . --out out.json"
+    ),
+    ".venv/bin/python -m benchmarks.load pictures points reports --out benchmarks/results/load-files.json": (
+        "load points --points 20 --scratch . --out out.json"
     ),
     ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
     ".venv/bin/python -m benchmarks.largebatch.ablations --dataset cifar10 --form short --out benchmarks/results/ablations-cifar10-short.json": (  # noqa: E501
@@ -275,13 +308,14 @@ BIGBATCH = [line for line in COMMANDS if re.search(r"(^|^srun |^docker run .* bi
 
 
 RECIPES = [text for page in PAGES for text in blocks(page, "yaml") if text.startswith("base:")]
-SWEEPS = [text for page in PAGES for text in blocks(page, "yaml") if text not in RECIPES]
+# a cluster of simulate states its device
+SWEEPS = [text for page in PAGES for text in blocks(page, "yaml") if not text.startswith(("base:", "device:"))]
 
 
 def test_fences_have_a_known_language() -> None:
     for page in PAGES:
         opening = re.findall(r"^```(\w*)$", (ROOT / page).read_text(), re.M)[::2]
-        assert set(opening) <= {"console", "sh", "python", "yaml"}, page
+        assert set(opening) <= {"console", "sh", "python", "yaml", "toml"}, page
 
 
 @pytest.mark.parametrize("text", RECIPES)
@@ -331,7 +365,17 @@ def test_commands_name_tests_that_exist(name: str) -> None:
     if path.endswith(".py"):
         assert test in {each.name for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)}
     else:
-        assert re.search(rf"^tier {test} ", text, re.M)
+        assert re.search(rf"^ *tier {test} ", text, re.M)
+
+
+def test_threat_model_names_tests_that_exist() -> None:
+    """Each of its sentences is one, at least."""
+    table = (ROOT / "docs/admin.md").read_text().partition("| who | what they reach |")[2].partition("\n\n")[0]
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for line in table.splitlines()[2:]:
+        names = re.findall(r"`(test_\w+)`", line.rsplit("|", 2)[1])
+        assert names, line
+        assert [name for name in names if f"\ndef {name}(" not in tests] == []
 
 
 def test_environment_is_entered() -> None:
@@ -379,6 +423,7 @@ def test_bigbatch_commands(
     is_own = any(name in line for name in (*OWN, "data/shards"))
     if is_own:
         monkeypatch.chdir(request.getfixturevalue("own_pictures"))
+        capsys.readouterr()  # what was said as they were made
         if words[0] in ("init", "data"):
             assert main([*words, *(["--force"] if words[0] == "init" else []), "--workers", "1"]) == 0
             return
@@ -397,7 +442,7 @@ def test_bigbatch_commands(
         if "--" not in words:
             return
         words = words[words.index("--") + 1 :]
-    elif words[:2] in (["launch", "slurm"], ["launch", "k8s"]):
+    elif words[:2] in (["launch", "slurm"], ["launch", "pbs"], ["launch", "k8s"]):
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
         asked = launch_parser().parse_args(words[1:split])
@@ -414,8 +459,14 @@ def test_bigbatch_commands(
     if words[0].endswith(".py"):
         assert (ROOT / words[0]).is_file()
         return
+    if words[0] == "simulate":
+        monkeypatch.chdir(tmp_path)
+        assert main(words) == (1 if "--given" in words else 0)  # 1: the tables are not there
+        return
     if words[:2] == ["comm", "bench"]:
         make_sweep(bench_parser().parse_args([word for word in words[2:] if word != "--help"]))
+    elif words[:2] == ["comm", "verify"]:
+        make_plan(sums_parser().parse_args(words[2:]))
     elif words[:2] == ["comm", "tune"]:
         arguments, overrides = tune_parser().parse_known_args(words[2:])
         load_config(["--config", arguments.config, *overrides])
@@ -448,6 +499,8 @@ def test_bigbatch_commands(
     elif words[0] == "faults":
         monkeypatch.chdir(ROOT)
         assert main([*words, *(["--dry-run"] if words[1] == "run" else [])]) == 0
+    elif words[0] == "diff":
+        assert diff_parser().parse_args(words[1:]).a
     elif words[0] == "verify":
         assert verify_parser().parse_args(words[1:]).runs
     elif words[0] in TRAINED:

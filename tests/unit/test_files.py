@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import socket
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch import files
-from bigbatch.files import exchange, read_own, replacing, write_own, write_whole
+from bigbatch.files import exchange, read_own, read_plain, replacing, write_own, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -174,3 +175,21 @@ def test_files_exchange_tells_where_the_file_system_cannot(
     for library in (SimpleNamespace(renameat2=refuses), SimpleNamespace()):
         monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno, library=library: library)
         assert exchange(tmp_path / "one", tmp_path / "other") is False
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_files_plain_ones_alone_are_read(kind: str, tmp_path: Path) -> None:
+    """A pipe to which nobody writes would be waited for without end; a device may have no end."""
+    path = tmp_path / "picture.jpg"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(path))
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match=r"no plain file|No such device"):
+        read_plain(str(path))
+    path.unlink()
+    path.write_bytes(b"a picture")
+    assert read_plain(str(path)) == b"a picture"

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ROOMS = (
     # from the ground up; a room may import itself and the rooms below it, rooms on one floor do not know each other
-    ("exit_codes", "colours"),
+    ("exit_codes", "colours", "interpreter"),
     ("errors", "files", "locks"),
     ("comm.rendezvous",),
     ("comm.backends",),
@@ -46,6 +46,7 @@ ROOMS = (
     ("launch.launchers",),
     ("launch.emulate",),
     ("launch",),
+    ("launch.simulate",),
     ("launch.sweep",),
     ("launch.report",),
     ("launch.ablate",),

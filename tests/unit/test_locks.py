@@ -57,7 +57,7 @@ def test_locks_are_waited_for(tmp_path: Path) -> None:
         waiting = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], text=True, **pipes)
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(0.5)
-    assert waiting.communicate(timeout=60)[0] == "held\n"
+    assert waiting.communicate(timeout=200)[0] == "held\n"
 
 
 @pytest.mark.parametrize("is_passed", [False, True])

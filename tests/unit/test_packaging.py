@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -56,7 +57,8 @@ def test_wheel_holds_all_rooms_as_real_files(wheel: Path) -> None:
         path
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
-        if (path.suffix in (".py", ".yaml") or path.parent.name == "scripts") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".yaml", ".json") or path.parent.name == "scripts"
+        if "__pycache__" not in path.parts
     ]
     front = [*(ROOT / "bigbatch").glob("*.py"), ROOT / "bigbatch/py.typed"]
     expected = {f"bigbatch/{path.relative_to(ROOT)}": path for path in sources}
@@ -85,7 +87,7 @@ def test_extras_leave_out_what_a_platform_lacks(wheel: Path, platform: str, mach
         metadata = Parser().parsestr(archive.read(name).decode())
     assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
-    here = {"sys_platform": platform, "platform_machine": machine}
+    here = {"sys_platform": platform, "platform_machine": machine, "python_version": "3.11"}
     chosen = {
         r.name
         for r in required
@@ -120,6 +122,18 @@ def test_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path) 
     assert "usage: bigbatch" in run("-m", "bigbatch", "--help")
     configs = run("-c", "from bigbatch.trainer.config.file import packaged_configs; print(*packaged_configs())")
     assert {"quickstart", "imagenet/resnet50_8k"} <= set(configs.split())
+
+
+def test_every_pinned_package_has_hashes_and_names_no_index() -> None:
+    """So that pip can check each, and no private place is told to everybody."""
+    pinned = (ROOT / "constraints.txt").read_text()
+    packages = re.findall(r"^[^#\s](?:.*\\\n)*.*", pinned, re.MULTILINE)
+    assert len(packages) > 100
+    hashed = re.compile(r"\S+==\S+( ; .+)?( \\\n    --hash=sha256:[0-9a-f]{64})+")
+    assert [text for text in packages if not hashed.fullmatch(text)] == []
+    assert not re.search(r"://|--(extra-)?index-url|--find-links| @ ", pinned)
+    wanted = {Requirement(line).name for line in (ROOT / ".ci/lock.in").read_text().splitlines() if line[0] != "#"}
+    assert wanted <= {text.split("==")[0] for text in packages}
 
 
 def test_train_starts_as_many_ranks_as_told() -> None:

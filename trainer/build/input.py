@@ -138,7 +138,7 @@ def split_of(config: Config, communicator: Communicator, index: ImageSource) -> 
 def _image_split(
     config: Config, communicator: Communicator, index: ImageSource, *, crop: Crop, image_size: ImageSize
 ) -> Split:
-    data = config.data
+    data, max_pixels = config.data, round(1e6 * config.data.max_megapixels)
     if data.loader == "resident":
         resident = ResidentLoader(
             index=index,
@@ -148,6 +148,7 @@ def _image_split(
             device=communicator.device,
             num_threads=data.num_threads,
             patience_seconds=data.patience_seconds,
+            max_pixels=max_pixels,
         )
         return Split(len(index), resident, index)
     loader = make_image_loader(
@@ -163,6 +164,7 @@ def _image_split(
         pin_memory=communicator.device.type == "cuda",
         patience_seconds=data.patience_seconds,
         max_skipped=data.max_skipped,
+        max_pixels=max_pixels,
     )
     return Split(len(index), loader, index)
 

@@ -46,6 +46,7 @@ def join_job(
             interface=config.comm.interface,
             warn_seconds=config.comm.warn_seconds,
             timeout_seconds=config.comm.timeout_seconds,
+            meeting_seconds=config.comm.meeting_seconds,
             env=env,
         )
         communicator.agree("the config", dump_config(config))
@@ -55,7 +56,12 @@ def join_job(
         raise
     except ValueError as error:
         raise ConfigError(f"comm: {error}") from error
-    set_up_process(communicator, cudnn_benchmark=config.compute.cudnn_benchmark)
+    set_up_process(
+        communicator,
+        cudnn_benchmark=config.compute.cudnn_benchmark,
+        is_reproducible=config.run.reproducible,
+        cpu_threads=config.compute.cpu_threads,
+    )
     return communicator, tuned
 
 

@@ -1,5 +1,6 @@
 """From a config to all that a step works with: with the others of this room, the only files that know all parts."""
 
+import math
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, tensor_spec
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build import input as build_input
@@ -25,6 +27,7 @@ from bigbatch.trainer.models.norm import (
     MicrobatchStatistics,
     flatten_running_statistics,
 )
+from bigbatch.trainer.models.own_state import refuse_own_state
 from bigbatch.trainer.run.weights import digest, load_weights_
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.ema import MovingAverage, NoAverage, WeightAverage
@@ -32,7 +35,7 @@ from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.sharded import shard_update
-from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
+from bigbatch.trainer.step.statistics import NUM_FLAGS, GridStatistics, StepStatistics
 from bigbatch.trainer.step.stop_request import StopRequest
 
 
@@ -58,13 +61,23 @@ def make_parts(
         load_weights_(model, Path(config.model.weights), config=config, new_head=config.model.new_head)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
-    statistics = StepStatistics(flatten_running_statistics(model, num_spare=NUM_FLAGS))
+    grid = make_grid(config) if config.run.reproducible else None
+    flat_N = flatten_running_statistics(model, num_spare=NUM_FLAGS)
+    statistics = GridStatistics(flat_N, microbatches=grid.num_terms) if grid else StepStatistics(flat_N)
     # before compiling, which takes the norms as it finds them
-    MicrobatchStatistics(model, statistics.running_N, microbatches_per_step=plan.accumulation_steps)
+    MicrobatchStatistics(
+        model,
+        statistics.running_N,
+        microbatches_per_step=plan.accumulation_steps,
+        take=statistics.take_ if isinstance(statistics, GridStatistics) else None,
+    )
+    if grid:
+        refuse_own_state(model)
     normalize = build_input.make_normalize(config, communicator)
     notes = set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
     # before the reducer: its hooks come first
-    accumulation = WideAccumulation(half_parameters(model) if plan.accumulation_steps > 1 else [])
+    adds_up = plan.accumulation_steps > 1 and not grid  # which does it exactly
+    accumulation = WideAccumulation(half_parameters(model) if adds_up else [])
     is_sharded = config.optimizer.sharded
     reducer = GradientReducer(
         model.named_parameters(),
@@ -72,6 +85,7 @@ def make_parts(
         order=gradient_order.split("\n") if gradient_order else None,
         learn_order=not is_sharded,  # another layout would give the ranks other shares
         scatter=is_sharded,
+        grid=grid,
         exposed=exposed,
         **_fusion_sizes(config, model, tuned),
     )
@@ -98,6 +112,12 @@ def make_parts(
     except BaseException:  # where memory ends, hooks would keep what there is of it
         reducer.close()
         raise
+
+
+def make_grid(config: Config) -> Grid:
+    """Make the grid on which a run's gradients are summed: with room for its microbatches, and for its loss scale."""
+    num_terms = config.batch.global_batch_size // config.batch.microbatch_size
+    return Grid(num_terms, fraction_bits=FRACTION_BITS - round(math.log2(config.optimizer.loss_scale or 1.0)))
 
 
 def _make_optimizer(

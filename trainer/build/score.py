@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.errors import ConfigError, nearest
-from bigbatch.trainer.config.dotted import import_owner
+from bigbatch.errors import ConfigError, or_nearest
+from bigbatch.trainer.config.dotted import import_owner, words_of
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.score import CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.step.score import Metric, PerPicture, Score, cross_entropies
@@ -72,7 +72,7 @@ def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Co
     try:
         metric.figure(sums_M, count=NUM_TRIED)
     except Exception as error:  # others' code may raise anything, and is to be told of it here
-        raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {_words(error)}") from error
+        raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {words_of(error)}") from error
     return metric
 
 
@@ -85,14 +85,13 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
     found = getattr(module, own_name, None)
     if not callable(found):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        near = f"; the nearest is {nearest(own_name, callables)}" if callables else ""
-        raise ConfigError(f"{key}: {module.__name__} has no such class or function{near}")
+        raise ConfigError(f"{key}: {module.__name__} has no such class or function{or_nearest(own_name, callables)}")
     if not isinstance(found, type):
         return partial(found, **options)
     try:
         own = found(**options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{key} does not take the options {dict(options)}: {_words(error)}") from error
+    except Exception as error:  # others' code may raise anything, and is to be told of it here
+        raise ConfigError(f"{key} does not take the options {dict(options)}: {words_of(error)}") from error
     if isinstance(own, nn.Module):
         if any(True for _ in own.parameters()):
             raise ConfigError(f"{key} has weights of its own, which nobody would train: move them into the model")
@@ -118,7 +117,7 @@ def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Te
             whole = own(logits_BK, targets)
             halves = [own(*half) for half in zip(logits_BK.chunk(2), targets.chunk(2), strict=True)]
     except Exception as error:  # others' code may raise anything, and is to be told of it here
-        raise ConfigError(f"{key} fails on {shapes}: {_words(error)}") from error
+        raise ConfigError(f"{key} fails on {shapes}: {words_of(error)}") from error
     if not isinstance(whole, Tensor) or not whole.ndim or len(whole) != len(logits_BK):
         given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"type {type(whole).__name__}"
         raise ConfigError(
@@ -131,7 +130,3 @@ def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Te
             "how a batch is divided"
         )
     return whole
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

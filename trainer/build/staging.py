@@ -2,17 +2,18 @@
 
 import json
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.datasets.stage import stage
+from bigbatch.trainer.datasets.stage import stage, using_copy
 
 BEAT_SECONDS = 1.0
 """Between two exchanges: a node that copies for minutes must not look dead to one that has finished."""
@@ -44,13 +45,23 @@ def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str 
     return staged, f"data staged in {config.data.stage}: {slowest['summary']}"
 
 
+@contextmanager
+def using_staged(config: Config, communicator: Communicator) -> Iterator[None]:
+    """Be a run that uses its nodes' copies; with data.keep_staged false, the last one of a node removes it."""
+    if config.data.stage is None or communicator.env.local_rank != 0:
+        yield
+        return
+    with using_copy(Path(config.data.stage), keep=config.data.keep_staged):
+        yield
+
+
 def _nothing_to_copy() -> State:
     return {"seconds": 0.0, "summary": ""}
 
 
 def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> list[State]:
     """Return the last state of each rank; rank 0 tells now and then of the node that is furthest behind. Collective."""
-    said = time.monotonic()
+    said = awake_seconds()
     while True:
         states = [json.loads(text) for text in communicator.gather_text(json.dumps(state()))]
         # every rank sees the same states, so all raise the same error
@@ -59,8 +70,8 @@ def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> lis
         under_way = [each for each in states if "share" in each]
         if not under_way:
             return states
-        if communicator.rank == 0 and time.monotonic() - said >= LINE_SECONDS:
-            said = time.monotonic()
+        if communicator.rank == 0 and awake_seconds() - said >= LINE_SECONDS:
+            said = awake_seconds()
             last = min(under_way, key=lambda each: float(each["share"]))
             print(f"staging: {last['progress']}", file=sys.stderr, flush=True)
 
@@ -73,7 +84,7 @@ class _Copy:
         self._done_bytes = self._total_bytes = 0
         self._waits = False
         self._seen: tuple[int, int] | None = None
-        self._seen_at = time.monotonic()
+        self._seen_at = awake_seconds()
         thread = ThreadPoolExecutor(1, thread_name_prefix="bigbatch-stage")
         self._copy = thread.submit(
             stage, source, target, num_workers=NUM_WORKERS, on_progress=self._progress, on_wait=self._wait
@@ -104,8 +115,8 @@ class _Copy:
         # files grow before they count as done, and another process's copy shows on the disk alone
         seen = self._done_bytes, bytes_in(self._target)
         if seen != self._seen:
-            self._seen, self._seen_at = seen, time.monotonic()
-        return time.monotonic() - self._seen_at > self._timeout_seconds
+            self._seen, self._seen_at = seen, awake_seconds()
+        return awake_seconds() - self._seen_at > self._timeout_seconds
 
     def _stuck(self) -> str:
         return (

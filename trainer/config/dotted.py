@@ -1,6 +1,11 @@
 """Classes of other packages, by their dotted names."""
 
+import os
+import sys
+import traceback
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 
 
@@ -17,11 +22,31 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
     module_name, _, own_name = name.rpartition(".")
     package = module_name.partition(".")[0]
     try:
+        _find_in_work_folder(package)
         return import_module(module_name), own_name
     except ImportError as error:  # of this module, or of one that it imports in turn
         package = (error.name or package).partition(".")[0]
-        raise ValueError(f"{error}: install its package, as by pip install {package}") from error
+        raise ValueError(
+            f"{error}: put its folder into PYTHONPATH where it is your own; else install its package, as by "
+            f"pip install {package}"
+        ) from error
     except SystemExit as error:
         raise ValueError(
             f"importing {module_name} ends Python: put what is to run there below if __name__ == '__main__'"
         ) from error
+    except Exception as error:  # others' code may raise anything, and is to be told of it here
+        raise ValueError(f"importing {module_name} fails: {words_of(error)}") from error
+
+
+def _find_in_work_folder(package: str) -> None:
+    """Let an own package in the work folder be found, behind all that is installed, which it cannot stand in for."""
+    folder = os.getcwd()
+    if folder not in sys.path and find_spec(package) is None and PathFinder.find_spec(package, [folder]) is not None:
+        sys.path.append(folder)
+
+
+def words_of(error: Exception) -> str:
+    """Say in one line what others' code raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames and frames[-1].lineno else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

@@ -21,6 +21,7 @@ NOT_NEGATIVE = Range("0 or more, and finite", lambda v: 0 <= v < math.inf)
 SHARE = Range("at least 0 and at most 1", lambda v: 0 <= v <= 1)
 ABOVE_ZERO = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_ONE = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
+MEGAPIXELS = Range("above 0 and at most 178", lambda v: 0 < v <= 178)  # Pillow opens none with more than 178.9
 BELOW_2_63 = Range("below 2**63", lambda v: v < 2**63)
 
 

@@ -12,7 +12,6 @@ import yaml
 
 from bigbatch.errors import ConfigError, nearest
 from bigbatch.trainer.config.fields import takes_text
-from bigbatch.trainer.config.names import LEAST_LIKENESS
 from bigbatch.trainer.config.options import parse_options
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import in_proportion
@@ -168,7 +167,7 @@ def as_yaml(value: object) -> str:
 
 def _packaged() -> list[str]:
     names = (p.relative_to(PACKAGED).with_suffix("") for p in PACKAGED.rglob("*.yaml"))
-    return sorted(str(name) for name in names if name.parts[0] not in ("ablations", "sweeps"))
+    return sorted(str(name) for name in names if name.parts[0] not in ("ablations", "clusters", "sweeps"))
 
 
 def _find(name: str, *, below: Path, what: str) -> Path:
@@ -179,7 +178,7 @@ def _find(name: str, *, below: Path, what: str) -> Path:
     run_config = below / name / RUN_CONFIG
     if name and run_config.is_file():  # without a name it would be the config of below
         return run_config
-    near = nearest(name, known, cutoff=LEAST_LIKENESS)
+    near = nearest(name, known)
     hint = f"; the nearest packaged one is {near}" if near else "; bigbatch config list names those" if known else ""
     raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from bigbatch.errors import nearest
+from bigbatch.errors import or_nearest
 from bigbatch.trainer.config.dotted import is_dotted
 from bigbatch.trainer.config.sections import MODELS, ModelConfig
 
@@ -27,7 +27,7 @@ def check_model_name(name: str) -> Iterator[str]:
     if not is_foreign_model(name):
         if name not in MODELS:
             yield (
-                f"model.name={name} is none of {', '.join(MODELS)}; the nearest is {nearest(name.lower(), MODELS)}. "
+                f"model.name={name} is none of {', '.join(MODELS)}{or_nearest(name.lower(), MODELS)}. "
                 "Others go by names such as timm:resnet18, torchvision:resnet18 and mypackage.models.Net"
             )
         return

@@ -5,14 +5,18 @@ from collections.abc import Iterable
 from bigbatch.errors import nearest
 
 OTHERS_NAMES = {
+    "aa": "augment.randaugment_ops",
     "amp": "optimizer.precision",
     "amp_dtype": "optimizer.precision",
+    "arch": "model.name",
     "auto_augment": "augment.randaugment_ops",
     "batch_size": "batch.global_batch_size",
     "clip_grad": "optimizer.clip_norm",
     "clip_grad_norm": "optimizer.clip_norm",
     "criterion": "optimizer.loss",
     "cutmix": "augment.cutmix_alpha",
+    "data": "data.root",
+    "data_dir": "data.root",
     "data_path": "data.root",
     "dist_backend": "comm.backend",
     "dtype": "optimizer.precision",
@@ -27,8 +31,10 @@ OTHERS_NAMES = {
     "lr_warmup_epochs": "schedule.warmup_epochs",
     "min_lr": "schedule.end_lr",
     "mixup": "augment.mixup_alpha",
+    "model": "model.name",
     "model_ema": "optimizer.ema_decay",
     "model_ema_decay": "optimizer.ema_decay",
+    "num_train_epochs": "run.epochs",
     "opt": "optimizer.name",
     "output": "run.directory",
     "output_dir": "run.directory",
@@ -46,8 +52,19 @@ OTHERS_NAMES = {
 }
 """What PyTorch's ImageNet example, timm's train.py and torchvision's references call what a key of ours sets."""
 
-LEAST_LIKENESS = 0.6
-"""Of difflib: names less alike are no misspelling."""
+_ACCUMULATION = "it follows from batch.global_batch_size, batch.microbatch_size and the number of ranks"
+ELSEWHERE = {
+    "device": "bigbatch launch ... --device cpu trains on the CPU",
+    "evaluate": "bigbatch evaluate RUN does that",
+    "gpus": "bigbatch launch local --ranks N says how many",
+    "grad_accum_steps": _ACCUMULATION,
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "local_rank": "bigbatch launch tells each rank its own",
+    "nproc_per_node": "bigbatch launch local --ranks N, or --ranks-per-node N with several nodes",
+    "test_only": "bigbatch evaluate RUN does that",
+    "world_size": "bigbatch launch ... --ranks N says how many",
+}
+"""What their names stand for that no key of ours sets: what does."""
 
 
 def meant_name(name: str, known: Iterable[str]) -> str:
@@ -59,6 +76,6 @@ def meant_name(name: str, known: Iterable[str]) -> str:
     # without its section in the second place: that may be another one, or not be there
     whole = {each: each for each in known} if "." in name else {}
     for words, word in ((whole, name.replace("-", "_")), ({each.rpartition(".")[2]: each for each in known}, last)):
-        if near := nearest(word, words, cutoff=LEAST_LIKENESS):
+        if near := nearest(word, words):
             return words[near]
     return ""

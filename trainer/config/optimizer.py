@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from bigbatch.errors import nearest
+from bigbatch.errors import or_nearest
 from bigbatch.trainer.config.dotted import is_dotted
 from bigbatch.trainer.config.sections import OPTIMIZERS, CommConfig, OptimizerConfig
 
@@ -20,8 +20,8 @@ def check_optimizer_name(name: str) -> Iterator[str]:
     """Refuse a name that is neither ours nor dotted."""
     if not is_foreign(name) and name not in OPTIMIZERS:
         yield (
-            f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}; the nearest is "
-            f"{nearest(name.lower(), OPTIMIZERS)}. Others go by their dotted names, such as "
+            f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}"
+            f"{or_nearest(name.lower(), OPTIMIZERS)}. Others go by their dotted names, such as "
             "schedulefree.SGDScheduleFree"
         )
     if is_foreign(name) and not is_dotted(name):

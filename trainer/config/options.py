@@ -77,7 +77,7 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
         argument_default=argparse.SUPPRESS,
         description="Train one experiment: a YAML file of what differs from the defaults, and any key as an override. "
         f"Packaged experiments: {', '.join(packaged)}.",
-        epilog=f"example: {prog} --config quickstart --run.epochs 2 --optimizer.momentum 0.8. "
+        epilog=f"example: {prog} --config quickstart --run.epochs 24 --optimizer.momentum 0.8. "
         + ", ".join(f"{alias} is short for --{key}" for alias, key in ALIASES.items())
         + ".",
         usage=f"{prog} --config NAME_OR_FILE [--section.key VALUE ...]",

@@ -32,7 +32,7 @@ class Refusals:
         except ConfigError as error:
             self._lines += [line for line in map(str, error.args) if not self._doubts(line)]
         if self._lines:
-            raise ConfigError(*self._lines)
+            raise ConfigError(*self._lines) from None
 
     def _doubts(self, line: str) -> bool:
         return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", line) for key in self._doubtful)

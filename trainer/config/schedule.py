@@ -42,6 +42,16 @@ def _rounded_down(epochs: float) -> float:
     return math.floor(epochs * 1e4) / 1e4
 
 
+def schedule_notes(schedule: ScheduleConfig, *, epochs: int) -> list[str]:
+    """List what the log says of a schedule: it is legal that a run ends where its warm-up does, and seldom meant."""
+    if not 0 < epochs <= schedule.warmup_epochs:
+        return []
+    return [
+        f"the learning rate only rises: schedule.warmup_epochs={schedule.warmup_epochs:g} of run.epochs={epochs}; a "
+        f"shorter run wants a shorter warm-up, such as --schedule.warmup_epochs {epochs / 5:g}"
+    ]
+
+
 def check_evaluations(run: RunConfig) -> Iterator[str]:
     """Say where the first evaluation lies past the interval."""
     if run.eval_offset_epochs >= run.eval_every_epochs:

@@ -12,10 +12,11 @@ from bigbatch.trainer.config.compute import check_compute, check_cuda_graph
 from bigbatch.trainer.config.data import check_loader, check_patience, check_train_sizes
 from bigbatch.trainer.config.fields import Key, conform, describe, read_keys
 from bigbatch.trainer.config.model import check_model, check_model_name
-from bigbatch.trainer.config.names import meant_name
+from bigbatch.trainer.config.names import ELSEWHERE, meant_name
 from bigbatch.trainer.config.optimizer import check_optimizer, check_optimizer_name, check_sharded
 from bigbatch.trainer.config.precision import check_average, check_precision
 from bigbatch.trainer.config.refusals import Refusals
+from bigbatch.trainer.config.reproducible import check_reproducible
 from bigbatch.trainer.config.schedule import check_evaluations, check_schedule
 from bigbatch.trainer.config.score import check_loss, check_metrics
 from bigbatch.trainer.config.sections import (
@@ -104,6 +105,7 @@ def require_known(
     if name not in known:
         near = meant_name(name, known)
         hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
+        hint = ELSEWHERE.get(name.replace("-", "_"), hint)
         with refusals.of(near):
             raise ConfigError(f"{where}: unknown key {name}; {hint}")
 
@@ -152,6 +154,7 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from check_comm(config.comm)
     yield from check_precision(optimizer)
     yield from check_average(optimizer)
+    yield from check_reproducible(run, batch, config.compute, optimizer, config.comm)
     yield from check_stopping(run, data)
     yield from check_loss(optimizer, run)
     yield from check_metrics(run.metrics)

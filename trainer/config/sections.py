@@ -7,6 +7,7 @@ from bigbatch.trainer.config.fields import (
     ABOVE_ZERO,
     BELOW_2_63,
     BELOW_ONE,
+    MEGAPIXELS,
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
@@ -40,10 +41,20 @@ class RunConfig:
     """Steps between two checkpoints, besides the one after each evaluation; 0 for those alone."""
     keep_checkpoints: Annotated[int, POSITIVE] = 2
     """Newest checkpoints to keep, besides the best."""
+    memory_every_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps, up to the next report, between two copies of the run's state in the memory of every node, in /dev/shm; 0
+    for none. A run that lost ranks or nodes goes on from the newest that is left, and reads no disk."""
     compare_every_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps, up to the next report, between two comparisons of all ranks' weights and optimizer state, besides those at
     the start and before each checkpoint; 0 for none. Where they differ the run goes back to the newest checkpoint on
     which they agreed."""
+    reproducible: bool = False
+    """The same bits at the end on any number of ranks and nodes, by any algorithm, backend and fusion plan, and after
+    any resume, as long as batch.microbatch_size, the kind of device and the versions stay: gradients are summed as
+    integers, and kernels are deterministic. Sums take twice the bytes, and CPUs compute with compute.cpu_threads."""
+    digest_every_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps between two records of digests (pictures, summed gradients, weights and optimizer state), by which bigbatch
+    diff finds where two runs part; 0 for none."""
     checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
     """A checkpoint, or the plot at the end, that is not written after this long ends the job; comm.timeout_seconds does
     not count meanwhile."""
@@ -99,6 +110,8 @@ class DataConfig:
     """Channel standard deviations (red, green, blue) on the scale 0 to 1; the default is ImageNet's, too."""
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True)] = None
     """Bad pictures for which others stand in, counted and listed in the summary; null to end at the first one."""
+    max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
+    """A picture of more million pixels is bad, by what its header states: decoded, each takes 4 MB, in every thread."""
     num_threads: Annotated[int, POSITIVE] = 4
     """Decoding threads per rank."""
     prefetch_batches: Annotated[int, POSITIVE] = 2
@@ -111,6 +124,9 @@ class DataConfig:
     stage: Annotated[str | None, OnlyFor("loader", READERS, or_null=True)] = None
     """Folder of each node into which packed data are copied before the run, such as one on a local disk or in
     /dev/shm; null to read from root."""
+    keep_staged: bool = True
+    """Leave the copy in stage for the next run; false removes it as the run ends, where no other run of that node has
+    it."""
     bind_numa: bool = True
     """Keep each rank on the cores beside its GPU, or beside its memory, where a node has several NUMA domains."""
     probe_seconds: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -204,6 +220,9 @@ class ComputeConfig:
     """Pictures and weights in NHWC memory, which tensor cores and oneDNN take as they are."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms on each new shape and keep the fastest; without effect on a CPU."""
+    cpu_threads: Annotated[int | None, POSITIVE] = None
+    """Threads with which a rank computes on a CPU, which decide how its sums are rounded; null for its share of the
+    host's cores, or 1 with run.reproducible."""
     recomputed_blocks: Annotated[int, NOT_NEGATIVE] = 0
     """Residual blocks, counted from the input, whose activations are not kept but computed again in backward."""
 
@@ -294,7 +313,8 @@ class CommConfig:
     backend: Literal["auto", "nccl", "tcp", "gloo", "mpi", "horovod"] = "auto"
     """auto: NCCL where every rank has a GPU, else tcp."""
     interface: str | None = None
-    """Network interface between the nodes, such as eth0; null for the one that leads to rank 0."""
+    """Network interface between the nodes, such as eth0; null for the one that leads to rank 0; of several, as ib0,ib1,
+    NCCL and gloo use all, and we the first."""
     algorithm: Literal["auto", "native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "auto"
     """auto: as table says; without one native with NCCL, hierarchical elsewhere; native: the backend's own;
     hierarchical: reduce to a leader per node, ring of leaders, broadcast; sharded: reduce-scatter in the node,
@@ -331,5 +351,8 @@ class CommConfig:
     """Ranks that others have waited for so long are named."""
     timeout_seconds: Annotated[float, POSITIVE] = 300.0
     """A peer that does not answer for this long ends the job."""
+    meeting_seconds: Annotated[float, POSITIVE] = 900.0
+    """How long the ranks wait for the last one at the start, where that is longer than timeout_seconds: an image may
+    still be pulled, or a file system be cold."""
     timeline_steps: Annotated[tuple[int, int] | None, NOT_NEGATIVE] = None
     """First and last step to record into timeline.json in the run's folder; null for none."""

@@ -39,7 +39,7 @@ def _make_parser() -> argparse.ArgumentParser:
         usage="bigbatch config show NAME [--section.key VALUE ...]",
         description="Print the complete experiment as YAML, which --config takes, and where each value comes from: "
         "default, base FILE, recipe FILE or command line.",
-        epilog="example: bigbatch config show imagenet/resnet50_8k --run.epochs 2",
+        epilog="example: bigbatch config show imagenet/resnet50_8k --run.epochs 100",
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME", help="a packaged experiment, a YAML file or a run folder")

@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -12,9 +12,10 @@ from pathlib import Path, PurePosixPath
 from typing import IO, BinaryIO
 from urllib.request import Request, urlopen
 
-from bigbatch.errors import DataError
+from bigbatch.errors import DataError, shortened
 from bigbatch.files import replacing
 from bigbatch.trainer.datasets.show_progress import Report
+from bigbatch.trainer.datasets.tar_headers import BoundedTarInfo, read_headers
 
 MAX_MEMBER_BYTES = 1 << 30
 """A header may claim any length; what is read into memory stays below this (the largest CIFAR file has 155 MB)."""
@@ -134,34 +135,37 @@ def read_members(archive: Path | Member) -> Iterator[Member]:
     """
     origin, seen = str(archive), set()
     with _named_errors(origin), _open(archive) as tar:
-        for info in tar:
-            path = PurePosixPath(info.name)
-            problem = "comes twice" if path in seen and not info.isdir() else _problem(info)
+        for info in read_headers(tar):
+            # not by pathlib, which interns each part: Python 3.12 keeps such a text for ever
+            parts = [part for part in info.name.split("/") if part not in ("", ".")]
+            # of millions of names, which may be long
+            digest = hashlib.blake2b("/".join(parts).encode("utf-8", "surrogateescape"), digest_size=16).digest()
+            problem = "comes twice" if digest in seen and not info.isdir() else _problem(info, parts)
             if problem:
-                raise DataError(f"{origin}: member {info.name!r} {problem}; it is refused whole: get another one")
-            seen.add(path)
+                name = shortened(info.name)
+                raise DataError(f"{origin}: member {name} {problem}; it is refused whole: get another one")
+            seen.add(digest)
             if info.isfile():
                 file = tar.extractfile(info)
                 assert file is not None
-                yield Member(origin, path, info.size, file)
+                yield Member(origin, PurePosixPath(info.name), info.size, file)
         _require_end(tar)
 
 
 def _open(archive: Path | Member) -> tarfile.TarFile:
     """Open an archive, whose name does not tell its compression: ImageNet-V2's .tar.gz is a plain tar."""
     if isinstance(archive, Member):
-        return tarfile.open(fileobj=archive.file, mode="r:")
+        return tarfile.open(fileobj=archive.file, mode="r:", tarinfo=BoundedTarInfo)
     with open(archive, "rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
-    return tarfile.open(archive, mode="r:gz" if is_gzip else "r:")
+    return tarfile.open(archive, mode="r:gz" if is_gzip else "r:", tarinfo=BoundedTarInfo)
 
 
-def _problem(info: tarfile.TarInfo) -> str | None:
+def _problem(info: tarfile.TarInfo, parts: Sequence[str]) -> str | None:
     """Return why a member must not be unpacked; None for a file or folder that stays inside."""
-    path = PurePosixPath(info.name)
     reasons = {
-        "has an absolute name": path.is_absolute(),
-        "leads out of the archive": ".." in path.parts,
+        "has an absolute name": info.name.startswith("/"),
+        "leads out of the archive": ".." in parts,
         "has an unprintable name": not info.name.isprintable(),  # a zero byte, a terminal's commands
         "has an impossible length": not 0 <= info.size < _MAX_TAR_BYTES,  # tarfile would seek there
         "is a symbolic link": info.issym(),

@@ -13,6 +13,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, Fault, examine_all
 from bigbatch.trainer.datasets.listing import Listing, open_listing
 from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import IMAGE_SUFFIXES
 
@@ -71,11 +72,17 @@ class CheckReport:
 
 
 def check_dataset(
-    root: Path, *, decode: bool = True, num_workers: int = 1, on_progress: Callable[[int, int], None] | None = None
+    root: Path,
+    *,
+    decode: bool = True,
+    num_workers: int = 1,
+    max_pixels: int = MAX_PIXELS,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> CheckReport:
     """Look at every picture of root/train and root/val; on_progress gets the number done and the total.
 
-    decode False reads all files and headers, so that only damage inside of a picture remains unseen.
+    decode False reads all files and headers, so that only damage inside of a picture remains unseen. A picture of
+    more than max_pixels is a fault, and not decoded.
     Raises: DataError if root has neither split, or is no list of pictures; ConfigError for an impossible num_workers.
     """
     start = time.monotonic()
@@ -89,7 +96,7 @@ def check_dataset(
     # an empty part, so that a split without pictures can be concatenated, too
     rows: dict[str, list[np.ndarray]] = {split: [np.empty(0, IMAGE)] for split in splits}
     faults: dict[str, list[Fault]] = {split: [] for split in splits}
-    for part in examine_all(splits, decode=decode, num_workers=num_workers):
+    for part in examine_all(splits, decode=decode, num_workers=num_workers, max_pixels=max_pixels):
         rows[part.split].append(part.rows_N)
         faults[part.split] += part.faults
         num_done += len(part.rows_N)

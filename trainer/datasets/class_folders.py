@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bigbatch.errors import DataError
-from bigbatch.files import write_whole
+from bigbatch.files import parse_json, write_whole
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.datasets.archives import Archive
 from bigbatch.trainer.input.order import IMAGE_SUFFIXES, list_names
@@ -241,7 +241,7 @@ def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
 def _read_note(path: Path) -> dict[str, Any]:
     """Return what an earlier run wrote there; empty if none did."""
     try:
-        return dict(json.loads(path.read_bytes()))
+        return dict(parse_json(path.read_bytes()))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError) as error:

@@ -1,7 +1,6 @@
 """One look at every picture of a data set, as the loaders would take it, by many processes."""
 
 import hashlib
-import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from bigbatch.trainer.input.formats import (
     encoded_size,
     is_webp,
     jpeg_size,
+    open_header,
     open_image,
     webp_size,
 )
@@ -75,6 +75,7 @@ class Part:
 class _Job:
     splits: Mapping[str, Images]
     decode: bool
+    max_pixels: int
 
 
 def kind_of_fault(data: bytes, error: Exception) -> str:
@@ -87,33 +88,28 @@ def kind_of_fault(data: bytes, error: Exception) -> str:
                 return "cut off picture"
             return "unsupported picture" if isinstance(error, UnsupportedImageError) else "damaged picture"
     if is_webp(data):
+        if isinstance(error, UnsupportedImageError):
+            return "unsupported picture"
         return "cut off picture" if webp_size(data) is None else "damaged picture"
     if data[:100].lstrip().startswith(b"<"):
         return "HTML or XML instead of a picture"
     return "neither JPEG, PNG nor WebP"
 
 
-def examine(data: bytes, *, path: str, decode: bool) -> tuple[tuple[int, int], str, int]:
+def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[tuple[int, int], str, int]:
     """Find (height, width) of a stored picture, its form, its traits; with decode False from the headers alone.
 
     Raises: DataError naming path.
     """
     if decode:
-        image = open_image(data, path=path)
+        image = open_image(data, path=path, max_pixels=max_pixels)
         size = jpeg_size(data) or (image.height, image.width)
     else:
-        size = encoded_size(data, path=path)
-        image = _open_header(data, path=path)
+        size = encoded_size(data, path=path, max_pixels=max_pixels)
+        image = open_header(data, path=path, max_pixels=max_pixels)
     kind = "JPEG" if image.format == "MPO" else str(image.format)
     found = _traits(image, kind=kind, data=data, path=path)
     return size, f"{kind} {image.mode}", sum(1 << bit for bit, trait in enumerate(TRAITS) if found.get(trait))
-
-
-def _open_header(data: bytes, *, path: str) -> Image.Image:
-    try:
-        return Image.open(io.BytesIO(data))
-    except OSError:
-        return open_image(data, path=path)  # which says what is wrong with it
 
 
 def _traits(image: Image.Image, *, kind: str, data: bytes, path: str) -> dict[str, bool]:
@@ -139,7 +135,7 @@ def _is_rotated(image: Image.Image) -> bool:
         return False
 
 
-def examine_part(images: Images, positions: range, *, split: str, decode: bool) -> Part:
+def examine_part(images: Images, positions: range, *, split: str, decode: bool, max_pixels: int) -> Part:
     """Read and examine the pictures at positions; a bad one becomes a fault."""
     rows_N, faults = np.zeros(len(positions), IMAGE), []
     with warnings.catch_warnings():
@@ -153,7 +149,8 @@ def examine_part(images: Images, positions: range, *, split: str, decode: bool) 
                 continue
             rows_N[row]["num_bytes"] = len(data)
             try:
-                rows_N[row] = (_digest(data), len(data), *examine(data, path=path, decode=decode), True)
+                found = examine(data, path=path, decode=decode, max_pixels=max_pixels)
+                rows_N[row] = (_digest(data), len(data), *found, True)
             except Exception as error:  # one bad file must not end the check, whatever a decoder makes of it
                 faults.append(Fault(path, kind_of_fault(data, error), _reason(path, error)))
     return Part(split, rows_N, tuple(faults))
@@ -170,7 +167,7 @@ def _digest(data: bytes) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint64)
 
 
-def examine_all(splits: Mapping[str, Images], *, decode: bool, num_workers: int) -> Iterator[Part]:
+def examine_all(splits: Mapping[str, Images], *, decode: bool, num_workers: int, max_pixels: int) -> Iterator[Part]:
     """Yield parts of all splits, in order, each as soon as it is there; in this process if one is enough.
 
     Raises: ConfigError for an impossible num_workers; DataError if a process dies.
@@ -180,9 +177,9 @@ def examine_all(splits: Mapping[str, Images], *, decode: bool, num_workers: int)
         for split, images in splits.items()
         for first in range(0, len(images), PART_IMAGES)
     ]
-    return in_parallel(partial(_run, _Job(splits, decode)), tasks, num_workers=num_workers)
+    return in_parallel(partial(_run, _Job(splits, decode, max_pixels)), tasks, num_workers=num_workers)
 
 
 def _run(job: _Job, task: tuple[str, range]) -> Part:
     split, positions = task
-    return examine_part(job.splits[split], positions, split=split, decode=job.decode)
+    return examine_part(job.splits[split], positions, split=split, decode=job.decode, max_pixels=job.max_pixels)

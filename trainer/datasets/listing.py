@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError
+from bigbatch.files import read_plain
 from bigbatch.trainer.input.base import Images
 from bigbatch.trainer.input.listed import read_images
 from bigbatch.trainer.input.order import list_names
@@ -36,7 +37,7 @@ class FolderImages:
 
     def read(self, position: int) -> bytes:
         """Return its bytes. Raises: OSError."""
-        return Path(self.name(position)).read_bytes()
+        return read_plain(self.name(position))
 
 
 @dataclass(frozen=True)

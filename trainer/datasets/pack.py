@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from bigbatch.errors import ConfigError, DataError
+from bigbatch.files import parse_json
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.datasets.shard_writer import (
     PackRecipe,
@@ -23,7 +24,6 @@ from bigbatch.trainer.datasets.shard_writer import (
     new_shard_file,
     padded,
     record_name,
-    shard_name,
     sweep_unfinished,
     write_shard,
 )
@@ -40,6 +40,7 @@ from bigbatch.trainer.input.shards import (
     SplitIndex,
     read_entries,
     read_packed,
+    shard_name,
 )
 
 _LABEL_BYTES = 2 * BLOCK_BYTES
@@ -202,7 +203,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sweep_unfinished(folder)
-        found = json.loads(path.read_text()) if path.exists() else None
+        found = parse_json(path.read_text()) if path.exists() else None
         if found is None and any(folder.iterdir()):
             raise DataError(f"{folder}: holds something else than shards of `bigbatch data pack`; name another DST")
         if found is not None and found != settings:
@@ -259,9 +260,9 @@ def _finished_shards(plan: SplitPlan) -> dict[int, ShardRecord]:
 def _read_record(path: Path) -> ShardRecord | None:
     """Read a record; None where there is none, or a broken one: the shard is packed again."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
         return ShardRecord(Shard(**found["shard"]), np.array(found["rows"], np.int64).reshape(-1, 4).tolist())
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

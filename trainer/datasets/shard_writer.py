@@ -14,9 +14,9 @@ from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import replacing
-from bigbatch.trainer.input.formats import PNG_START, encoded_size, is_webp, open_image
+from bigbatch.trainer.input.formats import MAX_PIXELS, PNG_START, encoded_size, is_webp, open_image
 from bigbatch.trainer.input.order import read_file
-from bigbatch.trainer.input.shards import BLOCK_BYTES, Shard, key_number
+from bigbatch.trainer.input.shards import BLOCK_BYTES, Shard, key_number, shard_name
 
 UNFINISHED = ".unfinished"
 
@@ -31,6 +31,8 @@ class PackRecipe:
     """A picture whose shorter side exceeds it is shrunk to it; None leaves all as they are."""
     quality: int = 90
     """Of the JPEGs that shrunk pictures become."""
+    max_pixels: int = MAX_PIXELS
+    """A picture that states more is refused; it decides no bytes."""
 
     def __post_init__(self) -> None:
         legal = {
@@ -44,11 +46,8 @@ class PackRecipe:
 
     def made(self) -> dict[str, int | None]:
         """Return it as index.json states it; the quality only where something can be shrunk."""
-        return {**asdict(self), "quality": None if self.max_side is None else self.quality}
-
-
-def shard_name(number: int) -> str:
-    return f"shard-{number:06d}.tar"
+        quality = None if self.max_side is None else self.quality
+        return {"shard_bytes": self.shard_bytes, "max_side": self.max_side, "quality": quality}
 
 
 def record_name(number: int) -> str:
@@ -90,13 +89,13 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def shrink(data: bytes, *, path: str, max_side: int | None, quality: int) -> bytes:
+def shrink(data: bytes, *, path: str, max_side: int | None, quality: int, max_pixels: int = MAX_PIXELS) -> bytes:
     """Return data itself, or the picture as a JPEG with its shorter side at max_side; decodes it in either case.
 
     Antialiased (Lanczos), aspect kept, in grey or RGB. EXIF goes, and with it the orientation: the loaders
     ignore it, so what is stored stays as it was. Raises: DataError naming path.
     """
-    image = open_image(data, path=path)
+    image = open_image(data, path=path, max_pixels=max_pixels)
     short = min(image.size)
     if max_side is None or short <= max_side:
         return data
@@ -133,11 +132,18 @@ def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> ShardRecor
 def _members(recipe: PackRecipe, plan: ShardPlan) -> Iterator[tuple[bytes, bytes, tuple[int, int, int] | None]]:
     """Yield (header, padded data, (length, height, width) of a picture or None) of all that the tar file holds."""
     for position, (path, label) in enumerate(zip(plan.paths, plan.labels, strict=True), plan.first):
-        data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality)
+        data = shrink(
+            read_file(path),
+            path=path,
+            max_side=recipe.max_side,
+            quality=recipe.quality,
+            max_pixels=recipe.max_pixels,
+        )
         # readers end the key at the first dot; the number makes it unique, whatever the folder held
         key = f"{key_number(position)}-{Path(path).stem.replace('.', '_')}"
         suffix = "png" if data.startswith(PNG_START) else "webp" if is_webp(data) else "jpg"
-        yield *tar_member(f"{key}.{suffix}", data), (len(data), *encoded_size(data, path=path))
+        size = encoded_size(data, path=path, max_pixels=recipe.max_pixels)
+        yield *tar_member(f"{key}.{suffix}", data), (len(data), *size)
         yield *tar_member(f"{key}.cls", str(label).encode()), None
     yield b"", bytes(2 * BLOCK_BYTES), None  # the end mark
 

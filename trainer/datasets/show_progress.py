@@ -8,6 +8,8 @@ from functools import partial
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from bigbatch.errors import printable
+
 Advance = Callable[[int, int], None]
 """Takes (done, total)."""
 Report = Callable[[str, int, int], None]
@@ -28,11 +30,12 @@ def show_each(*, unit: str = "") -> Iterator[Report]:
     if not console.is_terminal:
         yield _lines(lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True), unit)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[so_far]}"))
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[so_far]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         tasks, counts = {}, {}
 
         def report(what: str, done: int, total: int) -> None:
+            what = printable(what)
             if what not in tasks:
                 tasks[what], counts[what] = progress.add_task(what, so_far=""), _Count(unit)
             progress.update(tasks[what], completed=done, total=total, so_far=counts[what].text(done, total))
@@ -46,7 +49,7 @@ def _lines(say: Callable[[str], None], unit: str) -> Report:
     def report(what: str, done: int, total: int) -> None:
         if (tenths := 10 * done // total) > tenths_said.get(what, 0):
             tenths_said[what] = tenths
-            say(f"{what}: {done:,} of {total:,} {unit}".rstrip())
+            say(f"{printable(what)}: {done:,} of {total:,} {unit}".rstrip())
 
     return report
 

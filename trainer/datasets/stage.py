@@ -5,18 +5,22 @@ which comes last.
 """
 
 import hashlib
+import os
+import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import replacing, write_whole
-from bigbatch.locks import open_lock, try_lock, wait_lock
+from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.shard_writer import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.verify_shards import sha256_of
 from bigbatch.trainer.input.shards import (
@@ -30,9 +34,14 @@ from bigbatch.trainer.input.shards import (
     parse_facts,
     read_packed,
 )
+from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
 
+SPLITS = ("train", "val")
+MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|\.staged|\..*{UNFINISHED}")
+"""Names of what stage writes into a split, beside index.json."""
 CHUNK_BYTES = 8 << 20
-LOCK, NOTE = ".stage.lock", ".staged"
+PRIVATE, OTHERS_WRITE = 0o700, stat.S_IWGRP | stat.S_IWOTH
+LOCK, USERS, NOTE = ".stage.lock", ".stage.users", ".staged"
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ANOTHER = "delete its folder to stage anew, or name another DST"
 
@@ -78,7 +87,7 @@ def stage(
     source: Path,
     target: Path,
     *,
-    splits: Sequence[str] = ("train", "val"),
+    splits: Sequence[str] = SPLITS,
     num_workers: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
@@ -87,8 +96,8 @@ def stage(
 
     num_workers threads copy. on_progress gets (bytes done, bytes in all); on_wait is called where another process
     stages into target, before the wait for its end. Raises: ConfigError for an impossible num_workers; DataError
-    for a source that is not packed, cut, edited or gone, and for a target that holds something else, is too small
-    or cannot be written.
+    for a source that is not packed, cut, edited or gone, and for a target that is another user's, holds something
+    else, is too small or cannot be written.
     """
     if num_workers < 1:
         raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
@@ -96,7 +105,8 @@ def stage(
     # the lock first, then the look: another process may have made it complete meanwhile
     with _only_process(target, on_wait):
         start = time.monotonic()
-        todo = [split for split in plans if not _is_complete(split)]
+        is_private = _make_private(target)
+        todo = [split for split in plans if not (is_private and _is_complete(split))]
         for split in todo:
             _make_way(split)
         _require_room(target, todo)
@@ -111,6 +121,42 @@ def stage(
             bytes_kept=progress.bytes_kept,
             seconds=time.monotonic() - start,
         )
+
+
+@contextmanager
+def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
+    """Be one of those who use what is, or is to be, staged in target; without keep the last of them removes it.
+
+    What cannot be locked is left to stage to tell of. What else lies there stays, and so do two empty files.
+    """
+    users = None
+    with suppress(OSError):
+        target.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        users = open_lock(target / USERS)
+        share_lock(users)
+    try:
+        yield
+    finally:
+        if users is not None:
+            with users, suppress(OSError):
+                if not keep:
+                    _remove(target, users)
+
+
+def _remove(target: Path, users: IO[bytes]) -> None:
+    """Remove what stage makes, where nobody else stages or uses it. Raises: OSError."""
+    with open_lock(target / LOCK) as lock:
+        if not (try_lock(lock) and try_lock(users)):
+            return
+        for split in (target / name for name in SPLITS):
+            if split.is_symlink() or not split.is_dir():
+                continue
+            # index.json first: what is left of a split never looks whole
+            made = [split / FACTS, *(path for path in split.iterdir() if MADE.fullmatch(path.name))]
+            for path in made:
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # something else lies there
+                split.rmdir()
 
 
 class _Progress:
@@ -159,7 +205,7 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
     The wait has no bound of its own: whoever holds the lock shows its progress, and fails where its source does.
     """
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        target.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         lock = open_lock(target / LOCK)
     except OSError as error:
         raise _write_error(target, error) from error
@@ -173,6 +219,23 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
             advice = "name a folder on a disk, or in the memory, of this node"
             raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error
         yield
+
+
+def _make_private(target: Path) -> bool:
+    """Let no other user write there any more; tell whether none could. Raises: DataError where it is another user's.
+
+    Sizes and a public note are believed of a folder of ours alone: whoever else could write may have planted them.
+    """
+    try:
+        facts = target.stat()
+        if facts.st_uid != os.geteuid():
+            raise DataError(f"{target}: belongs to another user, who could change the pictures; name another DST")
+        if not facts.st_mode & OTHERS_WRITE:
+            return True
+        target.chmod(PRIVATE)
+    except OSError as error:
+        raise _write_error(target, error) from error
+    return False
 
 
 def _is_complete(split: _Split) -> bool:
@@ -229,10 +292,14 @@ def _refuse_another(split: _Split) -> None:
 
 def _require_room(target: Path, splits: Sequence[_Split]) -> None:
     missing = [f.num_bytes for split in splits for f in split.files if not (split.target / f.name).exists()]
-    free = shutil.disk_usage(target).free
+    free, advice = shutil.disk_usage(target).free, "make room, or name another DST"
+    left = memory_left() if lies_in_memory(target) else None
+    if left is not None and left < free:
+        # more would end the job, and not the copy
+        free, advice = left, "its files count as memory of this job: ask for more, or name a DST on a disk"
     if sum(missing) > free:
         numbers = f"{sum(missing) / 1e9:.4g} GB are to be copied, {free / 1e9:.4g} GB are free"
-        raise DataError(f"{target}: {numbers}; make room, or name another DST")
+        raise DataError(f"{target}: {numbers}; {advice}")
 
 
 def _fetch_all(split: _Split, *, num_workers: int, on_file: Callable[[Shard, bool], None]) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigbatch.trainer.datasets.pixel_option import add_max_megapixels
 from bigbatch.trainer.datasets.prepare_options import add_prepare
 from bigbatch.trainer.datasets.stage_options import add_stage
 
@@ -62,6 +63,7 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     check.add_argument("--no-decode", action="store_true", help="read files and their headers only: much faster")
     check.add_argument("--json", type=Path, metavar="FILE", help="write everything found, all paths, to FILE")
     check.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    add_max_megapixels(check)
     check.set_defaults(run=_check)
 
 
@@ -74,7 +76,11 @@ def _check(arguments: argparse.Namespace) -> int:
 
     with show_progress(f"checking {arguments.root}") as on_progress:
         report = check_dataset(
-            arguments.root, decode=not arguments.no_decode, num_workers=arguments.workers, on_progress=on_progress
+            arguments.root,
+            decode=not arguments.no_decode,
+            num_workers=arguments.workers,
+            max_pixels=round(1e6 * arguments.max_megapixels),
+            on_progress=on_progress,
         )
     print_report(report, console=Console())
     if arguments.json:
@@ -110,6 +116,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     pack.add_argument(
         "--verify", type=Path, metavar="DST", help="pack nothing: read all of DST again and compare it with its index"
     )
+    add_max_megapixels(pack)
     pack.set_defaults(run=_pack, parser=pack)
 
 
@@ -126,7 +133,12 @@ def _pack(arguments: argparse.Namespace) -> int:
         summary = pack(
             arguments.source,
             arguments.target,
-            recipe=PackRecipe(arguments.shard_mb * 10**6, arguments.max_side, arguments.quality),
+            recipe=PackRecipe(
+                arguments.shard_mb * 10**6,
+                arguments.max_side,
+                arguments.quality,
+                round(1e6 * arguments.max_megapixels),
+            ),
             splits=arguments.splits.split(","),
             num_workers=arguments.workers,
             on_progress=on_progress,

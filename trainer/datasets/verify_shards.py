@@ -10,6 +10,7 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.processes import in_parallel
+from bigbatch.trainer.datasets.tar_headers import BoundedTarInfo, read_headers
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.shards import AGAIN, ENTRIES, is_packed, key_number, read_packed
 
@@ -58,8 +59,8 @@ def _verify_shard(stated: _Stated) -> None:
     try:
         if sha256_of(path) != stated.sha256:
             raise DataError(f"{path}: its bytes are not those that were packed; delete it and {AGAIN}")
-        with tarfile.open(path, "r:") as tar:
-            members = tar.getmembers()
+        with tarfile.open(path, "r:", tarinfo=BoundedTarInfo) as tar:
+            members = list(read_headers(tar))
             if len(members) != 2 * num_images:
                 raise DataError(f"{path}: {_problem(f'{len(members) // 2} pictures', str(num_images))}")
             # each picture is followed by its label
@@ -77,7 +78,8 @@ def _verify_image(
     image, _ = members
     name = f"{tar.name!s}: {image.name}"
     data, label = (tar.extractfile(member).read() for member in members)  # type: ignore[union-attr]
-    found = (image.offset_data, image.size, *encoded_size(data, path=name), label.decode())
+    size = encoded_size(data, path=name, max_pixels=int(entry["height"]) * int(entry["width"]))
+    found = (image.offset_data, image.size, *size, label.decode())
     *numbers, stated_label = (int(entry[key]) for key in ("offset", "length", "height", "width", "label"))
     stated = (*numbers, str(stated_label))
     if not image.name.startswith(f"{key_number(position)}-"):

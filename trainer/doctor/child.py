@@ -1,6 +1,5 @@
 """The doctor's hold on a probe: start it, ask it, end it."""
 
-import sys
 import time
 from collections.abc import Mapping
 from os import getpid
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DoctorError
+from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.exchange import LOOK_SECONDS, Exchange
@@ -68,4 +68,4 @@ class Child:
 def probe_argv(folder: Path, *, num_ranks: int) -> list[str]:
     """Name the words that start one process, or as many as `bigbatch launch local` starts on this host."""
     launch = ["launch", "local", "--ranks", str(num_ranks), "--"] if num_ranks > 1 else []
-    return [sys.executable, "-m", "bigbatch", *launch, "doctor", "probe", str(folder), str(getpid())]
+    return [*bigbatch_argv(), *launch, "doctor", "probe", str(folder), str(getpid())]

@@ -76,7 +76,8 @@ def _report(
     command = ["bigbatch", "train", "--config", arguments.config, *overrides]
     print_report(findings, console, config=config, command=command)
     if arguments.json:
-        record = {"conditions": _conditions(argv, load=load), **dataclasses.asdict(findings)}
+        record = {"conditions": _conditions(argv, load=load), "experiment": _experiment(config)}
+        record |= dataclasses.asdict(findings)
         with writing(arguments.json):
             arguments.json.write_text(json.dumps(record, indent=1) + "\n")
     if arguments.out and findings.is_complete:
@@ -86,6 +87,16 @@ def _report(
             arguments.out.write_text(dump_config(recommended))
         print(f"written: {arguments.out}")
     return code
+
+
+def _experiment(config: Config) -> dict[str, Any]:
+    """Return what the rates belong to; `bigbatch simulate --profile` reads it."""
+    return {
+        "model": config.model.name,
+        "image_size": config.data.image_size,
+        "microbatch_size": config.batch.microbatch_size,
+        "precision": config.optimizer.precision,
+    }
 
 
 def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:

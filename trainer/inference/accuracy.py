@@ -15,7 +15,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.on_device import on_device
 from bigbatch.trainer.input.stream import gather_replaced
-from bigbatch.trainer.step.score import PerPicture, Score, cross_entropies
+from bigbatch.trainer.step.score import PerPicture, Score, cross_entropies, to_grid
 
 BATCHES_BETWEEN_EXCHANGES = 8
 """A rank whose input failed, and one that was asked to stop, wait no longer than for so many batches."""
@@ -124,6 +124,6 @@ def count_batch(
     ranked_BK = logits_BK.topk(min(5, logits_BK.shape[1]), dim=1).indices
     # at most one hit a row: the first column counts top-1, all of them top-5
     hit_BK = (ranked_BK == labels_B[:, None]) & valid_B[:, None]
-    loss_B = torch.where(valid_B, losses(logits_BK, labels_B), 0.0)
+    loss_B = torch.where(valid_B, to_grid(losses(logits_BK, labels_B)), 0.0)
     sums = (hit_BK[:, 0].sum(), hit_BK.sum(), loss_B.sum(), valid_B.sum())
     return torch.stack([s.double() for s in sums])

@@ -14,6 +14,7 @@ from bigbatch.files import write_whole
 from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.datasets.check import Finding, unprintable_findings
 from bigbatch.trainer.datasets.check_report import finding_lines
+from bigbatch.trainer.datasets.pixel_option import add_max_megapixels
 from bigbatch.trainer.datasets.show_progress import show_progress
 from bigbatch.trainer.init.layout import Found, look, require_folder, require_no_columns
 from bigbatch.trainer.init.measure import Measured, measure
@@ -59,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
                 most_images=arguments.samples,
                 seed=arguments.seed,
                 num_workers=arguments.workers,
+                max_pixels=round(1e6 * arguments.max_megapixels),
                 on_progress=on_progress,
             )
         findings += _unusable(pictures, measured, leave_out=arguments.leave_out)
@@ -205,6 +207,7 @@ def _write(recipe: Path, pictures: _Pictures, measured: Measured, *, arguments: 
             num_averaged=measured.num_averaged,
             seed=arguments.seed,
             short_side_pixels=measured.short_side_pixels,
+            max_megapixels=arguments.max_megapixels,
         ),
     )
     try:
@@ -301,4 +304,5 @@ def _parser() -> argparse.ArgumentParser:
         help="go on without unusable pictures of what is listed, and without labels and pictures that lack the other",
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    add_max_megapixels(parser)
     return parser

@@ -11,7 +11,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import Spread, spread
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.base import Images
-from bigbatch.trainer.input.formats import open_image
+from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
 from bigbatch.trainer.input.order import epoch_order
 
 PART_IMAGES = 32
@@ -41,9 +41,10 @@ def measure(
     most_images: int,
     seed: int,
     num_workers: int = 1,
+    max_pixels: int = MAX_PIXELS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Measured:
-    """Decode at most so many pictures, drawn by seed from all splits.
+    """Decode at most so many pictures, drawn by seed from all splits; those of more than max_pixels are unusable.
 
     Raises: DataError if no training picture among them is good; ConfigError for an impossible num_workers.
     """
@@ -60,7 +61,7 @@ def measure(
     faults: dict[str, dict[int, str]] = {split: {} for split in splits}
     num_done = 0
     for (split, positions), (found_N8, bad) in zip(
-        tasks, in_parallel(partial(_examine, dict(splits)), tasks, num_workers=num_workers), strict=True
+        tasks, in_parallel(partial(_examine, dict(splits), max_pixels), tasks, num_workers=num_workers), strict=True
     ):
         sides.append(found_N8[:, :2])
         faults[split].update(bad)
@@ -86,7 +87,9 @@ def measure(
     )
 
 
-def _examine(splits: Mapping[str, Images], task: tuple[str, list[int]]) -> tuple[np.ndarray, dict[int, str]]:
+def _examine(
+    splits: Mapping[str, Images], max_pixels: int, task: tuple[str, list[int]]
+) -> tuple[np.ndarray, dict[int, str]]:
     """Return (height, width, three means, three means of squares) of each good picture, and what the others lack."""
     split, positions = task
     rows, bad = [], {}
@@ -95,7 +98,7 @@ def _examine(splits: Mapping[str, Images], task: tuple[str, list[int]]) -> tuple
         for position in positions:
             path = splits[split].name(position)
             try:
-                image = open_image(splits[split].read(position), path=path).convert("RGB")
+                image = open_image(splits[split].read(position), path=path, max_pixels=max_pixels).convert("RGB")
             except DataError as error:
                 bad[position] = str(error)
             except Exception as error:  # one bad file must not end it, whatever a decoder makes of it

@@ -6,6 +6,7 @@ from typing import Any
 from bigbatch.trainer.config.batch import largest_divisor
 from bigbatch.trainer.config.file import as_yaml, load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.datasets.check import Spread
 
 MIN_STEPS = 8
@@ -28,6 +29,8 @@ class Facts:
     """Training pictures that mean and std are of."""
     seed: int
     short_side_pixels: Spread
+    max_megapixels: float = DataConfig.max_megapixels
+    """Of a picture: what was asked for."""
 
 
 def recipe_text(like: str, facts: Facts) -> str:
@@ -47,6 +50,8 @@ def recipe_text(like: str, facts: Facts) -> str:
             "bn_span": (sizes[2], ""),
         },
     }
+    if facts.max_megapixels != base.data.max_megapixels:
+        stated["data"]["max_megapixels"] = (facts.max_megapixels, "")
     if base.model.weights is None:  # else those that the weights were trained with
         stated["data"] |= {
             "mean": (

@@ -1,6 +1,5 @@
 """Hugging Face's image data sets on disk, Arrow or Parquet, become class folders: read by pyarrow alone."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DataError, shortened
+from bigbatch.files import parse_json
 from bigbatch.trainer.datasets.check import Finding
 from bigbatch.trainer.datasets.class_folders import StoredImage
 from bigbatch.trainer.init.unpack import Part, below, is_folder_name, lacking_findings, require_new, write_parts
@@ -105,7 +105,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 def _read_json(path: Path, key: str) -> list[Any]:
     try:
-        return list(json.loads(path.read_bytes())[key])
+        return list(parse_json(path.read_bytes())[key])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path}: is not as `datasets` writes it ({shortened(error)}); save the data set again"
@@ -160,7 +160,7 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
 def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[str, str, Sequence[str] | None]:
     """Return the columns of pictures and labels, and the names that whole numbers stand for. Raises: DataError."""
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
         features = {name: kind for name, kind in features.items() if isinstance(kind, dict)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         features = {}

@@ -1,17 +1,22 @@
 """What an encoded picture is: its kind, its size, and whether it can be decoded."""
 
 import io
+from collections.abc import Sequence
 
 from PIL import Image, UnidentifiedImageError
 
 from bigbatch.errors import DataError
+from bigbatch.trainer.config.sections import DataConfig
 
 # start-of-frame markers: 0xC0..0xCF without DHT (C4), JPG (C8) and DAC (CC)
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_START_OF_SCAN = 0xDA
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 _ADVICE = "replace or remove it"
 SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
-"""The formats that all loaders take, by Pillow's names, and how a file of each is called."""
+"""The formats that all loaders take, by Pillow's names, and how a file of each is called. Pillow opens no other."""
+MAX_PIXELS = round(1e6 * DataConfig.max_megapixels)
+"""Of a picture, where nothing else is said: half a megabyte of PNG may hold 600 million pixels, which take 2.4 GB."""
 
 
 class UnsupportedImageError(DataError):
@@ -19,21 +24,26 @@ class UnsupportedImageError(DataError):
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Read (height, width) from a JPEG's frame header in a few microseconds; None if it is no complete JPEG."""
+    """Read (height, width) from a JPEG's frame header in a few microseconds; None if it is no complete JPEG.
+
+    Neither is one with two frame headers: decoders take different ones.
+    """
     if data[:2] != b"\xff\xd8":
         return None
-    at, length = 2, len(data)
+    at, length, size = 2, len(data), None
     while at + 9 <= length and data[at] == 0xFF:
         marker = data[at + 1]
         if marker == 0xFF:  # a fill byte
             at += 1
-        elif marker in _START_OF_FRAME:
+            continue
+        if marker == _START_OF_SCAN:
             # coded data never holds an end marker, so a file without one behind this header is cut off
-            complete = data.rfind(b"\xff\xd9", at) >= 0
+            return size if size and min(size) > 0 and data.rfind(b"\xff\xd9", at) >= 0 else None
+        if marker in _START_OF_FRAME:
+            if size is not None:
+                return None
             size = int.from_bytes(data[at + 5 : at + 7], "big"), int.from_bytes(data[at + 7 : at + 9], "big")
-            return size if complete and min(size) > 0 else None
-        else:
-            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return None
 
 
@@ -50,7 +60,7 @@ def webp_size(data: bytes) -> tuple[int, int] | None:
     """Read (height, width) from a WebP's header, lossy, lossless or extended; None if it is no complete WebP."""
     kind = data[12:16]
     # the size in the RIFF header leaves out the eight bytes up to its own end
-    if not is_webp(data) or len(data) < max(30, 8 + int.from_bytes(data[4:8], "little")):
+    if not is_webp(data) or len(data) < max(25, 8 + int.from_bytes(data[4:8], "little")):
         return None
     if kind == b"VP8 ":
         size = int.from_bytes(data[28:30], "little") & 0x3FFF, int.from_bytes(data[26:28], "little") & 0x3FFF
@@ -68,39 +78,41 @@ def is_webp(data: bytes) -> bool:
     return data[:4] == b"RIFF" and data[8:12] == b"WEBP"
 
 
-def encoded_size(data: bytes, *, path: str) -> tuple[int, int]:
+def require_pixels(size: Sequence[int], *, path: str, max_pixels: int) -> None:
+    """Raise UnsupportedImageError naming path if a picture of (height, width) has more pixels."""
+    height, width = size
+    if height * width > max_pixels:
+        raise UnsupportedImageError(
+            f"{path}: has {width} x {height} pixels, more than {max_pixels / 1e6:g} megapixels; shrink or remove it, "
+            "or raise data.max_megapixels (--max-megapixels)"
+        )
+
+
+def encoded_size(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Read (height, width) of a JPEG, WebP or 8-bit PNG, whatever its name says (ImageNet has a PNG named .JPEG).
 
-    From the header, in a few microseconds. Raises: DataError if it is none of them, cut off, or far too large.
+    From the header, in a few microseconds. Raises: DataError if it is none of them, cut off, or too large.
     """
-    size = jpeg_size(data) or png_size(data) or webp_size(data)
-    if size is None or _is_too_large(size):
-        image = open_image(data, path=path)  # which says what is wrong with it
+    size = _stated_size(data)
+    if size is None:
+        image = open_image(data, path=path, max_pixels=max_pixels)  # which says what is wrong with it
         size = image.height, image.width
+    require_pixels(size, path=path, max_pixels=max_pixels)
     return size
 
 
-def _is_too_large(size: tuple[int, int]) -> bool:
-    """Tell whether Pillow refuses it: decoded it would fill the memory."""
-    most_pixels = Image.MAX_IMAGE_PIXELS
-    return most_pixels is not None and size[0] * size[1] > 2 * most_pixels
+def _stated_size(data: bytes) -> tuple[int, int] | None:
+    return jpeg_size(data) or png_size(data) or webp_size(data)
 
 
-def open_image(data: bytes, *, path: str) -> Image.Image:
+def open_image(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode a picture completely, in its own mode and without applying its EXIF orientation.
 
-    Raises: DataError naming path if it is cut off or corrupt; UnsupportedImageError if it is not an 8-bit
-    JPEG, PNG or WebP, or far too large.
+    Raises: DataError naming path if it is cut off or corrupt; UnsupportedImageError if it is not of 8 bits, or has more
+    than max_pixels.
     """
-    try:
-        image = Image.open(io.BytesIO(data))
-    except UnidentifiedImageError as error:
-        raise DataError(f"{path}: is not a picture; {_ADVICE}") from error
-    except Image.DecompressionBombError as error:  # more than 179 megapixels
-        raise UnsupportedImageError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
-    except (OSError, ValueError) as error:  # cut off or damaged within the header
-        raise DataError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
-    if image.format not in (*SUFFIXES, "MPO") or image.mode.startswith("I"):
+    image = open_header(data, path=path, max_pixels=max_pixels)
+    if image.mode.startswith("I"):
         kind = f"{image.format} in mode {image.mode}"
         raise UnsupportedImageError(f"{path}: is {kind}; save it as 8-bit JPEG, PNG or WebP")
     try:
@@ -109,4 +121,24 @@ def open_image(data: bytes, *, path: str) -> Image.Image:
         raise DataError(f"{path}: cannot be decoded ({error}); {_ADVICE}") from error
     if image.format == "PNG" and PNG_END not in data:  # Pillow does not mind, DALI does
         raise DataError(f"{path}: is cut off: its end mark is missing; {_ADVICE}")
+    return image
+
+
+def open_header(data: bytes, *, path: str, max_pixels: int) -> Image.Image:
+    """Open a picture whose pixels are decoded when they are first asked for. Raises: DataError, as open_image does."""
+    # before Pillow sees it, which sets memory aside for a WebP as it is opened
+    stated = _stated_size(data)
+    if stated is None and is_webp(data):
+        raise DataError(f"{path}: cannot be read as a picture (its WebP header is cut off or damaged); {_ADVICE}")
+    require_pixels(stated or (0, 0), path=path, max_pixels=max_pixels)
+    try:
+        image = Image.open(io.BytesIO(data), formats=tuple(SUFFIXES))
+    except UnidentifiedImageError as error:
+        raise DataError(f"{path}: is not a picture in JPEG, PNG or WebP; {_ADVICE}") from error
+    except Image.DecompressionBombError as error:
+        raise UnsupportedImageError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
+    except (OSError, ValueError) as error:  # cut off or damaged within the header
+        raise DataError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
+    # what Pillow found, where the header could not be read above
+    require_pixels((image.height, image.width), path=path, max_pixels=max_pixels)
     return image

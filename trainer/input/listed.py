@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bigbatch.errors import DataError, shortened
-from bigbatch.files import write_whole
+from bigbatch.files import parse_json, write_whole
 from bigbatch.trainer.input.order import ImageIndex, read_index, require_same_classes
 
 VERSION = 1
@@ -85,7 +85,7 @@ def _classes(splits: Mapping[str, ByClass]) -> tuple[str, ...]:
 
 def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=_once_each)
+        content = parse_json(path.read_bytes(), object_pairs_hook=_once_each)
         if (type(content["version"]), content["version"]) != (int, VERSION):  # True == 1
             raise DataError(f"{path}: has version {content['version']}, this bigbatch reads {VERSION}; {_ANEW}")
         folder, splits = content["folder"], {split: content[split] for split in SPLITS}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
+from bigbatch.files import read_plain
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.microbatches import rank_microbatches
 
@@ -50,8 +51,7 @@ class ImageIndex:
 def read_file(path: str) -> bytes:
     """Return the bytes of a picture. Raises: StorageError naming path."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
+        return read_plain(path)
     except OSError as error:
         raise StorageError(f"{path}: {read_problem(error)}") from error
 

@@ -11,7 +11,7 @@ from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.input.ahead import ahead
 from bigbatch.trainer.input.bad_images import BadImages
 from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request
-from bigbatch.trainer.input.formats import encoded_size
+from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
 from bigbatch.trainer.input.retry import Draw, PatientReads
 
 
@@ -33,6 +33,8 @@ class EncodedBatch:
     image_size: int
     """Height and width after decoding, in pixels."""
     replaced: tuple[BadImage, ...]
+    max_pixels: int = MAX_PIXELS
+    """Of a picture that may be decoded."""
 
 
 Found = tuple[int, bytes, Sequence[int]]
@@ -53,10 +55,12 @@ class EncodedReader:
         prefetch_batches: int,
         patience_seconds: float,
         max_skipped: int | None = None,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         """Set the reader up. patience_seconds: a picture that cannot be read is tried again for so long.
 
-        max_skipped: bad pictures for which others may stand in, or None to end at the first one.
+        max_skipped: bad pictures for which others may stand in, or None to end at the first one. max_pixels: a picture
+        that states more is bad.
         """
         self._source = source
         self._crop = crop
@@ -65,6 +69,7 @@ class EncodedReader:
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
         self._patience_seconds = patience_seconds
+        self._max_pixels = max_pixels
         self.bad = BadImages(max_skipped=max_skipped, num_images=len(source))
         self.draw: Draw | None = None
         """What somebody waits for at the moment; whoever draws batches says so here."""
@@ -132,6 +137,7 @@ class EncodedReader:
             valid_B=valid_B,
             image_size=self._image_size(request.epoch),
             replaced=replaced,
+            max_pixels=self._max_pixels,
         )
 
     def _read_part(self, asked: list[int], found: list[Found | None], part: int, reads: PatientReads) -> None:
@@ -147,8 +153,7 @@ class EncodedReader:
         while True:
             if position not in self.bad.reasons:
                 try:
-                    data = reads.read(position, thread=part)
-                    return position, data, size or encoded_size(data, path=self._source.name(position))
+                    return self._read_found(position, size, part, reads)
                 except StorageError:
                     raise
                 except DataError as error:
@@ -157,6 +162,13 @@ class EncodedReader:
             position = (position + 1) % len(self._source)
             known_12 = self._source.sizes(np.array([position]))
             size = None if known_12 is None else known_12[0].tolist()
+
+    def _read_found(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
+        """Read one picture. Raises: DataError."""
+        if size is not None and size[0] * size[1] > self._max_pixels:
+            require_pixels(size, path=self._source.name(position), max_pixels=self._max_pixels)
+        data = reads.read(position, thread=part)
+        return position, data, size or encoded_size(data, path=self._source.name(position), max_pixels=self._max_pixels)
 
 
 def _stopping(batches: Generator[EncodedBatch, None, None], reads: PatientReads) -> Generator[EncodedBatch, None, None]:

@@ -6,13 +6,13 @@ longer. The config's check of comm.timeout_seconds leaves 2 s for the two consta
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from threading import Event, Lock
 from typing import Any
 
+from bigbatch.awake import awake_seconds
 from bigbatch.errors import StorageError
 from bigbatch.trainer.input.base import Images
 
@@ -40,7 +40,7 @@ class Outage:
     def tell(self, text: str) -> None:
         """Print text if it is the first of its outage."""
         with self._lock:
-            now = time.monotonic()
+            now = awake_seconds()
             is_new, self._calm_from = now >= self._calm_from, now + CALM_SECONDS
         if is_new:
             print(text, file=sys.stderr, flush=True)
@@ -101,13 +101,13 @@ class PatientReads:
 
         Raises: StorageError, saying for how long it was tried; CancelledError after stop.
         """
-        start, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        start, pause = awake_seconds(), FIRST_PAUSE_SECONDS
         while True:
             try:
                 return self._read_once(position, thread=thread)
             except StorageError as error:
                 # only what the system refused may heal; a shard that was cut or edited stays so
-                cause, seconds = error.__cause__, time.monotonic() - start
+                cause, seconds = error.__cause__, awake_seconds() - start
                 if not isinstance(cause, OSError):
                     raise
                 left = self._patience_seconds - seconds
@@ -124,7 +124,7 @@ class PatientReads:
     def _read_once(self, position: int, *, thread: int) -> bytes:
         if self._stop.is_set():
             raise CancelledError
-        self._under_way[thread] = position, time.monotonic()
+        self._under_way[thread] = position, awake_seconds()
         try:
             return self._source.read(position)
         finally:
@@ -138,10 +138,10 @@ class PatientReads:
         Raises: StuckError naming a picture, for one read that takes too long, for too many that take long, or a
         moment after stop.
         """
-        is_done, last = False, time.monotonic()
+        is_done, last = False, awake_seconds()
         while not is_done:
             is_done = not wait(parts, timeout=CHECK_SECONDS).not_done
-            draw, before, last = self._current_draw(), last, time.monotonic()
+            draw, before, last = self._current_draw(), last, awake_seconds()
             if draw is not None:
                 draw.read_seconds += last - before
             if not is_done and self._stop.is_set():
@@ -158,7 +158,7 @@ class PatientReads:
 
     def _require_answer(self) -> None:
         for position, since in filter(None, self._under_way):
-            if (seconds := time.monotonic() - since) > self._patience_seconds + GRACE_SECONDS:
+            if (seconds := awake_seconds() - since) > self._patience_seconds + GRACE_SECONDS:
                 raise StuckError(
                     f"{self._source.name(position)}: reading it has not returned for {seconds:.1f} s "
                     f"(data.patience_seconds={self._patience_seconds:g}); does its file system still answer?"

@@ -11,13 +11,15 @@ import json
 import os
 import resource
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
+from bigbatch.files import parse_json
 from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.listed import listed_classes, read_images
@@ -59,10 +61,19 @@ class SplitIndex:
         return json.dumps(asdict(self, dict_factory=written_keys), indent=1) + "\n"
 
 
+def shard_name(number: int) -> str:
+    """Return the name of a shard's file."""
+    return f"shard-{number:06d}.tar"
+
+
 def parse_facts(text: str, *, path: Path) -> SplitIndex:
-    """Read what to_json wrote. Raises: DataError for another version, or what is no such file."""
+    """Read what to_json wrote. Raises: DataError for another version, or what is no such file.
+
+    Names of shards are those that they get when they are packed: one that leads elsewhere would be written, or removed,
+    where the split is staged.
+    """
     try:
-        found = json.loads(text)
+        found = parse_json(text)
         version = found["version"]
         if version != FORMAT_VERSION:
             raise DataError(f"{path}: has format version {version}, this bigbatch reads {FORMAT_VERSION}; pack anew")
@@ -71,11 +82,18 @@ def parse_facts(text: str, *, path: Path) -> SplitIndex:
             classes=tuple(map(str, found["classes"])),
             num_images=int(found["num_pictures"]),
             entries_sha256=str(found["entries_sha256"]),
-            shards=tuple(Shard(str(s["name"]), int(s["num_bytes"]), str(s["sha256"])) for s in found["shards"]),
+            shards=tuple(_read_shard(number, shard) for number, shard in enumerate(found["shards"])),
             made=dict(found["made"]),
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path}: is no index of packed shards ({error!r}); delete it and {AGAIN}") from error
+
+
+def _read_shard(number: int, found: Mapping[str, Any]) -> Shard:
+    """Read one of index.json. Raises: ValueError; KeyError; TypeError."""
+    if found["name"] != shard_name(number):
+        raise ValueError(f"shard {number} is named {found['name']!r} and not {shard_name(number)}")
+    return Shard(shard_name(number), int(found["num_bytes"]), str(found["sha256"]))
 
 
 def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "PackedIndex":
@@ -246,8 +264,9 @@ def _pread(descriptor: int, *, length: int, offset: int) -> bytes:
 
 def _has_size(data: bytes, size: tuple[int, int]) -> bool:
     """Check what is checked of a picture from a class folder, too: a few microseconds for a JPEG."""
+    height, width = size
     try:
-        return encoded_size(data, path="") == size
+        return encoded_size(data, path="", max_pixels=height * width) == size
     except DataError:
         return False
 

@@ -1,1 +1,1 @@
-"""This host and its GPU: cores, memory, energy."""
+"""This host, its GPUs and network: cores, memory, limits, energy, driver, ports."""

@@ -6,17 +6,32 @@ import os
 import torch
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import ask_for_deterministic_cublas
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
 
 
-def set_up_process(communicator: Communicator, *, cudnn_benchmark: bool) -> None:
-    """Set up once, before training: cuDNN's search, or none, on a GPU; cores and memory on a CPU. Collective."""
+def set_up_process(
+    communicator: Communicator,
+    *,
+    cudnn_benchmark: bool,
+    is_reproducible: bool = False,
+    cpu_threads: int | None = None,
+) -> None:
+    """Set up once, before training: cuDNN's search, or none, on a GPU; cores and memory on a CPU. Collective.
+
+    is_reproducible: kernels whose bits depend on their input alone; where torch has none it raises, naming the kernel.
+    """
+    if is_reproducible:
+        ask_for_deterministic_cublas()
+        torch.use_deterministic_algorithms(True)
     if communicator.device.type == "cuda":
-        torch.backends.cudnn.benchmark = cudnn_benchmark
+        torch.backends.cudnn.benchmark = cudnn_benchmark and not is_reproducible
         return
-    torch.set_num_threads(cores_per_rank(communicator))
+    # collective, whoever states a number
+    share = cores_per_rank(communicator)
+    torch.set_num_threads(cpu_threads or (1 if is_reproducible else share))
     keep_freed_memory()
 
 

@@ -22,11 +22,15 @@ MAY_DIFFER = (
     "run.checkpoint_every_steps",
     "run.keep_checkpoints",
     "run.checkpoint_timeout_seconds",
+    "run.memory_every_steps",
+    "run.digest_every_steps",
+    "run.reproducible",
     "data.root",
     "data.num_threads",
     "data.prefetch_batches",
     "data.patience_seconds",
     "data.stage",
+    "data.keep_staged",
     "data.bind_numa",
     "data.probe_seconds",
     "comm.backend",
@@ -42,6 +46,7 @@ MAY_DIFFER = (
     "comm.buffers",
     "comm.warn_seconds",
     "comm.timeout_seconds",
+    "comm.meeting_seconds",
     "comm.timeline_steps",
 )
 """Keys in which the runs of one recipe may differ, since they say where and how it runs, and move numbers by the order

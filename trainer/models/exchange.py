@@ -28,7 +28,7 @@ def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool
     # ours first, so that the file's counters win where it has them
     tensors = {name: tensor for name, tensor in own.items() if name.endswith(COUNTER)} | tensors
     if new_head:
-        head = _owner(_classifier(own))
+        head = head_of(model)
         tensors = {name: tensor for name, tensor in tensors.items() if _owner(name) != head}
         tensors |= {name: tensor for name, tensor in own.items() if _owner(name) == head}
     _require_names(tensors, own, source=source)
@@ -39,6 +39,11 @@ def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool
 def _classifier(own: Mapping[str, Tensor]) -> str:
     """Name the weight that gives the classes: the last one of a linear layer or of a convolution."""
     return [name for name in own if own[name].ndim >= 2][-1]
+
+
+def head_of(model: nn.Module) -> str:
+    """Name the layer that gives the classes."""
+    return _owner(_classifier(model.state_dict()))
 
 
 def _owner(name: str) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.dotted import import_owner
+from bigbatch.trainer.config.dotted import import_owner, words_of
 from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.models.libraries import library_model
 from bigbatch.trainer.models.norm import NormFactory
@@ -24,10 +24,14 @@ def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Map
         raise ConfigError(f"model.name={name}: {error}") from error
     try:
         model = make(num_classes=num_classes, **options)
+    except SystemExit as error:
+        raise ConfigError(f"model.name={name} ends Python as it is made") from error
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"model.name={name} does not take num_classes={num_classes} with model.options={dict(options)}: {error}"
         ) from error
+    except Exception as error:  # others' code may raise anything, and is to be told of it here
+        raise ConfigError(f"model.name={name} fails as it is made: {words_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name={name} makes a {type(model).__name__} and no torch.nn.Module")
     try:

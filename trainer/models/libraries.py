@@ -29,7 +29,8 @@ def library_model(name: str) -> Callable[..., nn.Module]:
     # timm:resnet50.a1_in1k is what timm calls the model that such weights are of
     architecture = model.partition(".")[0] if library == "timm" else model
     if architecture not in known:
-        raise ValueError(f"{library} has no such model; the nearest is {library}:{nearest(architecture, known)}")
+        near = nearest(architecture, known)
+        raise ValueError(f"{library} has no such model{f'; the nearest is {library}:{near}' if near else ''}")
     return make
 
 

@@ -166,6 +166,10 @@ def _slots(model: nn.Module) -> list[tuple[_BatchNorm, str]]:
     ]
 
 
+UNSEEN = 1e30
+"""In place of statistics, of a norm that a forward skipped: beyond every grid, and finite, as 0 times it is 0."""
+
+
 class MicrobatchStatistics:
     """Folds what a training forward of model finds into its running statistics at its end, in one kernel for all norms.
 
@@ -173,14 +177,26 @@ class MicrobatchStatistics:
     the ghost batches of a microbatch elsewhere, always from the first one on. So forward is the same program for each
     of the step's microbatches, which torch.compile makes one graph of; and a block may run again in backward, when the
     running statistics are already on their way to other ranks. Only model(...) folds, not model.forward(...).
+    take: called in place of folding, with the mean over each microbatch's ghost batches, like statistics_N, and the
+    momentum of the norms.
     """
 
-    def __init__(self, model: nn.Module, statistics_N: Tensor, *, microbatches_per_step: int) -> None:
-        # zeros are never read: with momentum 1 the first ghost batch overwrites them
+    def __init__(
+        self,
+        model: nn.Module,
+        statistics_N: Tensor,
+        *,
+        microbatches_per_step: int,
+        take: Callable[[Tensor, float], None] | None = None,
+    ) -> None:
+        # never read: with momentum 1 the first ghost batch overwrites them
         self._gathered_N = torch.zeros_like(statistics_N)
+        if take is not None:
+            self._gathered_N.fill_(UNSEEN)
         slots = _slots(model)
         sizes = [getattr(norm, name).numel() for norm, name in slots]
         self._statistics_N = statistics_N
+        self._take = take
         self._microbatches_per_step = microbatches_per_step
         self._microbatch = 0
         self._momentum = 0.0
@@ -197,7 +213,12 @@ class MicrobatchStatistics:
         model.register_forward_hook(self._fold)
 
     def _fold(self, model: nn.Module, _inputs: object, _logits: object) -> None:
-        if model.training and self._statistics_N.numel():
+        if not (model.training and self._statistics_N.numel()):
+            return
+        if self._take is not None:
+            self._take(self._gathered_N, self._momentum)
+            self._gathered_N.fill_(UNSEEN)
+        else:
             count = self._microbatches_per_step
             momentum = ghost_momentum(self._microbatch, momentum=self._momentum, ghosts_per_step=count)
             self._microbatch = (self._microbatch + 1) % count

@@ -13,12 +13,17 @@ Region: TypeAlias = tuple[nn.Module, str]
 
 
 @runtime_checkable
-class DividedModel(Protocol):
-    """Tells its parts, from the input on. All regions together are its forward; none overlap."""
+class RecomputedModel(Protocol):
+    """Tells which of its parts may be computed again in backward."""
 
     def residual_blocks(self) -> list[nn.Module]:
         """List the blocks whose activations can be computed again in backward; they draw no random numbers."""
         ...
+
+
+@runtime_checkable
+class DividedModel(Protocol):
+    """Tells its parts, from the input on. All regions together are its forward; none overlap."""
 
     def regions(self) -> list[Region]:
         """List the parts that are compiled each by itself."""
@@ -54,7 +59,7 @@ def recompute_(model: nn.Module, num_blocks: int) -> None:
 
     The running statistics of batch norm must be such that a second forward changes nothing: see MicrobatchStatistics.
     """
-    blocks = model.residual_blocks() if isinstance(model, DividedModel) else []
+    blocks = model.residual_blocks() if isinstance(model, RecomputedModel) else []
     assert num_blocks <= len(blocks)
     for block in blocks[:num_blocks]:
         again: Callable[[Tensor], Tensor] = partial(

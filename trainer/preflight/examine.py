@@ -3,14 +3,14 @@
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bigbatch.comm.connection import choose_device, connect, only_gpu
+from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import require_own_gpus
@@ -19,12 +19,15 @@ from bigbatch.exit_codes import UNFIT
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import Clock
+from bigbatch.trainer.preflight.check import Host
+from bigbatch.trainer.preflight.checks import links_are_broken
 from bigbatch.trainer.preflight.facts import gather_facts, machine_id
+from bigbatch.trainer.preflight.host import Seat, own_seat, report, start_looking
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.trainer.preflight.meeting import Attendee, absent_ranks, leave_together, meet, misfits, silent
 from bigbatch.trainer.preflight.node import Node, NodeFinding
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
-from bigbatch.trainer.preflight.tell import tell
+from bigbatch.trainer.preflight.tell import tell_findings
 from bigbatch.trainer.preflight.verdict import judge
 
 RATE_SECONDS = 2.0
@@ -49,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         nodes, findings = examine(config, env, control, address=address)
     if env.rank == 0:
-        tell(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
+        tell_findings(nodes, findings, arguments, columns=env.terminal_columns, seconds=time.monotonic() - began)
     if absent:
         leave_together(control)
         return UNFIT
@@ -89,25 +92,63 @@ def examine(
             return [], early
         if device is None:
             raise CommError(str(complaint))
-        gpus = control.gather_text(json.dumps([env.host, only_gpu(device)]), what="comparison of GPUs")
+        texts = control.gather_text(json.dumps(asdict(own_seat(env.host, device))), what="comparison of GPUs")
+        seats = [Seat(**each) for each in map(json.loads, texts)]
         try:
-            require_own_gpus([(host, gpu) for host, gpu in map(json.loads, gpus)])
+            require_own_gpus([(seat.host, seat.only_gpu) for seat in seats])
         except CommError as error:  # all ranks find the same
             return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # from here on all are there, and some may have slow storage
-        facts = gather_facts(config, rank=env.rank, host=env.host, is_leader=is_leader, device=device)
+        looking = _start_looking(config, env, places, seats, device=device, address=address) if is_leader else Host
+        facts = gather_facts(
+            config,
+            rank=env.rank,
+            host=env.host,
+            is_leader=is_leader,
+            device=device,
+            list_gpus=lambda: looking().driver.gpus,
+        )
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
-        texts = control.gather_text(json.dumps([places[index].host for index in missed]), what="reaching every node")
-    reached = {place.host: json.loads(texts[place.rank]) for place in places}
+        own = looking()
+        said = {"missed": [places[index].host for index in missed], "is_broken": links_are_broken(own)}
+        heard = [json.loads(text) for text in control.gather_text(json.dumps(said), what="reaching every node")]
+    reached = {place.host: heard[place.rank]["missed"] for place in places}
     rates = _take_turns(control, places, env, device=device)
     links: dict[str, float] = {}
-    if not any(reached.values()):  # a transport would wait for those that cannot be reached
+    # a transport would wait for those that cannot be reached
+    if not any(each["missed"] or each["is_broken"] for each in heard):
         links = _measure_links(places, env, device=device)
     said = {"facts": asdict(facts), "rates": asdict(rates), "links": links}
+    if is_leader:
+        said["host"] = report(own, links=links)
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
     # collect_text gives the texts to rank 0 alone
     nodes = [_node(place, everyone, reached) for place in places] if everyone else []
     return nodes, judge(nodes) if nodes else []
+
+
+def _start_looking(
+    config: Config | None,
+    env: ProcessEnv,
+    places: Sequence[Attendee],
+    seats: Sequence[Seat],
+    *,
+    device: torch.device,
+    address: str,
+) -> Callable[[], Host]:
+    """Start to look at this node by itself."""
+    beside = {place.host for place in places if place.machine == machine_id()}
+    own = [seat for seat in seats if seat.host == env.host]
+    host = Host(
+        num_ranks=len(own),
+        world_size=env.world_size,
+        wants_gpus=not env.keeps_to_cpu and not (config and config.comm.backend == "gloo"),
+        on_gpus=device.type == "cuda",
+        shares_machine=len(beside) > 1,
+        own_gpus=tuple(seat.gpu for seat in own),
+        is_interface_stated=env.interface is not None,
+    )
+    return start_looking(host, seats=[seat for seat in seats if seat.host in beside], address=address)
 
 
 def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | None, int, str | None]:
@@ -173,4 +214,5 @@ def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str
         link_bytes_per_second=leader["links"],
         unreachable=reached[place.host],
         **leader["facts"]["node"],
+        **leader["host"],
     )

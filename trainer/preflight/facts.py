@@ -3,7 +3,6 @@
 import os
 import platform
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +20,6 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.shards import open_split
 
-GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
-ASK_SECONDS = 8
 STORAGE_SECONDS = 8.0
 """For all that is asked of storage, at the same time."""
 
@@ -46,7 +43,7 @@ class NodeFacts:
     versions: dict[str, str]
     """What must be the same everywhere."""
     gpus: tuple[str, ...]
-    """GPU_QUERY of each, as the driver writes it."""
+    """What the driver writes of each."""
     free_gb: dict[str, float]
     """Of each folder that a run writes to."""
     disk_trouble: dict[str, str]
@@ -57,15 +54,26 @@ class NodeFacts:
     """Why pictures cannot be counted."""
 
 
-def gather_facts(config: Config | None, *, rank: int, host: str, is_leader: bool, device: torch.device) -> RankFacts:
-    """Gather a rank's facts; it takes a second or two where there are many pictures."""
+def gather_facts(
+    config: Config | None,
+    *,
+    rank: int,
+    host: str,
+    is_leader: bool,
+    device: torch.device,
+    list_gpus: Callable[[], tuple[str, ...]] = tuple,
+) -> RankFacts:
+    """Gather a rank's facts; it takes a second or two where there are many pictures.
+
+    list_gpus: what the driver writes of each GPU.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if not is_leader:
         return RankFacts(rank, host, name, None)
     # started first: it goes on while disks and driver are asked
     counting = start_counting(config)
     free, trouble = free_disk(config)
-    gpus = query_gpus()
+    gpus = list_gpus()
     node = NodeFacts(versions(device, gpus), gpus, free, trouble, *counting())
     return RankFacts(rank, host, name, node)
 
@@ -84,22 +92,12 @@ def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def query_gpus() -> tuple[str, ...]:
-    """Query the GPUs as nvidia-smi lists them; none without it."""
-    argv = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in done.stdout.splitlines() if line.count(",") == GPU_QUERY.count(","))
-
-
-def in_time(ask: Callable[[], T], *, late: T) -> Callable[[], T]:
-    """Ask storage; give the answer to wait for, late after STORAGE_SECONDS: one that hangs must not hold the others."""
+def in_time(ask: Callable[[], T], *, late: T, seconds: float | None = None) -> Callable[[], T]:
+    """Ask what may hang; give the answer to wait for, late after so long, by default STORAGE_SECONDS."""
     found: list[T] = []
     asking = threading.Thread(target=lambda: found.append(ask()), daemon=True)
     asking.start()
-    deadline = time.monotonic() + STORAGE_SECONDS
+    deadline = time.monotonic() + (STORAGE_SECONDS if seconds is None else seconds)
 
     def answer() -> T:
         asking.join(max(0.0, deadline - time.monotonic()))

@@ -22,6 +22,12 @@ class Node:
     images: Mapping[str, int] = field(default_factory=dict)
     complaint: str | None = None
     gpus: Sequence[str] = ()
+    troubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of a check -> what it finds, whatever the other hosts have."""
+    hardware: Mapping[str, str] = field(default_factory=dict)
+    """What all hosts need the same of, beside versions."""
+    network: Mapping[str, str] = field(default_factory=dict)
+    """Its cards and RDMA ports."""
     multiply_gflops: float = 0.0
     copy_gb_per_second: float = 0.0
     clocks: Mapping[int, Clock] = field(default_factory=dict)

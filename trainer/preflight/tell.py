@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bigbatch.errors import tell
 from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.preflight.node import Node, NodeFinding
 from bigbatch.trainer.preflight.speeds import bits
 from bigbatch.trainer.preflight.verdict import remarks
 
 
-def tell(
+def tell_findings(
     nodes: Sequence[Node],
     findings: Sequence[NodeFinding],
     arguments: argparse.Namespace,
@@ -52,7 +52,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        print(f"bigbatch: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        tell(f"{path} cannot be written: {error.strerror}")
 
 
 def _table(nodes: Sequence[Node]) -> Table:

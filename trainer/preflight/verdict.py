@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from bigbatch.trainer.preflight.checks import CHECKS
 from bigbatch.trainer.preflight.node import Node, NodeFinding
 from bigbatch.trainer.preflight.speeds import slow_clocks, slow_links, slow_nodes
 
@@ -18,6 +19,7 @@ def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
     return [
         *shared(_addresses(nodes), nodes),
         *_reachability(nodes),
+        *_troubles(nodes),
         *_differences(nodes),
         *_disks(nodes),
         *_data(nodes),
@@ -36,11 +38,38 @@ def shared(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]
 
 def remarks(nodes: Sequence[Node]) -> list[str]:
     """Say what a person may want to know, and what ends no job."""
+    found = []
+    for check in CHECKS:
+        told: dict[str, list[str]] = {}
+        for node in nodes if not check.is_finding else ():
+            for text in node.troubles.get(check.name, ()):
+                told.setdefault(text, []).append(node.host)
+        found += [f"{', '.join(hosts)}: {text}: {check.remedy}" for text, hosts in told.items()]
+    return found + _counts(nodes)
+
+
+def _counts(nodes: Sequence[Node]) -> list[str]:
     counts = next((dict(node.images) for node in nodes if node.images), {})
     if counts.get("classes") == IMAGENET["classes"] and counts != IMAGENET:
         shown = f"{counts['training']:,} training and {counts['validation']:,} validation pictures"
         return [f"1,000 classes, but {shown}: ImageNet has 1,281,167 and 50,000"]
     return []
+
+
+def _troubles(nodes: Sequence[Node]) -> list[NodeFinding]:
+    return [
+        finding
+        for check in CHECKS
+        if check.is_finding
+        for finding in shared(
+            [
+                NodeFinding(f"{node.host}: {text}: {check.remedy}", (node.host,))
+                for node in nodes
+                for text in node.troubles.get(check.name, ())
+            ],
+            nodes,
+        )
+    ]
 
 
 def _addresses(nodes: Sequence[Node]) -> list[NodeFinding]:
@@ -84,6 +113,8 @@ def _differences(nodes: Sequence[Node]) -> list[NodeFinding]:
     names = dict.fromkeys(name for node in nodes for name in node.versions)
     each: dict[str, dict[str, str]] = {name: {n.host: n.versions.get(name, "none") for n in nodes} for name in names}
     each["device"] = {node.host: node.device for node in nodes}
+    parts = dict.fromkeys(name for node in nodes for name in node.hardware)
+    each |= {name: {node.host: node.hardware.get(name, "none") for node in nodes} for name in parts}
     found = []
     for name, values in each.items():
         found += [

@@ -1,13 +1,14 @@
 """What lets training go on while a checkpoint is written: a copy of the state, and a thread that writes it."""
 
 import copy
-import time
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from bigbatch.awake import awake_seconds, wait_awake
 
 
 def copy_to_host(state: Any) -> Any:
@@ -46,7 +47,7 @@ class BackgroundWrite:
     """
 
     def __init__(self, write: Callable[[Callable[[], None]], object], *, name: str, started: float) -> None:
-        """Begin. started: since when seconds count, by time.monotonic()."""
+        """Begin. started: since when seconds count, by awake_seconds()."""
         self.started, self.seconds = started, 0.0
         """seconds: how long it took, once it has ended."""
         self.error: BaseException | None = None
@@ -59,7 +60,7 @@ class BackgroundWrite:
             write(self._require_wanted)
         except BaseException as error:  # whoever waits is told
             self.error = error
-        self.seconds = time.monotonic() - self.started
+        self.seconds = awake_seconds() - self.started
 
     def _require_wanted(self) -> None:
         if not self._is_wanted:
@@ -67,8 +68,12 @@ class BackgroundWrite:
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for its end, at most so long; tell whether it has ended."""
-        self._thread.join(max(0.0, seconds))
-        return not self._thread.is_alive()
+
+        def joined(left: float) -> bool:
+            self._thread.join(left)
+            return not self._thread.is_alive()
+
+        return wait_awake(joined, max(0.0, seconds))
 
     def abandon(self) -> None:
         """Let what is being written get no name: it is removed, where the process lives that long."""

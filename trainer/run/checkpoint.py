@@ -16,7 +16,7 @@ import torch
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError
-from bigbatch.files import exchange, flush
+from bigbatch.files import exchange, flush, parse_json
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -84,7 +84,7 @@ def save_checkpoint(
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write checkpoint {path}: {str(error).splitlines()[0]}; free some disk and start again, the "
+            f"cannot write checkpoint {path}: {str(error).splitlines()[0]}; put that right and start again, the "
             "run goes on from the newest checkpoint"
         ) from error
     _drop_old(directory, keep=keep)
@@ -168,7 +168,7 @@ def _reason(error: Exception) -> str:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return what a checkpoint says of itself. Raises: OSError; ValueError."""
-    return dict(json.loads((path / MANIFEST_FILE).read_text()))
+    return dict(parse_json((path / MANIFEST_FILE).read_text()))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What a run has cost over all of its starts, by its records. Pure; imports no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ class Spent:
     """In steps; None where a driver did not tell."""
 
 
-def spent_by(records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Spent]]:
+def spent_by(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Spent]]:
     """Yield each record of a metrics file, and what the run had cost by then."""
     hours = rank_hours = 0.0
     joules: float | None = 0.0
@@ -36,6 +37,7 @@ def spent_by(records: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any]
         yield record, Spent(hours, rank_hours, joules)
 
 
-def spent_in_all(records: Sequence[dict[str, Any]]) -> Spent:
+def spent_in_all(records: Iterable[dict[str, Any]]) -> Spent:
     """Return what the run had cost by the last record."""
-    return next(reversed([spent for _, spent in spent_by(records)]), Spent())
+    newest = deque((spent for _, spent in spent_by(records)), maxlen=1)
+    return newest[0] if newest else Spent()

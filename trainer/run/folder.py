@@ -1,6 +1,5 @@
 """The run folder: one place for everything that a run leaves behind. Imports no torch."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import RunFolderError
-from bigbatch.files import write_whole
+from bigbatch.files import parse_json, write_whole
 from bigbatch.trainer.config.file import RUN_CONFIG, load_config
 from bigbatch.trainer.config.schema import Config
+
+MOST_REPORTS = 20_000
+"""In a plot: more than a curve has points to show them by."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Return the folder of checkpoint folders."""
         return self.path / "checkpoints"
+
+    @property
+    def memory_name(self) -> Path:
+        """Return where it stands what the copies of the run's state in its nodes' memory are called."""
+        return self.checkpoints / ".memory"
 
     @property
     def plot(self) -> Path:
@@ -78,20 +85,41 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFolderError(
-            f"cannot write {path}: {error.strerror}; free some disk, or name another folder where this one was named; "
+            f"cannot write {path}: {error.strerror}; put that right, or name another folder where this one was named; "
             "a run goes on from its newest checkpoint"
         ) from error
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole records of a metrics file; a last line cut short by a crash is left out."""
+    """Yield the records of a metrics file, one by one; each has a kind.
+
+    Lines that are none, such as a last one that a crash has cut short, are left out.
+    """
     if not path.exists():
         return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                record = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and "kind" in record:
+                yield record
+
+
+def read_curves(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics file for a plot: of its reports MOST_REPORTS at most, evenly spread; no digests.
+
+    Reports come first. A file of any length takes the memory of that many.
+    """
+    reports: list[dict[str, Any]] = []
+    stride = 1
+    for number, record in enumerate(record for record in read_records(path) if record["kind"] == "train"):
+        if number % stride == 0:
+            reports.append(record)
+            if len(reports) > MOST_REPORTS:
+                reports, stride = reports[::2], 2 * stride
+    return reports + [record for record in read_records(path) if record["kind"] not in ("train", "digests")]
 
 
 def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:

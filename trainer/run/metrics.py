@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
+from bigbatch.files import replacing
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 
 if TYPE_CHECKING:
@@ -25,13 +26,16 @@ class MetricsLog:
     def __init__(self, rundir: RunDir, *, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        kept = [record for record in read_records(rundir.metrics) if _stays(record, from_step=from_step)]
-        rundir.write_text(rundir.metrics, "".join(json.dumps(record) + "\n" for record in kept))
-        self._path = rundir.metrics
+        self._path, self._events = rundir.metrics, rundir.tensorboard
         with writing(self._path):
+            rundir.path.mkdir(parents=True, exist_ok=True)
+            with replacing(self._path) as file:  # line by line: it may be longer than memory
+                for record in read_records(self._path):
+                    if _stays(record, from_step=from_step):
+                        file.write((json.dumps(record) + "\n").encode())
             self._file = self._path.open("a")
-        with writing(rundir.tensorboard):
-            self._tensorboard = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
+        with writing(self._events):
+            self._tensorboard = SummaryWriter(str(self._events), purge_step=from_step + 1)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Log one record: start, train, eval, input, hint or skipped. It holds at least step. Raises: RunFolderError.
@@ -43,15 +47,17 @@ class MetricsLog:
             # a record is whole in the file before the next one, whatever then ends the process
             self._file.flush()
         own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
-        for name, value in {**record, **own}.items():
-            if isinstance(value, int | float) and name != "step":
-                self._tensorboard.add_scalar(f"{kind}/{name}", value, record["step"])
+        with writing(self._events):  # a thread of TensorBoard's writes, and what it met is raised by a later call
+            for name, value in {**record, **own}.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._tensorboard.add_scalar(f"{kind}/{name}", value, record["step"])
 
     def close(self) -> None:
         """Flush both. Raises: RunFolderError."""
         with writing(self._path):
             self._file.close()
-        self._tensorboard.close()
+        with writing(self._events):
+            self._tensorboard.close()
 
 
 def _stays(record: dict[str, Any], *, from_step: int) -> bool:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.errors import tell
+from bigbatch.files import parse_json
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.schema import Config
@@ -22,11 +24,12 @@ from bigbatch.trainer.run.checkpoint import (
     set_damaged_aside,
 )
 from bigbatch.trainer.run.cost import spent_in_all
-from bigbatch.trainer.run.folder import RunDir, read_records, writing
+from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, writing
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, Silent, make_reporter
 from bigbatch.trainer.run.resume import Start, changes
 from bigbatch.trainer.run.summary import make_hints, make_summary
+from bigbatch.trainer.run.sums import describe_sums, sums_notes
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.totals import Totals
 
@@ -66,16 +69,15 @@ class RunOutput:
     def open_folder(self, parts: Parts, start: Start) -> None:
         """Write all that is written before the first step. Raises: CheckpointError; RunFolderError."""
         config, rundir = self._config, self._rundir
-        optimizer = config.optimizer
-        has_two = optimizer.betas is not None or is_foreign(optimizer.name)  # others' may have more, and seldom less
-        num_moments = 2 if has_two else 1
-        num_copies = 1 + num_moments + (optimizer.ema_decay is not None)
-        # all in fp32, 4 bytes: masters, moments, average
-        one_checkpoint = 4 * num_copies * sum(p.numel() for p in parts.model.parameters())
+        one_checkpoint = bytes_of_state(config, parts)
         num_kept = config.run.keep_checkpoints + 2  # the best, and the one that is being written
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
         if start.config and (changed := changes(start.config, dump_config(config))):
             self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
+        if not config.run.reproducible:
+            now = describe_sums(self._communicator, parts.reducer.plan, is_sharded=config.optimizer.sharded)
+            for line in sums_notes(start.sums, now):
+                self.say(line)
         rundir.write_text(rundir.config, dump_config(config))
         if self._communicator.calibration:
             rundir.write_text(rundir.calibration, self._communicator.calibration)
@@ -130,11 +132,16 @@ class RunOutput:
         """Write the plot, and the summary or the way to go on; arguments as for make_summary. Return the summary."""
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
-        records = list(read_records(rundir.metrics))
         with writing(rundir.plot):
             optimizer = config.optimizer
             loss = "cross-entropy (nats)" if optimizer.loss == CROSS_ENTROPY else optimizer.loss
-            plot_run(records, rundir.plot, title=title, label_smoothing=optimizer.label_smoothing, loss=loss)
+            plot_run(
+                read_curves(rundir.metrics),
+                rundir.plot,
+                title=title,
+                label_smoothing=optimizer.label_smoothing,
+                loss=loss,
+            )
         for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
             self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:
@@ -144,7 +151,7 @@ class RunOutput:
             return None
         if totals.steps == 0 and rundir.summary.exists():
             self.say("this run was finished before; its summary:")
-            summary = json.loads(rundir.summary.read_text())
+            summary = parse_json(rundir.summary.read_text())
         else:
             summary = make_summary(
                 totals,
@@ -156,7 +163,7 @@ class RunOutput:
                 best=best_checkpoint(list_checkpoints(rundir.checkpoints)),
                 skipped=skipped,
                 seconds=seconds,
-                spent=spent_in_all(records),
+                spent=spent_in_all(read_records(rundir.metrics)),
             )
             rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
         with self._speaking():
@@ -178,10 +185,9 @@ class RunOutput:
             _throw_away_output()
             with suppress(OSError):
                 lost.close()
-                print(
-                    f"bigbatch: standard output cannot be written any more ({error.strerror}): the run saves a "
-                    "checkpoint and stops",
-                    file=sys.stderr,
+                tell(
+                    f"standard output cannot be written any more ({error.strerror}): the run saves a "
+                    "checkpoint and stops"
                 )
             self._ask_to_stop("its standard output, which nobody takes")
 
@@ -189,6 +195,14 @@ class RunOutput:
         """Flush the records. Raises: RunFolderError."""
         if self._log:
             self._log.close()
+
+
+def bytes_of_state(config: Config, parts: Parts) -> int:
+    """Return how many bytes a checkpoint takes: masters, moments and average, all in fp32."""
+    optimizer = config.optimizer
+    has_two = optimizer.betas is not None or is_foreign(optimizer.name)  # others' may have more, and seldom less
+    num_copies = 1 + (2 if has_two else 1) + (optimizer.ema_decay is not None)
+    return 4 * num_copies * sum(p.numel() for p in parts.model.parameters())
 
 
 def _throw_away_output() -> None:

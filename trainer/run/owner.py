@@ -15,13 +15,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Thread
 
 from bigbatch.comm.rendezvous.environ import slurm_job
 from bigbatch.errors import RunFolderError
-from bigbatch.files import write_whole
+from bigbatch.files import parse_json, write_whole
 from bigbatch.trainer.run.folder import writing
 
 BEAT_SECONDS = 3.0
@@ -52,6 +52,10 @@ class Claim:
     folder: int = 0
     """The number of the run folder on its file system: a copy, made while it was owned, is nobody's."""
     has_ended: bool = False
+
+    def __post_init__(self) -> None:
+        if odd := [each.name for each in fields(self) if type(getattr(self, each.name)) is not each.type]:
+            raise TypeError(f"{odd[0]} is of another type")
 
     def __str__(self) -> str:
         """Name it for a message."""
@@ -193,7 +197,7 @@ def _text(claim: Claim) -> bytes:
 def _read(path: Path) -> Claim | None:
     """Return the claim of a file; None where it is gone, half written, or of another version."""
     try:
-        return Claim(**json.loads(path.read_text()))
+        return Claim(**parse_json(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -16,6 +16,7 @@ from bigbatch.trainer.optim.foreign import resume_training
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, load_intact, read_manifest, restoring
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.memory_copies import MemoryCopies
 from bigbatch.trainer.run.weights import require_same_model
 from bigbatch.trainer.step.plan import Parts
 
@@ -41,10 +42,14 @@ class Start:
     """What the run's evaluations had found, by step, oldest first."""
     gradient_order: str | None
     """A name per line; it decides how sums are rounded."""
+    sums: Mapping[str, str]
+    """What else does, as describe_sums tells it; older checkpoints do not tell."""
     sha256: str | None
     """Of the checkpoint's bytes: nodes that share no disk may hold others under the same name."""
     damaged: Mapping[Path, str]
     """Newer checkpoints, newest first, which some rank finds damaged, and why."""
+    kept_by: str = ""
+    """The host in whose memory it lies, where it is a copy there."""
 
 
 ANEW = Start(
@@ -55,23 +60,38 @@ ANEW = Start(
     config=None,
     evaluations={},
     gradient_order=None,
+    sums={},
     sha256=None,
     damaged={},
 )
 
 
 def find_start(
-    config: Config, rundir: RunDir, *, samples: str | None, control: Control
+    config: Config, rundir: RunDir, *, samples: str | None, control: Control, copies: MemoryCopies | None = None
 ) -> tuple[Start, dict[str, Any]]:
     """Find where to start from, and the state to restore, which is empty for a run that starts anew. Collective.
 
-    samples: digest of the training pictures. Raises: CheckpointError, also where the checkpoint is of another run.
+    samples: digest of the training pictures. copies: the run's own in memory, of which one may be newer than all
+    checkpoints. Raises: CheckpointError, also where the checkpoint is of another run.
     """
+    found, path = None, None
+    state: dict[str, Any] = {}
+    damaged: dict[Path, str] = {}
     if config.run.resume == "auto":
-        paths = [checkpoint.path for checkpoint in list_checkpoints(rundir.checkpoints)]
-        path, state, damaged = load_newest_intact(paths, control)
+        checkpoints = list_checkpoints(rundir.checkpoints)
+        found = copies.find(above=checkpoints[-1].step if checkpoints else 0) if copies else None
+        if not found:
+            path, state, damaged = load_newest_intact(
+                [each.path for each in checkpoints], control, may_be_none=copies is not None
+            )
+        if copies and damaged:
+            found = copies.find(above=int(state.get("step", 0)))
+        if damaged and not (found or path):
+            raise _none_intact(damaged)
+        if found:
+            path, state = found.path, found.state
     else:
-        path, damaged = resume_path(config, rundir), {}
+        path = resume_path(config, rundir)
         state = load_checkpoint(path) if path else {}
     if path is None:
         return ANEW, {}
@@ -84,13 +104,15 @@ def find_start(
     start = Start(
         path=path,
         step=int(state["step"]),
-        owes_evaluation=lacks_evaluation(path, run=rundir),
+        owes_evaluation=lacks_evaluation(path, run=rundir),  # a copy in memory is of a step without one
         skipped=skipped_before(state, samples),
         config=state["config"],
-        evaluations=evaluations_before(state, samples) if is_of(path, run=rundir) else {},
+        evaluations=evaluations_before(state, samples) if found or is_of(path, run=rundir) else {},
         gradient_order=state.get("gradient_order"),
-        sha256=read_manifest(path)["sha256"],
+        sums=dict(state.get("sums", {})),
+        sha256=found.sha256 if found else read_manifest(path)["sha256"],
         damaged=damaged,
+        kept_by=found.host if found else "",
     )
     return start, state
 
@@ -110,11 +132,13 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
         parts.average.load_state_dict(state.get("average", {}))
 
 
-def load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
+def load_newest_intact(
+    paths: Sequence[Path], control: Control, *, may_be_none: bool = False
+) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
     """Load the last of paths that no rank finds damaged; return it, its state, and why those after it are. Collective.
 
     Ranks that see other checkpoints end with different ones: they are to compare them.
-    Raises: CheckpointError for one that cannot be read, and where there are some and none is intact.
+    Raises: CheckpointError for one that cannot be read, and where none of some is intact, unless that may be.
     """
     damaged: dict[Path, str] = {}
     for path in reversed(paths):
@@ -126,12 +150,16 @@ def load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path | 
             raise CheckpointError(told)
         damaged[path] = told
     _compare("", "", control)  # a rank that sees one more looks at it now
-    if damaged:
-        raise CheckpointError(
-            f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start anew in another "
-            "run.directory"
-        )
-    return None, {}, {}
+    if damaged and not may_be_none:
+        raise _none_intact(damaged)
+    return None, {}, damaged
+
+
+def _none_intact(damaged: Mapping[Path, str]) -> CheckpointError:
+    return CheckpointError(
+        f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start anew in another "
+        "run.directory"
+    )
 
 
 def _load_or_say_why(path: Path) -> tuple[dict[str, Any], str]:

@@ -1,11 +1,12 @@
 """When a run saves: what goes into a checkpoint, what all ranks agree on before, and how they learn of its end."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bigbatch.awake import awake_seconds
 from bigbatch.errors import CheckpointError, TrainingDiverged
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
@@ -13,7 +14,9 @@ from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
 from bigbatch.trainer.run.checkpoint import checkpoint_path, save_checkpoint, write_on_first
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.memory_copies import MemoryCopies
 from bigbatch.trainer.run.owner import Owner
+from bigbatch.trainer.run.sums import describe_sums
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.replicas import compare
 
@@ -60,7 +63,25 @@ class CheckpointSaver:
         Raises: TrainingDiverged where weights are not finite; ReplicasDiffer.
         """
         assert self._step is None
-        started = time.monotonic()
+        started = awake_seconds()
+        with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
+            self._step = done
+            if self._parts.communicator.rank == 0:
+                write = self._writer(state, step=done, top1=top1)
+                self._write = BackgroundWrite(write, name=f"checkpoint of step {done}", started=started)
+
+    def keep(
+        self, copies: MemoryCopies, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]
+    ) -> None:
+        """Begin to keep a copy of all as it is now in the nodes' memory. Collective. Raises: as start."""
+        with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
+            copies.keep(state, step=done, is_agreed=self._is_comparing)
+
+    @contextmanager
+    def _state(
+        self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """Gather all that a run goes on from; it is to be copied. Collective. Raises: as start."""
         parts = self._parts
         if not parts.precision.is_finite():  # the same bits, so the same verdict, on all ranks
             raise TrainingDiverged(
@@ -69,7 +90,7 @@ class CheckpointSaver:
             )
         self.compare(done=done)
         with parts.showing() as in_training:
-            state = {
+            yield {
                 "step": done,
                 "config": dump_config(self._config),
                 "model": parts.precision.model_state(),
@@ -79,13 +100,12 @@ class CheckpointSaver:
                 "average": parts.average.state_dict(done),
                 "evaluations": evaluations,
                 "gradient_order": "\n".join(parts.reducer.order),
+                "sums": describe_sums(
+                    parts.communicator, parts.reducer.plan, is_sharded=self._config.optimizer.sharded
+                ),
                 "samples": self._samples,
                 "skipped": dict(skipped),
             }
-            self._step = done
-            if parts.communicator.rank == 0:
-                write = self._writer(state, step=done, top1=top1)
-                self._write = BackgroundWrite(write, name=f"checkpoint of step {done}", started=started)
 
     def settle(self, *, wait: bool) -> Saved | None:
         """Tell of the checkpoint that was being written, once it is on disk; None without one, or not yet. Collective.
@@ -122,7 +142,7 @@ class CheckpointSaver:
         write, limit = self._write, self._config.run.checkpoint_timeout_seconds
         assert write is not None
         assert self._step is not None
-        left = limit - (time.monotonic() - write.started)
+        left = limit - (awake_seconds() - write.started)
         if not write.ends_within(left if wait else 0.0):
             if not wait and left > 0:
                 return ""

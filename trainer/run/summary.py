@@ -9,14 +9,18 @@ from torch import nn
 
 from bigbatch.comm.algorithms.rounding import rounding_note
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.rendezvous.environ import site_settings
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.trainer.config.optimizer import optimizer_notes
 from bigbatch.trainer.config.precision import precision_notice
+from bigbatch.trainer.config.schedule import schedule_notes
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.report import MeasuredInput, Waited, hints, slowest_stage
 from bigbatch.trainer.machine.gpu_driver import compute_capability
+from bigbatch.trainer.models.exchange import head_of
 from bigbatch.trainer.run.checkpoint import Checkpoint
 from bigbatch.trainer.run.cost import Spent
+from bigbatch.trainer.run.sums import summing_algorithms
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stragglers import straggler_hint
 from bigbatch.trainer.step.totals import Totals
@@ -28,6 +32,8 @@ def introduction(
     """Return what to say before the first step. placement: where the process is bound and the pictures are staged."""
     batch, communicator, precision = config.batch, parts.communicator, config.optimizer.precision
     why = communicator.why if communicator.world_size > 1 and not config.optimizer.sharded else ""
+    if why and communicator.calibration and not config.run.reproducible:
+        why += "; another table may change the last bits of a run"
     spread = f" over {plan.ranks_per_ghost} ranks" if plan.ranks_per_ghost > 1 else ""
     notice = precision_notice(precision, capability=compute_capability(communicator.device))
     return [
@@ -41,11 +47,13 @@ def introduction(
         *str(parts.reducer.plan).splitlines(),
         *rounding_notes(parts, is_sharded=config.optimizer.sharded),
         *optimizer_notes(config.optimizer),
+        *schedule_notes(config.schedule, epochs=config.run.epochs),
         *parts.notes,
+        *reproducible_notes(parts),
         *graph_notes(parts),
         *placement,
         *([notice] if notice else []),
-        *_how_it_starts(config, plan),
+        *_how_it_starts(config, plan, parts.model),
         *_frozen(parts.model),
     ]
 
@@ -55,6 +63,11 @@ def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_
     return {
         "world_size": communicator.world_size,
         "device": device_name(communicator.device),
+        "backend": communicator.backend.name,
+        "algorithm": communicator.algorithm,
+        "torch": torch.__version__,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
         "accumulation_steps": plan.accumulation_steps,
         "steps_per_epoch": plan.steps_per_epoch,
         "train_samples": num_train,
@@ -72,6 +85,18 @@ def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
     ]
 
 
+def reproducible_notes(parts: Parts) -> list[str]:
+    """Say on which grid gradients are summed, and with how many threads; nothing without run.reproducible."""
+    grid = parts.reducer.grid
+    if grid is None:
+        return []
+    threads = "" if parts.communicator.device.type == "cuda" else f"; {torch.get_num_threads()} CPU thread(s) a rank"
+    return [
+        f"reproducible: sums of multiples of 2**-{grid.fraction_bits}, of at most {grid.largest:g} for each of "
+        f"{grid.num_terms} microbatches{threads}"
+    ]
+
+
 def graph_notes(parts: Parts) -> list[str]:
     """Return what the log says of steps that are replayed."""
     if parts.execution.measures_waits:
@@ -82,11 +107,8 @@ def graph_notes(parts: Parts) -> list[str]:
 def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
     """Return what the log says of gradients that are rounded on their way around the ranks."""
     communicator = parts.communicator
-    algorithms: Sequence[str] = (communicator.algorithm,)
-    if communicator.algorithm == "hybrid" and communicator.table:
-        algorithms = communicator.table.algorithms
     note = rounding_note(
-        ("native",) if is_sharded else algorithms,  # the backend's own reduce-scatter
+        ("native",) if is_sharded else summing_algorithms(communicator),  # the backend's own reduce-scatter
         communicator.wire,
         dtype=parts.reducer.buffers[0].dtype,
         backend=communicator.backend,
@@ -95,10 +117,10 @@ def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
     return [note] if note else []
 
 
-def _how_it_starts(config: Config, plan: Plan) -> list[str]:
+def _how_it_starts(config: Config, plan: Plan, model: nn.Module) -> list[str]:
     if plan.first_step:
         return [f"resumed after step {plan.first_step}"]
-    head = ", with a new last layer" if config.model.new_head else ""
+    head = f", with a new last layer, {head_of(model)}" if config.model.new_head else ""
     return [f"starts from the weights in {config.model.weights}{head}"] if config.model.weights else []
 
 
@@ -149,6 +171,7 @@ def make_summary(
         "precision": config.optimizer.precision,
         "device": device_name(communicator.device),
         "torch": torch.__version__,
+        **({"site": site} if (site := site_settings()) else {}),
         "commit": source_commit() or "unknown",
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
     }

@@ -34,6 +34,25 @@ def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_te
     )
 
 
+def require_on_grid(num_beyond: int, *, done: int, largest: float) -> None:
+    """Raise TrainingDiverged where gradients of microbatches exceeded what run.reproducible sums, up to step done."""
+    if num_beyond:
+        raise TrainingDiverged(
+            f"{num_beyond} numbers of microbatches' gradients were larger than {largest:g}, or not finite, by step "
+            f"{done}: run.reproducible sums none that are; {REMEDY}"
+        )
+
+
+def require_statistics(num_beyond: int, *, done: int) -> None:
+    """Raise TrainingDiverged where what run.reproducible sums of batch norm's statistics was none, up to step done."""
+    if num_beyond:
+        raise TrainingDiverged(
+            f"{num_beyond} means or variances of microbatches were too large, or of a batch norm that a microbatch "
+            f"skipped, by step {done}: run.reproducible sums none of these; normalise what goes in, let each forward "
+            "go through each batch norm once, or set it to false"
+        )
+
+
 def _name(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 

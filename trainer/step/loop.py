@@ -13,7 +13,7 @@ from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.microbatches import rank_microbatches
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
-from bigbatch.trainer.step.divergence import require_finite
+from bigbatch.trainer.step.divergence import require_finite, require_on_grid, require_statistics
 from bigbatch.trainer.step.plan import Hooks, Parts, Plan
 from bigbatch.trainer.step.replicas import digest, replicas, require_same
 from bigbatch.trainer.step.seeding import seed_forward
@@ -55,6 +55,8 @@ class TrainStep:
             seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
             parts.statistics.tell_(input_failed=stream.failure is not None)
             yield prepared
+        # what an optimizer draws is of the step alone: no ghost batch has this place
+        seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
 
     def learn_from(self, microbatches: Iterable[Prepared]) -> Tensor:
         """Go from pictures to new weights; return whether (bool, one element) a rank had none, so that all stays.
@@ -74,11 +76,13 @@ class TrainStep:
                 logits_BK = parts.model(prepared.images_BCHW).float()
             if is_last:
                 # the last forward is done with them, so they travel beside backward
-                parts.reducer.start_extra(parts.statistics.flat_N, label="all-reduce of batch-norm statistics")
+                parts.reducer.start_extra(parts.statistics.to_sum_N, label="all-reduce of batch-norm statistics")
             loss = parts.loss(logits_BK, prepared.targets)
             with span("backward"), parts.accumulation.microbatch(is_first=index == 0, is_last=is_last):
                 # sums over microbatches and ranks are then the mean over the global batch
                 parts.precision.backward(loss / plan.global_batch_size)
+            if not is_last:
+                parts.reducer.fold()
             self.window.count(loss, logits_BK, prepared.labels_B)
         with span("wait for the sums"):
             parts.reducer.wait()
@@ -137,6 +141,8 @@ class Loop:
                         parts.model.train()
                 elif is_save:
                     hooks.save(done, None)
+                elif plan.is_memory_copy(done, since=done - self.train_step.window.steps):
+                    hooks.keep(done)
                 if is_eval or is_save or is_stop:
                     totals.saved_step = done
                 if is_stop:
@@ -167,6 +173,9 @@ class Loop:
             finite_steps=int(window.finite_steps),
             gather_text=communicator.gather_text,
         )
+        if parts.reducer.grid and not parts.precision.skips_overflow:
+            require_on_grid(parts.reducer.take_beyond(), done=done, largest=parts.reducer.grid.largest)
+        require_statistics(parts.statistics.take_beyond(), done=done)
         self.hooks.on_report(
             {
                 "step": done,

@@ -38,6 +38,7 @@ class Plan:
     eval_offset_steps: int
     checkpoint_every_steps: int
     compare_every_steps: int
+    memory_every_steps: int = 0
 
     def is_evaluation(self, done: int) -> bool:
         """Tell whether an evaluation is due after so many steps."""
@@ -49,8 +50,11 @@ class Plan:
 
     def is_comparison(self, done: int, *, since: int) -> bool:
         """Tell whether a report after so many steps compares the ranks' weights; since: those of the report before."""
-        every = self.compare_every_steps
-        return every > 0 and done // every > since // every
+        return _is_passed(self.compare_every_steps, done, since)
+
+    def is_memory_copy(self, done: int, *, since: int) -> bool:
+        """Tell whether a report after so many steps keeps a copy in memory; since: steps at the report before."""
+        return _is_passed(self.memory_every_steps, done, since)
 
     def ending_at_once(self) -> "Plan":
         """Return the plan of a run that its evaluations have ended before: no step is left."""
@@ -104,6 +108,8 @@ class Hooks:
     """(steps done) -> record of the evaluation. Collective."""
     save: Callable[[int, float | None], None]
     """(steps done, top-1 or None): begins to write a checkpoint of all as it is now. Collective."""
+    keep: Callable[[int], None] = lambda done: None
+    """(steps done): begins to keep a copy of all as it is now in memory. Collective."""
     settle: Callable[[], None] = lambda: None
     """(): returns on all ranks when the checkpoint that save began is on disk. Collective."""
     skipped: Callable[[int, dict[int, str]], None] = lambda done, images: None
@@ -114,3 +120,8 @@ class Hooks:
     """(step). Collective."""
     after_step: Callable[[int], None] = lambda done: None
     """(steps done), before what else is due after them; weights may still be on their way."""
+
+
+def _is_passed(every: int, done: int, since: int) -> bool:
+    """Tell whether a multiple of every, where there is one, lies after since and up to done."""
+    return every > 0 and done // every > since // every

@@ -115,6 +115,11 @@ class Precision:
         """Wait until the model has all that update_ wrote."""
         self.weights.settle()
 
+    @property
+    def skips_overflow(self) -> bool:
+        """Tell whether an update whose gradients are not finite is skipped, and the loss scale lowered."""
+        return isinstance(self._scale, LossScale)
+
     def _total_norm(self) -> Tensor:
         """Compute the L2 norm of the gradients of all masters. Collective where they are shared out."""
         return torch.linalg.vector_norm(self.weights.norms(grads_of(self.masters.values())))

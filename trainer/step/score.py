@@ -18,6 +18,11 @@ def cross_entropies(logits_BK: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits_BK, targets, reduction="none")
 
 
+def to_grid(losses: Tensor) -> Tensor:
+    """Round losses to 2**-20, in float64, where sums of such numbers are exact up to 2**33, so in any order."""
+    return losses.double().mul_(2.0**20).round_().mul_(2.0**-20)
+
+
 @dataclass(frozen=True)
 class Metric:
     """Describes a figure of an evaluation by what is summed for it over all pictures, each counted once."""

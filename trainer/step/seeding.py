@@ -1,5 +1,8 @@
 """Every random number of a run from its seed and a position, never from what happened before."""
 
+import random
+
+import numpy as np
 import torch
 
 _PRIME = 1_000_003
@@ -13,10 +16,13 @@ def seed_weights(seed: int) -> None:
 
 
 def seed_forward(seed: int, *, step: int, ghost: int) -> None:
-    """Seed what a forward pass draws (dropout) from the microbatch's first ghost batch within the step.
+    """Seed what a forward pass draws (dropout), by torch, numpy or Python, from the microbatch's first ghost batch.
 
     So a resumed run draws what the uninterrupted one drew, and with one ghost batch per microbatch any
     world size draws the same. Where ranks share ghost batches, ghost counts their parts.
     """
     # + 1 keeps step 0 apart from seed_weights where the seed is 0
-    torch.manual_seed(((seed * _PRIME + step) * _PRIME + ghost + 1) % _NUM_SEEDS)
+    position = ((seed * _PRIME + step) * _PRIME + ghost + 1) % _NUM_SEEDS
+    torch.manual_seed(position)
+    random.seed(position)
+    np.random.seed(position % 2**32)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.trainer.step.score import to_grid
 from bigbatch.trainer.step.stragglers import straggler_share
 
 
@@ -29,7 +30,7 @@ class Window:
     def count(self, loss: Tensor, logits_BK: Tensor, labels_B: Tensor) -> None:
         """Add one microbatch, without a host sync. loss is summed over its samples."""
         # detached, or the sums would keep the graph of every microbatch
-        self.sums_3[0] += loss.detach()
+        self.sums_3[0] += to_grid(loss.detach())
         self.sums_3[1] += (logits_BK.detach().argmax(1) == labels_B).sum()
         self.sums_3[2] += labels_B.numel()
 

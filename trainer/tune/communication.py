@@ -23,7 +23,7 @@ from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
 from bigbatch.comm.tuning.measure import measure_links
 from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
 from bigbatch.comm.tuning.report import explain, explain_links, times_head, times_line
-from bigbatch.comm.tuning.tuned import DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
+from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
 from bigbatch.comm.tuning.tuner import TuningFindings, choose, elapsed_seconds, measure_times, tune_sizes
 from bigbatch.errors import ConfigError, TunedError
 from bigbatch.trainer.build import input as build_input
@@ -72,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
     if communicator.rank == 0:
         write_tuned(tuned, path)
         print(f"stored in {path}; to train with it: --comm.algorithm hybrid --comm.table {path} {NULL_SIZES}")
+        print(f"it changes {CHANGES}")
     return 0
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -114,7 +113,7 @@ def save(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGINT, save)
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -125,9 +124,8 @@ def test_ctrl_c_waits_until_the_child_has_saved(tmp_path):
     streams = {"stdout": subprocess.PIPE, "text": True, "env": from_checkout()}
     process = subprocess.Popen(command, start_new_session=True, **streams)
     assert process.stdout.readline() == "ready\n"
-    time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=200) == 130
     assert (tmp_path / "checkpoint").read_text() == "saved"
     assert process.stdout.read() == "interrupted; the same command goes on from here\n"
 

@@ -345,7 +345,7 @@ def batches() -> Iterator[torchvision_peer.Batches]:
     sys.modules.pop("train", None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_script_of_a_checkout_is_run(
     tmp_path: Path, batches: torchvision_peer.Batches, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ def small(case):
 @pytest.mark.parametrize("form", exactness.MOMENTUM_FORMS)
 @pytest.mark.parametrize("case", exactness.CASES, ids=lambda case: case.name)
 def test_exactness_of_every_case(case, form, nesterov):
-    settings = {"form": form, "nesterov": nesterov, "dtype": torch.float64, "steps": 200}
+    settings = {"form": form, "nesterov": nesterov, "dtype": torch.float64, "steps": 50}
     assert exactness.deviation(exactness.our_maker(form), small(case), **settings) < 1e-12
 
 

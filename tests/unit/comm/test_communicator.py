@@ -170,7 +170,7 @@ def test_close_of_a_world_of_one_under_mpirun_starts_no_mpi(monkeypatch: pytest.
     ("tensor", "named"),
     [
         (torch.zeros(3, device="meta"), ("on meta", "on cpu")),
-        (torch.zeros(3, dtype=torch.int64), ("single", "torch.int64", "float64, float32, float16, bfloat16")),
+        (torch.zeros(3, dtype=torch.int32), ("single", "torch.int32", "float64, float32, float16, bfloat16")),
         (torch.zeros(3, dtype=torch.complex64), ("single", "torch.complex64", "float64, float32, float16, bfloat16")),
         (torch.zeros(2, 2), ("contiguous", "shape (2, 2)")),
         (torch.zeros(4)[::2], ("contiguous", "shape (2,)")),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from error_texts import naming
 from played_gpus import PlayedGpus
+from silent_ranks import hurry_roll_call
 from torch.distributed import HashStore
 
 from bigbatch.comm import communicator, connection
@@ -28,26 +29,26 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import control, roll_call, stall
+from bigbatch.comm.rendezvous import meeting, stall
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
-from bigbatch.comm.rendezvous.control import Control, listen
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent, require_own_gpus
 from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, PeerLostError
 from bigbatch.exit_codes import LOST
 
 CPU = torch.device("cpu")
-TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0))
+TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0), secret=b"of this job")
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(control, "_met", {})
+    hurry_roll_call(monkeypatch)
+    monkeypatch.setattr(meeting, "_met", {})
 
 
 # --- ranks and hosts that contradict each other ---
@@ -107,14 +108,14 @@ def test_places_on_played_hosts_are_not_the_launchers() -> None:
 
 
 def test_meet_tells_ranks_where_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
     assert [(place.rank, place.host) for place in meet(ALONE, met)] == [(0, "here")]
 
-    def gather_text(text: str, *, what: str) -> list[str]:
+    def gather_text(text: str, *, what: str, timeout_seconds: float) -> list[str]:
         other = {**json.loads(text), "rank": 1}
         return [text, json.dumps(other)]
 
-    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
     monkeypatch.setattr(met, "gather_text", gather_text)
     with pytest.raises(CommError, match=naming("rank 0", "rank 1", "local rank 0", "here")):
         meet(TWO, met)
@@ -125,24 +126,24 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another bigbatch may describe its place by other words, or say nothing of its release."""
-    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
     other = json.dumps({"host": "n1", "release": "bigbatch 0.2.0 (sources 1234abcd), torch 2.14.1", "place": 7})
-    monkeypatch.setattr(met, "gather_text", lambda text, *, what: [text, other])
+    monkeypatch.setattr(met, "gather_text", lambda text, **_: [text, other])
     expected = (
         r"n1: bigbatch 0\.2\.0 \(sources 1234abcd\), torch 2\.14\.1; "
         r"here: bigbatch \S+ \(sources [0-9a-f]{8}\), torch \S+"
     )
     with pytest.raises(CommError, match=expected):
         meet(TWO, met)
-    untold = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
-    monkeypatch.setattr(untold, "gather_text", lambda text, *, what: [text, json.dumps({"host": "n1", "rank": 1})])
+    untold = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    monkeypatch.setattr(untold, "gather_text", lambda text, **_: [text, json.dumps({"host": "n1", "rank": 1})])
     with pytest.raises(CommError, match=naming("n1", "older bigbatch", "here: bigbatch")):
         meet(TWO, untold)
 
 
 @pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "a rank")])
 def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> None:
-    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
     meet(ALONE, met)
     again = replace(ALONE, launcher=launcher, host="n7")
     with pytest.raises(CommError, match=naming("rank 0", "here", "n7", variable)):
@@ -153,13 +154,14 @@ def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> 
 
 
 def test_control_knows_where_the_ranks_met() -> None:
-    assert Control(TWO, timeout_seconds=5, find_master=meet_by_mpi).master == TWO.master
+    assert Control(TWO, timeout_seconds=60, find_master=meet_by_mpi).master == TWO.master
     with listen("127.0.0.1", 0) as free:
         found = free.getsockname()[:2]
     by_mpi = replace(TWO, launcher="openmpi", master=None)
-    find = partial(Control, by_mpi, timeout_seconds=5, find_master=lambda env, *, timeout_seconds, interface: found)
+    find = partial(Control, by_mpi, timeout_seconds=60, find_master=lambda env, **_: (*found, "drawn"))
     assert find().master == found
-    assert find().master == found  # the second connection of this process
+    assert find().secret == b"drawn"
+    assert find().master == found  # the third connection of this process
 
 
 @pytest.mark.parametrize(("local_size", "towards"), [(1, "10.0.0.9"), (2, None)])
@@ -174,7 +176,7 @@ def test_links_lead_to_where_the_ranks_met(
 
     monkeypatch.setattr(links, "own_address", own_address)
     env = replace(TWO, launcher="openmpi", master=None, local_size=local_size)
-    met = Control(TWO, timeout_seconds=5, find_master=meet_by_mpi)
+    met = Control(TWO, timeout_seconds=60, find_master=meet_by_mpi)
     met.master = "10.0.0.9", 1  # as MPI told
     links.Links(env, met, interface=None, while_waiting=lambda seconds: None).close()
     assert asked == [{"is_one_host": local_size == 2, "interface": None, "towards": towards}]
@@ -346,10 +348,10 @@ def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch
 
 
 def test_tcp_backend_abandoned_listens_no_more() -> None:
-    met = Control(TWO, timeout_seconds=1, find_master=meet_by_mpi)
+    met = Control(TWO, timeout_seconds=60, find_master=meet_by_mpi)
     met.store.set("bigbatch/host/1", "node1")
     backend = TcpBackend(TWO, met)
-    address, port = met.store.get("bigbatch/tcp/0").decode().split()
+    address, port, _ = met.store.get("bigbatch/tcp/0").decode().split()
     backend.abandon()
     listen(address, int(port)).close()
     with pytest.raises(CommError, match=naming("buffer 7", "closed")):
@@ -358,8 +360,8 @@ def test_tcp_backend_abandoned_listens_no_more() -> None:
 
 def test_process_group_abandoned_makes_room_for_another() -> None:
     for _ in range(2):
-        met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
-        met.store = BoundedStore(HashStore(), seconds=5)
+        met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+        met.store = BoundedStore(HashStore(), seconds=60)
         TorchDistributedBackend(ALONE, met, library="gloo", device=CPU).abandon()
         assert not torch.distributed.is_initialized()
 
@@ -379,7 +381,7 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
         given_up.set()
 
     def wait_for_ever(*_: object, **__: object) -> None:
-        given_up.wait(timeout=10)
+        given_up.wait(timeout=60)
         raise RuntimeError("the process would be gone")
 
     def meet_both(env: ProcessEnv, met: Control, *, gpu: str) -> list[RankPlace]:
@@ -465,6 +467,9 @@ class Leaving:
     def leave(self) -> None:
         self.noted.append("left")
 
+    def end_well(self) -> None:
+        self.noted.append("ended")
+
     def report_own_failure(self) -> None:
         self.noted.append("reported")
 
@@ -480,8 +485,8 @@ def leaving() -> tuple[communicator.Communicator, list[str]]:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (None, ["left", "closed"]),
-        (SystemExit(0), ["left", "closed"]),
+        (None, ["left", "closed", "ended"]),
+        (SystemExit(0), ["left", "closed", "ended"]),
         (SystemExit(3), ["reported"]),
         (KeyError("defect"), ["reported"]),
     ],
@@ -496,7 +501,9 @@ def test_connection_is_closed_by_with_or_reports_its_failure(error: BaseExceptio
     assert made.control not in communicator.open_connections
 
 
-@pytest.mark.parametrize(("last_value", "expected"), [(None, ["left", "closed"]), (KeyError("defect"), ["reported"])])
+@pytest.mark.parametrize(
+    ("last_value", "expected"), [(None, ["left", "closed", "ended"]), (KeyError("defect"), ["reported"])]
+)
 def test_connection_that_is_open_at_exit_is_closed_or_reports_the_uncaught_exception(
     last_value: BaseException | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

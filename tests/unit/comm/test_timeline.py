@@ -38,13 +38,14 @@ def test_spans_and_marks_have_rows_and_microseconds() -> None:
     before = time.time() * 1e6
     with timeline.span("sleep", row="step", bytes=3):
         time.sleep(0.02)
+    after = time.time() * 1e6
     timeline.mark("now", row="marks")
     title, *rows, span, mark = events(timeline, rank=5)
     assert title["args"] == {"name": "rank 5 on here"}
     assert {row["tid"]: row["args"]["name"] for row in rows} == {0: "step", 1: "marks"}
     assert (span["ph"], span["name"], span["tid"], span["pid"], span["args"]) == ("X", "sleep", 0, 5, {"bytes": 3})
-    assert 20_000 <= span["dur"] < 10_000_000  # microseconds, on a busy machine too
-    assert before <= span["ts"] < before + 1e6
+    assert 20_000 <= span["dur"] <= after - before + 1_000  # microseconds; of two clocks
+    assert before <= span["ts"] <= after
     assert (mark["ph"], mark["tid"]) == ("i", 1)
     assert mark["ts"] >= span["ts"] + span["dur"]
     assert len(events(timeline)) == 1  # taken is gone
@@ -53,11 +54,13 @@ def test_spans_and_marks_have_rows_and_microseconds() -> None:
 def test_timeline_of_the_host_beside_a_gpu_has_the_hosts_clock() -> None:
     timeline = Timeline(torch.device("cuda", 0))  # an event of this device would fail here
     timeline.is_active = True
+    before = time.time() * 1e6
     with timeline.span("sleep", row="all-reduce", on_host=True, bytes=3):
         time.sleep(0.02)
+    after = time.time() * 1e6
     span = events(timeline)[-1]
     assert (span["name"], span["args"]) == ("sleep", {"bytes": 3})
-    assert 20_000 <= span["dur"] < 10_000_000  # microseconds, on a busy machine too
+    assert 20_000 <= span["dur"] <= after - before + 1_000  # microseconds; of two clocks
 
 
 class NamedMpi(SingleBackend):

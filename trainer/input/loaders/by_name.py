@@ -2,6 +2,7 @@
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.input.base import Crop, ImageSize, ImageSource
+from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
 from bigbatch.trainer.input.loaders.encoded import Decoder, ImageLoader
 from bigbatch.trainer.input.loaders.pillow import PillowDecoder
@@ -24,11 +25,13 @@ def make_image_loader(
     pin_memory: bool = False,
     patience_seconds: float = 20.0,
     max_skipped: int | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> ImageLoader:
     """Make a loader that reads and decodes prefetch_batches ahead, in num_threads threads.
 
     name: dali (on GPU device_id, or on the CPU if that is None), or torchvision (Pillow and torch; pin_memory for
-    copies to a GPU). patience_seconds and max_skipped: see EncodedReader; hardware_share: see DaliDecoder.
+    copies to a GPU). patience_seconds, max_skipped and max_pixels: see EncodedReader; hardware_share: see
+    DaliDecoder.
     Raises: ConfigError for another name, or if DALI is wanted and not installed.
     """
     if name not in IMAGE_LOADERS:
@@ -54,5 +57,6 @@ def make_image_loader(
         prefetch_batches=prefetch_batches,
         patience_seconds=patience_seconds,
         max_skipped=max_skipped,
+        max_pixels=max_pixels,
     )
     return ImageLoader(reader, decoder)

@@ -236,7 +236,7 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | N
         return
     position, name = row.positions[0], row.names[0]
     try:
-        open_image(row.images[0], path=name)
+        open_image(row.images[0], path=name, max_pixels=row.max_pixels)
     except DataError as error:
         raise UndecodableError(str(error), position=position) from error
     # a GPU's failure is no picture's
@@ -248,7 +248,7 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | N
 def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
     """Return each whole picture as a batch of its own."""
     for data, name, position in zip(batch.images, batch.names, batch.positions, strict=True):
-        box_14 = np.array([(0, 0, *encoded_size(data, path=name))], np.int32)
+        box_14 = np.array([(0, 0, *encoded_size(data, path=name, max_pixels=batch.max_pixels))], np.int32)
         no_flip_1 = np.zeros(1, bool)
         yield replace(batch, positions=[position], images=[data], names=[name], boxes_B4=box_14, flips_B=no_flip_1)
 

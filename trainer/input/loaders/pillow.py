@@ -54,7 +54,7 @@ class PillowDecoder:
 def decoded_box(batch: EncodedBatch, row: int) -> np.ndarray:
     """Decode the box of one picture, uint8 (height, width, 3). Raises: UndecodableError naming the picture."""
     try:
-        image = open_image(batch.images[row], path=batch.names[row])
+        image = open_image(batch.images[row], path=batch.names[row], max_pixels=batch.max_pixels)
     except DataError as error:
         raise UndecodableError(str(error), position=batch.positions[row]) from error
     top, left, height, width = batch.boxes_B4[row].tolist()

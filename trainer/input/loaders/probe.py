@@ -153,4 +153,5 @@ def _augmented(batch: Batch, prepare: PrepareBatch) -> Batch:
 
 
 def _sizes(batch: EncodedBatch) -> list[tuple[int, int]]:
-    return [encoded_size(data, path=name) for data, name in zip(batch.images, batch.names, strict=True)]
+    found = zip(batch.images, batch.names, strict=True)
+    return [encoded_size(data, path=name, max_pixels=batch.max_pixels) for data, name in found]

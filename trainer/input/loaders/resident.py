@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import center_crop
 from bigbatch.trainer.input.base import Batch, Crop, ImageSource, Request
-from bigbatch.trainer.input.formats import open_image
+from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
 from bigbatch.trainer.input.on_device import on_device
 from bigbatch.trainer.input.retry import PatientReads
 
@@ -31,13 +32,15 @@ class ResidentLoader:
         device: torch.device | str,
         num_threads: int = 4,
         patience_seconds: float = 20.0,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         """Decode the set. patience_seconds: a picture that cannot be read is tried again for so long.
 
+        max_pixels: a picture that states more is not decoded.
         Raises: DataError naming the first picture that is not image_size x image_size, or one that cannot be read.
         """
         reads = PatientReads(index, patience_seconds=patience_seconds, num_threads=num_threads)
-        images_NHWC = _decode_all(index, reads, image_size=image_size, num_threads=num_threads)
+        images_NHWC = _decode_all(index, reads, image_size=image_size, num_threads=num_threads, max_pixels=max_pixels)
         self._images_NHWC = images_NHWC.to(device)
         self._labels_N = index.labels_N
         self._crop = crop
@@ -99,14 +102,17 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
     return images_BSSC * inside_BSS[..., None]
 
 
-def _decode_all(index: ImageSource, reads: PatientReads, *, image_size: int, num_threads: int) -> Tensor:
+def _decode_all(
+    index: ImageSource, reads: PatientReads, *, image_size: int, num_threads: int, max_pixels: int
+) -> Tensor:
     """Decode every picture of the split, uint8 (N, image_size, image_size, 3)."""
     images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
 
     def fill(part: int, positions: list[int]) -> None:
         for position in positions:
             data = reads.read(position, thread=part)
-            images_NHWC[position] = _decoded(data, path=index.name(position), image_size=image_size)
+            image = open_image(data, path=index.name(position), max_pixels=max_pixels)
+            images_NHWC[position] = _pixels(image, path=index.name(position), image_size=image_size)
 
     with reads.threads() as threads:
         shares = np.array_split(np.arange(len(index)), num_threads)
@@ -118,9 +124,8 @@ def _decode_all(index: ImageSource, reads: PatientReads, *, image_size: int, num
     return torch.from_numpy(images_NHWC)
 
 
-def _decoded(data: bytes, *, path: str, image_size: int) -> np.ndarray:
-    """Decode a picture: uint8 (image_size, image_size, 3). Raises: DataError."""
-    image = open_image(data, path=path)
+def _pixels(image: Image.Image, *, path: str, image_size: int) -> np.ndarray:
+    """Return a picture's pixels, uint8 (image_size, image_size, 3). Raises: DataError."""
     if image.size != (image_size, image_size):
         wide, high = image.size
         raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")

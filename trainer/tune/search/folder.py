@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bigbatch.errors import TuneError
+from bigbatch.files import parse_json
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.run.folder import RunDir, writing
 from bigbatch.trainer.run.resume import changes
@@ -75,9 +76,9 @@ def require_own(folder: StudyFolder, identity: dict[str, Any]) -> None:
             raise TuneError(f"{folder.path} is not empty and holds no search: choose another --study")
         return
     try:
-        old = json.loads(folder.identity.read_text())
+        old = parse_json(folder.identity.read_text())
         odd = _differences(old, identity)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise TuneError(f"{folder.identity} is not readable ({error}): choose another --study") from error
     if odd:
         raise TuneError(

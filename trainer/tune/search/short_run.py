@@ -2,11 +2,11 @@
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.errors import ConfigError
+from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.config.file import as_yaml
 from bigbatch.trainer.config.schema import Config, all_keys, lookup
 from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
@@ -107,7 +107,7 @@ def train_argv(options: Sequence[str], *, base: Path, launch: Launch, gpus: Sequ
     if launch.words:
         words = ["launch", *launch.words, "--", *words]
     seen = ["env", f"CUDA_VISIBLE_DEVICES={','.join(gpus)}"] if gpus else []
-    return [*seen, sys.executable, "-m", "bigbatch", *words]
+    return [*seen, *bigbatch_argv(), *words]
 
 
 def gpus_of(slot: int, *, gpus: Sequence[str], launch: Launch) -> list[str]:

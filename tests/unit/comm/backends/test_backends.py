@@ -1,5 +1,6 @@
 """Transports without peers: the one of a single process, and how the others fail. With peers: tests/parallel."""
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from silent_ranks import hurry_roll_call
 
 from bigbatch.comm.backends import horovod, in_flight, mpi
 from bigbatch.comm.backends.base import ALL_DTYPES
@@ -18,29 +20,30 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import addresses, control, roll_call
-from bigbatch.comm.rendezvous.control import Control, listen
+from bigbatch.comm.rendezvous import addresses, meeting
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.errors import CommError, PeerLostError
 
 CPU = torch.device("cpu")
 TWO = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("127.0.0.1", 0))
 UNLAUNCHED = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
-LOST = r".* 0\.\d s.*rank 1 on node1 .*control"
+LOST = r".* \d+\.\d s.*rank 1 on node1 .*control"
 """What is named of a wait that ended for want of rank 1."""
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(control, "_met", {})
+    hurry_roll_call(monkeypatch)
+    monkeypatch.setattr(meeting, "_met", {})
 
 
 def half_a_job(seconds: float = 1.0) -> Control:
-    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on."""
-    met = Control(TWO, timeout_seconds=seconds, find_master=mpi.meet_by_mpi)
+    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on. seconds: its limit since."""
+    met = Control(TWO, timeout_seconds=60, find_master=mpi.meet_by_mpi)
+    met.timeout_seconds = seconds
     met.store.set("bigbatch/host/1", "node1")
     return met
 
@@ -139,7 +142,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
 
     met = half_a_job()
     backend = TorchDistributedBackend(
-        ALONE, Control(ALONE, timeout_seconds=5, find_master=mpi.meet_by_mpi), library="gloo", device=CPU
+        ALONE, Control(ALONE, timeout_seconds=60, find_master=mpi.meet_by_mpi), library="gloo", device=CPU
     )
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
@@ -190,7 +193,9 @@ def test_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.Monkey
 
 def test_mpi_meeting_point_of_one_host_is_a_free_port_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, rank=0, size=2)
-    address, port = mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=5)
+    address, port, secret = mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)
+    assert len(bytes.fromhex(secret)) == 32
+    assert secret != mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)[2]
     with listen(address, port):
         assert address == "127.0.0.1"
 
@@ -200,11 +205,12 @@ def test_mpi_meeting_tells_all_ranks_that_rank_0_has_no_address(
     interface: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_mpi(monkeypatch, rank=0, size=2)
-    monkeypatch.setattr(addresses.socket, "gethostbyname", lambda _: "127.0.1.1")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_, **__: found)
     named = naming("127.0.1.1", "/etc/hosts") if interface is None else naming("'ib7'", "lo", "comm.interface")
     env = ProcessEnv("openmpi", 0, 2, 0, 1, "here", None)
     with pytest.raises(CommError, match=named):
-        mpi.meet_by_mpi(env, timeout_seconds=5, interface=interface)
+        mpi.meet_by_mpi(env, timeout_seconds=60, interface=interface)
 
 
 def forever(*_: object, **__: object) -> None:
@@ -216,7 +222,7 @@ def test_mpi_meeting_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
     world = SimpleNamespace(rank=0, size=2, bcast=forever)
     monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
-    with pytest.raises(CommError, match=r"rank 0: .*MPI .* 0\.\d s "):
+    with pytest.raises(CommError, match=r"rank 0: .*MPI .* \d+\.\d s "):
         mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=0.2)
 
 

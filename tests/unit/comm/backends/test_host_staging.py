@@ -37,7 +37,7 @@ def on_a_thread(work: Callable[[], None]) -> None:
 
     thread = Thread(target=run)
     thread.start()
-    thread.join(timeout=10)
+    thread.join(timeout=200)
     assert not failures
 
 

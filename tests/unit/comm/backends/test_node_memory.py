@@ -25,7 +25,7 @@ class Line:
 
     def __init__(self, num_ranks: int) -> None:
         self.texts = [""] * num_ranks
-        self.barrier = Barrier(num_ranks, timeout=10)
+        self.barrier = Barrier(num_ranks, timeout=200)
 
 
 class FakeControl:
@@ -64,7 +64,7 @@ def allocate(ranks: Sequence[NodeMemory], num_elements: int, dtype: torch.dtype)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=200)
     return [found[rank] for rank in range(len(ranks))]
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from error_texts import naming
 from played_gpus import PlayedGpus
 from played_nccl import PlayedNccl
+from silent_ranks import hurry_roll_call
 from torch.distributed import HashStore
 
 from bigbatch.comm.algorithms import ALGORITHMS
@@ -220,8 +221,7 @@ def test_close_of_the_connection_that_came_first_leaves_the_second_its_groups(li
 
 def test_error_of_the_library_gets_the_jobs_words(library: PlayedNccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL raises where an operation is enqueued: in the midst of backward."""
-    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.1)
-    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
+    hurry_roll_call(monkeypatch)
     backend = backend_of("nccl")
 
     def fail() -> None:

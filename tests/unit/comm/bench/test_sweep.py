@@ -22,7 +22,7 @@ from bigbatch.comm.algorithms.hybrid import Measured
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Capabilities, Done, Group
 from bigbatch.comm.bench import figures as bench
-from bigbatch.comm.bench import sweep
+from bigbatch.comm.bench import job, sweep
 from bigbatch.comm.bench.figures import Limit, Row
 from bigbatch.comm.bench.plot import plot_sweep
 from bigbatch.comm.communicator import Communicator
@@ -444,7 +444,7 @@ def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_bench_measures_the_sums_that_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[Communicator] = []
-    monkeypatch.setattr(sweep, "connect", lambda **settings: met.append(connect(**settings)) or met[-1])
+    monkeypatch.setattr(job, "connect", lambda **settings: met.append(connect(**settings)) or met[-1])
     options = ["--max-bytes", "1K", "--repetitions", "2", "--wire-dtype", "bfloat16", "--reduce-dtype", "wire"]
     assert main(["comm", "bench", *options]) == 0
     assert met[0].wire == Wire(torch.bfloat16, in_fp32=False)

@@ -3,8 +3,9 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -416,7 +417,24 @@ def test_broadcast_of_one_rank_goes_to_itself() -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     optimizer = sgd(model)
     broadcast_optimizer_state(optimizer, one)
-    assert broadcast_object({"epoch": 3}, one) == {"epoch": 3}
+    plain = {"epoch": 3, "best": (0.5, None, [True, "text", b"bytes", 1 << 80]), 4: {"nested"}}
+    assert broadcast_object(plain, one) == plain
+
+
+class RunsCode:
+    """What a pickle would call as it is read."""
+
+    ran: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return RunsCode.ran.append, ("code",)
+
+
+@pytest.mark.parametrize("value", [RunsCode(), {"deep": [RunsCode()]}, Path("x"), print])
+def test_broadcast_object_runs_no_code(value: object) -> None:
+    with pytest.raises(ValueError, match=r"a broadcast object holds \S+: send numbers, texts, tensors"):
+        broadcast_object(value, communicator())
+    assert RunsCode.ran == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

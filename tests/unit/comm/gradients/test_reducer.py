@@ -4,6 +4,7 @@ import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import ExposedTime, GradientReducer, describe
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError, PeerLostError
@@ -159,6 +161,52 @@ def test_reducer_is_active_for_the_last_microbatch_alone() -> None:
     reducer.wait()
     assert len(backend.events) == len(reducer.plan.buffers)
     assert_same(model, expected)
+
+
+def gradients_on_grid(*batches: Tensor, **sizes: int) -> dict[str, Tensor]:
+    """As a rank of three finds them that have all the same batches: the second step's, of the learned order."""
+    model = make_model()
+    grid = Grid(3 * len(batches))
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=3), grid=grid, **sizes)
+    for _ in range(2):
+        reducer.zero_grad()
+        for k, images_BCHW in enumerate(batches):
+            reducer.is_active = k == len(batches) - 1
+            loss_of(model, images_BCHW).backward()
+            if not reducer.is_active:
+                reducer.fold()
+        reducer.wait()
+    assert reducer.take_beyond() == 0
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_reducer_on_a_grid_has_the_same_bits_in_any_order_and_plan() -> None:
+    batches = make_images(4), make_images(2), make_images(3)
+    found = gradients_on_grid(*batches)
+    plain = plain_gradients(make_model(), *batches)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, 3 * plain[name], rtol=1e-5, atol=1e-7)
+    for order in permutations(batches):
+        others = gradients_on_grid(*order, **SMALL)
+        assert all(torch.equal(others[name], gradient) for name, gradient in found.items())
+
+
+def test_reducer_counts_what_is_beyond_the_grid() -> None:
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=1), grid=Grid(1))
+    (1e6 * loss_of(model, make_images())).backward()
+    num_large = sum(int((p.grad.abs() > 4096).sum()) for p in model.parameters() if p.grad is not None)
+    reducer.wait()
+    assert num_large > 0
+    assert reducer.take_beyond() == num_large
+    assert reducer.take_beyond() == 0
+    assert all(p.grad is not None and p.grad.isinf().all() for p in model.parameters())
+
+
+def test_reducer_scatters_nothing_from_a_grid() -> None:
+    alone = communicator(SingleBackend())
+    with pytest.raises(ValueError, match="give scatter or grid"):
+        GradientReducer(make_model().named_parameters(), alone, scatter=True, grid=Grid(1))
 
 
 def test_reducer_buffers_start_during_backward_in_the_order_of_the_plan() -> None:

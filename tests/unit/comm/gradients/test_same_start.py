@@ -31,9 +31,9 @@ def begin(num_ranks: int, odd: set[int]) -> tuple[list[str], int]:
         def gather_text(text: str) -> list[str]:
             texts[rank] = text
             given.append(text)
-            barrier.wait(timeout=10)
+            barrier.wait(timeout=200)
             gathered = list(texts)
-            barrier.wait(timeout=10)
+            barrier.wait(timeout=200)
             return gathered
 
         communicator: Any = SimpleNamespace(rank=rank, world_size=num_ranks, gather_text=gather_text)

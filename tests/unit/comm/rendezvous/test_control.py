@@ -9,39 +9,43 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
 from error_texts import naming
-from torch.distributed import HashStore
+from silent_ranks import hurry_roll_call
+from torch.distributed import HashStore, TCPStore
 
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import control, roll_call
+from bigbatch.comm.rendezvous import control, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
-from bigbatch.comm.rendezvous.control import Control, first_line, listen, rendezvous
+from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
-from bigbatch.errors import CommError, PeerLostError
+from bigbatch.comm.rendezvous.meeting import listen, rendezvous
+from bigbatch.comm.rendezvous.places import meet
+from bigbatch.errors import CommError, PeerLostError, first_line
 
-SECONDS = timedelta(seconds=5)
+SECONDS = timedelta(seconds=60)
 
 
 def rank_of_two(*, port: int = 0, address: str = "127.0.0.1") -> ProcessEnv:
     """Rank 0 of two on one host."""
-    return ProcessEnv("torchrun", 0, 2, 0, 2, "here", (address, port))
+    return ProcessEnv("torchrun", 0, 2, 0, 2, "here", (address, port), secret=b"of this job")
 
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank will answer: do not wait for it."""
-    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 0.2)
-    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
-    monkeypatch.setattr(control, "_met", {})
+    hurry_roll_call(monkeypatch)
+    monkeypatch.setattr(meeting, "_met", {})
 
 
 def half_a_job(seconds: float = 5.0) -> Control:
-    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on."""
-    met = Control(rank_of_two(), timeout_seconds=seconds, find_master=meet_by_mpi)
+    """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on. seconds: its limit since."""
+    met = Control(rank_of_two(), timeout_seconds=60, find_master=meet_by_mpi)
+    met.timeout_seconds = seconds
     met.store.set("bigbatch/host/1", "node1")
     return met
 
@@ -50,7 +54,7 @@ def half_a_job(seconds: float = 5.0) -> Control:
 
 
 def test_gather_text_names_the_rank_that_misses_it() -> None:
-    with pytest.raises(PeerLostError, match=r"rank 0.*comparison.* 0\.\d s.*rank 1 on node1.*control"):
+    with pytest.raises(PeerLostError, match=r"rank 0.*comparison.* \d+\.\d s.*rank 1 on node1.*control"):
         half_a_job(0.3).gather_text("seed: 1")
 
 
@@ -227,14 +231,14 @@ def test_listener_and_who_can_reach_it(
 
 
 def test_rendezvous_after_a_restart_by_torchrun_holds_nothing_of_the_last_start() -> None:
-    served = rendezvous(rank_of_two(), SECONDS)  # by torchrun, which lives on
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # by torchrun, which lives on
     env = replace(rank_of_two(port=served.port), master_runs=True)
     limit = timedelta(seconds=120)
     with ThreadPoolExecutor(2) as pool:
         first, restarted = (
             list(pool.map(lambda rank: rendezvous(replace(env, rank=rank), limit), range(2))) for _ in range(2)
         )
-    first[0].add("bigbatch/failed", 1)  # not set, which returns before the store has it
+    first[0].set("bigbatch/failed", "1")
     assert first[1].check(["bigbatch/failed"])
     assert not any(store.check(["bigbatch/failed"]) for store in restarted)
     restarted[0].add("here", 1)
@@ -242,7 +246,7 @@ def test_rendezvous_after_a_restart_by_torchrun_holds_nothing_of_the_last_start(
 
 
 def test_rendezvous_of_torchrun_names_the_ranks_that_do_not_come() -> None:
-    served = rendezvous(rank_of_two(), SECONDS)
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = replace(rank_of_two(port=served.port), master_runs=True)
     with pytest.raises(CommError, match=naming("rank 0", "rank 1 did not come in time")):
         rendezvous(env, timedelta(seconds=0.2))
@@ -251,7 +255,7 @@ def test_rendezvous_of_torchrun_names_the_ranks_that_do_not_come() -> None:
 def test_control_of_a_second_connection_shares_the_rendezvous_but_no_keys() -> None:
     first = half_a_job()
     # the port would be in use, were it opened again
-    second = Control(rank_of_two(), timeout_seconds=5, find_master=meet_by_mpi)
+    second = Control(rank_of_two(), timeout_seconds=60, find_master=meet_by_mpi)
     first.store.set("bigbatch/failed", "1")
     assert not second.store.check(["bigbatch/failed"])
 
@@ -260,7 +264,8 @@ def test_control_uses_the_store_of_a_default_process_group() -> None:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         env = ProcessEnv("none", 0, 2, 0, 2, "here", None)  # no master: nowhere else to meet
-        met = Control(env, timeout_seconds=0.2, find_master=meet_by_mpi)
+        met = Control(env, timeout_seconds=60, find_master=meet_by_mpi)
+        met.timeout_seconds = 0.2
         with pytest.raises(PeerLostError, match=naming("rank 0", "rank 1")):
             met.gather_text("x")
     finally:
@@ -278,12 +283,31 @@ def test_rendezvous_at_a_port_in_use_names_it() -> None:
 
 def test_rendezvous_whose_process_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system lets callers in for a process that is stopped, as it does for this socket."""
-    monkeypatch.setattr(control, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.2)
     with listen("127.0.0.1", 0) as silent:
         port = silent.getsockname()[1]
         for env in (replace(rank_of_two(port=port), rank=1), replace(rank_of_two(port=port), master_runs=True)):
             with pytest.raises(CommError, match=naming(f"no rendezvous at 127.0.0.1:{port}", "check that rank 0 runs")):
                 rendezvous(env, timedelta(seconds=0.3))
+
+
+def test_rendezvous_waits_for_rank_0s_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a pod is in Kubernetes' DNS some seconds after its start."""
+    num_failures = 2
+
+    def look_up(host: str, port: int | None, *_: object, **__: object) -> Any:
+        nonlocal num_failures
+        num_failures -= 1
+        if num_failures >= 0:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port or 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("pod-0.job", 0), secret=b"s")
+    assert rendezvous(env, timedelta(seconds=120)).port > 0
+    num_failures = 1000
+    with pytest.raises(CommError, match=naming("no rendezvous at pod-0.job", "not known", "MASTER_ADDR")):
+        rendezvous(env, timedelta(seconds=0.2))
 
 
 def test_rendezvous_at_a_name_that_leads_back_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,5 +327,20 @@ def test_rendezvous_without_a_meeting_point_names_what_tells_one() -> None:
 
 @pytest.mark.slow
 def test_connect_names_ranks_that_do_not_come() -> None:
-    with pytest.raises(PeerLostError, match=r"rank 0: meeting.* \d\.\d s.*rank 1"):
+    with pytest.raises(PeerLostError, match=r"rank 0: meeting.* \d+\.\d s.*rank 1"):
         connect(backend="gloo", env=rank_of_two(), timeout_seconds=1)
+
+
+def test_first_meeting_has_and_names_a_limit_of_its_own() -> None:
+    met = half_a_job(60.0)
+    met.meeting_seconds = 0.3
+    with pytest.raises(PeerLostError, match=r"rank 0: meeting of all ranks \(meeting_seconds=0\.3\) failed.*rank 1"):
+        meet(rank_of_two(), met)
+
+
+def test_rank_that_finds_no_first_one_in_time_says_which_limit_that_was() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+    late = replace(rank_of_two(port=port), rank=1)
+    with pytest.raises(CommError, match=naming("rank 1", "check that rank 0 runs", "meeting_seconds=0.3")):
+        Control(late, timeout_seconds=60, meeting_seconds=0.3, find_master=meet_by_mpi)

@@ -10,6 +10,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.comm.rendezvous.environ import (
+    SECRET_VARIABLE,
     ProcessEnv,
     calibration_folder,
     expand_hostlist,
@@ -20,6 +21,7 @@ from bigbatch.comm.rendezvous.environ import (
     slurm_job,
     step_hosts,
     terminal_columns,
+    with_secret,
 )
 from bigbatch.errors import LaunchError, UserError
 
@@ -58,6 +60,17 @@ SRUN = {
     "SLURM_NODEID": "1",
     "SLURMD_NODENAME": "n02",
 }
+
+
+def test_secret_is_new_for_each_job_and_is_not_shown() -> None:
+    first, second = with_secret({"PATH": "here"}), with_secret({})
+    assert first["PATH"] == "here"
+    assert first[SECRET_VARIABLE] != second[SECRET_VARIABLE]
+    assert with_secret(first) == first  # a user's own
+    env = read_process_env(first)
+    assert env.secret == first[SECRET_VARIABLE].encode()
+    assert first[SECRET_VARIABLE] not in repr(env)
+    assert read_process_env({}).secret == b""
 
 
 def place(env: ProcessEnv) -> tuple[str, int, int, int, int]:
@@ -169,6 +182,7 @@ def test_host_list_that_is_too_long_is_refused(text: str) -> None:
         ({**OPENMPI, "MASTER_ADDR": "n7", "MASTER_PORT": "1234"}, ("n7", 1234)),
         (SRUN, ("n01", 20000 + 123 + 2 * 1009)),
         ({**SRUN, "SLURM_JOB_ID": "12000", "SLURM_STEP_ID": "0"}, ("n01", 20000)),
+        ({**SRUN, "SLURM_JOB_ID": "12000", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"}, ("n01", 25003)),
         ({**SRUN, "SLURM_STEP_ID": "4294967290"}, ("n01", 20000 + 3733)),  # an interactive step
         ({**SRUN, "MASTER_ADDR": "n7", "MASTER_PORT": "1234"}, ("n7", 1234)),
     ],
@@ -267,8 +281,9 @@ def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (None, True, ("lo", "lo0"), (None,)),  # NCCL finds its own way inside a host
         (None, False, (None,), (None,)),
-        ("ib0", True, ("ib0",), ("ib0",)),
-        ("ib0", False, ("ib0",), ("ib0",)),
+        ("ib0", True, ("ib0",), ("=ib0",)),  # without = NCCL would take ib01, too
+        ("ib0", False, ("ib0",), ("=ib0",)),
+        ("ib0,ib1", False, ("ib0,ib1",), ("=ib0,ib1",)),
     ],
 )
 def test_interface_is_told_to_the_libraries(

@@ -15,9 +15,11 @@ import pytest
 import torch
 from error_texts import naming
 from played_gpus import PlayedGpus
+from silent_ranks import hurry_roll_call
 from stalled_ranks import Rank, let_time_pass, look, ranks
 from torch._C._distributed_c10d import HashStore
 
+from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.in_flight import StreamQueue
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous import roll_call, stall
@@ -39,8 +41,7 @@ def end_of(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes of the process, which does not end here."""
     codes: list[int] = []
     monkeypatch.setattr(stall.os, "_exit", codes.append)
-    for answer in ("ROLL_CALL_SECONDS", "LINGER_SECONDS"):
-        monkeypatch.setattr(roll_call, answer, 0.2)
+    hurry_roll_call(monkeypatch)
     rank.inspector.count()
     return codes
 
@@ -51,7 +52,7 @@ def test_inspector_ends_the_job_where_nothing_else_can(monkeypatch: pytest.Monke
     store.set("bigbatch/host/1", "node1")
     lost = PeerLostError("rank 0: buffer 1 failed after 9.0 s; no answer from rank 1 on node1")
     monkeypatch.setattr(rank.control, "describe", lambda label, seconds, error: lost)
-    rank.waits(1, seconds=7)
+    rank.waits(1, seconds=1)
     look(rank)
     assert end_of(rank, monkeypatch) == []
     rank.waits(1, seconds=9)
@@ -88,7 +89,7 @@ class GoneStore:
 
     def check(self, *_: object) -> bool:
         if self.hangs:
-            self.released.wait(timeout=20)
+            self.released.wait(timeout=200)
         raise RuntimeError("connection closed")
 
     set = get = append = check
@@ -124,12 +125,13 @@ def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
     monkeypatch.setattr(stall.os, "_exit", ended.put)
     monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
-    job = Control(ALONE, timeout_seconds=0.2, find_master=meet_by_mpi)
+    job = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    job.timeout_seconds = 0.2
     gone = GoneStore(hangs=hangs)
     job.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
-    pending = Pending(1, "buffer 1", time.monotonic())
+    pending = Pending(1, "buffer 1", awake_seconds())
     inspector = StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True, say=said.append)
-    assert ended.get(timeout=5) == LOST
+    assert ended.get(timeout=200) == LOST
     gone.released.set()
     inspector.close()
     assert re.search(naming("rank 0", "buffer 1", "holds the rendezvous"), said[-1])
@@ -143,24 +145,25 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 
 stall.VERDICT_SECONDS = 0.2
-stall.dump_flight = lambda: ctypes.PyDLL(None).sleep(60)  # with the interpreter's lock held
-job = Control(ALONE, timeout_seconds=0.1, find_master=meet_by_mpi)
-pending = stall.Pending(1, "buffer 1", time.monotonic())
+stall.dump_flight = lambda: ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock held
+job = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+job.timeout_seconds = 0.1
+pending = stall.Pending(1, "buffer 1", stall.awake_seconds())
 stall.StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True)
-time.sleep(30)
+time.sleep(600)
 """
 
 
 @pytest.mark.slow
 def test_inspector_ends_the_job_where_the_flight_recorder_hangs() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=250)
     assert done.returncode == 1, done.stderr
     assert "Timeout" in done.stderr, "by the watch that needs no lock, which shows where each thread is"
 
 
 def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
     said: list[str] = []
-    job = Control(ALONE, timeout_seconds=8, find_master=meet_by_mpi)
+    job = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
     job.store = BoundedStore(GoneStore(), seconds=8)  # type: ignore[arg-type]
     inspector = StallInspector(job, lambda: None, warn_seconds=0.04, ends_job=True, say=said.append)
     time.sleep(0.1)
@@ -182,8 +185,7 @@ def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytes
     (rank, _) = ranks(2)
     rank.inspector._oldest = queue.oldest
     rank.control.store = BoundedStore(GoneStore(), seconds=8)  # type: ignore[arg-type]
-    real = time.monotonic
-    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + 9)
+    monkeypatch.setattr(stall, "awake_seconds", lambda: awake_seconds() + 9)
     assert end_of(rank, monkeypatch) == [LOST]
     assert "the sums of a replayed step" in rank.said[-1]
 
@@ -272,7 +274,7 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
     """Else it would be named with the one that is lost, although it waits in the same sum."""
     hangs = Event()
     monkeypatch.setattr(stall, "FLIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=60) else "late")
+    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
     store = HashStore()
     first, second, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
     for rank in (first, second):
@@ -280,7 +282,7 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
     store.append("bigbatch/failed", "late ")  # the first has called the roll
     with ThreadPoolExecutor(1) as pool:
         looks = pool.submit(second.inspector.look)
-        futures.wait([looks], timeout=20)
+        futures.wait([looks], timeout=200)
         assert end_of(first, monkeypatch) == [LOST]
         hangs.set()
         looks.result()
@@ -301,7 +303,7 @@ def test_verdict_comes_whatever_the_recorder_holds(text: str, tmp_path: Path, mo
 def test_recorder_that_hangs_delays_the_end_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = Event()
     monkeypatch.setattr(stall, "FLIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=20) else "late")
+    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
     first, _ = ranks(2)
     first.waits(3, seconds=9)
     assert end_of(first, monkeypatch) == [LOST]

@@ -1,12 +1,12 @@
 """The stall inspector, look by look: two or three ranks that share a store in one process."""
 
 import re
-import time
 
 import pytest
 from error_texts import naming
 from stalled_ranks import let_time_pass, look, ranks
 
+from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import stall
 
 
@@ -16,11 +16,19 @@ def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall, "dump_flight", str)
 
 
+@pytest.fixture(autouse=True)
+def standing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes where a test says so: a busy machine makes nobody late."""
+    now = awake_seconds()
+    monkeypatch.setattr(stall, "awake_seconds", lambda: now)
+
+
 def test_inspector_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the groups were late, and then others: each time who has not come is named anew."""
     first, second = ranks(2)
-    real, passed = time.monotonic, [0.0]
-    monkeypatch.setattr(stall.time, "monotonic", lambda: real() + passed[0])
+    passed = [0.0]
+    now = awake_seconds()
+    monkeypatch.setattr(stall, "awake_seconds", lambda: now + passed[0])
     for label in ("these groups", "those groups"):
         with first.inspector.during(label):
             passed[0] += 4.5

@@ -523,6 +523,7 @@ def test_tune_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "backward: ",
         "fusion plan: ",
         "chosen: ",
+        "runs with another table, or none, end with other bits, within rounding, but for run.reproducible",
     ):
         assert text in out
     tuned = read_tuned(path)

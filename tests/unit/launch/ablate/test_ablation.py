@@ -133,7 +133,7 @@ def test_ablation_and_step_names_that_are_none(file: str) -> None:
     assert re.fullmatch(r"bag_of_trick: .*\bbag_of_tricks", refusal("bag_of_trick"))
     points = make_points(find_ablation(file), folder=Path("out"), epochs=None, seeds=2, overrides=[])
     assert [point.number for point in choose(points, "plain,short")] == [0, 2, 3, 5]
-    with pytest.raises(LaunchOptionError, match=naming("--only", "'smoth'", "'smooth'")):
+    with pytest.raises(LaunchOptionError, match=naming("--only", "'smoth'", "nearest is smooth")):
         choose(points, "smoth")
 
 

@@ -11,6 +11,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import agent
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table, parse_counters
 from bigbatch.launch.emulate.launchers import Job, Site, mpirun_starts, plain_starts, torchrun_starts
@@ -187,9 +188,9 @@ def test_mpirun_starts_from_the_first_emulated_node() -> None:
     assert list(start.argv) == [
         *("/opt/mpirun", "-n", "8", "--bind-to", "none", "--allow-run-as-root", "--map-by", "node"),
         *("--host", "n0:3,n1:2,n2:2,n3:1", "--prtemca", "plm", "ssh"),
-        *("--prtemca", "plm_ssh_agent", f"{sys.executable} -m bigbatch.launch.emulate.agent"),
+        *("--prtemca", "plm_ssh_agent", f"{' '.join(python_argv())} -m bigbatch.launch.emulate.agent"),
         *("--prtemca", "prte_tmpdir_base", "/tmp/x", "--mca", "mpi_yield_when_idle", "1"),
-        *("-x", "NCCL_DEBUG", "-x", "BIGBATCH_TERMINAL_COLUMNS=80"),
+        *("-x", "NCCL_DEBUG", "-x", "BIGBATCH_TERMINAL_COLUMNS=80", "-x", "PYTHONSAFEPATH=1"),
         *(sys.executable, "-m", "bigbatch", *JOB.command),
     ]
 
@@ -205,10 +206,10 @@ def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> No
     starts = torchrun_starts(Job(("script.py", "a b"), is_python=True), UNEVEN, SITE)
     assert [start.node for start in starts] == [0, 1, 2, 3]
     assert list(starts[3].argv) == [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--nproc-per-node=1"),
+        *(*python_argv(), "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--nproc-per-node=1"),
         *("--master-addr=10.77.0.1", "--master-port=20000", "script.py", "a b"),
     ]
-    assert starts[0].argv[5] == "--nproc-per-node=3"
+    assert "--nproc-per-node=3" in starts[0].argv
 
 
 def test_torchrun_places_no_ranks_cyclically() -> None:
@@ -228,6 +229,7 @@ def test_plain_ranks_get_torchruns_variables() -> None:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "10.77.0.1",
         "MASTER_PORT": "20000",
+        "PYTHONSAFEPATH": "1",
     }
 
 

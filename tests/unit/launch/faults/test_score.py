@@ -167,7 +167,7 @@ def test_file_that_no_campaign_wrote_is_refused(content: str, tmp_path: Path) ->
         (["--trials", "0"], ("--trials 0", "1 and")),
         (["--nodes", "4"], ("--nodes 4", "1 and 3")),
         (["--kinds", "kill,melt"], ("'melt' is no kind", "segfault")),
-        (["--kinds", "cut", "--nodes", "1", "--dry-run"], ("cut", "links")),
+        (["--kinds", "cut", "--nodes", "1", "--dry-run"], ("cut", "nodes are emulated")),
         (["--trial", f"{replace(KILL, nodes=3, ranks_per_node=1)}", "--nodes", "1"], ("nodes=3", "at most 1")),
     ],
 )

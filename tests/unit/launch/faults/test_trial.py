@@ -49,7 +49,7 @@ def test_printed_trial_is_the_trial() -> None:
         ({"ranks_per_node": "5"}, ("1 x ranks_per_node=5", "1 x 4")),
         ({"kind": "kil"}, ("kind=kil", "kill")),
         ({"phase": "backwards"}, ("phase=backwards", "backward")),
-        ({"backend": "nccl"}, ("backend=nccl", "the nearest is")),
+        ({"backend": "nccl"}, ("backend=nccl", "gloo, tcp")),
         ({"step": "-1"}, ("step='-1'", "whole number")),
         ({"step": "14"}, ("step=14", "between 1 and 13")),
         ({"kind": "slow"}, ("slow has no phase backward", "forward")),

@@ -91,8 +91,25 @@ def test_check_says_what_cannot_work_before_anything_starts(
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (("evaluate", "runs/none"), ("runs/none", "config.yaml")),
+        (("export", "runs/none", "--format", "onnx"), ("runs/none", "config.yaml")),
+        (("tune", "search", "--config", "quickstrt"), ("quickstrt", "quickstart")),
+        (("evaluate", "--config=quickstrt", "--weights", "x.pth"), ("quickstrt", "quickstart")),
+    ],
+)
+def test_check_of_commands_that_train_nothing_looks_for_what_they_name(
+    command: tuple[str, ...], named: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused((*NODES, "--", *command), capsys)
+    assert all(part in said for part in named), said
+    assert said.count("\n") == 1
+
+
 def test_check_says_all_at_once_and_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--time", "2h", "--name", "a b", "--array", "7-0", "--mount", "x", "--env", "A", "--master", "n0")
+    words = ("--time", "2h", "--name", "a b", "--array", "7-0", "--mount", "x", "--env", "A-", "--master", "n0")
     said = refused((*NODES, *words, "--node-rank", "1", "--", "trian"), capsys).splitlines()
     options = ("--time", "--name", "--array", "--mount", "--env", "--master", "--node-rank", "--array and", "trian")
     assert sorted(line.strip().split(" ")[0].rstrip(":") for line in said[1:]) == sorted(

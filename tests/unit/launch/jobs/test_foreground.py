@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.launch.jobs import foreground
 from bigbatch.launch.jobs.foreground import run_in_foreground
 
 
@@ -21,6 +22,28 @@ def test_foreground_exit_codes_pass_through() -> None:
     assert in_foreground([sys.executable, "-c", "raise SystemExit(3)"]) == 3
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert in_foreground([sys.executable, "-c", killed]) == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize(("is_interrupted", "code"), [(True, 128 + signal.SIGUSR1), (False, 3)])
+def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
+    is_interrupted: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must neither end this process, which would leave the job running unseen, nor be lost."""
+    start = subprocess.Popen
+
+    def start_and_interrupt(*words: Any, **options: Any) -> Any:
+        process = start(*words, **options)
+        if is_interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(foreground.subprocess, "Popen", start_and_interrupt)
+    ended = run_in_foreground(
+        ["sleep", "600"] if is_interrupted else ["sh", "-c", "exit 3"],
+        environ=os.environ,
+        asks_to_stop=signal.SIGUSR1,
+    )
+    assert (ended.code, ended.was_asked) == (code, is_interrupted)
 
 
 def test_foreground_launcher_that_is_missing_names_the_extra() -> None:
@@ -41,39 +64,51 @@ sys.exit(ended.code)
 
 
 CHILD = """
-import signal, sys, time
+import os, signal, sys, time
+def say(text):  # not print, within which a handler may not print again
+    os.write(1, text.encode() + b"\\n")
 def note(number, frame):
-    print(signal.Signals(number).name, flush=True)
+    say(signal.Signals(number).name)
     if number == signal.SIGTERM:
         sys.exit(5)
 for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
     signal.signal(number, note)
-print("ready", flush=True)
+say(f"ready {os.getpid()}")
 while True:
     time.sleep(0.05)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("disposition", "num_interrupts"), [(signal.SIG_DFL, 1), (signal.SIG_IGN, 2)])
-def test_foreground_takes_a_closed_terminal_for_a_ctrl_c_except_under_nohup(
-    disposition: int, num_interrupts: int
-) -> None:
+@pytest.mark.parametrize("is_nohup", [False, True])
+def test_foreground_takes_a_closed_terminal_for_a_ctrl_c_except_under_nohup(is_nohup: bool) -> None:
     """What asks must not end the launcher, and the second that asks ends the job."""
+    disposition = signal.SIG_IGN if is_nohup else signal.SIG_DFL
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD],
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, disposition),
     )
+    child = ready(process)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    for number in (signal.SIGHUP, *[signal.SIGINT] * num_interrupts):
-        assert process.poll() is None
-        process.send_signal(number)
-        time.sleep(0.3)
-    assert process.wait(timeout=20) == 5
-    assert process.stdout.read() == "SIGUSR1\nSIGTERM\nasked\n"
+    process.send_signal(signal.SIGHUP)
+    if is_nohup:
+        os.kill(child, signal.SIGTERM)
+        assert process.stdout.read() == "SIGTERM\nby itself\n"
+    else:
+        assert process.stdout.readline() == "SIGUSR1\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "SIGTERM\nasked\n"
+    assert process.wait(timeout=200) == 5
+
+
+def ready(process: "subprocess.Popen[str]") -> int:
+    """Wait for the child, and return its number."""
+    assert process.stdout is not None
+    word, number = process.stdout.readline().split()
+    assert word == "ready"
+    return int(number)
 
 
 def test_foreground_first_ctrl_c_asks_and_second_ends(tmp_path: Path) -> None:
@@ -81,11 +116,10 @@ def test_foreground_first_ctrl_c_asks_and_second_ends(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
+    ready(process)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)
     assert process.stdout.readline() == "SIGUSR1\n"
-    time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     assert process.stdout.readline() == "SIGTERM\n"
-    assert process.wait(timeout=20) == 5
+    assert process.wait(timeout=200) == 5

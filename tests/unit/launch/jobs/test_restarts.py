@@ -187,8 +187,16 @@ def test_restarts_that_cannot_be_are_refused_before_anything_starts(words: tuple
 
 
 @pytest.mark.parametrize(
-    ("launcher", "shown"), [("torchrun", "--max-restarts=3"), ("k8s --image bb", "--restarts=3"), ("slurm", "most=4")]
+    ("launcher", "shown"),
+    [
+        ("torchrun", "--max-restarts=3"),
+        ("k8s --image bb --kind mpijob", "--restarts=3"),
+        ("k8s --image bb", "maxRestarts: 3"),
+        ("slurm", "most=4"),
+    ],
 )
 def test_restarts_are_in_what_others_run(launcher: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*launcher.split(), "--restarts", "3", "--dry-run", "--", *TRAIN]) == 0
+    places = ("--mount", "r:/r"), ("--data.root", "/r/data", "--run.directory", "/r/run")
+    mounts, folders = places if launcher.startswith("k8s") else ((), ())
+    assert main([*launcher.split(), *mounts, "--restarts", "3", "--dry-run", "--", *TRAIN, *folders]) == 0
     assert shown in capsys.readouterr().out

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bigbatch.interpreter import python_argv
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import mpirun_argv
@@ -19,12 +20,35 @@ GOLDEN = ROOT / "tests/golden"
 TRAIN = ("--", "train", "--config", "quickstart")
 SCRIPT = ("--python", "--", "my train.py", "--rate", "3")
 NODES = ("--nodes", "4", "--ranks-per-node", "8")
+POD_MOUNTS = ("--mount", "/data:/data:ro", "--mount", "runs-claim:/runs")
+POD_TRAIN = (*TRAIN, "--data.root", "/data/shapes", "--run.directory", "/runs/quickstart")
+POD_OPTIONS = (
+    *(*NODES, "--name", "resnet50-32k", "--image", "registry.example/bigbatch:1", "--time", "90", *POD_MOUNTS),
+    *("--exclude", "n3,n[10-12]", "--gpus-per-node", "8", "--cpus-per-rank", "12", "--memory", "400G"),
+    *("--env", "NOTE=it's; $(here)", "--env", "TEXT=no", "--env", "NUMBER=1e3", "--env", "HEX=0x10", "--env", "TOKEN"),
+    *(
+        "--interface",
+        "eth0",
+        "--stop-seconds",
+        "300",
+        "--restarts",
+        "5",
+        "--namespace",
+        "vision",
+        "--queue",
+        "research",
+    ),
+    *("--priority", "high", "--node-selector", "gpu=h200", "--node-selector", "example.org/fast=1"),
+    *("--toleration", "nvidia.com/gpu:NoSchedule", "--toleration", "team=y", "--pull-secret", "registry"),
+    *("--rdma", "rdma/hca_shared_devices_a"),
+)
 CASES: dict[str, tuple[str, ...]] = {
     "slurm-minimal.sbatch": ("slurm", *TRAIN),
     "slurm-full.sbatch": (
         *("slurm", *NODES, "--name", "resnet50-32k", "--time", "1-12:30:00", "--partition", "gpu,spare"),
         *("--account", "vision", "--qos", "high", "--reservation", "window", "--constraint", "a100&nvlink"),
-        *("--exclude", "n3,n[10-12]", "--gpus-per-node", "8", "--cpus-per-rank", "12", "--memory", "400G"),
+        *("--exclude", "n3,n[10-12]", "--gpus-per-node", "a100:8", "--cpus-per-rank", "12", "--memory", "400G"),
+        *("--sbatch", "exclusive", "--sbatch", "dependency=afterok:12?afterany:13", "--mpi", "none"),
         *("--env", "NCCL_DEBUG=INFO", "--env", "NOTE=it's; $(here)", "--module", "cuda/13.0", "--module", "gcc"),
         *("--interface", "ib0", "--logs", "/scratch/logs", "--stop-seconds", "300"),
         *("--", "train", "--config", "imagenet/resnet50_32k", "--run.directory", "runs/a b"),
@@ -41,16 +65,23 @@ CASES: dict[str, tuple[str, ...]] = {
     "slurm-apptainer.sbatch": ("slurm", *NODES, "--image", "bigbatch.sif", "--mount", "/data:/data", *TRAIN),
     "slurm-python.sbatch": ("slurm", "--nodes", "2", "--preflight", "stop", *SCRIPT),
     "slurm-python-image.sbatch": ("slurm", "--array", "0-7", "--image", "bigbatch.sif", *SCRIPT, "{index}"),
+    "pbs-minimal.pbs": ("pbs", *TRAIN),
+    "pbs-full.pbs": (
+        *("pbs", *NODES, "--name", "resnet50-32k", "--time", "1-12:30:00", "--partition", "gpu@server"),
+        *("--account", "vision", "--gpus-per-node", "8", "--cpus-per-rank", "12", "--memory", "400G"),
+        *("--qsub", "l=filesystems=home:eagle", "--qsub", "l=place=scatter:excl", "--qsub", "chunk=gpu_model=a100"),
+        *("--qsub", "W=depend=afterok:12", "--qsub", "m=abe", "--env", "NCCL_DEBUG=INFO"),
+        *("--env", "NOTE=it's; $(here)", "--module", "cuda/13.0", "--interface", "ib0", "--logs", "/scratch/logs"),
+        *("--stop-seconds", "300", "--", "train", "--config", "imagenet/resnet50_32k", "--run.directory", "runs/a b"),
+    ),
+    "pbs-python.pbs": ("pbs", "--nodes", "2", "--stop-seconds", "0", *SCRIPT),
     "k8s-python.yaml": ("k8s", "--image", "registry.example/bigbatch:1", *SCRIPT),
+    "k8s-mpijob-python.yaml": ("k8s", "--kind", "mpijob", "--image", "registry.example/bigbatch:1", *SCRIPT),
     "torchrun-python.txt": ("torchrun", "--ranks", "2", *SCRIPT),
     "local-python.txt": ("local", "--ranks", "2", "--python", "--", "-m", "my.train", "--rate", "3"),
-    "k8s-minimal.yaml": ("k8s", "--image", "registry.example/bigbatch:1", *TRAIN),
-    "k8s-full.yaml": (
-        *("k8s", *NODES, "--name", "resnet50-32k", "--image", "registry.example/bigbatch:1", "--time", "90"),
-        *("--exclude", "n3,n[10-12]", "--gpus-per-node", "8", "--cpus-per-rank", "12", "--memory", "400G"),
-        *("--mount", "/data:/data:ro", "--mount", "runs-claim:/runs", "--env", "NOTE=it's; $(here)"),
-        *("--interface", "eth0", "--stop-seconds", "300", *TRAIN),
-    ),
+    "k8s-minimal.yaml": ("k8s", "--image", "registry.example/bigbatch:1", *POD_MOUNTS, *POD_TRAIN),
+    "k8s-full.yaml": ("k8s", *POD_OPTIONS, "--user", "5000:6000", *POD_TRAIN),
+    "k8s-mpijob.yaml": ("k8s", "--kind", "mpijob", *POD_OPTIONS, *POD_TRAIN),
     "torchrun.txt": ("torchrun", "--ranks", "4", "--env", "NOTE=it's; $(here)", *TRAIN),
     "torchrun-nodes.txt": (
         *("torchrun", "--nodes", "2", "--ranks-per-node", "2", "--node-rank", "1", "--master", "n0:29500"),
@@ -65,9 +96,10 @@ def dry_run(words: tuple[str, ...]) -> str:
     output = io.StringIO()
     with redirect_stdout(output):
         assert main([words[0], "--dry-run", *words[1:]]) == 0
-    # one that was free
-    text = re.sub(r"(MASTER_PORT|127\.0\.0\.1 --master-port)=\d+", r"\1=PORT", output.getvalue())
-    return text.replace(sys.executable, "PYTHON")
+    # drawn anew: a name's end, and a port that was free
+    text = re.sub(r"(bigbatch|resnet50-32k)-[a-z0-9]{5}(?=$|[ .:'-])", r"\1-DRAWN", output.getvalue(), flags=re.M)
+    text = re.sub(r"(MASTER_PORT|127\.0\.0\.1 --master-port)=\d+", r"\1=PORT", text)
+    return text.replace(" ".join(python_argv()), "PYTHON").replace(sys.executable, "PYTHON")
 
 
 def mpirun_lines(command: tuple[str, ...] = TRAIN[1:], *, is_python: bool = False) -> str:
@@ -87,7 +119,7 @@ def mpirun_lines(command: tuple[str, ...] = TRAIN[1:], *, is_python: bool = Fals
 def ready_script() -> str:
     """launch/scripts/train.sbatch: a generated one, for those who want no launcher."""
     command = ("train", "--config", "imagenet/resnet50_8k")
-    job = JobSpec(command, 16, num_nodes=2, gpus_per_node=8, minutes=240)
+    job = JobSpec(command, 16, num_nodes=2, gpus_per_node=8, cpus_per_rank=8, minutes=240)
     return sbatch_script(job, folder="runs/resnet50_8k")
 
 
@@ -98,8 +130,8 @@ FILES = {
     ROOT / "launch/scripts/train.sbatch": ready_script,
 }
 
-OF_OTHERS = {GOLDEN / "defaults.yaml", GOLDEN / "mpijob-fields.yaml"}
-"""What other tests compare with: a config's defaults, and the fields that an MPIJob may have."""
+OF_OTHERS = {GOLDEN / "defaults.yaml", GOLDEN / "k8s-fields.yaml"}
+"""What other tests compare with: a config's defaults, and the fields that a JobSet and an MPIJob may have."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -113,7 +145,7 @@ def test_golden_files_all_have_a_case() -> None:
 
 def test_mpirun_is_printed_for_this_machine() -> None:
     mpirun = find_mpirun().replace(sys.executable, "PYTHON")
-    assert dry_run(("mpirun", "--ranks", "2", *TRAIN)).startswith(f"{mpirun} -n 2 --bind-to none")
+    assert dry_run(("mpirun", "--ranks", "2", *TRAIN)).startswith(f"env PYTHONSAFEPATH=1 {mpirun} -n 2 --bind-to none")
 
 
 if __name__ == "__main__":

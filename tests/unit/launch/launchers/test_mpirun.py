@@ -19,7 +19,7 @@ TRAIN = ("train", "--config", "quickstart")
 def test_mpirun_on_this_host() -> None:
     assert mpirun_argv(JobSpec(TRAIN, 2)) == [
         *("mpirun", "-n", "2", "--bind-to", "none", "--map-by", "slot"),
-        *("-x", "BIGBATCH_TERMINAL_COLUMNS=0", sys.executable, "-m", "bigbatch", *TRAIN),
+        *("-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=0", sys.executable, "-m", "bigbatch", *TRAIN),
     ]
 
 
@@ -28,7 +28,7 @@ def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
     assert mpirun_argv(job, mpirun="/opt/mpirun", is_root=True, terminal_columns=80) == [
         *("/opt/mpirun", "-n", "16", "--bind-to", "none", "--map-by", "slot", "--allow-run-as-root"),
         *("--host", "n0:8,n1:8", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"),
-        *("-x", "BIGBATCH_TERMINAL_COLUMNS=80", sys.executable, "-m", "bigbatch", *TRAIN),
+        *("-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=80", sys.executable, "-m", "bigbatch", *TRAIN),
     ]
 
 
@@ -38,6 +38,14 @@ def test_mpirun_passes_variables_of_the_transports_to_other_hosts() -> None:
     first = argv.index("-x")
     assert argv[first : first + 7 : 2] == ["-x"] * 4
     assert argv[first + 1 : first + 6 : 2] == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME"]
+    fabric = ("UCX_NET_DEVICES", "FI_PROVIDER", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR")
+    argv = mpirun_argv(JobSpec(TRAIN, 2, hosts=(("n0", 1), ("n1", 1))), variables=fabric)
+    assert [argv[at + 1] for at, word in enumerate(argv) if word == "-x"][:3] == [
+        "FI_PROVIDER",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "UCX_NET_DEVICES",
+    ]
+    assert "TORCHINDUCTOR_CACHE_DIR" not in argv, "a folder of this host"
     assert "NCCL_SOCKET_IFNAME" not in mpirun_argv(JobSpec(TRAIN, 2), variables=variables), "inherited on this host"
 
 
@@ -49,7 +57,7 @@ def test_mpirun_exit_code_of_ranks_that_were_stopped_is_theirs(
 ) -> None:
     """What stands in the file, where mpirun itself took the job for a good one."""
     stub = tmp_path / "mpirun"
-    stub.write_text(f'#!/bin/bash\nfile=$(echo "$*" | grep -o "BIGBATCH_STOPPED=[^ ]*" | cut -d= -f2)\n{rank}\n')
+    stub.write_text(f"#!/bin/bash\nfile=$BIGBATCH_STOPPED\n{rank}\n")
     stub.chmod(0o755)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
     monkeypatch.chdir(tmp_path)

@@ -91,8 +91,8 @@ def test_launcher_that_is_new_has_a_queue(calls: list[object]) -> None:
 @pytest.mark.parametrize(
     ("stated", "told"),
     [
-        ({"gpus_per_node": "many"}, ("--gpus-per-node", "'many'")),
-        ({"gpus_per_node": 8.5}, ("--gpus-per-node", "'8.5'")),
+        ({"cpus_per_rank": "many"}, ("--cpus-per-rank", "'many'")),
+        ({"cpus_per_rank": 8.5}, ("--cpus-per-rank", "'8.5'")),
         ({"container": "docker"}, ("--container", "'docker'", "apptainer")),
         ({"env": ["A=b", True]}, ("--env",)),
     ],
@@ -104,7 +104,7 @@ def test_options_of_a_file_are_refused_by_name_and_value(stated: dict[str, objec
 
 
 def test_options_of_a_file_are_those_of_a_command_line() -> None:
-    stated = {"gpus_per_node": "8", "time": 30, "env": ["A=b", "C=d"], "mount": "/a:/b", "partition": ["x", "y"]}
+    stated = {"cpus_per_rank": "8", "time": 30, "env": ["A=b", "C=d"], "mount": "/a:/b", "partition": ["x", "y"]}
     read = read_options(stated, JOB_OPTIONS)
-    assert (read.gpus_per_node, read.time, read.env, read.mount) == (8, "30", ["A=b", "C=d"], ["/a:/b"])
+    assert (read.cpus_per_rank, read.time, read.env, read.mount) == (8, "30", ["A=b", "C=d"], ["/a:/b"])
     assert (read.partition, read.module, read.hosts) == ("y", [], None), "the last counts, and the rest is unstated"

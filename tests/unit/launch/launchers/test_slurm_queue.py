@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ SCONTROL = """#!/bin/sh
 case $1 in
   show) cat {folder}/shown ;;
   write) cat {folder}/script ;;
+  resume) echo "$@" >> {folder}/scontrol.calls; [ ! -e {folder}/refuses ] || {{ cat {folder}/refuses >&2; exit 1; }} ;;
 esac
 """
 TRAIN = ("--", "train", "--config", "quickstart")
@@ -40,7 +42,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("sbatch", "squeue", "scancel", "kubectl"):
+        for name in ("sbatch", "squeue", "scancel"):
             self.install(name)
             self.answers(name, "")
         (folder / "scontrol").write_text(SCONTROL.format(folder=folder))
@@ -73,7 +75,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without Slurm and Kubernetes."""
+    """A machine without Slurm."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
@@ -101,6 +103,43 @@ def test_slurm_wait_ends_with_the_exit_code_of_the_job(cluster: Cluster) -> None
     cluster.answers("sbatch", "77\n", code=3)
     assert main(["slurm", "--wait", *TRAIN]) == 3
     assert cluster.calls("sbatch") == ["--parsable --wait"]
+
+
+def test_slurm_warnings_reach_the_user_whose_job_was_taken(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.answers("sbatch", "Welcome to Big!\n77;big\n", errors="sbatch: warning: half of the nodes\x1b are down\n")
+    for options in ([], ["--wait"]):
+        assert main(["slurm", *options, *TRAIN]) == 0
+        for thread in threading.enumerate():
+            if thread.name == "bigbatch-sbatch":  # shows what comes while it waits
+                thread.join(30)
+        shown = capsys.readouterr()
+        assert shown.out.startswith("job 77; ")
+        assert shown.err.splitlines() == ["Welcome to Big!", "sbatch: warning: half of the nodes\\x1b are down"]
+
+
+def test_slurm_refusal_holds_what_a_wrapper_of_sbatch_says(cluster: Cluster) -> None:
+    cluster.answers("sbatch", "no budget left\n", code=1, errors="sbatch: error: denied\n")
+    with pytest.raises(SchedulerError, match=naming("no budget left; sbatch: error: denied")):
+        main(["slurm", *TRAIN])
+
+
+def test_slurm_job_around_the_shell_does_not_leak_into_the_next(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.answers("sbatch", "77\n")
+    program = (cluster.folder / "sbatch").read_text()
+    (cluster.folder / "sbatch").write_text(program.replace("cat >", f"env > {cluster.folder}/sbatch.env\ncat >", 1))
+    of_a_job = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_STEP_ID", "SRUN_DEBUG", "SLURM_CPU_BIND", "SBATCH_PARTITION")
+    kept = {"SLURM_CONF": "/etc/slurm/slurm.conf", "MY_OWN": "1"}
+    for name, value in (dict.fromkeys(of_a_job, "7") | kept).items():
+        monkeypatch.setenv(name, value)
+    assert main(["slurm", *TRAIN]) == 0
+    seen = dict(line.partition("=")[::2] for line in (cluster.folder / "sbatch.env").read_text().splitlines())
+    assert not set(of_a_job) & seen.keys()
+    assert kept.items() <= seen.items()
+    assert "SBATCH_PARTITION" in capsys.readouterr().err, "somebody set it on purpose"
 
 
 def test_slurm_words_are_passed_on_in_one_line(cluster: Cluster) -> None:
@@ -172,13 +211,29 @@ def test_slurm_cancel_asks_a_running_job_to_save_and_stop(cluster: Cluster, caps
     assert re.search(naming("7_3", "checkpoint"), capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("state", "words"), [("RUNNING", ["--now"]), ("PENDING", []), ("SUSPENDED", [])])
+@pytest.mark.parametrize(("state", "words"), [("RUNNING", ["--now"]), ("PENDING", []), ("SUSPENDED", ["--now"])])
 def test_slurm_cancel_ends_a_job_at_once_when_told_or_when_it_does_not_run(
     cluster: Cluster, state: str, words: list[str]
 ) -> None:
     cluster.has_job(state)
     main(["cancel", "7_3", *words])
     assert cluster.calls("scancel") == ["7_3"]
+
+
+def test_slurm_cancel_lets_a_suspended_job_go_on_to_save(cluster: Cluster) -> None:
+    """Slurm would kill it without a word."""
+    cluster.has_job("SUSPENDED")
+    main(["cancel", "7_3"])
+    assert cluster.calls("scontrol") == ["resume 7_3"]
+    assert cluster.calls("scancel") == ["--batch --signal=USR2 7_3"]
+
+
+def test_slurm_cancel_says_who_may_let_a_suspended_job_go_on(cluster: Cluster) -> None:
+    cluster.has_job("SUSPENDED")
+    (cluster.folder / "refuses").write_text("Access/permission denied")
+    with pytest.raises(SchedulerError, match=naming("7_3", "permission denied", "operator", "--now")):
+        main(["cancel", "7_3"])
+    assert cluster.calls("scancel") == []
 
 
 def test_slurm_cancel_sends_no_signal_to_a_script_that_does_not_heed_it(cluster: Cluster) -> None:
@@ -272,22 +327,3 @@ def test_slurm_facts_with_blanks_and_equals_signs_are_read_whole() -> None:
     assert facts["WorkDir"] == "/a b"
     assert facts["TRES"] == "cpu=2,node=2"
     assert facts["Power"] == ""
-
-
-def test_kubernetes_kubectl_gets_what_dry_run_prints(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--image", "bb", *TRAIN]
-    main(["k8s", "--dry-run", *words])
-    printed = capsys.readouterr().out
-    assert main(["k8s", *words]) == 0
-    assert cluster.calls("kubectl") == ["apply -f -"]
-    assert (cluster.folder / "kubectl.input").read_text() == printed
-    assert capsys.readouterr().out == "kubectl logs -f job/bigbatch-launcher\n"
-    cluster.answers("kubectl", "", code=1, errors="no matches for kind MPIJob\nensure CRDs are installed first\n")
-    with pytest.raises(SchedulerError, match=naming("kubectl", "no matches for kind MPIJob; ensure CRDs are")):
-        main(["k8s", *words])
-
-
-@pytest.mark.usefixtures("bare")
-def test_kubernetes_without_kubectl_says_so() -> None:
-    with pytest.raises(SchedulerError, match=naming("kubectl", "--dry-run")):
-        main(["k8s", "--image", "bb", *TRAIN])

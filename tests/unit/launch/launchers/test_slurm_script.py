@@ -6,7 +6,9 @@ import shlex
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from error_texts import naming
@@ -17,8 +19,8 @@ from slurm_stubs import JOB, Stubs
 from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
-from bigbatch.launch.jobs.spec import JobSpec, interface_variables
-from bigbatch.launch.jobs.words import PATTERNS
+from bigbatch.launch.jobs.spec import OF_KUBERNETES, JobSpec, interface_variables
+from bigbatch.launch.jobs.words import PATTERNS, option
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.launchers.slurm_script import directives, log_path, sbatch_script
 from bigbatch.trainer.config.file import load_config
@@ -62,7 +64,7 @@ def test_slurm_script_gives_ranks_the_values_of_variables_whatever_they_hold(stu
     stubs.run(sbatch_script(JobSpec(TRAIN, 2, environment=pairs, interface="ib0")))
     given = stubs.variables()
     assert [given[name] for name, _ in pairs] == NASTY
-    assert [given[name] for name, _ in interface_variables("ib0")] == ["ib0"] * 3
+    assert [given[name] for name, _ in interface_variables("ib0")] == ["ib0", "ib0", "=ib0"]
     assert not (stubs.folder / "x").exists()
 
 
@@ -96,7 +98,7 @@ def test_slurm_script_mounts_the_work_folder_and_what_is_asked_by_pyxis(stubs: S
 
 
 @settings(max_examples=200)
-@given(field=st.sampled_from(sorted(PATTERNS)), data=st.data())
+@given(field=st.sampled_from(sorted(PATTERNS.keys() - OF_KUBERNETES)), data=st.data())
 def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: st.DataObject) -> None:
     pieces = st.sampled_from(["a", "b7", ",", "[1-3]", "/", ".", "%", *NASTY])
     value = data.draw(st.lists(pieces, min_size=1, max_size=4).map("".join))
@@ -113,7 +115,7 @@ def test_slurm_script_directive_is_one_plain_word_or_refused(field: str, data: s
 @pytest.mark.parametrize("value", NASTY)
 @pytest.mark.parametrize("field", [field for field in PATTERNS if field != "image"])
 def test_slurm_script_value_that_could_be_misread_is_refused_in_one_line(field: str, value: str) -> None:
-    with pytest.raises(LaunchOptionError, match=f"--{field} ") as caught:
+    with pytest.raises(LaunchOptionError, match=f"{option(field)} ") as caught:
         JobSpec(TRAIN, 2, **{field: value})
     assert len(str(caught.value).splitlines()) == 1
 
@@ -155,6 +157,11 @@ def test_slurm_script_takes_no_master_of_the_shell_that_submits(stubs: Stubs) ->
     assert stubs.variables()["MASTER_ADDR"] == "n0", "unless the job says so"
 
 
+def test_slurm_script_that_is_submitted_inside_of_a_step_does_not_take_it_for_its_own(stubs: Stubs) -> None:
+    stubs.run(SCRIPT, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="8", SRUN_DEBUG="3")
+    assert not [name for name in stubs.variables() if name.startswith(("SLURM_STEP_", "SRUN_"))]
+
+
 @pytest.mark.long
 def test_slurm_script_shows_output_of_rank_0_in_the_jobs_own(tmp_path: Path) -> None:
     stubs = Stubs(tmp_path, shows_logs=True)
@@ -164,13 +171,25 @@ def test_slurm_script_shows_output_of_rank_0_in_the_jobs_own(tmp_path: Path) -> 
     process = stubs.start(SCRIPT, STUB_WAITS="1", STUB_STOPPED="130")
     while not (stubs.folder / "srun.pid").exists():
         assert process.poll() is None
-    subprocess.run(["sleep", "1"], check=True)
-    with (folder / "rank-0.log").open("a") as log:
-        log.write("epoch 1\n")
+    is_shown = Event()
+
+    def train() -> None:
+        while not is_shown.wait(0.1):
+            with (folder / "rank-0.log").open("a") as log:
+                log.write("epoch 1\n")
+
+    writer = Thread(target=train, daemon=True)
+    writer.start()
+    assert process.stdout is not None
+    shown = []
+    while "epoch 1\n" not in shown:
+        shown.append(process.stdout.readline())
+        assert shown[-1], shown  # else it is the end
+    is_shown.set()
+    writer.join()
     process.send_signal(signal.SIGUSR2)
-    output, _ = process.communicate(timeout=30)
-    assert "epoch 1" in output
-    assert "before" not in output
+    assert "before" not in "".join(shown) + process.stdout.read()
+    process.wait()
     assert f"--output=logs/bigbatch-{JOB}/rank-%t.log" in stubs.argv()
 
 
@@ -240,7 +259,7 @@ def test_slurm_script_ends_where_slurm_requeues_it_for_ever(stubs: Stubs) -> Non
             assert process.poll() is None
         process.kill()
         os.kill(int((stubs.folder / "srun.pid").read_text()), signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=200)
         (stubs.folder / "srun.pid").unlink()
     code, output = stubs.run(script, SLURM_RESTART_COUNT="2")
     assert code == 1
@@ -290,6 +309,64 @@ def test_slurm_script_starts_nothing_again_at_its_limit(stubs: Stubs) -> None:
     assert not (stubs.folder / "srun.calls").exists(), "it was stopped, and did not start again"
 
 
+SHRINKING = sbatch_script(JobSpec(TRAIN, 8, num_nodes=4, restarts=2), folder=RUN, node_counts=(4, 2))
+
+
+def place(stubs: Stubs) -> list[str]:
+    """Where srun was told to start the ranks."""
+    return [word for word in stubs.argv() if word.startswith(("--nodes=", "--ntasks=", "--nodelist="))]
+
+
+@pytest.mark.parametrize(("code", "lost"), [("137", ""), ("137", "n1"), ("1", "n1")])
+def test_slurm_script_goes_on_without_the_nodes_that_are_lost(stubs: Stubs, code: str, lost: str) -> None:
+    """With as many of the others as can share the batch: of three, two. Slurm gets back what does not answer alone."""
+    ended, output = stubs.run(SHRINKING, STUB_CODE=f"{code} 0", STUB_LOST=lost)
+    assert (ended, stubs.num_starts(), stubs.requeued()) == (0, 2, False), output
+    given_back = f"update JobId={JOB} NodeList=n0,n2,n3" in stubs.scontrol_calls()
+    if lost:
+        assert place(stubs) == ["--nodes=2", "--ntasks=4", "--nodelist=n0,n2"]
+        assert given_back
+        assert "starting again; nodes that answer: n0 n2 n3\n" in output
+    else:
+        assert place(stubs) == ["--nodes=4", "--ntasks=8", "--nodelist=n0,n1,n2,n3"]
+        assert not given_back
+
+
+def test_slurm_script_goes_back_into_the_queue_where_too_few_nodes_are_left(stubs: Stubs) -> None:
+    _, output = stubs.run(SHRINKING, STUB_CODE="137", STUB_LOST="n1 n2 n3")
+    assert (stubs.num_starts(), stubs.requeued()) == (1, True)
+    assert re.search(naming("back into the queue", "too few nodes are left: n0"), output)
+
+
+def test_slurm_script_takes_no_node_for_lost_where_slurm_does_not_answer(stubs: Stubs) -> None:
+    assert stubs.run(SHRINKING, STUB_CODE="137 0", STUB_LOST="n0 n1 n2 n3")[0] == 0
+    assert place(stubs) == ["--nodes=4", "--ntasks=8", "--nodelist=n0,n1,n2,n3"]
+
+
+@pytest.mark.parametrize(("code", "lost"), [("2", "n1"), ("130", "n1"), ("1", ""), ("4", "")])
+def test_slurm_script_starts_nothing_again_on_fewer_nodes_that_a_person_must_mend(
+    stubs: Stubs, code: str, lost: str
+) -> None:
+    assert stubs.run(SHRINKING, STUB_CODE=code, STUB_LOST=lost)[0] == int(code)
+    assert (stubs.num_starts(), stubs.requeued()) == (1, False)
+
+
+def test_slurm_script_gives_up_on_fewer_nodes_as_on_all(stubs: Stubs) -> None:
+    code, output = stubs.run(SHRINKING, STUB_CODE="137", STUB_LOST="n1")
+    assert (code, stubs.num_starts()) == (137, 3)
+    assert re.search(naming("3 starts", "no newer checkpoint", RUN), output)
+
+
+def test_slurm_script_states_the_numbers_of_nodes_that_can_share_the_batch() -> None:
+    """A batch of 12 in parts of 1 on nodes of two ranks: 6, 3, 2 or 1 nodes. A script of one's own: any."""
+    batch = ("--batch.global_batch_size=12", "--batch.microbatch_size=1", "--batch.bn_span=1")
+    job = JobSpec((*TRAIN, *batch), 12, num_nodes=6, restarts=1)
+    assert "for count in 6 3 2 1 0;" in job_script(job, folder=None)
+    own = JobSpec(("own.py",), 12, num_nodes=6, restarts=1, is_python=True)
+    assert "for count in {6..1} 0;" in job_script(own, folder=None)
+    assert "for count" not in job_script(replace(job, restarts=None), folder=None)
+
+
 def test_slurm_script_of_another_job_of_that_number_counts_for_itself(stubs: Stubs) -> None:
     """Numbers begin anew on another cluster."""
     script = may_start_twice(sbatch_script(JobSpec(TRAIN, 2), folder=RUN))
@@ -327,7 +404,7 @@ def test_slurm_script_leaves_to_slurm_what_slurm_itself_ends(stubs: Stubs) -> No
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)  # scancel signals the tasks, too
     subprocess.run(["bash", "-c", 'kill -TERM "$(cat srun.pid)"'], cwd=stubs.folder, check=True)
-    process.communicate(timeout=30)
+    process.communicate(timeout=200)
     assert process.returncode == 130
     assert not stubs.requeued()
 
@@ -431,8 +508,8 @@ def test_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
     assert words[:2] == ["--host", "n0:8,n1:8"]
     assert words[-5:] == ["bigbatch", *TRAIN, "a b"]
     assert [words[i + 1] for i, word in enumerate(words) if word.endswith("_if_include")] == ["eth0", "eth0"]
-    assert {word.partition("=")[0] for word in words if word.endswith("=eth0")} == {
-        name for name, _ in interface_variables("eth0")
+    assert {word for word in words if word.endswith("=eth0")} == {
+        "=".join(each) for each in interface_variables("eth0")
     }
 
 

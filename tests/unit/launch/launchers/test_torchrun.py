@@ -2,13 +2,13 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.interpreter import python_argv
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.torchrun import torchrun_argv
@@ -19,7 +19,7 @@ TRAIN = ("train", "--config", "quickstart")
 def test_torchrun_on_this_host() -> None:
     """It meets itself on the loopback interface: torchrun's own --standalone takes pickles from anybody."""
     assert torchrun_argv(JobSpec(TRAIN, 4), port=2345) == [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0"),
+        *(*python_argv(), "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0"),
         *("--master-addr=127.0.0.1", "--master-port=2345", "--nproc-per-node=4", "-m", "bigbatch", *TRAIN),
     ]
 
@@ -34,11 +34,11 @@ def test_torchrun_takes_no_hosts() -> None:
 def test_torchrun_hands_on_every_word_of_a_script(name: tuple[str, ...], words: tuple[str, ...]) -> None:
     """By torchrun's own parser."""
     argv = torchrun_argv(JobSpec((*name, *words), 2, is_python=True), port=1)
-    read = get_args_parser().parse_args(argv[3:])
+    read = get_args_parser().parse_args(argv[argv.index("torch.distributed.run") + 1 :])
     assert (read.training_script, tuple(read.training_script_args), read.module) == (name[-1], words, len(name) == 2)
 
 
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("ranks", "stated", "threads"), [(2, {}, "1"), (2, {"OMP_NUM_THREADS": "3"}, "3"), (1, {}, "0")]
 )
@@ -47,7 +47,8 @@ def test_ranks_of_a_host_share_its_cores(
 ) -> None:
     """As torchrun has it, which need not explain it in five lines then."""
     script = tmp_path / "threads.py"
-    script.write_text("import os; print(os.environ.get('OMP_NUM_THREADS', 0))")
+    # one write for the line and its end: torchrun's ranks do not buffer, and print would write them apart
+    script.write_text(r"import os; print(os.environ.get('OMP_NUM_THREADS', '0') + '\n', end='')")
     job = JobSpec((str(script),), ranks, is_python=True)
     environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | stated
     assert LAUNCHERS[launcher].start(job, environ=environ, options=argparse.Namespace()) == 0

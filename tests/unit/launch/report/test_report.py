@@ -13,12 +13,13 @@ import yaml
 from PIL import Image
 
 from bigbatch.cli import main
+from bigbatch.launch.efficiency import MeasuredPoint, Step, compare, efficiency_of
 from bigbatch.launch.report.accuracy import to_accuracy
 from bigbatch.launch.report.doubts import doubts
 from bigbatch.launch.report.plots import draw_efficiency
-from bigbatch.launch.report.split import MeasuredPoint, Step, compare, efficiency_of
-from bigbatch.launch.report.tables import Table, accuracy_table, conditions_table, findings, markdown, scaling_table
-from bigbatch.launch.report.words import percent
+from bigbatch.launch.report.tables import accuracy_table, conditions_table, findings, scaling_table
+from bigbatch.launch.tables import Table, markdown
+from bigbatch.launch.words import percent
 
 NAME = "<script>alert('x')</script> & \"co\""
 
@@ -487,7 +488,7 @@ def write_sweep(folder: Path, text: str) -> None:
         ("run/summary.json", "{", "summary.json is not readable"),
         ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 reports"),
         ("run/metrics.jsonl", '{"kind": "train"}\n{"kind": "train"}\n', "was written by an older bigbatch"),
-        ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "its files are damaged: KeyError"),
+        ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "a report without its step"),
         ("run/metrics.jsonl", json.dumps(train(1, 0.0, wire=0, wait=0, stragglers=0)) * 1 + "\n", "fewer than 2"),
         ("point.json", "{}", "its files are damaged: KeyError 'values'"),
         ("point.json", "[]", "its files are damaged"),

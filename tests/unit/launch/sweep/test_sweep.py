@@ -18,6 +18,7 @@ from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import LaunchOptionError, SchedulerError
+from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.sweep import queueing, running
 from bigbatch.launch.sweep.complete import packaged_sweeps
@@ -326,7 +327,7 @@ def test_sweep_points_that_are_not_there(points: str, file: Path) -> None:
 def test_sweep_commands_of_every_place(file: Path) -> None:
     folder = SweepFolder(Path("f"))
     train = ["--", "train", "--config", "f/points/5/config.yaml"]
-    start = [sys.executable, "-m", "bigbatch", "launch"]
+    start = [*bigbatch_argv(), "launch"]
     for where, launch, middle in (
         ("local", {}, ["local", "--ranks", "4"]),
         ("mpirun", {"hosts": "n0:2,n1:2"}, ["mpirun", "--ranks", "4", "--hosts=n0:2,n1:2"]),
@@ -404,7 +405,7 @@ code = int(os.environ["FAKE_CODE"]) if config["run"]["seed"] == 0 else 0
 if code == 3:
     print("bigbatch: something else\\nbigbatch: no such picture")
 elif code == 5:
-    time.sleep(60)
+    time.sleep(600)
 else:
     (run / "summary.json").write_text(json.dumps({"images_per_second": 1234.5}))
 sys.exit(code)
@@ -527,7 +528,7 @@ def test_sweep_under_nohup_goes_on_without_its_terminal(file: Path, fake: SweepF
         f"sys.exit(main(['sweep', {str(file)!r}, '--folder', {str(fake.path)!r}, '--points=0']))\n"
     )
     environ = {**os.environ, "RUN": str(fake.run(0).path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environ)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, env=environ)
     assert done.returncode == 0, done.stderr
     assert states(fake) == ["done", "missing"]
 
@@ -535,7 +536,7 @@ def test_sweep_under_nohup_goes_on_without_its_terminal(file: Path, fake: SweepF
 @pytest.mark.long
 def test_sweep_point_is_missing_after_ctrl_c(file: Path, fake: SweepFolder) -> None:
     """Through the real command, since signals go to processes; the point itself plays the person."""
-    point = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    point = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(600)"
     script = (
         "import sys\n"
         "from bigbatch.launch.sweep import running\n"
@@ -543,7 +544,7 @@ def test_sweep_point_is_missing_after_ctrl_c(file: Path, fake: SweepFolder) -> N
         f"running.point_command = lambda *_: [sys.executable, '-c', {point!r}]\n"
         f"sys.exit(main(['sweep', {str(file)!r}, '--folder', {str(fake.path)!r}]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert done.returncode == 130, done.stderr
     assert re.fullmatch("bigbatch: stopped, .*\n", done.stderr)
     assert states(fake) == ["missing", "missing"]

@@ -13,7 +13,8 @@ from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config, pac
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
 
-RECIPES = sorted(path for path in PACKAGED.rglob("*.yaml") if path.parent.name not in ("ablations", "sweeps"))
+OF_OTHERS = ("ablations", "clusters", "sweeps")
+RECIPES = sorted(path for path in PACKAGED.rglob("*.yaml") if path.parent.name not in OF_OTHERS)
 
 
 def write(path: Path, text: str) -> str:

@@ -9,11 +9,12 @@ import pytest
 import yaml
 from error_texts import naming
 
+from bigbatch.cli import main
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import file as config_file
 from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.file import dump_config, find_config, flatten, load_config, packaged_configs, resolve
-from bigbatch.trainer.config.names import OTHERS_NAMES
+from bigbatch.trainer.config.names import ELSEWHERE, OTHERS_NAMES
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.config.schema import KEYS, all_keys, lookup, with_defaults
 
@@ -251,7 +252,23 @@ def test_load_config_that_is_misspelt_is_meant():
         load_config(["--confg=quickstart"])
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--local-rank=0", "bigbatch launch"),
+        ("--test-only=1", "bigbatch evaluate"),
+        ("--grad-accum-steps=2", "batch.microbatch_size"),
+        ("--arch=resnet50", "model.name"),
+        ("--data-dir=x", "data.root"),
+        ("--num_train_epochs=3", "run.epochs"),
+    ],
+)
+def test_load_config_leads_from_the_names_of_others(option, words):
+    assert words in refusal("--config", "quickstart", option)
+
+
 def test_names_of_others_lead_to_keys():
+    assert not set(ELSEWHERE) & {*OTHERS_NAMES, *(key.name for key in KEYS.values())}
     assert set(OTHERS_NAMES.values()) <= set(KEYS)
     assert not set(OTHERS_NAMES) & {key.name for key in KEYS.values()}
 
@@ -291,10 +308,7 @@ def test_load_config_from_before_a_key_takes_its_default(key, write_text):
 def test_resolve_of_a_config_that_states_nothing_is_all_defaults(write_text):
     resolved = resolve(["--config", write_text("{}")])
     assert set(resolved.origins.values()) == {"default"}
-    for section, name in (key.split(".") for key in all_keys()):
-        sections = yaml.safe_load(dump_config(resolved.config))
-        del sections[section][name]
-        assert load_config(["--config", write_text(yaml.safe_dump(sections))]) == resolved.config
+    assert load_config(["--config", write_text(dump_config(resolved.config))]) == resolved.config
 
 
 def test_load_config_refuses_a_key_stated_twice(write_text):
@@ -463,3 +477,13 @@ def test_flags_of_train_are_no_part_of_the_experiment_and_no_other_command_takes
     assert load_config(["--config", "quickstart", flag]) == load_config(["--config", "quickstart"])
     with pytest.raises(ConfigError, match=naming(flag.removeprefix("--"))):
         load_config(["--config", "quickstart", flag], prog="bigbatch tune range")
+
+
+@pytest.mark.parametrize("command", [["train"], ["config", "show"]])
+def test_examples_of_the_help_are_taken(command, capsys):
+    """None was, where it shortened a run."""
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    said = " ".join(capsys.readouterr().out.split("example: bigbatch ")[1].split())
+    words = said.partition(". ")[0].split()[len(command) :]
+    load_config(words if command == ["train"] else ["--config", *words])

@@ -17,6 +17,24 @@ def refusals(*options: str, config: str = "quickstart") -> list[str]:
     return str(caught.value).split("\n")
 
 
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("--batch.bn_span=512", "set batch.bn_span=512 to at most batch.microbatch_size"),
+        ("--compute.compile=default", "set it to null"),
+        ("--optimizer.sharded=true", "set it to false"),
+        ("--comm.wire_dtype=bfloat16", "set it to null"),
+    ],
+)
+def test_reproducible_names_what_it_cannot_keep_its_promise_with(option: str, named: str) -> None:
+    assert not any("reproducible" in line for line in refusals(option, "--run.seed=-1"))
+    found = [line for line in refusals("--run.reproducible=true", option) if "run.reproducible" in line]
+    key = option.removeprefix("--").partition("=")[0]
+    assert len(found) == 1
+    assert key in found[0]
+    assert named in found[0]
+
+
 def test_refusals_come_all_at_once(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(

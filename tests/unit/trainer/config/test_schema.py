@@ -44,6 +44,7 @@ BASE = with_defaults(
         "data.num_threads": 1,
         "data.prefetch_batches": 1,
         "data.patience_seconds": 0.25,
+        "data.max_megapixels": 178.0,
         "data.hardware_share": 0.5,
         "data.bind_numa": False,
         "data.probe_seconds": 0.0,

@@ -8,6 +8,7 @@ import os
 import socket
 import tarfile
 import threading
+import tracemalloc
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +19,7 @@ from error_texts import naming
 
 from bigbatch import files
 from bigbatch.errors import DataError
-from bigbatch.trainer.datasets import archives
+from bigbatch.trainer.datasets import archives, tar_headers
 from bigbatch.trainer.datasets.archives import Archive, check_md5, download, find_archive, read_members
 
 FILES = {"a/one.JPEG": b"1" * 700, "a/two.JPEG": b"", "three.txt": b"3" * 512}
@@ -94,6 +95,78 @@ def test_read_members_an_impossible_length_of_a_name_is_refused(tmp_path, size):
     path = tmp_path / "archive.tar"
     path.write_bytes(data)
     with pytest.raises(DataError, match=naming(path, "damaged")):
+        read_all(path)
+
+
+def raw(info, tar_format=tarfile.GNU_FORMAT):
+    """One header block, with nothing that tarfile would write before it."""
+    return info.tobuf(tar_format)[-512:]
+
+
+def extension(kind, data):
+    """A header that says something about the member behind it."""
+    info = special("././@LongLink", kind)
+    info.size = len(data)
+    return raw(info) + data + bytes(-len(data) % 512)
+
+
+def pax(key, value):
+    """One record of a pax header, which begins with its own length."""
+    rest = b" %s=%s\n" % (key, value)
+    return next(line for n in range(9) if len(line := b"%d%s" % (len(rest) + n, rest)) == len(rest) + n)
+
+
+MEMBER = raw(tarfile.TarInfo("x"))
+BIG = 24 << 20
+SPARSE_MAP = b"%d\n" % BIG + b"0\n" * (BIG // 2)
+BOMBS = {
+    "long name": (extension(tarfile.GNUTYPE_LONGNAME, b"n" * BIG), "header of 25,165,824 bytes"),
+    "long link": (extension(tarfile.GNUTYPE_LONGLINK, b"n" * BIG), "header of"),
+    "pax": (extension(tarfile.XHDTYPE, pax(b"comment", b"n" * BIG)), "header of"),
+    "old pax": (extension(tarfile.SOLARIS_XHDTYPE, pax(b"comment", b"n" * BIG)), "header of"),
+    "global": (extension(tarfile.XGLTYPE, pax(b"comment", b"n" * BIG)), "header of"),
+    "many global": (
+        b"".join(extension(tarfile.XGLTYPE, pax(b"k%d" % n, b"n" * 60_000)) for n in range(400)),
+        "20 global headers",
+    ),
+    "headers of headers": (extension(tarfile.GNUTYPE_LONGNAME, b"n") * 2000, "too many headers"),
+    "map of a sparse file": (
+        extension(tarfile.XHDTYPE, pax(b"GNU.sparse.major", b"1") + pax(b"GNU.sparse.minor", b"0"))
+        + extension(tarfile.REGTYPE, SPARSE_MAP),
+        "sparse",
+    ),
+    "names": (
+        b"".join(extension(tarfile.XHDTYPE, pax(b"path", b"%d" % n + b"n" * 60_000)) + MEMBER for n in range(400)),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["plain", "gzip"])
+@pytest.mark.parametrize("case", BOMBS)
+def test_read_members_headers_do_not_fill_the_memory(tmp_path, case, mode):
+    headers, reason = BOMBS[case]
+    path = tmp_path / "archive.tar"
+    data = headers + MEMBER + bytes(1024)
+    path.write_bytes(data if mode == "plain" else gzip.compress(data, 1))
+    tracemalloc.start()
+    try:
+        if reason is None:
+            assert sum(1 for _ in read_members(path)) == 401
+        else:
+            with pytest.raises(DataError, match=naming(path, reason)) as error:
+                read_all(path)
+            assert "\n" not in str(error.value)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_read_members_more_members_than_any_data_set_has_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_headers, "MAX_MEMBERS", 2)
+    path = tmp_path / "archive.tar"
+    path.write_bytes(tar_of(FILES))
+    with pytest.raises(DataError, match=naming(path, "more than 2 members")):
         read_all(path)
 
 

@@ -46,3 +46,17 @@ def test_show_each_has_a_bar_for_each_kind(capsys: pytest.CaptureFixture[str], m
     screen = capsys.readouterr().err
     assert re.search(r"checking x\.tar.*100%", screen)
     assert re.search(r"writing train.*25%", screen)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_show_progress_names_of_files_are_shown_as_they_are(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What looks like rich's markup, and what would drive a terminal."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    with show_progress("looking at [/red][bold]a\x1b]0;b\x07") as on_progress:
+        on_progress(1, 1)
+    said = capsys.readouterr().err
+    assert "[/red][bold]a" in said
+    assert "\x1b]0;b" not in said

@@ -21,10 +21,11 @@ from error_texts import naming
 from bigbatch import files
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError
+from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.datasets import stage as stage_module
 from bigbatch.trainer.datasets.pack import pack
 from bigbatch.trainer.datasets.shard_writer import PackRecipe
-from bigbatch.trainer.datasets.stage import stage
+from bigbatch.trainer.datasets.stage import stage, using_copy
 from bigbatch.trainer.datasets.verify_shards import verify
 from bigbatch.trainer.input.shards import open_split
 
@@ -79,7 +80,7 @@ def read(monkeypatch):
 
 def staged(root):
     """What training looks at, and whatever else should not be there."""
-    ours = ("pack.json", ".stage.lock", ".staged")
+    ours = ("pack.json", ".stage.lock", ".stage.users", ".staged")
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name not in ours}
 
 
@@ -140,6 +141,42 @@ def flip_byte(path, position=2000):
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
+
+
+def test_stage_a_copy_that_others_could_plant_is_read(source, target, boot, read):
+    """Sizes and boot are public, and bytes may be another's where others may write."""
+    stage(source, target)
+    assert target.stat().st_mode & 0o777 == 0o700
+    target.chmod(0o777)
+    flip_byte(target / "train/shard-000001.tar")
+    stage(source, target)
+    assert target.stat().st_mode & 0o777 == 0o700
+    assert verify(target) == len(FILES)
+    assert staged(target) == staged(source)
+
+
+def test_stage_a_folder_of_another_user_is_refused(source, target, monkeypatch):
+    target.mkdir(parents=True)
+    monkeypatch.setattr(stage_module.os, "geteuid", lambda: target.stat().st_uid + 1)
+    with pytest.raises(DataError, match=naming(target, "another user")):
+        stage(source, target)
+    assert [path.name for path in target.iterdir()] == [stage_module.LOCK]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../outside", "/outside", "shard-000002.tar", "index.json", "a/../shard-000001.tar"]
+)
+def test_stage_an_index_whose_shards_have_other_names_is_refused(name, source, target, tmp_path):
+    """One that led elsewhere was written and removed there."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    facts = json.loads((source / "train/index.json").read_text())
+    facts["shards"][1]["name"] = name
+    (source / "train/index.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=naming(source / "train/index.json", "shard-000001.tar")):
+        stage(source, target)
+    assert outside.read_text() == "mine"
+    assert not list(target.rglob("*.tar"))
 
 
 def test_stage_what_a_power_cut_spoilt_is_copied_again(source, target, boot, read):
@@ -247,7 +284,7 @@ def test_stage_an_interrupt_leaves_no_half_file_and_frees_the_folder(source, tar
 
 
 def test_stage_an_error_stops_the_copies_under_way(source, target, monkeypatch):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
 
     def chunks(path):
         if path.name == "shard-000000.tar":
@@ -352,6 +389,19 @@ def test_stage_a_disk_that_fills_up_at_the_end_is_named(source, target, monkeypa
     assert not looks_whole(target / "train")
 
 
+@pytest.mark.parametrize(("is_memory", "left"), [(True, 1000), (True, None), (True, 10**12), (False, 1000)])
+def test_stage_room_in_memory_is_that_of_the_job(source, target, monkeypatch, is_memory, left):
+    """A file system may have room where the job's limit has none: more would end the job."""
+    monkeypatch.setattr(stage_module, "lies_in_memory", lambda path: is_memory)
+    monkeypatch.setattr(stage_module, "memory_left", lambda: left)
+    if is_memory and left == 1000:
+        with pytest.raises(DataError, match=naming(f"{target}:", "1e-06 GB are free", "memory of this job", "DST")):
+            stage(source, target)
+        return
+    stage(source, target)
+    assert staged(target) == staged(source)
+
+
 def test_stage_room_is_looked_for_first_and_counts_what_is_there(source, target, monkeypatch, read):
     total = sum(p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy"))
     free = [total - 1]
@@ -444,7 +494,7 @@ def test_stage_of_two_processes_one_copies_and_both_find_it_whole(source, target
         for process in processes:
             assert re.search(naming("waiting", target), process.stderr.readline())
         assert [p.name for p in target.iterdir()] == [".stage.lock"]
-    found = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    found = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     total = sum(p.stat().st_size for p in source.rglob("*") if p.suffix in (".tar", ".npy"))
     assert sorted(summary["bytes_copied"] for summary in found) == [0, total]
@@ -488,3 +538,42 @@ def test_stage_real_images(tmp_path):
     index = open_split(tmp_path / "staged", "train")
     originals = {p.read_bytes() for p in (sample_images.REAL_DATA / "train").rglob("*.*") if p.is_file()}
     assert {index.read(position) for position in range(len(index))} <= originals
+
+
+def test_using_copy_the_last_user_removes_what_was_staged_and_nothing_else(source, target):
+    with using_copy(target, keep=True):
+        with using_copy(target, keep=False):
+            stage(source, target)
+        assert staged(target) == staged(source), "another uses it"
+        (target / "val/notes.txt").write_text("mine")
+        (target / "train/.shard-000009.tar.unfinished").write_bytes(b"cut")
+    assert staged(target) != {}, "it is to be kept"
+    with pytest.raises(KeyError), using_copy(target, keep=False):
+        raise KeyError
+    names = {path.name for path in target.rglob("*")}
+    assert names == {"notes.txt", "val", ".stage.lock", ".stage.users"}
+    assert sum(path.stat().st_size for path in target.glob(".stage.*")) == 0
+
+
+def test_using_copy_is_not_removed_while_another_process_stages(source, target):
+    with using_copy(target, keep=False):
+        stage(source, target)
+        lock = open_lock(target / stage_module.LOCK)
+        assert try_lock(lock)
+    lock.close()
+    assert staged(target) == staged(source)
+
+
+def test_using_copy_of_a_folder_that_cannot_be_made_is_left_to_stage(tmp_path):
+    (tmp_path / "file").touch()
+    with using_copy(tmp_path / "file/below", keep=False):
+        pass
+
+
+def test_using_copy_leads_nowhere_else(source, target, tmp_path):
+    stage(source, tmp_path / "other")
+    target.mkdir(parents=True)
+    (target / "train").symlink_to(tmp_path / "other/train")
+    with using_copy(target, keep=False):
+        pass
+    assert staged(tmp_path / "other") == staged(source)

@@ -107,6 +107,7 @@ def test_predict_in_python(run: Path) -> None:
         (["."], ("bigbatch: .: ", "folder")),
         (["cut.jpg"], ("cut.jpg: ", "cannot")),
         (["text.jpg"], ("text.jpg: ", "picture")),
+        (["whole.jpg", "--data.max_megapixels=0.002"], ("whole.jpg: ", "0.002 megapixels")),
         (["text.jpg", "--data.max_skipped=5"], ("text.jpg: ", "picture")),
         (["text.jpg", "--data.num_classes=11"], ("10 classes", "data.num_classes is 11")),
     ],
@@ -122,6 +123,7 @@ def test_predict_one_line_for_what_cannot_be_classified(
     monkeypatch.chdir(tmp_path)
     data = images_of(run)[0].read_bytes()
     (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
+    (tmp_path / "whole.jpg").write_bytes(data)
     (tmp_path / "text.jpg").write_text("no picture")
     assert main(["predict", str(run), *words]) == 1
     lines = capsys.readouterr().err.splitlines()

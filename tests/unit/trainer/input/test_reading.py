@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +31,87 @@ from bigbatch.trainer.input.order import read_index
 from bigbatch.trainer.input.shards import open_split
 from tests.unit.trainer.input.loaders.test_loaders import with_bad_tables
 
-SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 5.0}
+SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 60.0}
 STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-SLACK_SECONDS = 3.0
-"""For a busy machine."""
+SLACK_SECONDS = 100.0
+"""For a busy machine; less than what would be waited for without need."""
+STEP_SECONDS = 0.125
+
+
+class Clock:
+    """The time that reads go by: it passes as they take it, and while none but those that never return is under way.
+
+    So a machine that stands still for seconds changes nothing.
+    """
+
+    def __init__(self):
+        self.now, self.silent, self.is_over = 0.0, frozenset(), False
+        self._reading, self._num_looks, self._changed = [], 0, threading.Condition()
+
+    def seconds(self):
+        with self._changed:
+            if not threading.current_thread().name.startswith("bigbatch-read"):  # who waits for them looks
+                self._num_looks += 1
+                if self._reading and self.silent.issuperset(self._reading):
+                    self.now += 0.05
+                self._changed.notify_all()
+            return self.now
+
+    @contextmanager
+    def reading(self, position):
+        with self._changed:
+            self._reading.append(position)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading.remove(position)
+
+    def sleep(self, seconds):
+        """Let time pass in steps, each of which is seen by who waits for the reads."""
+        while seconds > 0 and not self.is_over:
+            with self._changed:
+                step, seen = min(seconds, STEP_SECONDS), self._num_looks
+                self.now, seconds = self.now + step, seconds - step
+                # a look asks up to three times
+                assert self._changed.wait_for(lambda seen=seen: self._num_looks > seen + 6 or self.is_over, 200)
+
+    def end(self):
+        with self._changed:
+            self.is_over = True
+            self._changed.notify_all()
+
+
+class PlayedEvent(threading.Event):
+    """Waits by a clock of ours."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self._clock = clock
+
+    def wait(self, timeout):
+        if not self.is_set():
+            self._clock.sleep(timeout)
+        return self.is_set()
+
+
+@pytest.fixture
+def clock(brisk, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(retry, "awake_seconds", clock.seconds)
+    monkeypatch.setattr(retry, "Event", lambda: PlayedEvent(clock))
+    monkeypatch.setattr(retry, "CHECK_SECONDS", 0.005)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", STEP_SECONDS)  # a power of two, so that sums are exact
+    yield clock
+    clock.end()
 
 
 class Storage:
     """Pictures in memory; reading may fail for a number of times, take time, or wait until it is released."""
 
-    def __init__(self, num_images=8, *, failures=None, cause=STALE, seconds=0.0, silent=()):
+    def __init__(self, num_images=8, *, failures=None, cause=STALE, seconds=0.0, silent=(), clock=None):
+        self.clock = clock or Clock()
+        self.clock.silent = frozenset(silent)
         self.images = [encoded(smooth_image(n, 60, 50)) for n in range(num_images)]
         self.classes, self.labels_N = ("a",), np.zeros(num_images, np.int64)
         self.failures, self.cause, self.seconds, self.silent = dict(failures or {}), cause, seconds, silent
@@ -54,9 +126,10 @@ class Storage:
 
     def read(self, position):
         self.num_reads[position] += 1
-        time.sleep(self.seconds)
-        if position in self.silent:
-            self.release.wait()
+        with self.clock.reading(position):
+            self.clock.sleep(self.seconds)
+            if position in self.silent:
+                self.release.wait()
         if self.num_reads[position] <= self.failures.get(position, 0):
             raise StorageError(f"{self.name(position)}: is gone") from self.cause
         return self.images[position]
@@ -73,9 +146,14 @@ WORST_SECONDS = retry.GRACE_SECONDS + retry.CHECK_SECONDS
 
 
 @pytest.fixture(autouse=True)
-def brisk(monkeypatch):
-    """No outage before, and less than seconds to wait for."""
+def calm(monkeypatch):
+    """No outage before."""
     monkeypatch.setattr(retry, "OUTAGE", retry.Outage())
+
+
+@pytest.fixture
+def brisk(monkeypatch):
+    """Reads that do not return are soon given up."""
     monkeypatch.setattr(retry, "GRACE_SECONDS", 0.2)
     monkeypatch.setattr(retry, "CHECK_SECONDS", 0.1)
 
@@ -108,12 +186,12 @@ def test_reading_reads_that_fail_for_a_while_change_nothing(make, capsys):
     assert all(torch.equal(one, other) for one, other in zip(batches, expected, strict=True))
     assert storage.num_reads == [1, 3, 2, 1, 1, 1, 1, 2]
     (line,) = capsys.readouterr().err.splitlines()  # one outage, though three pictures were met by it
-    assert re.fullmatch(rf"far/away/[12].jpg: .*{os.strerror(errno.ESTALE)}.* 5 s", line)
+    assert re.fullmatch(rf"far/away/[12].jpg: .*{os.strerror(errno.ESTALE)}.* 60 s", line)
 
 
 def test_reading_the_next_outage_is_told_again(monkeypatch, capsys):
     monkeypatch.setattr(retry, "CALM_SECONDS", 0.0)
-    reads = retry.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=5.0, num_threads=1)
+    reads = retry.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=60.0, num_threads=1)
     reads.read(0, thread=0)
     reads.read(1, thread=0)
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
@@ -122,16 +200,12 @@ def test_reading_the_next_outage_is_told_again(monkeypatch, capsys):
     ]
 
 
-def test_reading_a_read_that_never_succeeds_ends_after_the_patience(make, capsys):
-    storage = Storage(failures={3: FOREVER})
-    start = time.monotonic()
-    with pytest.raises(StorageError) as caught:
+def test_reading_a_read_that_never_succeeds_ends_after_the_patience(make, clock, capsys):
+    storage = Storage(failures={3: FOREVER}, clock=clock)
+    with pytest.raises(StorageError, match=r"^far/away/3.jpg: is gone \(.* 0\.5 s: data.patience_seconds\)$"):
         list(make(storage, patience_seconds=0.5).load([ask(0, 1, 2, 3)]))
-    seconds = time.monotonic() - start
-    assert 0.5 <= seconds < 0.5 + SLACK_SECONDS
-    found = re.fullmatch(r"far/away/3.jpg: is gone \(.* (\S+) s: data.patience_seconds\)", str(caught.value))
-    assert 0.5 <= float(found[1]) <= seconds
-    assert storage.num_reads[3] == 4  # at 0, 0.1, 0.3 and 0.5 s
+    assert clock.now == 0.5
+    assert storage.num_reads[3] == 4  # at 0, 0.125, 0.375 and 0.5 s
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -148,7 +222,7 @@ def test_reading_what_the_system_did_not_refuse_is_not_tried_again(make, capsys,
 def test_reading_nobody_waits_for_storage_whose_images_nobody_wants(make, end):
     storage = Storage(failures={5: FOREVER})
     # DALI hands out a batch when it has been fed as many more as it works ahead
-    loader = make(storage, patience_seconds=60.0, prefetch_batches=1)
+    loader = make(storage, patience_seconds=200.0, prefetch_batches=1)
     batches = loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)])
     next(batches)
     while not storage.num_reads[5]:
@@ -173,26 +247,26 @@ def test_reading_a_failure_comes_in_its_place(make, prefetch_batches):
         next(batches)
 
 
-def test_reading_a_read_that_does_not_return_is_named(make):
-    storage = Storage(silent={6})
+def test_reading_a_read_that_does_not_return_is_named(make, clock):
+    storage = Storage(silent={6}, clock=clock)
     batches = make(storage, patience_seconds=0.2).load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)])
-    start = time.monotonic()
     next(batches)
     with pytest.raises(StorageError) as caught:
         next(batches)
-    assert time.monotonic() - start < 2 * (0.2 + 1)
+    assert clock.now < 2 * (0.2 + 1)
     found = re.fullmatch(
         r"far/away/6.jpg: reading it has not returned for (.*) s \(data.patience_seconds=0.2\); does its file system "
         r"still answer\?",
         str(caught.value),
     )
-    assert 0.4 <= float(found[1]) < 2.4
+    assert 0.4 <= float(found[1]) <= clock.now + 0.05  # to a tenth
     storage.release.set()
 
 
+@pytest.mark.usefixtures("brisk")
 def test_reading_a_loader_closes_while_a_read_does_not_return(make):
     storage = Storage(silent={6})
-    loader = make(storage, patience_seconds=60.0, prefetch_batches=1)
+    loader = make(storage, patience_seconds=200.0, prefetch_batches=1)
     batches = loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)])
     next(batches)
     while not storage.num_reads[6]:
@@ -212,25 +286,24 @@ def slow(storage, microbatch_size, **changed):
     return make_image_loader("torchvision", storage, **(SETTINGS | settings | changed))
 
 
-def test_reading_slow_reads_are_not_stuck():
+def test_reading_slow_reads_are_not_stuck(clock):
     """Longer in all than one read may take; also where all are of one picture, as at the end of an evaluation."""
-    loader = slow(Storage(1, seconds=0.2), 4)
-    start = time.monotonic()
+    loader = slow(Storage(1, seconds=0.2, clock=clock), 4)
     assert len(list(loader.load([ask(*[0] * 4)]))) == 1
-    assert time.monotonic() - start > 0.4 + retry.GRACE_SECONDS + retry.CHECK_SECONDS
+    assert clock.now > 0.4 + retry.GRACE_SECONDS
     loader.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["slow", "failing"])
-def test_reading_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
+def test_reading_a_batch_waits_for_slow_storage_for_twice_the_patience(how, clock):
     """Each picture comes within the patience, and all together later than the other ranks wait."""
-    storage = Storage(8, seconds=0.3) if how == "slow" else Storage(8, failures=dict.fromkeys(range(8), 2))
-    start = time.monotonic()
+    trouble = {"seconds": 0.3} if how == "slow" else {"failures": dict.fromkeys(range(8), 2)}
+    storage = Storage(8, **trouble, clock=clock)
     loader = slow(storage, 8)
     with pytest.raises(StorageError) as caught:
         list(loader.load([ask(*range(8))]))
-    assert time.monotonic() - start < 2 * (0.4 + 1)
+    assert clock.now < 2 * (0.4 + 1)
     found = re.fullmatch(
         r"far/away/(\d).jpg: storage too slow: (\d) of 8 pictures after (.*) s; a batch may take twice "
         r"data.patience_seconds=0.4: raise that, or lower batch.microbatch_size",
@@ -243,90 +316,109 @@ def test_reading_a_batch_waits_for_slow_storage_for_twice_the_patience(how):
 
 
 @pytest.mark.slow
-def test_reading_the_time_of_all_that_a_batch_waits_for_counts():
+def test_reading_the_time_of_all_that_a_batch_waits_for_counts(clock):
     """DALI hands out its first batch when more are read: each of these comes in time alone."""
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
-    changed = {"patience_seconds": 0.4, "prefetch_batches": 4}
-    loader = make_image_loader("dali", Storage(8, seconds=0.3), **(SETTINGS | changed))
-    start = time.monotonic()
+    changed = {"patience_seconds": 0.4, "prefetch_batches": 4, "num_threads": 1}
+    loader = make_image_loader("dali", Storage(8, seconds=0.15, clock=clock), **(SETTINGS | changed))
     with pytest.raises(StorageError, match=naming("far/away/", "data.patience_seconds=0.4", "batch.microbatch_size")):
         list(loader.load([ask(0, 1, 2, 3), ask(4, 5, 6, 7)] * 3))
-    assert time.monotonic() - start < 2 * (0.4 + 1)
+    assert clock.now < 2 * (0.4 + 1)
     loader.close()
 
 
 @pytest.mark.long
-def test_reading_what_nobody_waits_for_may_be_slow():
-    storage = Storage(8, seconds=0.2)
+def test_reading_what_nobody_waits_for_may_be_slow(clock):
+    storage = Storage(8, seconds=0.2, clock=clock)
     loader = slow(storage, 4, prefetch_batches=1)
     batches = loader.load([ask(*range(4)), ask(*range(4, 8)), ask(*range(4))])
     next(batches)  # 0.8 s
-    storage.seconds = 0.35
-    time.sleep(1.6)  # in which the next one is read: 1.4 s, longer than 2 * 0.4 + GRACE_SECONDS
-    next(batches)
+    storage.seconds = 0.5
+    before = clock.now
+    while clock.now < before + 1.4:  # longer than 2 * 0.4 + GRACE_SECONDS
+        time.sleep(0.01)
     storage.seconds = 0.0
-    assert len(list(batches)) == 1
+    assert len(list(batches)) == 2
     loader.close()
 
 
 class Down(Storage):
     """From the first read of picture 8 on, all fail or never return."""
 
-    def __init__(self, *, is_silent):
-        super().__init__(16)
+    def __init__(self, *, is_silent, clock):
+        super().__init__(16, clock=clock)
         self.is_silent, self.is_down = is_silent, False
 
     def read(self, position):
         self.is_down = self.is_down or position == 8
         if self.is_down and self.is_silent:
-            self.release.wait()
+            self.silent = self.clock.silent = frozenset(range(16))
         self.failures = dict.fromkeys(range(16), FOREVER) if self.is_down else {}
         return super().read(position)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_reading_an_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_silent):
+def test_reading_an_image_to_skip_does_not_make_storage_be_waited_for_twice(make, is_silent, clock):
     """While what is behind it cannot be read: neither before it is skipped, nor again afterwards."""
-    storage = Down(is_silent=is_silent)
+    storage = Down(is_silent=is_silent, clock=clock)
     storage.images[5] = with_bad_tables(storage.images[5])
-    batches = make(storage, patience_seconds=1.5, max_skipped=3).load([ask(*range(n, n + 4)) for n in range(0, 16, 4)])
-    times = [time.monotonic()]
+    loader = make(storage, patience_seconds=1.5, max_skipped=3, num_threads=1)
+    batches = loader.load([ask(*range(n, n + 4)) for n in range(0, 16, 4)])
+    times = [clock.now]
     with pytest.raises(StorageError):
-        times.extend(time.monotonic() for _ in batches)
-    assert np.diff([*times, time.monotonic()]).max() < 2 * 1.5 - 0.2
+        times.extend(clock.now for _ in batches)
+    assert np.diff([*times, clock.now]).max() < 2 * 1.5 - 0.2
 
 
-def test_reading_the_resident_loader_is_patient_too(capsys):
-    storage = Storage(failures={3: 2})
+def test_reading_the_resident_loader_is_patient_too(clock, capsys):
+    storage = Storage(failures={3: 2}, clock=clock)
     common = {"crop": center_crop(fraction=1.0), "image_size": 50, "microbatch_size": 4, "device": "cpu"}
     storage.images = [encoded(smooth_image(n, 50, 50)) for n in range(8)]
-    ResidentLoader(index=storage, **common, patience_seconds=5.0)
+    ResidentLoader(index=storage, **common, patience_seconds=60.0)
     assert storage.num_reads[3] == 3
-    storage.silent = {6}
+    storage.silent = clock.silent = {6}
     with pytest.raises(StorageError, match=naming("far/away/6.jpg: ", "data.patience_seconds=0.2")):
         ResidentLoader(index=storage, **common, patience_seconds=0.2)
     storage.release.set()
-    storage.failures, storage.silent = {2: FOREVER}, set()
+    storage.failures, storage.silent, clock.silent = {2: FOREVER}, set(), set()
     with pytest.raises(StorageError, match=r"far/away/2.jpg: is gone \(.* s: data.patience_seconds"):
         ResidentLoader(index=storage, **common, patience_seconds=0.2)
 
 
-def test_reading_a_file_that_does_not_open_is_named(make, tmp_path):
+class Watched:
+    """An index whose reads a clock knows."""
+
+    def __init__(self, index, clock):
+        self._index, self._clock = index, clock
+
+    def read(self, position):
+        with self._clock.reading(position):
+            return self._index.read(position)
+
+    def __len__(self):
+        return len(self._index)
+
+    def __getattr__(self, name):
+        return getattr(self._index, name)
+
+
+def test_reading_a_file_that_does_not_open_is_named(make, clock, tmp_path, monkeypatch):
     files = {f"train/a/{n}.jpg": encoded(smooth_image(n)) for n in range(4)}
     index = read_index(write(tmp_path, files), "train")
-    silent = as_pipe(tmp_path / "train/a/2.jpg")
+    silent, clock.silent = as_pipe(tmp_path / "train/a/2.jpg"), {2}
+    monkeypatch.setattr(order, "read_plain", lambda path: Path(path).read_bytes())  # which refuses a pipe
     with pytest.raises(StorageError, match=naming(f"{silent}: ", "data.patience_seconds=0.1")):
-        list(make(index, patience_seconds=0.1).load([ask(0, 1, 2, 3)]))
+        list(make(Watched(index, clock), patience_seconds=0.1).load([ask(0, 1, 2, 3)]))
     answer(silent)
 
 
-def test_reading_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closing(make, tmp_path):
+def test_reading_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closing(make, clock, tmp_path):
     files = {f"{split}/a/{n}.jpg": encoded(smooth_image(n)) for split in ("train", "val") for n in range(4)}
     pack(write(tmp_path / "folder", files), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))
     index = open_split(tmp_path / "packed", "train")
-    silent = as_pipe(tmp_path / "packed/train/shard-000001.tar")
-    loader = make(index, patience_seconds=0.1)
+    silent, clock.silent = as_pipe(tmp_path / "packed/train/shard-000001.tar"), {1}
+    loader = make(Watched(index, clock), patience_seconds=0.1)
     with pytest.raises(StorageError, match=naming(f"{silent}: picture 00000001: ", "data.patience_seconds=0.1")):
         list(loader.load([ask(0, 1, 2, 3)]))
     loader.close()
@@ -350,13 +442,13 @@ def test_reading_too_many_open_files_name_the_limit_and_are_tried_again(make, tm
     index = read_index(write(tmp_path, files), "train")
     attempts = []
 
-    def refuse(path, *options, **named):
+    def refuse(path):
         attempts.append(path)
         if len(attempts) <= num_refused:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return open(path, *options, **named)
+        return Path(path).read_bytes()
 
-    monkeypatch.setattr(order, "open", refuse, raising=False)
+    monkeypatch.setattr(order, "read_plain", refuse)
     num_refused = FOREVER
     with pytest.raises(
         StorageError,

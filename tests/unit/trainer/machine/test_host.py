@@ -35,6 +35,26 @@ def test_ranks_share_the_cores_that_they_have_in_common(
     assert chosen == [threads]
 
 
+@pytest.mark.parametrize(
+    ("is_reproducible", "stated", "threads"), [(True, None, 1), (True, 2, 2), (False, 3, 3), (False, None, 4)]
+)
+def test_threads_are_stated_or_follow_the_promise_of_bits(
+    is_reproducible: bool, stated: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    asked: list[bool] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    env = SimpleNamespace(host="here")
+    communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text], env=env)
+    host.set_up_process(communicator, cudnn_benchmark=True, is_reproducible=is_reproducible, cpu_threads=stated)
+    assert chosen == [threads]
+    assert asked == [True] * is_reproducible
+
+
 @pytest.mark.long
 def test_host_a_run_does_not_import_the_compiler(tmp_path: Path) -> None:
     """Nor where it saves and resumes: in a process of its own, as others' imports are here already."""

@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -120,6 +121,15 @@ def test_foreign_model_may_be_made_by_a_function(monkeypatch: pytest.MonkeyPatch
     assert make("own.net", norm=5).get_parameter("head.weight").shape == (7, 5)
 
 
+def test_foreign_model_that_ends_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With code 0 a job would seem to be done."""
+    package = ModuleType("own")
+    package.net = lambda *, num_classes: sys.exit(0)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own", package)
+    with pytest.raises(ConfigError, match=r"model\.name=own\.net ends Python"):
+        make("own.net")
+
+
 class Pair(nn.Module):
     def forward(self, images_BCHW: Tensor) -> Any:
         return images_BCHW, images_BCHW
@@ -157,3 +167,32 @@ def test_foreign_model_is_compiled_as_one_graph_in_channels_last(kind: type[nn.M
     assert all(map(torch.equal, *results))
     restore_regions_(model)
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("place", ["as it is imported", "as it is made"])
+def test_foreign_model_of_broken_code_is_one_line_with_its_place(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A defect of a user's is a user's: exit code 1, which no --restarts starts again."""
+    text = "import nonsense here" if place == "as it is imported" else "def net(num_classes):\n    return {}['width']"
+    (tmp_path / "own_broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("SyntaxError",) if place == "as it is imported" else ("KeyError: 'width'", "line 2 of", "own_broken.py")
+    with pytest.raises(ConfigError, match=naming("model.name=own_broken.net", *words)) as caught:
+        make("own_broken.net")
+    assert "\n" not in str(caught.value)
+
+
+class TwoRegions(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 1), nn.Flatten())
+
+    def regions(self) -> list[Any]:
+        return [(module, "forward") for module in self]
+
+
+def test_foreign_model_is_compiled_by_the_regions_that_it_states() -> None:
+    model, counter = TwoRegions(), CompileCounter()
+    compile_regions_(model, mode=None, backend=counter)
+    model(torch.zeros(1, 3, 2, 2))
+    assert counter.frame_count == 2

@@ -212,7 +212,7 @@ def test_build_model_passes_options() -> None:
     ("name", "nearest"), [("resnet-50", "resnet50"), ("alexnet", "alexnet_bn"), ("resnet1O1", "resnet101")]
 )
 def test_build_model_names_the_nearest_model(name: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=naming(f"'{name}'", f"'{nearest}'")):
+    with pytest.raises(ConfigError, match=naming(f"'{name}'", f"nearest is {nearest}")):
         build_model(name, num_classes=10, norm=nn.BatchNorm2d)
 
 

@@ -51,7 +51,7 @@ class Oracle:
     ],
 )
 @pytest.mark.parametrize("way", [scaled, scaled_on_gpu])
-def test_lamb_two_hundred_steps_follow_the_formula(settings, dtype, rtol, device, way, monkeypatch):
+def test_lamb_fifty_steps_follow_the_formula(settings, dtype, rtol, device, way, monkeypatch):
     monkeypatch.setattr(lamb, "scaled", way)
     adapted = random_weights(0, dtype=dtype, device=device)
     excluded = random_weights(1, dtype=dtype, device=device)
@@ -61,7 +61,7 @@ def test_lamb_two_hundred_steps_follow_the_formula(settings, dtype, rtol, device
     optimizer = LAMB(groups, lr=1.0, **settings)
     oracles = [Oracle(w.tolist(), adapt=True, **settings) for w in adapted]
     oracles += [Oracle(w.tolist(), adapt=False, **(settings | {"weight_decay": 0.0})) for w in excluded]
-    for seed, lr in enumerate(np.random.default_rng(0).uniform(0.0, 0.05, 200)):
+    for seed, lr in enumerate(np.random.default_rng(0).uniform(0.0, 0.05, 50)):
         set_random_grads(adapted + excluded, seed=seed)
         adapted[1].grad.zero_()  # zero gradient: weight decay alone, or no update at all
         for group in optimizer.param_groups:

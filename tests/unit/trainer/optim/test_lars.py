@@ -46,7 +46,7 @@ def way(request, monkeypatch):
         {"momentum": 0.0, "weight_decay": 0.1, "eps": 0.0, "nesterov": False},
     ],
 )
-def test_lars_two_hundred_steps_follow_the_formula(settings, form, dtype, rtol, device, way):
+def test_lars_fifty_steps_follow_the_formula(settings, form, dtype, rtol, device, way):
     adapted = random_weights(0, dtype=dtype, device=device)
     excluded = random_weights(1, dtype=dtype, device=device)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def test_lars_two_hundred_steps_follow_the_formula(settings, form, dtype, rtol, 
     oracles = [Oracle(w.tolist(), form=form, adapt=True, **settings) for w in adapted]
     without_decay = settings | {"weight_decay": 0.0}
     oracles += [Oracle(w.tolist(), form=form, adapt=False, **without_decay) for w in excluded]
-    lrs = np.random.default_rng(0).uniform(0.0, 1.0, 200)
+    lrs = np.random.default_rng(0).uniform(0.0, 1.0, 50)
     for seed, lr in enumerate(lrs):
         set_random_grads(adapted + excluded, seed=seed)
         adapted[1].grad.zero_()  # zero gradient: ratio 1, weight decay still acts

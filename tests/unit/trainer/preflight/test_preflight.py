@@ -1,5 +1,6 @@
 """Preflight: verdicts on hand-made nodes, who meets whom, and what launchers make of it."""
 
+import json
 import re
 import socket
 import threading
@@ -32,7 +33,11 @@ from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.machine.gpu_driver import Clock
+from bigbatch.trainer.machine.limits import Limits
+from bigbatch.trainer.machine.network import Port
 from bigbatch.trainer.preflight import examine, facts, links
+from bigbatch.trainer.preflight.check import Host
+from bigbatch.trainer.preflight.host import Seat
 from bigbatch.trainer.preflight.meeting import Attendee, misfits, silent
 from bigbatch.trainer.preflight.node import Node
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
@@ -137,6 +142,8 @@ def test_slow_links_of_two_nodes_have_none_to_compare_with() -> None:
         ({"complaint": "data/train: no such folder"}, "n1: data/train: no such folder"),
         ({"images": {"classes": 1000, "training": 5, "validation": 6}}, "n1: sees other data, {'classes': 1000, 'tr"),
         ({"address": "127.0.1.1"}, "n1: its address is 127.0.1.1, which other nodes cannot reach"),
+        ({"hardware": {"RDMA ports": "7 of 400 Gbit/s"}}, "n1: RDMA ports 7 of 400 Gbit/s, elsewhere none"),
+        ({"troubles": {"driver": ["nvidia-smi: no answer"]}}, "n1: nvidia-smi: no answer: see nvidia-smi there"),
     ],
 )
 def test_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
@@ -152,6 +159,7 @@ def test_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
         {"free_gb": {"runs": 0.2}},
         {"free_gb": {}, "disk_trouble": {"runs": "no answer within 8 s"}},
         {"address": "127.0.1.1"},
+        {"troubles": {"locked memory": ["a rank may lock 64 KiB, below 1,048,576"]}},
     ],
 )
 def test_what_all_nodes_have_is_no_nodes_fault(shared: dict[str, Any]) -> None:
@@ -281,12 +289,17 @@ def test_odd_ones_of_two_camps() -> None:
     assert odd_ones({"a": {}, "b": {}}) == []
 
 
-def test_remarks_on_a_data_set_that_is_not_all_of_imagenet() -> None:
+def test_remarks_are_told_beside_findings() -> None:
     assert remarks(cluster()) == []
     short = {"classes": 1000, "training": 2_561_034, "validation": 50_000}
     assert remarks([node("n0", images=short)]) == [
         "1,000 classes, but 2,561,034 training and 50,000 validation pictures: ImageNet has 1,281,167 and 50,000"
     ]
+    cores = {"troubles": {"cores": ["1 cores for 2 ranks"]}}
+    assert remarks([node("n0"), node("n1", **cores), node("n2", **cores)]) == [
+        "n1, n2: 1 cores for 2 ranks: ask for more (--cpus-per-rank)"
+    ]
+    assert judge([node("n0", **cores)]) == [], "a remark ends no job"
     assert remarks([node("n0", images={"classes": 10, "training": 5, "validation": 1})]) == []
     assert bits(1.25e9) == "10.00 Gbit/s"
 
@@ -371,11 +384,11 @@ def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.
 
     def hangs(place: Path) -> Any:
         if str(place) != "/dev/shm":
-            end.wait(20)
+            end.wait(200)
         return usage(place)
 
     def opens(root: Path, split: str) -> None:
-        end.wait(20)
+        end.wait(200)
         raise DataError("too late")
 
     monkeypatch.setattr(facts, "STORAGE_SECONDS", 0.4)
@@ -387,25 +400,18 @@ def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.
     seconds = time.monotonic() - began
     end.set()
     assert node is not None
-    assert seconds < 3
+    assert seconds < 100
     assert set(node.free_gb) == {"/dev/shm"}
     hang = "no answer within 0.4 s: see whether df hangs there, too"
     assert node.disk_trouble == {f"{tmp_path}/run": hang, str(tmp_path): hang}
     assert node.complaint == "data/shapes was not read within 0.4 s: slow storage; bigbatch data pack helps"
 
 
-def test_drivers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drivers_words() -> None:
     line = "NVIDIA H100 80GB HBM3, 570.86.15, 1980 MHz, 1980 MHz, 31"
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path) + ":/bin:/usr/bin")
-    gpus = facts.query_gpus()
-    assert gpus == (line, line)
-    versions = facts.versions(torch.device("cpu"), gpus)
+    versions = facts.versions(torch.device("cpu"), (line, line))
     assert versions["driver"] == "570.86.15"
     assert re.fullmatch(r"\d+\.\d+\.\d+( [0-9a-f]{12}\+?)? \(sources [0-9a-f]{8}\)", versions["bigbatch"])
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    assert facts.query_gpus() == ()
 
 
 def test_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,10 +438,74 @@ def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.
     assert asked == ["lo"]
 
 
+def test_what_the_node_lacks_is_told_and_its_links_are_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NCCL would not connect where it may lock no memory."""
+    port = Port("mlx5_0/1", "ACTIVE", "LinkUp", 400.0, "InfiniBand", has_routable_gid=False)
+    host = Host(world_size=2, on_gpus=True, ports=(port,), limits=Limits(locked_bytes=65536, cores=0.5))
+    monkeypatch.setattr(examine, "start_looking", lambda asked, *, seats, address: lambda: host)
+    monkeypatch.setattr(examine, "connect", None)
+    monkeypatch.setattr(examine, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
+    assert examine.main(["--json", str(tmp_path / "facts.json")]) == 4
+    lines = capsys.readouterr().out.splitlines()
+    name = socket.gethostname()
+    assert f"bigbatch: {name}: a rank may lock 64 KiB, below 1,048,576: have it unlimited (ulimit -l; " in lines[-4]
+    assert lines[-2].startswith(f"remark: {name}: 0.5 cores for 1 ranks: ask for more")
+    assert "findings: 1, unfit: " in lines[-1]
+    (found,) = json.loads((tmp_path / "facts.json").read_text())["nodes"]
+    assert found["network"] == {"mlx5_0/1": "400 Gbit/s InfiniBand, ACTIVE"}
+    assert set(found["troubles"]) == {"locked memory", "GPUDirect", "cores"}
+
+
+@pytest.mark.parametrize(("beside", "processes"), [("m1", [1]), ("m0", [1, 2])])
+def test_nodes_of_one_machine_know_each_others_processes(
+    beside: str, processes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(examine, "machine_id", lambda: "m0")
+    monkeypatch.setattr(examine, "start_looking", lambda host, *, seats, address: asked.append((host, seats, address)))
+    env = ProcessEnv("torchrun", 0, 2, 0, 1, "n0", None, interface="lo")
+    places = [place(0), place(1, machine=beside)]
+    seats = [Seat("n0", 1, "GPU-a", "GPU-a"), Seat("n1", 2, "GPU-b", "GPU-b")]
+    examine._start_looking(None, env, places, seats, device=torch.device("cuda", 0), address="10.0.0.1")
+    ((host, known, address),) = asked
+    assert host == Host(
+        num_ranks=1,
+        world_size=2,
+        on_gpus=True,
+        own_gpus=("GPU-a",),
+        shares_machine=beside == "m0",
+        is_interface_stated=True,
+    )
+    assert ([seat.process for seat in known], address) == (processes, "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "keeps_to_cpu", "wants"),
+    [
+        ((), False, True),
+        ((), True, False),
+        (("--comm.backend=gloo",), False, False),
+        (("--comm.backend=nccl",), False, True),
+    ],
+)
+def test_gpus_are_asked_for_where_the_job_wants_them(
+    words: tuple[str, ...], keeps_to_cpu: bool, wants: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(examine, "start_looking", lambda host, *, seats, address: asked.append(host))
+    config = load_config(["--config", "quickstart", *words]) if words else None
+    env = ProcessEnv("torchrun", 0, 1, 0, 1, "n0", None, keeps_to_cpu=keeps_to_cpu)
+    examine._start_looking(config, env, [], [], device=torch.device("cpu"), address="10.0.0.1")
+    assert [host.wants_gpus for host in asked] == [wants]
+
+
 def test_gpu_that_all_ranks_of_a_node_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sees one alone, which could be its own."""
     PlayedGpus(1, monkeypatch=monkeypatch, uuids="f")
-    others = {"meeting of every node": "null", "comparison of GPUs": '["here", "GPU-f"]'}
+    beside = json.dumps({"host": "here", "process": 2, "gpu": "GPU-f", "only_gpu": "GPU-f"})
+    others = {"meeting of every node": "null", "comparison of GPUs": beside}
     control = SimpleNamespace(gather_text=lambda text, *, what: [text, others[what]])
     env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None)
     nodes, (found,) = examine.examine(None, env, control, address="127.0.0.1")  # type: ignore[arg-type]

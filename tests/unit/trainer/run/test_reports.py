@@ -2,10 +2,12 @@
 
 import io
 import json
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,9 +24,9 @@ from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput
-from bigbatch.trainer.run import summary
+from bigbatch.trainer.run import folder, summary
 from bigbatch.trainer.run.cost import Spent
-from bigbatch.trainer.run.folder import RunDir, read_records, writing
+from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
 from bigbatch.trainer.run.progress import Bar, Lines, Silent, make_reporter, show
 from bigbatch.trainer.run.resume import changes
@@ -69,6 +71,20 @@ def test_report_records_say_when_they_were_written(tmp_path: Path) -> None:
     log.close()
     (record,) = read_records(RunDir(tmp_path).metrics)
     assert before <= record["time"] <= time.time()
+
+
+def test_report_curves_of_a_long_run_are_of_reports_evenly_spread_and_of_all_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "MOST_REPORTS", 10)
+    records = [{"kind": "train", "step": step} for step in range(1, 101)]
+    records[50:50] = [{"kind": "eval", "step": 50}, {"kind": "start", "step": 50}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = read_curves(tmp_path / "metrics.jsonl")
+    reports = [record["step"] for record in found if record["kind"] == "train"]
+    assert len(reports) in range(5, 11)
+    assert {after - before for before, after in pairwise(reports)} == {16}
+    assert [record["kind"] for record in found[len(reports) :]] == ["eval", "start"]
 
 
 def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path) -> None:
@@ -119,7 +135,8 @@ class Ranks:
         )
         parts: Any = SimpleNamespace(
             communicator=communicator,
-            reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed)),
+            reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed), grid=None),
+            statistics=SimpleNamespace(take_beyond=lambda: 0),
             energy=SimpleNamespace(take_joules=lambda: joules),
             stop=SimpleNamespace(is_set=False),
             schedule=lambda step: 0.1,
@@ -237,6 +254,14 @@ def test_report_a_summary_says_what_summed_and_why(
     assert (found["algorithm"], found["algorithm_why"]) == expected
 
 
+def test_report_a_summary_says_what_the_sites_file_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
+    assert "site" not in summary_of(algorithm="ring", why="")
+    monkeypatch.setenv("BIGBATCH_SITE", '{"/etc/bigbatch/bigbatch.toml": {"env": {"NCCL_IB_HCA": "mlx5"}}}')
+    found = summary_of(algorithm="ring", why="")
+    assert found["site"] == {"/etc/bigbatch/bigbatch.toml": {"env": {"NCCL_IB_HCA": "mlx5"}}}
+
+
 def test_report_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
     found = summary_of(algorithm="ring", why="")
@@ -348,6 +373,22 @@ def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> Non
             log.write("train", TRAIN_RECORD)
         with pytest.raises(RunFolderError, match=r"metrics\.jsonl"):
             log.close()
+
+
+def test_report_events_that_cannot_be_written_are_one_line_that_names_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # of TensorBoard's own thread
+    rundir = RunDir(tmp_path)
+    log = MetricsLog(rundir, from_step=0)
+    shutil.rmtree(rundir.tensorboard)
+
+    def write() -> None:
+        log.write("train", TRAIN_RECORD)
+        log.close()
+
+    with pytest.raises(RunFolderError, match=naming(rundir.tensorboard, "No such file")):
+        write()
 
 
 def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -108,6 +108,9 @@ def test_run_dry_says_what_it_would_be_and_writes_nothing(
     assert "\nbuffer 0: " in printed
     # 64 pictures are 2 steps of 32, in each of 6 epochs, and each third is evaluated
     assert re.search(naming("dry run: 12 steps, 2 in an epoch, with 2 evaluations", run), printed)
+    assert re.search(
+        r"memory of a rank: .* MB .*; of a checkpoint: .* MB\ntime of an epoch's steps: not known yet", printed
+    )
     assert list(tmp_path.iterdir()) == []
 
 

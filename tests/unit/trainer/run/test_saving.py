@@ -20,6 +20,7 @@ from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CheckpointError, RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.stream import InputStream
@@ -118,7 +119,9 @@ def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, li
         control = Control(ALONE, timeout_seconds=LONG_SECONDS, find_master=meet_by_mpi)
         control.rank, control.world_size, control.store = rank, 2, BoundedStore(store, seconds=LONG_SECONDS)
         store.set(f"bigbatch/host/{rank}", f"node{rank}")
-        communicator: Any = SimpleNamespace(rank=rank, world_size=2, control=control)
+        communicator: Any = SimpleNamespace(
+            rank=rank, world_size=2, control=control, algorithm="doubling", topology=Topology(rank, ((0, 1),))
+        )
         try:
             return job(make_saver(folder, parts=replace(parts, communicator=communicator), limit=limit), rank)
         except CheckpointError as error:

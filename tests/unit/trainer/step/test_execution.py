@@ -144,7 +144,7 @@ def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) ->
         assert len({record["loss_scale"] for record in at_once.records}) > 1
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("num_microbatches", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["lars fp32", "lars outside bf16", "lars fp16", "sgd fp16"])
 def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
     name: str, num_microbatches: int, tmp_path: Path
@@ -161,7 +161,7 @@ def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
     assert capture.num_replays == num_microbatches * (NUM_STEPS - WARM_UP_STEPS)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_cuda_graph_skips_an_overflow_like_any(num_microbatches: int, tmp_path: Path) -> None:
     settings = CASES["sgd fp16"] | {"loss_scale": str(2**23)}
 

@@ -213,7 +213,7 @@ BAD = {
     "png without its end": (encoded(smooth_image(0), "PNG")[:-12], ("end mark", "replace")),
     "png with a bad end": (encoded(smooth_image(0), "PNG")[:-1] + b"?", ("end mark", "replace")),
     "cut off webp": (encoded(smooth_image(0), "WEBP")[:-100], ("picture", "replace")),
-    "gif": (encoded(smooth_image(0), "GIF"), ("GIF in mode P", "8-bit JPEG, PNG or WebP")),
+    "gif": (encoded(smooth_image(0), "GIF"), ("not a picture in JPEG, PNG or WebP", "replace")),
     "16 bits": (encoded(Image.new("I;16", (50, 50)), "PNG"), ("PNG in mode I;16", "8-bit JPEG, PNG or WebP")),
 }
 
@@ -239,12 +239,6 @@ def test_loaders_an_image_that_only_decoding_shows_to_be_bad_is_named(make, tmp_
     with pytest.raises(DataError, match=naming("train/a/1.jpg: ", "decoded")):
         list(loader.load(requests(index, microbatch_size=2) * 3))
     assert len(list(loader.load([Request(0, np.array([0, 0]), np.array([True, True]))]))) == 1
-
-
-def test_loaders_an_image_that_would_fill_the_memory_is_named(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)  # Pillow refuses twice as many
-    with pytest.raises(DataError, match=naming("a.png: ", "20 pixels")):
-        open_image(encoded(smooth_image(0), "PNG"), path="a.png")
 
 
 def test_loaders_a_part_of_a_png_that_pillow_chokes_on_is_named():
@@ -352,15 +346,6 @@ def test_loaders_webp_size_reads_the_header_of_whole_images(kind, monkeypatch):
     assert [webp_size(data) for data in broken] == [None] * len(broken)
     monkeypatch.setattr(Image, "open", None)  # nothing is decoded to learn a size
     assert encoded_size(whole, path="whole.webp") == (110, 150)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_loaders_a_size_that_would_fill_the_memory_is_no_size(monkeypatch, kind):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    with pytest.raises(DataError, match=naming("a: ", "20 pixels")):
-        encoded_size(encoded(smooth_image(0), kind), path="a")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    assert encoded_size(encoded(smooth_image(0), kind), path="a") == (110, 150)
 
 
 def test_loaders_ahead_keeps_order_and_bounds_its_lead():

@@ -159,7 +159,7 @@ def test_stopped_search_goes_on_with_what_it_had(tmp_path, number):
     folder = tmp_path / "study"
     before = signal.getsignal(number)
     stop_after(lambda: (folder / "trial-0002/metrics.jsonl").exists(), number)
-    stopped, said = run(folder, Fake("--epoch-seconds", "0.4"), trials=6)
+    stopped, said = run(folder, Fake("--hold", "2"), trials=6)
     assert stopped is None
     assert said[-1] == f"stopped by {signal.Signals(number).name}; the same command goes on from there"
     assert signal.getsignal(number) == before

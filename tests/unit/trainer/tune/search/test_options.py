@@ -38,7 +38,8 @@ def test_tune_search_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys)
     assert len(lines) == 2  # a round has two trials
     for number, line in enumerate(lines, start=1):
         words = line.split()
-        assert words[2:6] == ["bigbatch", "launch", "torchrun", "--ranks"]
+        program = words.index("-m")
+        assert words[program : program + 5] == ["-m", "bigbatch", "launch", "torchrun", "--ranks"]
         assert words[words.index("--run.directory") + 1] == str(folder / f"trial-000{number}")
     assert list(tmp_path.iterdir()) == []
 

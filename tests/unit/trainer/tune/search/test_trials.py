@@ -7,12 +7,14 @@ import math
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from error_texts import naming
 
 from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, TuneError
+from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.run.folder import read_records
 from bigbatch.trainer.tune.search import running
@@ -126,10 +128,10 @@ def test_options_of_a_trial_make_its_config(name, tmp_path):
 def test_train_argv_of_a_trial():
     options, base = ["--run.epochs", "2"], Path("base.yaml")
     alone = train_argv(options, base=base, launch=ALONE, gpus=[])
-    assert alone == [sys.executable, "-m", "bigbatch", "train", "--config", "base.yaml", *options]
+    assert alone == [*bigbatch_argv(), "train", "--config", "base.yaml", *options]
     launch = parse_launch(["mpirun", "--ranks", "2"])
     assert train_argv(options, base=base, launch=launch, gpus=["4", "5"]) == [
-        *("env", "CUDA_VISIBLE_DEVICES=4,5", sys.executable, "-m", "bigbatch", "launch", "mpirun", "--ranks", "2"),
+        *("env", "CUDA_VISIBLE_DEVICES=4,5", *bigbatch_argv(), "launch", "mpirun", "--ranks", "2"),
         *("--", "train", "--config", "base.yaml", "--run.epochs", "2"),
     ]
 
@@ -180,11 +182,11 @@ def start(code, folder):
         return RunningTrial([sys.executable, "-c", code], folder / "trial", inherits=lock)
 
 
-ON_SIGTERM = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: "
+ON_SIGTERM = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: "
 WAIT = "; print('ready', flush=True)\nwhile True: time.sleep(60)"
 
 
-def wait_for(trial, seconds=30.0):
+def wait_for(trial, seconds=200.0):
     until = time.monotonic() + seconds
     while trial.exit_code() is None:
         assert time.monotonic() < until
@@ -192,9 +194,9 @@ def wait_for(trial, seconds=30.0):
     return trial.exit_code()
 
 
-def wait_for_word(trial):
-    until = time.monotonic() + 30
-    while "ready" not in (trial.folder / running.OUTPUT).read_text():
+def wait_for_word(trial, word="ready"):
+    until = time.monotonic() + 200
+    while word not in (trial.folder / running.OUTPUT).read_text():
         assert time.monotonic() < until
         time.sleep(0.02)
 
@@ -235,10 +237,18 @@ def test_trial_is_asked_to_stop(tmp_path):
 
 
 def test_trial_that_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(running, "PATIENCE_SECONDS", (0.1, 0.1))
-    trial = start(f"{ON_SIGTERM}print('asked', flush=True)){WAIT}", tmp_path)
+    now = [0.0]
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    trial = start(f"{ON_SIGTERM}os.write(1, b'asked\\n')){WAIT}", tmp_path)
     wait_for_word(trial)
     trial.ask_to_stop()
+    for seconds, num_asked in zip(running.PATIENCE_SECONDS, (1, 2), strict=True):
+        wait_for_word(trial, "asked\n" * num_asked)
+        now[0] += 0.9 * seconds
+        assert trial.exit_code() is None
+        assert len(trial._requests) == num_asked
+        now[0] += 0.2 * seconds
+        assert trial.exit_code() is None, "this look asks again, or kills"
     assert wait_for(trial) == -9
     assert (trial.folder / running.OUTPUT).read_text().split() == ["ready", "asked", "asked"]
 

@@ -1,10 +1,14 @@
 """One HTML page that needs no other file."""
 
+import io
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
-from bigbatch.launch.report.tables import Table, conditions_table
+from bigbatch.launch.tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -20,12 +24,6 @@ svg { max-width: 100%; height: auto; }
 .note { color: #666; font-size: .85rem; }
 """
 
-EXPLAINED = (
-    "Efficiency: images per second and rank, beside the fewest ranks. A step is computing, waiting for the wire, for "
-    "pictures and for slower ranks; what each takes beyond its share of the ideal step adds up to what efficiency "
-    "lacks. Medians over a run's reports but the first."
-)
-
 
 def make_page(
     *,
@@ -33,7 +31,6 @@ def make_page(
     findings: Sequence[str],
     images: Mapping[str, str],
     tables: Sequence[Table],
-    conditions: Mapping[str, Any],
     note: str | None,
 ) -> str:
     """Write the page; pictures: name -> SVG of ours; all other text is escaped; note: what the words mean."""
@@ -45,11 +42,21 @@ def make_page(
         *(f'<p class="finding">{escape(text)}</p>' for text in findings),
         *(f'<figure aria-label="{escape(name)}">{svg}</figure>' for name, svg in images.items()),
         *(_table(table) for table in tables),
-        _table(conditions_table(conditions)),
         *([f'<p class="note">{escape(note)}</p>'] if note else []),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def as_svg(figure: "Figure") -> str:
+    """Return the element alone, without what precedes it in a file."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": "bigbatch"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
 
 
 def _table(table: Table) -> str:

@@ -1,0 +1,1 @@
+"""The simulator held against published rows, the paper and the emulated cluster."""

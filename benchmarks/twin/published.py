@@ -1,0 +1,193 @@
+"""Predict published rows, and set the errors beside those of two predictors that know no network.
+
+Cold: only one-node rows are given (role fit1). Warm: the next size, too (fit2). Nulls: `linear` keeps each device's
+rate of row 1; `line` is a straight line in the local batch through rows 1 and 2. Strangers: all rows of other families
+are given and none of the own, as before a system is bought.
+
+    python -m benchmarks.twin.published ROWS.csv --plot scatter.png
+"""
+
+import argparse
+import collections
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.record import conditions, write_record
+from bigbatch.colours import COLOURS
+from bigbatch.launch.simulate.constants import DEFAULTS, Constants
+from bigbatch.launch.simulate.predict import Prediction, predict_row
+from bigbatch.launch.simulate.rows import Row, read_given
+
+FIT_1, FIT_2, JUDGE = "fit1", "fit2", "judge"
+
+
+def nulls(row: Row, fits: dict[str, dict[str, Row]]) -> dict[str, float]:
+    """Return the seconds that `linear` and `line` predict; without those that have no rows to go by."""
+    fit = fits.get(row["null_line"], {})
+    if FIT_1 not in fit:
+        return {}
+    one, two = fit[FIT_1], fit.get(FIT_2)
+    assert one.seconds is not None
+    found = {"linear": row.local_batch * one.seconds / one.local_batch}
+    if two is None or two.id == row.id:
+        return found
+    assert two.seconds is not None
+    slope = one.seconds / one.local_batch
+    if one.local_batch != two.local_batch:
+        slope = (one.seconds - two.seconds) / (one.local_batch - two.local_batch)
+    return found | {"line": two.seconds + slope * (row.local_batch - two.local_batch)}
+
+
+def errors_of(rows: Sequence[Row], *, warm: bool, constants: Constants = DEFAULTS) -> list[dict[str, Any]]:
+    """Predict every row that has a row to go by; errors as shares of the measured step."""
+    fits: dict[str, dict[str, Row]] = collections.defaultdict(dict)
+    for row in rows:
+        if row["role"] in (FIT_1, FIT_2):
+            fits[row["ladder"]][row["role"]] = row
+    given = [row for row in rows if row["role"] == FIT_1 or (warm and row["role"] == FIT_2)]
+    targets = [row for row in rows if row["role"] == JUDGE or (not warm and row["role"] == FIT_2)]
+    found = []
+    for row in targets:
+        known = nulls(row, fits)
+        if known:
+            found.append(_error(predict_row(row, given, constants), known))
+    return found
+
+
+def as_strangers(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Predict every row to be judged from one-node rows of other families alone; there is no null to set beside."""
+    found = []
+    for row in rows:
+        given = [each for each in rows if each.num_nodes == 1 and each["family"] != row["family"]]
+        if row["role"] == JUDGE and given:
+            found.append(_error(predict_row(row, given), {}))
+    return found
+
+
+def _error(prediction: Prediction, known: dict[str, float]) -> dict[str, Any]:
+    row = prediction.row
+    assert row.seconds is not None
+    return {
+        "id": row.id,
+        "family": row["family"],
+        "across": row.num_nodes > 1 or row["num_nodes"] != "1",
+        "measured_seconds": row.seconds,
+        "seconds": prediction.seconds,
+        "held": prediction.low <= row.seconds <= prediction.high,
+        "error": prediction.seconds / row.seconds - 1,
+        **{name: seconds / row.seconds - 1 for name, seconds in known.items()},
+    }
+
+
+def summarise(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians of the absolute errors, over all rows and where `linear` or `line` are far off."""
+    across = [each for each in found if each["across"]]
+
+    def middle(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+        values = [abs(each[name]) for each in rows if name in each]
+        return round(median(values), 4) if values else None
+
+    def beside(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        names = {"ours": "error", "linear": "linear", "line": "line"}
+        return {"rows": len(rows), **{shown: middle(rows, name) for shown, name in names.items()}}
+
+    families = sorted({each["family"] for each in across})
+    worst = sorted(across, key=lambda each: -abs(math.log1p(each["error"])))[:3]
+    return {
+        "across nodes": beside(across),
+        "linear more than 10% off": beside([each for each in across if abs(each.get("linear", 0.0)) > 0.1]),
+        "line more than 10% off": beside([each for each in across if abs(each.get("line", 0.0)) > 0.1]),
+        "linear within 3%": beside([each for each in across if abs(each.get("linear", 1.0)) <= 0.03]),
+        "inside one node": beside([each for each in found if not each["across"]]),
+        "held by the band": round(sum(each["held"] for each in found) / len(found), 3),
+        "families": {name: beside([each for each in across if each["family"] == name]) for name in families},
+        "worst": [{"id": each["id"], "error": round(each["error"], 3)} for each in worst],
+    }
+
+
+def sensitivity(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Return by how much the cold median error across nodes moves with each constant at 3/4 and 5/4 of its value."""
+    plain = _cold_median(rows, DEFAULTS)
+    found = {}
+    for name, value in asdict(DEFAULTS).items():
+        changed = [replace(DEFAULTS, **{name: type(value)(value * factor)}) for factor in (0.75, 1.25)]
+        low, high = (round(_cold_median(rows, constants) - plain, 4) for constants in changed)
+        found[name] = (low, high)
+    return found
+
+
+def _cold_median(rows: Sequence[Row], constants: Constants) -> float:
+    found = errors_of(rows, warm=False, constants=constants)
+    return median(abs(each["error"]) for each in found if each["across"])
+
+
+def print_summary(title: str, summary: dict[str, Any]) -> None:
+    """Print a table: median absolute errors in percent."""
+    print(f"\n{title}: median error of a step, percent\n{'':28} rows   ours linear   line")
+    groups = {name: each for name, each in summary.items() if isinstance(each, dict) and each.get("rows")}
+    for name, each in {**groups, **summary["families"]}.items():
+        shown = [
+            f"{100 * each[key]:7.1f}" if each[key] is not None else "      -" for key in ("ours", "linear", "line")
+        ]
+        print(f"{name:28} {each['rows']:4}{''.join(shown)}")
+    print(f"held by the band of nine of ten: {100 * summary['held by the band']:.0f}%")
+    print("worst:", "; ".join(f"{each['id']} {100 * each['error']:+.0f}%" for each in summary["worst"]))
+
+
+def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw predicted over measured steps of the rows across nodes, ours and `linear`'s."""
+    from matplotlib.figure import Figure
+
+    across = [each for each in found if each["across"]]
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.subplots()
+    measured = [1e3 * each["measured_seconds"] for each in across]
+    linear = [(1 + each["linear"]) * 1e3 * each["measured_seconds"] for each in across]
+    axes.scatter(measured, linear, s=14, color="0.65", label="linear: one node's rate")
+    axes.scatter(
+        measured, [1e3 * each["seconds"] for each in across], s=14, color=COLOURS[0], label="bigbatch simulate"
+    )
+    axes.plot([8, 9000], [8, 9000], color="0.3", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.set(
+        xlabel="measured ms a step", ylabel="predicted ms a step", title=f"{len(across)} published rows across nodes"
+    )
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Print both tables; write results and plot where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--out", type=Path, help="a file for the results as JSON")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--sensitivity", action="store_true", help="move each constant, too; takes a minute")
+    arguments = parser.parse_args()
+    rows = read_given(arguments.rows)
+    found = {name: errors_of(rows, warm=name == "warm") for name in ("cold", "warm")}
+    found["strangers"] = as_strangers(rows)
+    summaries = {name: summarise(errors) for name, errors in found.items() if errors}
+    for name, summary in summaries.items():
+        print_summary(name, summary)
+    stored = {"conditions": conditions(arguments), "summaries": summaries}
+    if arguments.sensitivity:
+        stored["sensitivity"] = moved = sensitivity(rows)
+        name = max(moved, key=lambda each: max(map(abs, moved[each])))
+        print(
+            f"constants at 3/4 or 5/4 of their values move the cold median by at most {max(map(abs, moved[name])):.2%}"
+        )
+    if arguments.out:
+        write_record(arguments.out, stored)
+    if arguments.plot:
+        draw(found["cold"], arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

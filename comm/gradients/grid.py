@@ -1,0 +1,74 @@
+"""Sums without an order: numbers as whole multiples of a power of two, which add up exactly."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SUM_BITS = 62
+"""Of int64, without its sign, and one that the rounding of a limit to fp32 may take."""
+CPU_PORTION = 2**18
+"""Elements, 1 MB of fp32: without, each pass of a sum on the grid would go through memory, at ten times the cost."""
+FRACTION_BITS = 50
+"""Of gradients: the smallest step is 2**-50, 9e-16, and a sum reaches up to 2**12 = 4,096."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Puts fp32, bf16 or fp16 numbers on the multiples of 2**-fraction_bits, kept as int64, and reads sums of them.
+
+    Each number is rounded to the grid once, by half a step at most, and exactly if it is 2**(23 - fraction_bits) or
+    more. Whatever is added afterwards is a sum of integers: it has the same bits in any order, on any number of ranks.
+    num_terms is how many numbers are added up at most; each may reach 2**(62 - fraction_bits) / num_terms.
+    A sum's tensor has one element more than its numbers: there it counts those that were larger, infinite or NaN.
+    Raises: ValueError where no bit is left for the numbers themselves.
+    """
+
+    num_terms: int
+    fraction_bits: int = FRACTION_BITS
+
+    def __post_init__(self) -> None:
+        if self.num_terms < 1 or self.limit < 1:
+            raise ValueError(f"int64 has no room for sums of {self.num_terms} numbers of {self.fraction_bits} bits")
+
+    @property
+    def limit(self) -> int:
+        """Return the largest number of steps that a term may have."""
+        return (1 << SUM_BITS) // self.num_terms
+
+    @property
+    def largest(self) -> float:
+        """Return the largest term."""
+        return self.limit / 2.0**self.fraction_bits
+
+    def add_(self, sums_N: Tensor, numbers_N: Tensor) -> None:
+        """Add numbers to their sums, in place. sums_N: int64, one element longer. No host sync."""
+        for some_sums_N, some_N in _portions(sums_N[:-1], numbers_N):
+            # a power of two changes the exponent alone, and whole numbers of fp32 are those of int64
+            steps_N = some_N.float().mul(2.0**self.fraction_bits).round_()
+            if steps_N.device.type != "cpu" or not self._holds(steps_N):
+                is_beyond_N = ~(steps_N.abs() <= self.limit)  # which NaN is, too
+                steps_N.masked_fill_(is_beyond_N, 0.0)
+                sums_N[-1:].add_(is_beyond_N.sum())
+            some_sums_N.add_(steps_N.to(torch.int64))
+
+    def _holds(self, steps_N: Tensor) -> bool:
+        least, largest = torch.aminmax(steps_N)  # NaN, where there is one
+        return bool((-self.limit <= least) & (largest <= self.limit))
+
+    def read_(self, numbers_N: Tensor, sums_N: Tensor) -> None:
+        """Write the sums, each rounded once to the dtype of numbers_N; infinity for all if a term was beyond the grid.
+
+        No host sync.
+        """
+        for some_sums_N, some_N in _portions(sums_N[:-1], numbers_N):
+            some_N.copy_(some_sums_N.float().mul_(2.0**-self.fraction_bits))
+        numbers_N.masked_fill_(sums_N[-1:] > 0, torch.inf)
+
+
+def _portions(sums_N: Tensor, numbers_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield both in pieces that a CPU's cache holds; at once on a GPU, or where there are none."""
+    size = CPU_PORTION if numbers_N.device.type == "cpu" else max(1, numbers_N.numel())
+    if numbers_N.numel():
+        yield from zip(sums_N.split(size), numbers_N.split(size), strict=True)

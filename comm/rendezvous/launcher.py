@@ -1,0 +1,151 @@
+"""Which launcher started this process, from the variables that each one sets; pure."""
+
+import re
+from collections.abc import Mapping
+
+from bigbatch.errors import LaunchError
+
+LAUNCHER_VARIABLES = {
+    # launcher: (rank, world size, local rank, local size)
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""In order of precedence: torchrun inside srun counts as torchrun, mpirun inside sbatch as openmpi (see find_launcher).
+
+pals is the mpiexec of HPE Cray. Of Slurm's variables only those of the step count: an interactive shell of eight tasks
+is one process. The last ones of flux and srun tell of all nodes; local_size_of reads them.
+Source: flux-environment(7); srun(1), "OUTPUT ENVIRONMENT VARIABLES".
+"""
+
+MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "flux")
+"""Those whose ranks can talk by MPI before anything else."""
+
+OF_LIBRARIES = ("pals", "flux", "srun")
+"""They set PMI_RANK and PMI_SIZE for MPICH's library, too, which then tell of no mpiexec of MPICH's."""
+
+UNKNOWN_LAUNCHERS = {
+    # its variable: (its name, what starts the same ranks instead)
+    "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
+    "JSM_NAMESPACE_RANK": ("jsrun", "mpirun"),
+    "MV2_COMM_WORLD_RANK": ("MVAPICH's mpirun_rsh", "its mpiexec, or srun"),
+    "ALPS_APP_PE": ("aprun of ALPS", "mpiexec"),
+}
+"""Launchers whose ranks would each take itself for the only one."""
+
+OWN_VARIABLES = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+
+
+def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
+    """Return the launcher that started this very process; None where there is none that is known.
+
+    Where Open MPI's variables and those of a Slurm step are both there, one of them is inherited. mpirun may have
+    started the step, whose tasks are its daemons on other hosts; or it runs inside of one, as in an interactive one;
+    or else a shell that mpirun had started has called srun, and mpirun's variables are stale. The last is so where
+    the step is PMIx's own server (PMIX_NAMESPACE of Slurm), where that of mpirun is on another host (PMIX_HOSTNAME),
+    or started before the step's task: the process numbers are in PMIX_SERVER_TMPDIR and SLURM_TASK_PID. host is this
+    one's name. Open MPI before 5 says none of it, and counts.
+    """
+    for launcher, names in LAUNCHER_VARIABLES.items():
+        if launcher == "srun" and "SLURM_STEP_ID" not in variables:
+            continue  # the batch script itself, not a task that srun started
+        if launcher == "openmpi" and _is_stale(variables, host=host):
+            continue
+        if launcher == "mpich" and names[2] not in variables and _has_rank_of(OF_LIBRARIES, variables):
+            continue
+        if names[0] in variables and (names[1] in variables or launcher in ("pals", "flux")):
+            return launcher
+    return None
+
+
+def _has_rank_of(launchers: tuple[str, ...], variables: Mapping[str, str]) -> bool:
+    others = [name for name in launchers if name != "srun" or "SLURM_STEP_ID" in variables]
+    return any(LAUNCHER_VARIABLES[name][0] in variables for name in others)
+
+
+def _is_stale(variables: Mapping[str, str], *, host: str) -> bool:
+    """Tell whether Slurm's step is deeper than mpirun's variables, as find_launcher says."""
+    if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= variables.keys():
+        return False
+    if variables.get("PMIX_NAMESPACE", "").startswith("slurm."):
+        return True
+    server = re.search(r"\.(\d+)$", variables.get("PMIX_SERVER_TMPDIR", ""))
+    task = variables.get("SLURM_TASK_PID", "")
+    if server is None or not task.isdecimal():
+        return False
+    started_on = variables.get("PMIX_HOSTNAME", host)
+    return started_on.partition(".")[0] != host.partition(".")[0] or int(server[1]) < int(task)
+
+
+def refuse_unknown(variables: Mapping[str, str]) -> None:
+    """Raise LaunchError where no launcher was found and this still looks like one rank of several."""
+    for name, (launcher, instead) in UNKNOWN_LAUNCHERS.items():
+        if name in variables:
+            raise LaunchError(
+                f"{name}={variables[name]} is of {launcher} which does not say here how many ranks there are: start "
+                f"them by {instead}, or set {OWN_VARIABLES} for each; a single process: env -u {name}"
+            )
+    for launcher, (rank, size, *_) in LAUNCHER_VARIABLES.items():
+        if launcher == "srun" and "SLURM_STEP_ID" not in variables:
+            continue
+        for name, other, least in ((rank, size, 0), (size, rank, 1)):
+            if other not in variables and (text := variables.get(name, "")).isdecimal() and int(text[:18]) > least:
+                raise LaunchError(
+                    f"{name}={text} without {other}: this is one of several ranks, of which {launcher} does not say "
+                    f"enough: let all its variables through, or set {OWN_VARIABLES}; a single process: env -u {name}"
+                )
+
+
+def local_size_of(variables: Mapping[str, str], launcher: str) -> int:
+    """Return how many ranks there are on this host. Raises: LaunchError."""
+    name = LAUNCHER_VARIABLES[launcher][3]
+    if launcher == "srun":
+        return _slurm_local_size(variables)
+    if launcher == "flux":
+        return _flux_local_size(variables)
+    if launcher == "pals" and name not in variables:
+        name = "PALS_LOCAL_SIZE"
+    return number(variables, name, launcher)
+
+
+def number(variables: Mapping[str, str], name: str, launcher: str) -> int:
+    """Return a variable of the launcher's. Raises: LaunchError where it is not there, or no number."""
+    try:
+        return int(variables[name])
+    except KeyError:
+        raise LaunchError(f"{launcher} did not set {name}; start the job with {launcher}'s own command") from None
+    except ValueError:
+        raise LaunchError(f"{name}={variables[name]!r} is not a number") from None
+
+
+def _flux_local_size(variables: Mapping[str, str]) -> int:
+    ranks, nodes = (number(variables, name, "flux") for name in ("FLUX_JOB_SIZE", "FLUX_JOB_NNODES"))
+    if nodes < 1 or ranks % nodes:
+        raise LaunchError(
+            f"FLUX_JOB_SIZE={ranks} on FLUX_JOB_NNODES={nodes}: flux does not say how many are on this node: give "
+            f"each node as many, as by --tasks-per-node, or set {OWN_VARIABLES} for each rank"
+        )
+    return ranks // nodes
+
+
+def _slurm_local_size(variables: Mapping[str, str]) -> int:
+    """Read the tasks on this node out of '2(x3),1': two on each of three nodes, one on the fourth."""
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not of Slurm's form, such as 8(x4)")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = number(variables, "SLURM_NODEID", "srun")
+    if not 0 <= node < len(counts):
+        raise LaunchError(f"SLURM_NODEID={node} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}")
+    return counts[node]

@@ -1,0 +1,176 @@
+"""Where the ranks of a job meet: the key-value store that all of them reach, opened by rank 0."""
+
+import socket
+from dataclasses import replace
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, KeyValue, answer_within
+from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
+from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
+from bigbatch.comm.rendezvous.secret import StrangerError
+from bigbatch.comm.rendezvous.session import meet_in_session, wait_for
+from bigbatch.errors import CommError, first_line, tell
+
+GRACE_SECONDS = 1.0
+"""How much later than a limit of torch's own we give up: torch knows more."""
+
+Master = tuple[str, int] | None
+"""Address and port of the rendezvous; None where there is none of ours."""
+
+
+class FindMaster(Protocol):
+    """Agrees with the other ranks on a meeting point, by other means than the launcher's variables."""
+
+    def __call__(self, env: ProcessEnv, *, timeout_seconds: float, interface: str | None) -> tuple[str, int, str]:
+        """Agree on an address and free port of rank 0's host and a secret, all ranks on the same. Raises: CommError."""
+        ...
+
+
+_met: dict[Master, tuple[JobStore, ProcessEnv]] = {}
+"""The rendezvous that this process has joined already, by what its launcher says: its port can be opened only once."""
+
+
+def open_store(
+    env: ProcessEnv,
+    prefix: str,
+    *,
+    timeout_seconds: float,
+    meeting_seconds: float,
+    interface: str | None,
+    find_master: FindMaster,
+) -> tuple[KeyValue, str, ProcessEnv]:
+    """Open the store; return it, who holds it, and where and by which secret: under mpirun only now known.
+
+    meeting_seconds: how long the first and the last rank may come after one another; later waits have the other limit.
+    """
+    if env.world_size == 1:
+        return BoundedStore(HashStore(), seconds=timeout_seconds), "rank 0", env
+    if dist.is_initialized():  # somebody else's script has met already
+        store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        return BoundedStore(store, seconds=timeout_seconds), "the default process group's store", env
+    if env.master not in _met:
+        met = env
+        if env.master is None and env.launcher in MPI_LAUNCHERS:
+            address, port, secret = find_master(env, timeout_seconds=meeting_seconds, interface=interface)
+            met = replace(env, master=(address, port), secret=secret.encode())
+        shared = rendezvous(met, timedelta(seconds=meeting_seconds), interface=interface)
+        shared.set_timeout(timedelta(seconds=timeout_seconds))
+        _met[env.master] = shared, met
+    shared, met = _met[env.master]
+    return shared.under(prefix, seconds=timeout_seconds), "rank 0", met
+
+
+def rendezvous(env: ProcessEnv, timeout: timedelta, *, interface: str | None = None) -> JobStore:
+    """Open the key-value store through which the ranks find each other; a process beside rank 0 holds it.
+
+    It listens on one address. Raises: CommError.
+    """
+    if env.master is None:
+        raise CommError(
+            f"{env.launcher} tells ranks no meeting point: install mpi4py (pip install 'bigbatch[mpi]'), or set "
+            "MASTER_ADDR and MASTER_PORT for all ranks"
+        )
+    address, port = env.master
+    try:
+        if env.master_runs:
+            line = _meet_by_torchrun(env, timeout, interface=interface)
+        elif env.rank == 0:
+            # a pod's name may be known some seconds after its start
+            wait_for(lambda: bool(addresses_of(address)), awake_seconds() + timeout.total_seconds())
+            line = _hold(env, address, port, timeout)
+        else:
+            line = Line(address, port, env.secret, rank=env.rank, timeout=timeout)
+    except (OSError, RuntimeError) as error:
+        raise CommError(
+            f"rank {env.rank} on {env.host}: no rendezvous at {address}:{port}: {first_line(error)}; "
+            f"{_remedy(env, address, error, seconds=timeout.total_seconds())}"
+        ) from error
+    return JobStore(line, "", timeout=timeout)
+
+
+def _hold(env: ProcessEnv, address: str, port: int, timeout: timedelta) -> Line:
+    listener = listen(address, port, is_one_host=env.is_one_host)
+    if not env.secret:
+        where = f"{address}:{listener.getsockname()[1]}"
+        tell(
+            f"this job has no secret, so who reaches {where} can take part in it: start it by bigbatch "
+            f"launch, or set {SECRET_VARIABLE} to the same random text for all ranks"
+        )
+    return hold_store(listener, env.secret, world_size=env.world_size, timeout=timeout)
+
+
+def _meet_by_torchrun(env: ProcessEnv, timeout: timedelta, *, interface: str | None) -> Line:
+    """Tell through torchrun's store, which anybody can write to, where that of the job is, which knows its secret.
+
+    torchrun's outlives the ranks: those of a restart must not read what the last ones left.
+    """
+    assert env.master is not None
+    address, seconds = env.master[0], timeout.total_seconds()
+    board = BoundedStore(_join(*env.master, timeout), seconds=seconds + GRACE_SECONDS)
+    session = meet_in_session(board, rank=env.rank, world_size=env.world_size, timeout_seconds=seconds)
+    key = f"{session}/store"
+    if env.rank == 0:
+        # others know a host whose name leads it back to itself by another address
+        here = (
+            address
+            if _leads_back(address)
+            else own_address(is_one_host=env.is_one_host, interface=interface, towards=address)
+        )
+        line = _hold(env, here, 0, timeout)
+        board.set(key, f"{here} {line.port}")
+        return line
+    if not wait_for(lambda: board.check([key]), awake_seconds() + seconds):
+        raise TimeoutError("rank 0 opened none in time")
+    here, port = board.get(key).decode().split()
+    return Line(here, int(port), env.secret, rank=env.rank, timeout=timeout)
+
+
+def _join(address: str, port: int, timeout: timedelta) -> Store:
+    """Connect to torchrun's store. The system takes in who calls a process that is stopped, which says nothing."""
+    seconds = timeout.total_seconds() + GRACE_SECONDS
+    return answer_within(seconds, lambda: TCPStore(address, port, is_master=False, timeout=timeout))
+
+
+def _remedy(env: ProcessEnv, address: str, error: Exception, *, seconds: float) -> str:
+    if isinstance(error, StrangerError):
+        return f"start all ranks by one launcher, or set {SECRET_VARIABLE} to the same random text for all of them"
+    if env.rank != 0 and not env.is_one_host and _leads_back(address):
+        return f"{address} leads {env.host} to itself: give it {address}'s own address in /etc/hosts, or by MASTER_ADDR"
+    again = ", or submit the job again: its number chooses another port" if env.launcher == "srun" else ""
+    words = "check that rank 0 runs, and that MASTER_ADDR and MASTER_PORT are an address and free port of its host"
+    late = "" if env.rank == 0 else f"; if it only started late, raise meeting_seconds={seconds:g}"
+    return words + again + late
+
+
+def _leads_back(address: str) -> bool:
+    """Tell whether a name leads to this host's loopback interface, as Debian and Ubuntu set up the host's own."""
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:  # no name at all
+        return False
+    return address not in (found, "localhost") and ip_address(found).is_loopback
+
+
+def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socket:
+    """Open a socket that listens on this address alone, not on every interface.
+
+    Except on a host of several whose name leads to its own loopback interface: the other hosts know it by another
+    address.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    if not is_one_host and _leads_back(address):
+        where = ("", port)
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(where)
+    # all ranks of a large job may come at once
+    listener.listen(4096)
+    return listener

@@ -1,0 +1,308 @@
+"""The process that holds a job's key-value store: beside rank 0, and for callers alone who know the job's secret.
+
+It imports nothing but Python's own library, and ends with rank 0, whose pipe and process it watches. What callers send
+never becomes more than bytes.
+"""
+
+import os
+import resource
+import selectors
+import signal
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import ClassVar
+
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, let_in
+
+LENGTH = struct.Struct("!I")
+"""Precedes each request, answer and part of one: its length in bytes."""
+MOST_BYTES = 64 << 20
+"""Of a request: larger ones end their connection."""
+HELLO_SECONDS = 10.0
+"""How long a caller may take to introduce itself."""
+MOST_STRANGERS = 256
+"""How many may stand at the door at once beside the job's own; the one who has stood there longest goes first."""
+LOOK_SECONDS = 0.2
+"""Between two looks whether rank 0 is still there, and who has waited for long enough."""
+NAME = "store"
+
+DONE, MISSING = b"\0", b"\1"
+
+
+def pack(*parts: bytes) -> bytes:
+    """Join the parts of a request or an answer, so that split() finds them again."""
+    return b"".join(LENGTH.pack(len(part)) + part for part in parts)
+
+
+def split(data: bytes) -> list[bytes]:
+    """Return the parts that pack() has joined. Raises: ValueError for anything else."""
+    parts, at = [], 0
+    while at < len(data):
+        start = at + LENGTH.size
+        if start > len(data) or start + (length := LENGTH.unpack_from(data, at)[0]) > len(data):
+            raise ValueError("a request is cut off")
+        parts.append(data[start : start + length])
+        at = start + length
+    return parts
+
+
+class _Caller:
+    """Follows one connection: a stranger until its hello has come."""
+
+    def __init__(self, stream: socket.socket, door: Door) -> None:
+        self.stream = stream
+        self.door: Door | None = door
+        self.since = awake_seconds()
+        self.incoming, self.outgoing = bytearray(), bytearray(door.nonce)
+        self.waits_for: set[bytes] = set()
+        """Keys that must be there before its last request is answered."""
+        self.waits_until = float("inf")
+        """When it is answered all the same, within LOOK_SECONDS; awake_seconds()."""
+
+    def requests(self) -> Iterator[list[bytes]]:
+        """Take out what has come whole. Raises: ValueError, StrangerError."""
+        if self.door is not None and len(self.incoming) >= HELLO_BYTES:
+            self.outgoing += self.door.judge(bytes(self.incoming[:HELLO_BYTES]))[1]
+            self.door = None
+            del self.incoming[:HELLO_BYTES]
+        while self.door is None and len(self.incoming) >= LENGTH.size:
+            length = LENGTH.unpack_from(self.incoming)[0]
+            if length > MOST_BYTES:
+                raise ValueError(f"a request of {length} bytes")
+            if len(self.incoming) < LENGTH.size + length:
+                return
+            request = bytes(self.incoming[LENGTH.size : LENGTH.size + length])
+            del self.incoming[: LENGTH.size + length]
+            yield split(request)
+
+
+class Table:
+    """Keeps values by key, and does what requests ask for: the name of an operation, then its bytes.
+
+    Raises: LookupError, ValueError for requests that nobody of this job makes.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[bytes, bytes] = {}
+
+    def answer(self, request: list[bytes]) -> bytes:
+        """Carry out a request, and return the parts of its answer."""
+        name, *parts = request
+        return self._OPERATIONS[name](self, *parts)
+
+    def _set(self, *pairs: bytes) -> bytes:
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            self.values[key] = value
+        return DONE
+
+    def _get(self, *keys: bytes) -> bytes:
+        if not all(key in self.values for key in keys):
+            return MISSING
+        return DONE + pack(*(self.values[key] for key in keys))
+
+    def _check(self, *keys: bytes) -> bytes:
+        return DONE if all(key in self.values for key in keys) else MISSING
+
+    def _add(self, key: bytes, count: bytes) -> bytes:
+        self.values[key] = str(int(self.values.get(key, b"0")) + int(count)).encode()
+        return DONE + pack(self.values[key])
+
+    def _append(self, key: bytes, value: bytes) -> bytes:
+        self.values[key] = self.values.get(key, b"") + value
+        return DONE
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        # as torch's: an empty expectation is for a key that is not there, whose answer else is the expectation
+        if self.values.get(key, b"") == expected:
+            self.values[key] = desired
+        return DONE + pack(self.values.get(key, expected))
+
+    def _delete(self, key: bytes) -> bytes:
+        return MISSING if self.values.pop(key, None) is None else DONE
+
+    def _count(self) -> bytes:
+        return DONE + pack(str(len(self.values)).encode())
+
+    _OPERATIONS: ClassVar[dict[bytes, Callable[..., bytes]]] = {
+        b"set": _set,
+        b"get": _get,
+        b"check": _check,
+        b"add": _add,
+        b"append": _append,
+        b"compare_set": _compare_set,
+        b"delete": _delete,
+        b"count": _count,
+    }
+
+
+class StoreServer:
+    """Serves a table over a listening socket, to any number of callers, from one thread.
+
+    Who asks to wait is answered when all its keys are there, or after the seconds that it states.
+    """
+
+    def __init__(self, listener: socket.socket, secret: bytes, *, world_size: int) -> None:
+        """world_size: how many ranks may come at once."""
+        listener.setblocking(False)
+        self._listener, self._secret = listener, secret
+        self._most_strangers = MOST_STRANGERS + world_size
+        self._table = Table()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._strangers: deque[_Caller] = deque()
+        self._waiting: dict[bytes, list[_Caller]] = {}
+
+    def serve(self, is_over: Callable[[], bool], *, also: int | None = None) -> None:
+        """Serve until is_over(), asked every LOOK_SECONDS and whenever the descriptor also has something to read."""
+        if also is not None:
+            self._selector.register(also, selectors.EVENT_READ)
+        looked = awake_seconds()
+        while True:
+            is_told = False
+            for key, events in self._selector.select(LOOK_SECONDS):
+                if key.fileobj is self._listener:
+                    self._let_in()
+                elif key.data is None:
+                    is_told = True
+                else:
+                    self._serve(key.data, events)
+            now = awake_seconds()
+            if is_told or now - looked > LOOK_SECONDS:
+                looked = now
+                self._send_off_the_silent(now)
+                self._end_waits(now)
+                if is_over():
+                    return
+
+    def _let_in(self) -> None:
+        stream = let_in(self._listener, self._send_off_the_first)
+        if stream is None:
+            return
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        caller = _Caller(stream, Door(self._secret, NAME))
+        self._strangers.append(caller)
+        self._selector.register(stream, selectors.EVENT_READ | selectors.EVENT_WRITE, caller)
+        if len(self._strangers) > self._most_strangers:
+            self._send_off_the_first()
+
+    def _send_off_the_first(self) -> None:
+        if self._strangers:
+            self._close(self._strangers[0])
+
+    def _send_off_the_silent(self, now: float) -> None:
+        while self._strangers and now - self._strangers[0].since > HELLO_SECONDS:
+            self._send_off_the_first()
+
+    def _serve(self, caller: _Caller, events: int) -> None:
+        if caller.stream.fileno() < 0:  # sent off a moment ago
+            return
+        try:
+            if events & selectors.EVENT_READ:
+                self._hear(caller)
+            self._send(caller)
+        except BlockingIOError:
+            pass
+        except (OSError, StrangerError, ValueError, LookupError, TypeError):
+            self._close(caller)
+
+    def _hear(self, caller: _Caller) -> None:
+        data = caller.stream.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError
+        caller.incoming += data
+        was_stranger = caller.door is not None
+        for request in caller.requests():
+            self._answer(caller, request)
+        if was_stranger and caller.door is None:
+            self._strangers.remove(caller)
+
+    def _answer(self, caller: _Caller, request: list[bytes]) -> None:
+        if request[0] == b"wait":
+            self._let_wait(caller, seconds=float(request[1]), keys=request[2:])
+            return
+        _reply(caller, self._table.answer(request))
+        for key in request[1::2]:  # the others are values
+            if key in self._waiting and key in self._table.values:
+                self._wake(key)
+
+    def _let_wait(self, caller: _Caller, *, seconds: float, keys: list[bytes]) -> None:
+        caller.waits_for = {key for key in keys if key not in self._table.values}
+        caller.waits_until = awake_seconds() + seconds
+        for key in caller.waits_for:
+            self._waiting.setdefault(key, []).append(caller)
+        if not caller.waits_for:
+            _reply(caller, DONE)
+
+    def _wake(self, key: bytes) -> None:
+        for caller in self._waiting.pop(key):
+            caller.waits_for.remove(key)
+            if not caller.waits_for:
+                self._end_wait(caller, DONE)
+
+    def _end_waits(self, now: float) -> None:
+        for caller in {caller for callers in self._waiting.values() for caller in callers if now > caller.waits_until}:
+            self._forget(caller)
+            self._end_wait(caller, MISSING)
+
+    def _end_wait(self, caller: _Caller, answer: bytes) -> None:
+        _reply(caller, answer)
+        with suppress(OSError):  # who has left is noticed by the selector
+            self._send(caller)
+
+    def _forget(self, caller: _Caller) -> None:
+        """Let it wait for nothing any more."""
+        for key in caller.waits_for:
+            self._waiting[key].remove(caller)
+            if not self._waiting[key]:
+                del self._waiting[key]
+        caller.waits_for = set()
+
+    def _send(self, caller: _Caller) -> None:
+        if caller.outgoing:
+            with suppress(BlockingIOError):
+                del caller.outgoing[: caller.stream.send(caller.outgoing)]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.outgoing else 0)
+        self._selector.modify(caller.stream, wanted, caller)
+
+    def _close(self, caller: _Caller) -> None:
+        if caller in self._strangers:
+            self._strangers.remove(caller)
+        self._forget(caller)
+        self._selector.unregister(caller.stream)
+        caller.stream.close()
+
+
+def _reply(caller: _Caller, answer: bytes) -> None:
+    caller.outgoing += LENGTH.pack(len(answer)) + answer
+
+
+def main() -> None:
+    """Serve the listening socket of that descriptor; the secret comes by standard input, whose end is this one's."""
+    # rank 0's signals are not meant for this process, which ends when that one has: not Ctrl-C, and not what stops a
+    # group of processes. In the same session: the kernel lets a stopped group go on whose parent there has ended
+    os.setpgid(0, 0)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)
+    descriptor, parent, world_size = map(int, sys.argv[1:])
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    secret = bytes.fromhex(sys.stdin.buffer.readline().decode().strip())
+    server = StoreServer(socket.socket(fileno=descriptor), secret, world_size=world_size)
+    end = sys.stdin.fileno()
+    os.set_blocking(end, False)
+
+    def is_over() -> bool:
+        if os.getppid() != parent:
+            return True
+        try:
+            return os.read(end, 1) == b""
+        except BlockingIOError:
+            return False
+
+    server.serve(is_over, also=end)

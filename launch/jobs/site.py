@@ -1,0 +1,153 @@
+"""A site's own settings of `bigbatch launch`, in bigbatch.toml: partition, account, interface, fabric, container."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_files
+from bigbatch.errors import LaunchOptionError, or_nearest, printable
+from bigbatch.launch.jobs.options import JOB_OPTIONS, Option
+from bigbatch.launch.jobs.qsub import name_passed
+from bigbatch.launch.jobs.words import OPTIONS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KEYS = (
+    *("partition", "account", "qos", "reservation", "constraint", "cpus_per_rank", "sbatch", "mpi", "interface"),
+    *("image", "container", "mount", "module", "env"),
+)
+"""Options of bigbatch launch that a file may state; env is a table of names and values."""
+
+TABLES = {
+    "k8s": (
+        *("kind", "namespace", "queue", "priority", "node_selector", "toleration", "pull_secret", "rdma", "user"),
+        *("image", "mount", "env", "interface", "cpus_per_rank", "memory", "gpus_per_node"),
+    ),
+    "pbs": (
+        *("partition", "account", "qsub", "module", "env", "interface", "cpus_per_rank", "memory", "gpus_per_node"),
+    ),
+}
+"""What is stated for one launcher alone, in a table of its name: it may speak to another cluster than this host's."""
+
+OF_SEVERAL_HOSTS = ("interface",)
+"""On one host the ranks keep to the loopback interface."""
+
+OF_AN_IMAGE = ("container", "mount")
+
+FILLED_UP: dict[str, Callable[[str], str]] = {
+    "env": lambda word: re.split("[=@]", word)[0],
+    "sbatch": lambda word: word.partition("=")[0],
+    "qsub": name_passed,
+}
+"""Options that a file adds to, where the command line states other names; each says what a word names."""
+
+FIELDS = {flag.removeprefix("--"): field for field, flag in OPTIONS.items()}
+"""Of JobSpec, where an option has another name."""
+
+
+def read_file(path: Path, *, table: str | None = None) -> dict[str, Any]:
+    """Return what a file states, by option: words as on the command line, and env as a dict.
+
+    table: one of TABLES; None: what stands outside of them.
+
+    Raises: LaunchOptionError, one line that names the file.
+    """
+    try:
+        content = tomllib.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        words = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise LaunchOptionError(f"{path} is not readable TOML: {words}") from error
+    read: dict[str | None, dict[str, Any]] = {}
+    for name, keys in TABLES.items():
+        stated = content.pop(name, {})
+        if not isinstance(stated, dict):
+            raise LaunchOptionError(f"{path}: {name} = {stated!r} must be a table: [{name}]")
+        read[name] = _read_table(path, stated, keys=keys, where=f"[{name}] ")
+    read[None] = _read_table(path, content, keys=KEYS, where="")
+    return read[table]
+
+
+def _read_table(path: Path, content: Mapping[str, Any], *, keys: Collection[str], where: str) -> dict[str, Any]:
+    for key in content:
+        if key not in keys:
+            near = or_nearest(key, keys) or f"; legal are {', '.join(keys)}"
+            raise LaunchOptionError(f"{path}: {where}unknown key {key}{near}")
+    try:
+        return {each.name: _read_value(each, content[each.name]) for each in JOB_OPTIONS if each.name in content}
+    except LaunchOptionError as error:
+        raise LaunchOptionError(f"{path}: {where}{error}") from error
+
+
+def _read_value(option: Option, value: object) -> Any:
+    is_table, is_list = option.name == "env", option.repeats and option.name != "env"
+    words = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    is_right = isinstance(value, dict) == is_table and isinstance(value, list) == is_list
+    if not is_right or not all(isinstance(word, str | int) and not isinstance(word, bool) for word in words):
+        form = "a table of names and values" if is_table else "a list of words" if is_list else "one word or number"
+        raise LaunchOptionError(f"{option.name} = {value!r} must be {form}")
+    if isinstance(value, dict):
+        return {name: option.read(word) for name, word in value.items()}
+    return [option.read(word) for word in value] if isinstance(value, list) else option.read(value)
+
+
+def apply_site(
+    arguments: argparse.Namespace,
+    *,
+    refused: Collection[str],
+    table: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Fill in what the options leave open, of the nearest file that states it; return lines that say what and whence.
+
+    refused: fields of JobSpec that the launcher cannot honour, of which the files may speak to others. The values of a
+    list are taken whole; env, sbatch and qsub are filled up name by name. The ranks are told, for the run's summary.
+    table: of TABLES, the launcher's own, which alone counts then.
+    environ: where the files are found; None: by this process's variables.
+    Raises: LaunchOptionError, also for a file that nothing is taken of.
+    """
+    taken: dict[str, dict[str, Any]] = {}
+    for path in site_files(environ):
+        stated = {
+            name: value for name, value in read_file(path, table=table).items() if FIELDS.get(name, name) not in refused
+        }
+        if not (arguments.hosts or arguments.hostfile or arguments.nodes):
+            stated = {name: value for name, value in stated.items() if name not in OF_SEVERAL_HOSTS}
+        if not (table or arguments.image or "image" in stated):
+            stated = {name: value for name, value in stated.items() if name not in OF_AN_IMAGE}
+        used = {name: found for name, value in stated.items() if (found := _fill(arguments, name, value))}
+        if used:
+            taken[str(path)] = used
+    if taken:
+        arguments.env = [*arguments.env, f"{SITE_VARIABLE}={json.dumps(taken)}"]
+    return [f"from {path}: {printable(_as_options(used))}" for path, used in taken.items()]
+
+
+def _fill(arguments: argparse.Namespace, name: str, value: Any) -> Any:
+    """Set an option where the arguments leave it open; return what was new of it."""
+    held = getattr(arguments, name)
+    if name not in FILLED_UP:
+        if held is None or held == []:
+            setattr(arguments, name, value)
+            return value
+        return None
+    words = [f"{key}={each}" for key, each in value.items()] if name == "env" else value
+    name_of = FILLED_UP[name]
+    known = {name_of(word) for word in held}
+    new = [word for word in words if name_of(word) not in known]
+    setattr(arguments, name, [*new, *held])
+    return dict(word.split("=", 1) for word in new) if name == "env" else new
+
+
+def _as_options(used: Mapping[str, Any]) -> str:
+    words = []
+    for name, value in used.items():
+        each = [f"{key}={one}" for key, one in value.items()] if isinstance(value, dict) else value
+        words += [f"--{name.replace('_', '-')} {one}" for one in (each if isinstance(each, list) else [each])]
+    return " ".join(words)

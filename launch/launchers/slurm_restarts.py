@@ -1,0 +1,88 @@
+"""How a job's script starts its ranks again after a loss, where --restarts asks for it: bash."""
+
+from collections.abc import Sequence
+
+ANSWER_SECONDS = 30
+"""How long a node may take to start a program, before it counts as lost."""
+
+ENDED = "0 | 2 | 130 | 141"
+"""Codes after which nothing starts again, whatever was lost: done, refused, asked to stop, or nobody reads."""
+FINAL = "0 | 1 | 2 | 3 | 4 | 5 | 12[67] | 130 | 141"
+"""Codes after which nothing starts again where all nodes are there; of a script of one's own, whose 1 may be anything,
+fewer."""
+FINAL_OF_SCRIPTS = "0 | 2 | 12[67] | 130 | 141"
+
+ON_ALL = """\
+# Nobody must mend anything where a rank was lost: they start again at once, on the same nodes. A node that is down is
+# Slurm's to change, which puts the job back into the queue.
+lost() { [ -z "$asked" ] && ! was_preempted && case $1 in @FINAL) false ;; esac; }
+lost "$code" || break
+end_if_stuck "$code"
+newest >> "$starts"
+echo "bigbatch: $(date '+%F %T') exit code $code: starting again"
+"""
+
+NODES = f"""\
+# Prints those of its nodes that start something within {ANSWER_SECONDS} s; all, where Slurm itself does not answer.
+nodes_left() {{
+  local node found=""; local -A looks=()
+  for node; do
+    timeout --kill-after=5 {ANSWER_SECONDS} srun --overlap --mpi=none --nodes=1 --ntasks=1 --ntasks-per-node=1 \\
+      --nodelist="$node" true >/dev/null 2>&1 & looks[$node]=$!
+  done
+  for node; do wait "${{looks[$node]}}" && echo "$node" && found=1; done
+  [ "$found" ] || printf '%s\\n' "$@"
+}}
+with_commas() {{ local IFS=,; echo "$*"; }}
+left=($(scontrol show hostnames "$SLURM_JOB_NODELIST")) code=1
+nodes=("${{left[@]}}")
+
+"""
+
+CHOICE = """\
+for count in @COUNTS 0; do [ "$count" -gt "${#left[@]}" ] || break; done   # so many nodes can share the batch
+if [ "$count" -eq 0 ]; then
+  echo "bigbatch: $(date '+%F %T') back into the queue, as too few nodes are left: ${left[*]}"
+  scontrol requeue "$SLURM_JOB_ID" && exec sleep 600   # Slurm ends this shell
+  break
+fi
+# Lost nodes are given back, as Slurm puts a job into the queue one of whose nodes is down; so it does where it notices
+# first. Told by its environment that it runs in the job, scontrol would write files here.
+[ "${#left[@]}" -eq "${#nodes[@]}" ] || env -u SLURM_JOB_ID -u SLURM_JOBID \\
+  scontrol update JobId="$SLURM_JOB_ID" NodeList="$(with_commas "${left[@]}")"
+nodes=("${left[@]}")
+[ -z "$ranks" ] || newest >> "$starts"
+"""
+
+PLACE = '--overlap --nodes="$count" --ntasks=$((count * @RANKS)) --nodelist="$(with_commas "${left[@]:0:count}")"'
+"""Options of srun: the ranks of so many nodes, on the first ones that are left. The step of
+before, of which Slurm waits for a lost node's part, may still have them: --overlap."""
+
+ON_THE_OTHERS = """\
+# Nobody must mend anything where a rank or a node was lost: they start again at once, without the lost nodes.
+[ -z "$asked" ] && ! was_preempted || break
+case $code in @ENDED) break ;; esac
+left=($(nodes_left "${nodes[@]}"))
+[ "${#left[@]}" -lt "${#nodes[@]}" ] || case $code in @FINAL) break ;; esac
+end_if_stuck "$code"
+echo "bigbatch: $(date '+%F %T') exit code $code: starting again; nodes that answer: ${left[*]}"
+"""
+
+
+def place_options(*, ranks_per_node: int) -> str:
+    """Return the options of srun that start the ranks on the first nodes that are left."""
+    return PLACE.replace("@RANKS", str(ranks_per_node))
+
+
+def choose_nodes(node_counts: Sequence[int]) -> str:
+    """Return what chooses how many nodes have ranks, from the numbers that can share the batch, in falling order."""
+    first, last = node_counts[0], node_counts[-1]
+    is_range = len(node_counts) > 2 and tuple(node_counts) == tuple(range(first, last - 1, -1))
+    counts = f"{{{first}..{last}}}" if is_range else " ".join(map(str, node_counts))
+    return CHOICE.replace("@COUNTS", counts)
+
+
+def start_again(*, is_python: bool, may_shrink: bool) -> str:
+    """Return what ends the loop around srun, or prepares its next round."""
+    text = ON_THE_OTHERS if may_shrink else ON_ALL
+    return text.replace("@ENDED", ENDED).replace("@FINAL", FINAL_OF_SCRIPTS if is_python else FINAL)

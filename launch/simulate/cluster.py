@@ -1,0 +1,242 @@
+"""A cluster as data: what its file states, and where each value is from. Pure but for reading it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from bigbatch.errors import SimulationError, first_line, or_nearest
+from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT
+from bigbatch.launch.simulate.network import Carrier, Network
+from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
+from bigbatch.launch.simulate.step import Compute
+from bigbatch.trainer.config.file import PACKAGED, UNREADABLE, StrictLoader
+
+FOLDER = PACKAGED / "clusters"
+
+LIMITS: Mapping[str, tuple[float, float]] = {
+    # what a value may be; beyond it somebody mistook the unit
+    "devices_per_node": (1, 1024),
+    "inside_gbyte_per_s": (0.01, 10_000),
+    "across_gbit_per_s": (0.01, 100_000),
+    "across_latency_us": (0.1, 100_000),
+    "price_per_device_hour": (0, 10_000),
+    "switch_nodes": (1, 1_000_000),
+    "oversubscription": (1, 1000),
+    "input_images_per_second": (0.1, 1e9),
+    "cores_per_node": (1, 10_000),
+    "input_images_per_second_per_core": (0.1, 1e6),
+}
+NEEDED = ("device", "devices_per_node", "inside_gbyte_per_s", "across_gbit_per_s")
+SWITCHES = ("has_trees", "is_replayed")
+KNOWN = (*dict.fromkeys((*NEEDED, *LIMITS)), "carrier", *SWITCHES, "rates")
+WHOLE = ("devices_per_node", "switch_nodes", "cores_per_node")
+INPUT, CORES, EACH_CORE = "input_images_per_second", "cores_per_node", "input_images_per_second_per_core"
+FACTS = ("value", "source", "assumed")
+RATE_FACTS = ("model", "local_batch", "images_per_second", "source", "assumed")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One device trains a model at so many pictures per second, with so many pictures a step."""
+
+    model: str
+    local_batch: float
+    images_per_second: float
+    source: str
+    is_assumed: bool = False
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Describes nodes of one kind. assumed: the keys whose values nobody has published."""
+
+    name: str
+    device: str
+    network: Network
+    """Of one node; of_devices makes it larger."""
+    rates: tuple[Rate, ...]
+    is_replayed: bool
+    price_per_device_hour: float | None
+    switch_nodes: int | None
+    """Nodes that one switch connects at full rate; None for any number."""
+    oversubscription: float
+    """How many times less of their rate more nodes than those have."""
+    input_images_per_second: float | None
+    """That the loaders of one node bring; None where nothing says so: then they keep up."""
+    assumed: tuple[str, ...]
+
+    def of_devices(self, count: int) -> Network:
+        """Return the network of so many devices on full nodes, or on a part of one.
+
+        Raises: SimulationError for a count that fills no whole number of nodes.
+        """
+        per_node = self.network.devices_per_node
+        if count > per_node and count % per_node:
+            raise SimulationError(
+                f"{count} devices do not fill nodes of {per_node}: take {count // per_node * per_node} or "
+                f"{-(-count // per_node) * per_node}"
+            )
+        nodes = max(1, count // per_node)
+        share = 1 / self.oversubscription if self.switch_nodes and nodes > self.switch_nodes else 1.0
+        across = self.network.across_bytes_per_second * share
+        return replace(self.network, num_nodes=nodes, devices_per_node=count // nodes, across_bytes_per_second=across)
+
+    @property
+    def seconds_per_tensor(self) -> float:
+        """Return what a step takes for each parameter, whatever the batch."""
+        constants = self.network.constants
+        return constants.graph_seconds_per_tensor if self.is_replayed else constants.seconds_per_tensor
+
+    def compute(
+        self, shape: ModelShape, *, rate: Rate | None = None, pixels: int | None = None
+    ) -> tuple[Compute, Rate]:
+        """Return how long a device computes for a model, and the rate that says so.
+
+        rate: measured by the caller, with the same pixels. Another model's rate is scaled by operations, another
+        picture's by its pixels.
+        Raises: SimulationError where no rate is known.
+        """
+        found = rate or min(
+            self.rates, key=lambda each: abs(load_shape(each.model).operations - shape.operations), default=None
+        )
+        if found is None:
+            raise SimulationError(f"cluster {self.name} states no rate of a device: give --rate IMAGES_PER_SECOND")
+        per_tensor = self.seconds_per_tensor
+        known = load_shape(found.model)
+        fixed = per_tensor * len(known.num_elements)
+        step = found.local_batch / found.images_per_second
+        # a rate of small batches is nearly all fixed time: then a picture costs at least a tenth of what it seems
+        each_image = max(step - fixed, 0.1 * step) / found.local_batch
+        scale = shape.operations / known.operations
+        if rate is None and pixels is not None:
+            scale *= (pixels / shape.pixels) ** 2
+        return Compute(each_image * scale, per_tensor * len(shape.num_elements)), found
+
+
+def cluster_names() -> list[str]:
+    """Name the clusters that come with bigbatch."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
+    """Read a packaged cluster, or a file; devices_per_node: instead of what it states.
+
+    Raises: SimulationError naming the key, its value and what it may be.
+    """
+    names = cluster_names()
+    path = FOLDER / f"{name}.yaml" if name in names else Path(name)
+    if not path.is_file():
+        raise SimulationError(f"--cluster {name} is no file{or_nearest(name, names)}; packaged are {', '.join(names)}")
+    try:
+        stated = yaml.load(path.read_text(encoding="utf-8"), StrictLoader)  # safe: StrictLoader is a SafeLoader
+    except (OSError, *UNREADABLE) as error:
+        raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
+    cluster = _Reader(path).cluster(stated)
+    if devices_per_node is None:
+        return cluster
+    return replace(cluster, network=replace(cluster.network, devices_per_node=devices_per_node))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads one file; its errors name it."""
+
+    path: Path
+
+    def cluster(self, stated: object) -> Cluster:
+        if not isinstance(stated, dict) or not all(isinstance(key, str) for key in stated):
+            raise SimulationError(f"{self.path} is no cluster: it must state {', '.join(NEEDED)}")
+        for key in stated:
+            if key not in KNOWN:
+                raise SimulationError(f"{self.path}: {key} is no key of a cluster{or_nearest(key, KNOWN)}")
+        for key in NEEDED:
+            if key not in stated:
+                raise SimulationError(f"{self.path}: {key} is missing")
+        facts = {key: self._fact(key, fact) for key, fact in stated.items() if key != "rates"}
+        numbers = {key: self._number(key, facts[key]["value"]) for key in LIMITS if key in facts}
+        carrier = facts.get("carrier", {"value": "nccl"})["value"]
+        if carrier not in get_args(Carrier):
+            raise SimulationError(f"{self.path}: carrier={carrier} must be one of {', '.join(get_args(Carrier))}")
+        switches = {key: self._switch(key, facts[key]["value"]) for key in SWITCHES if key in facts}
+        latency = numbers.get("across_latency_us")
+        constants = replace(DEFAULTS, across_latency_seconds=latency * 1e-6) if latency else DEFAULTS
+        network = Network(
+            1,
+            int(numbers["devices_per_node"]),
+            numbers["inside_gbyte_per_s"] * 1e9,
+            numbers["across_gbit_per_s"] * GIGABIT * constants.link_share,
+            carrier=carrier,
+            has_trees=switches.get("has_trees", True),
+            constants=constants,
+        )
+        return Cluster(
+            self.path.stem,
+            str(facts["device"]["value"]),
+            network,
+            tuple(self._rate(each) for each in self._list(stated.get("rates") or [])),
+            switches.get("is_replayed", False),
+            numbers.get("price_per_device_hour"),
+            int(numbers["switch_nodes"]) if "switch_nodes" in numbers else None,
+            numbers.get("oversubscription", 1.0),
+            self._input_rate(numbers),
+            tuple(key for key, fact in facts.items() if fact.get("assumed")),
+        )
+
+    def _fact(self, key: str, fact: object) -> dict[str, Any]:
+        if not isinstance(fact, dict) or "value" not in fact or not fact.get("source"):
+            raise SimulationError(
+                f"{self.path}: {key} must state a value and its source: {key}: {{value: ..., source: ...}}"
+            )
+        if odd := [name for name in fact if name not in FACTS]:
+            raise SimulationError(f"{self.path}: {key} states {odd[0]}, and may state {', '.join(FACTS)}")
+        return fact
+
+    def _number(self, key: str, value: object) -> float:
+        least, most = LIMITS[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and least <= value <= most):  # type: ignore[operator]
+            raise SimulationError(f"{self.path}: {key}={value} must be a number from {least:g} to {most:g}")
+        if key in WHOLE and value != int(value):  # type: ignore[call-overload]
+            raise SimulationError(f"{self.path}: {key}={value} must be a whole number")
+        return float(value)  # type: ignore[arg-type]
+
+    def _input_rate(self, numbers: Mapping[str, float]) -> float | None:
+        if (CORES in numbers) != (EACH_CORE in numbers):
+            raise SimulationError(f"{self.path}: {CORES} and {EACH_CORE} go together: state both, or {INPUT} alone")
+        if CORES not in numbers:
+            return numbers.get(INPUT)
+        if INPUT in numbers:
+            raise SimulationError(f"{self.path}: {INPUT} and {CORES} both state what a node's loaders bring: keep one")
+        return numbers[CORES] * numbers[EACH_CORE]
+
+    def _switch(self, key: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise SimulationError(f"{self.path}: {key}={value} must be true or false")
+        return value
+
+    def _list(self, rates: object) -> list[Any]:
+        if not isinstance(rates, list):
+            raise SimulationError(f"{self.path}: rates must be a list")
+        return rates
+
+    def _rate(self, stated: object) -> Rate:
+        if not isinstance(stated, dict) or any(key not in stated for key in RATE_FACTS[:4]):
+            raise SimulationError(f"{self.path}: each rate must state {', '.join(RATE_FACTS[:4])}")
+        if odd := [key for key in stated if key not in RATE_FACTS]:
+            raise SimulationError(f"{self.path}: a rate states {odd[0]}, and may state {', '.join(RATE_FACTS)}")
+        if stated["model"] not in shape_names():
+            raise SimulationError(f"{self.path}: no shape of model={stated['model']} is known")
+        for key in ("local_batch", "images_per_second"):
+            value = stated[key]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e7:
+                raise SimulationError(f"{self.path}: a rate's {key}={value} must be a number above 0")
+        return Rate(
+            stated["model"],
+            float(stated["local_batch"]),
+            float(stated["images_per_second"]),
+            str(stated["source"]),
+            bool(stated.get("assumed")),
+        )

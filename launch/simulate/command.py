@@ -1,0 +1,239 @@
+"""`bigbatch simulate`: what a recipe would do on a cluster that nobody has started."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+from bigbatch.errors import LaunchOptionError, first_line, or_nearest
+from bigbatch.launch.simulate import show
+from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
+from bigbatch.launch.simulate.profile import read_profile
+from bigbatch.launch.simulate.scaling import ALGORITHMS, Factors, Point, Question, simulate_scaling
+from bigbatch.launch.simulate.shapes import shape_of
+from bigbatch.launch.simulate.table import predict_table
+from bigbatch.launch.tables import show_table, stdout_console
+from bigbatch.trainer.config.file import load_config
+
+PROG = "bigbatch simulate"
+MOST_COUNTS = 64
+MOST_DEVICES = 1_000_000
+UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
+"""Hours of each unit of a deadline."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the answer, and write what is asked for; return 0."""
+    arguments, overrides = _parser().parse_known_args(argv)
+    table = (arguments.given, arguments.rows, arguments.out)
+    if any(table):
+        if not all(table) or arguments.config or overrides:
+            raise LaunchOptionError(
+                "--given, --rows and --out go together, and without a recipe: all three name a table"
+            )
+        return _predict(*map(Path, table))
+    if not arguments.config or not arguments.cluster:
+        raise LaunchOptionError(
+            "name a recipe and a cluster, as in bigbatch simulate imagenet/resnet50_64k --cluster p40_roce100; or give "
+            "--given, --rows and --out"
+        )
+    return _simulate(arguments, overrides, asked=shlex.join(["bigbatch", "simulate", *argv]))
+
+
+def _predict(given: Path, questions: Path, out: Path) -> int:
+    predictions = predict_table(given, questions, out)
+    far = sum(each.is_extrapolated for each in predictions)
+    more = f", {far} of them extrapolated: no given row is of the same system" if far else ""
+    print(f"{len(predictions)} rows predicted{more}")
+    print(f"written: {out} (milliseconds of a step; low to high is to hold nine of ten measurements)")
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked: str) -> int:
+    question = _question(arguments, overrides)
+    counts = read_counts(arguments.gpus, per_node=question.cluster.network.devices_per_node)
+    hours = None if arguments.deadline is None else read_hours(arguments.deadline)
+    points, refused = simulate_scaling(question, counts)
+    tables = [show.scaling_table(points, price=_price(arguments, question)), show.loss_table(points)]
+    compared = _comparisons(arguments, question, counts, points)
+    tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
+    findings = show.findings(points, deadline_hours=hours)
+    findings += [line for point in points if arguments.advise for line in show.advice(question, point)]
+    findings += [f"left out: {each.num_devices:,} GPUs: {each.why}" for each in refused]
+    console = stdout_console()
+    for line in show.assumptions(question):
+        print(line)
+    for table in tables:
+        show_table(table, console)
+    for line in findings:
+        print(line)
+    page = partial(show.page, question, points, tables=tables, findings=findings, asked=asked)
+    _write(arguments, question, points, page=page)
+    return 0
+
+
+def _question(arguments: argparse.Namespace, overrides: Sequence[str]) -> Question:
+    config = load_config(["--config", arguments.config, *overrides], prog=PROG)
+    shape_of(config.model)
+    rate = None
+    if arguments.rate is not None and arguments.profile:
+        raise LaunchOptionError("--rate and --profile both state a device's rate: keep one")
+    if arguments.profile:
+        rate = read_profile(Path(arguments.profile), config)
+    if arguments.rate is not None:
+        rate = Rate(config.model.name, config.batch.microbatch_size, _above_0("--rate", arguments.rate), "--rate")
+    if arguments.input_rate is not None:
+        _above_0("--input-rate", arguments.input_rate)
+    if arguments.failure_hours is not None:
+        _above_0("--failure-hours", arguments.failure_hours)
+    return Question(
+        config,
+        load_cluster(arguments.cluster),
+        rate=rate,
+        algorithm=arguments.algorithm,
+        num_images=round(_above_0("--images", arguments.images)),
+        input_images_per_second=arguments.input_rate,
+        failure_hours=arguments.failure_hours,
+    )
+
+
+def _comparisons(
+    arguments: argparse.Namespace, question: Question, counts: Sequence[int], points: Sequence[Point]
+) -> dict[str, dict[str, Sequence[Point]]]:
+    tables: dict[str, dict[str, Sequence[Point]]] = {}
+    if arguments.compare:
+        names = arguments.compare.split(",")
+        for name in names:
+            if name not in ALGORITHMS:
+                choice = f"{or_nearest(name, ALGORITHMS)}; choose among {', '.join(ALGORITHMS)}"
+                raise LaunchOptionError(f"--compare {name} is no algorithm{choice}")
+        tables["A step, by algorithm"] = {
+            name: simulate_scaling(replace(question, algorithm=name), counts)[0] for name in names
+        }
+    if arguments.what_if:
+        changed = replace(question, factors=read_factors(arguments.what_if))
+        tables["A step, as it is and if"] = {
+            "as it is": points,
+            arguments.what_if: simulate_scaling(changed, counts)[0],
+        }
+    return tables
+
+
+def _write(
+    arguments: argparse.Namespace, question: Question, points: Sequence[Point], *, page: Callable[..., str]
+) -> None:
+    written = []
+    title = f"{arguments.config} on {question.cluster.name}, simulated"
+    if arguments.json:
+        show.write(Path(arguments.json), show.as_json(question, points) + "\n")
+        written.append(arguments.json)
+    if arguments.trace:
+        show.write(Path(arguments.trace), show.trace(points[-1]) + "\n")
+        written.append(arguments.trace)
+    if arguments.html:
+        show.write(Path(arguments.html), page(title=title))
+        written.append(arguments.html)
+    if arguments.plot:
+        figure = show.draw(points, title=title)
+        try:
+            figure.savefig(arguments.plot)
+        except (OSError, ValueError) as error:
+            raise LaunchOptionError(f"--plot {arguments.plot}: {first_line(error)}") from error
+        written.append(arguments.plot)
+    if written:
+        print(f"written: {', '.join(written)}")
+
+
+def _price(arguments: argparse.Namespace, question: Question) -> float | None:
+    if arguments.price is not None:
+        return _above_0("--price", arguments.price)
+    return question.cluster.price_per_device_hour
+
+
+def _above_0(option: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise LaunchOptionError(f"{option} {value:g} must be a number above 0")
+    return value
+
+
+def read_counts(text: str, *, per_node: int) -> list[int]:
+    """Read numbers of devices: 8,16 or 8..2048, which doubles from the first; `per_node` stands for an empty text."""
+    if not text:
+        return [per_node * 2**i for i in range(9)]
+    counts: list[int] = []
+    for word in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", word.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last <= MOST_DEVICES:
+            raise LaunchOptionError(
+                f"--gpus {word} is no number from 1 to {MOST_DEVICES:,}, nor a range such as 8..2048"
+            )
+        while first < last:
+            counts.append(first)
+            first *= 2
+        counts.append(last)
+    if len(set(counts)) > MOST_COUNTS:
+        raise LaunchOptionError(f"--gpus names {len(set(counts))} numbers, more than {MOST_COUNTS}")
+    return sorted(set(counts))
+
+
+def read_hours(text: str) -> float:
+    """Read a time such as 90s, 6.6m, 1h or 2d; without a unit, hours."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    hours = float(found[1]) * UNITS[found[2] or "h"] if found else 0.0
+    if not 0 < hours < 1e6:
+        raise LaunchOptionError(f"--deadline {text} is no time: write 90s, 30m, 1h or 2d")
+    return hours
+
+
+def read_factors(text: str) -> Factors:
+    """Read what-ifs such as link=2x,batch=0.5x."""
+    names = [field.name for field in fields(Factors)]
+    found: dict[str, float] = {}
+    for word in text.split(","):
+        name, _, factor = word.strip().partition("=")
+        if name not in names:
+            raise LaunchOptionError(f"--what-if {name} is none of {', '.join(names)}{or_nearest(name, names)}")
+        number = re.fullmatch(r"(\d+(?:\.\d+)?)x?", factor)
+        if not number or not 0 < float(number[1]) < 1e6:
+            raise LaunchOptionError(f"--what-if {name}={factor} is no factor above 0, such as 2x or 0.5x")
+        found[name] = float(number[1])
+    return Factors(**found)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="Simulate a recipe's step on a cluster: its gradients, fusion plan and algorithms as events. Says "
+        "time, efficiency and what the rest is lost to, time to the end, GPU-hours, and a band. What it rests on is "
+        "printed first; docs/simulate.md says how far off it was on published rows.",
+        epilog="examples: bigbatch simulate imagenet/resnet50_64k --cluster dgx_a100 --gpus 8..2048 --deadline 1h | "
+        "bigbatch simulate --given GIVEN.csv --rows QUESTIONS.csv --out PREDICTED.csv",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("config", nargs="?", metavar="CONFIG", help="a recipe, as train takes it; --section.key overrides it")
+    add("--cluster", metavar="NAME", help=f"a file, or one of {', '.join(cluster_names())}")
+    add("--gpus", default="", metavar="N,N..M", help="such as 8..2048, doubling (default: 1 to 256 nodes)")
+    add("--algorithm", choices=ALGORITHMS, help="instead of the recipe's; auto and hybrid mean the fastest known")
+    add("--rate", type=float, help="images/s of one device at the recipe's microbatch, measured by you")
+    add("--profile", metavar="FILE", help="the same, as bigbatch doctor --json measured it of this recipe")
+    add("--input-rate", type=float, help="images/s that the loaders of one node bring, instead of the cluster's")
+    add("--images", type=float, default=1_281_167, help="in an epoch (default: ImageNet's 1,281,167)")
+    add("--price", type=float, help="of a GPU for an hour, in any currency: adds what it costs")
+    add("--deadline", metavar="TIME", help="such as 1h: which number of GPUs is the cheapest that keeps it?")
+    add("--failure-hours", type=float, help="mean time between failures of a node: adds what restarts cost")
+    add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(ALGORITHMS)}")
+    add("--what-if", metavar="X=2x", help="link, inside, rate, batch, input: so many times as large, side by side")
+    add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire; seconds")
+    add("--json", metavar="FILE", help="all figures")
+    add("--html", metavar="FILE", help="all of it as one page, like that of bigbatch report")
+    add("--plot", metavar="FILE", help="images per second and GPU, PNG or SVG")
+    add("--trace", metavar="FILE", help="the step of the most GPUs, for ui.perfetto.dev or chrome://tracing")
+    add("--given", metavar="CSV", help="measured rows, with the columns of docs/simulate.md")
+    add("--rows", metavar="CSV", help="rows to be predicted, with the same columns")
+    add("--out", metavar="CSV", help="where the predictions go")
+    return parser

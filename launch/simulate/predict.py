@@ -1,0 +1,177 @@
+"""Steps of systems that were not measured, from rows of systems that were. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bigbatch.errors import SimulationError
+from bigbatch.launch.simulate.constants import DEFAULTS, Constants
+from bigbatch.launch.simulate.rows import Row
+from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
+
+MOST_DEVICES = 2048
+LEAST_BATCH_SHARE, MOST_BATCH_SHARE = 0.1, 2.5
+"""Of the local batch of the row that is scaled: what published rows have checked."""
+
+MOST_CORRECTION = 3.0
+"""How much a second row may stretch or shrink what the model says a step has beyond its pictures."""
+
+TRUST = 0.5
+"""Of the second row, which is noisy, too: the power of its factor."""
+PRECISION = 1e-4
+"""To which share the seconds of a picture are found."""
+
+NINE_OF_TEN = 1.645
+"""Standard deviations on each side that hold nine of ten errors that are normal."""
+RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
+"""Standard deviation of a device's pictures per second: between sizes of one system, between systems of one device
+(PUBLISHED: 3% of H100, to 20% of A100, between submitters), and where another device stands in its place."""
+COMMUNICATION_SPREAD, FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 0.6, 1.0
+CORRECTED_DOUBT = 0.8
+"""Standard deviation of each of these parts, as a share of it. ASSUMED, and checked against published rows."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Holds what is expected of a row; low and high are to hold nine of ten measurements."""
+
+    row: Row
+    base: Row
+    step: SimulatedStep
+    seconds: float
+    low: float
+    high: float
+    is_extrapolated: bool
+
+
+def predict_row(question: Row, given: Sequence[Row], constants: Constants = DEFAULTS) -> Prediction:
+    """Scale the nearest measured row to the question's size, batch and network.
+
+    The measured row gives the seconds of a picture: its step, less what the model says it has beyond them. A second
+    row of the same ladder stretches that rest, by a factor within MOST_CORRECTION.
+    Raises: SimulationError where nothing is given.
+    """
+    measured = [row for row in given if row.seconds is not None]
+    if not measured:
+        raise SimulationError("no given row has a measured ms_per_step")
+    base = min(measured, key=lambda row: _distance(question, row))
+    compute = calibrate(base, question, constants)
+    step = question.job(constants).simulate(compute, question.local_batch)
+    beyond = step.seconds - compute.seconds_per_image * question.local_batch
+    second = _second(question, base, measured)
+    factor, has_waited = _correction(base, second, constants) if second else (1.0, True)
+    if not has_waited:  # the second row says nothing of a wire that was never waited for
+        beyond -= step.communication
+    seconds = step.seconds + (factor - 1) * beyond
+    reach = reach_of(
+        step,
+        fixed_seconds=compute.fixed_seconds,
+        rate=RATE_SPREAD[_kinship(question, base)],
+        doubt=CORRECTED_DOUBT if second else 1.0,
+    )
+    return Prediction(question, base, step, seconds, seconds / reach, seconds * reach, is_extrapolated(question, base))
+
+
+def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Compute:
+    """Find the seconds of a picture with which the base's simulated step is the measured one; for the question's model.
+
+    Another model's pictures are scaled by their operations, another device's by the published rates of both.
+    """
+    fixed = base.fixed_seconds(constants)
+    assert base.seconds is not None
+    found = fit_compute(base.job(constants), fixed, base.local_batch, base.seconds)
+    scale = question.shape.operations / base.shape.operations
+    if _kinship(question, base) != "ladder" and base.device_rate and question.device_rate:
+        scale *= base.device_rate / question.device_rate
+    return Compute(found.seconds_per_image * scale, question.fixed_seconds(constants))
+
+
+def fit_compute(
+    job: Job, fixed_seconds: float, local_batch: float, seconds: float, *, num_microbatches: int = 1
+) -> Compute:
+    """Find the seconds of a picture with which a job's simulated step takes so many seconds."""
+    low, high = 0.0, seconds / local_batch
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        step = job.simulate(Compute(middle, fixed_seconds), local_batch, num_microbatches=num_microbatches)
+        low, high = (low, middle) if step.seconds > seconds else (middle, high)
+    return Compute(high, fixed_seconds)
+
+
+def is_extrapolated(question: Row, base: Row) -> bool:
+    """Say whether no published row checks such a step: another system, a size or a batch beyond all of them."""
+    share = question.local_batch / base.local_batch
+    return (
+        _kinship(question, base) != "ladder"
+        or question.shape_name is None
+        or question.num_devices > MOST_DEVICES
+        or not LEAST_BATCH_SHARE <= share <= MOST_BATCH_SHARE
+    )
+
+
+def _ladders(row: Row) -> set[str]:
+    return {row["ladder"], row["null_line"]} - {""}
+
+
+def _kinship(question: Row, base: Row) -> str:
+    is_same_model = question["model"] == base["model"]
+    if is_same_model and _ladders(question) & _ladders(base):
+        return "ladder"
+    is_same_device = question["accelerator"].split("-")[0] == base["accelerator"].split("-")[0]
+    return "device" if is_same_device and is_same_model else "other"
+
+
+def _distance(question: Row, row: Row) -> tuple[float, ...]:
+    """Order measured rows by how little has to be assumed: one node of the same ladder comes first."""
+    kinship = ("ladder", "device", "other").index(_kinship(question, row))
+    is_other_ladder = row["ladder"] not in (question["ladder"], question["null_line"])
+    differences = (
+        4.0 * (question["accelerator"] != row["accelerator"])
+        + 4.0 * (question["precision"] != row["precision"])
+        + 2.0 * (question["framework"].split(",")[0] != row["framework"].split(",")[0])
+        + 2.0 * (question["input_data"] != row["input_data"])
+        + 1.0 * (question["system"] != row["system"])
+        + abs(math.log2(question.shape.operations / row.shape.operations))
+        + abs(math.log2(question.local_batch / row.local_batch)) / 4
+        + abs((question.year or 0) - (row.year or 0) if question.year and row.year else 0) / 4
+    )
+    if kinship == 0:
+        # a full node shares what the question's nodes share: memory, hosts, links
+        share = abs(math.log2(row.num_devices / row.num_nodes * question.num_nodes / question.num_devices))
+        return (kinship, is_other_ladder, row.num_nodes, share, differences)
+    return (kinship, differences + (row.num_nodes > 1), row.num_devices, 0.0, 0.0)
+
+
+def _second(question: Row, base: Row, measured: Sequence[Row]) -> Row | None:
+    """Find a measured row of the base's ladder that has crossed the nodes, as the question does."""
+    if _kinship(question, base) != "ladder" or question.num_nodes == 1:
+        return None
+    others = [row for row in measured if row["ladder"] == base["ladder"] and row.num_nodes > base.num_nodes]
+    return min(others, key=lambda row: abs(math.log(question.num_devices / row.num_devices)), default=None)
+
+
+def _correction(base: Row, second: Row, constants: Constants) -> tuple[float, bool]:
+    """Say how many times the second row's rest is what the model says, and whether it waits for the wire."""
+    compute = calibrate(base, second, constants)
+    step = second.job(constants).simulate(compute, second.local_batch)
+    pictures = compute.seconds_per_image * second.local_batch
+    assert second.seconds is not None
+    said, found = step.seconds - pictures, second.seconds - pictures
+    factor = 1.0
+    if said > 0:
+        factor = min(MOST_CORRECTION, max(1 / MOST_CORRECTION, found / said)) ** TRUST
+    return factor, step.communication > 0
+
+
+def reach_of(step: SimulatedStep, *, fixed_seconds: float, rate: float, doubt: float = 1.0) -> float:
+    """Return the factor below and above a step's seconds that holds nine of ten measurements.
+
+    rate: the spread of computing; doubt: of the model's own parts, 1 where no second row has checked them.
+    """
+    parts = (
+        rate,
+        doubt * COMMUNICATION_SPREAD * step.communication / step.seconds,
+        doubt * FIXED_SPREAD * fixed_seconds / step.seconds,
+        doubt * STRAGGLER_SPREAD * step.stragglers / step.seconds,
+    )
+    return math.exp(NINE_OF_TEN * math.hypot(*parts))

@@ -1,0 +1,237 @@
+"""Published measurements as rows of a table, and what each says of its system. Pure but for reading the file."""
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from bigbatch.comm.gradients.fusion import PlanSizes
+from bigbatch.errors import SimulationError, first_line
+from bigbatch.launch.simulate.constants import (
+    DEFAULTS,
+    GIGABIT,
+    Constants,
+    inside_bytes_per_second,
+    resnet50_rate,
+    stated_gbit_per_s,
+)
+from bigbatch.launch.simulate.network import Carrier, Network, across_bytes_per_second
+from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
+from bigbatch.launch.simulate.step import Fusion, InCycles, InGroups, Job
+
+NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "model")
+"""Columns without a value for which nothing can be said of a row; a global batch does for a local one."""
+MOST_STATED = 1e9
+"""No number of a row is larger: accelerators, pictures, Gbit/s, milliseconds."""
+
+BROKEN = "exclude"
+"""The role of a row that its table says not to compare."""
+MEBIBYTE = 2**20
+DDP_FIRST_BYTES = MEBIBYTE
+"""Of PyTorch's first bucket."""
+DEVICES_OF_UNSTATED_NODES = 8
+UNKNOWN_SHAPE = "resnet50"
+"""Stands for a model whose shape is not known; such a row is marked as extrapolated."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Wraps a line of the table; empty text where something is not stated."""
+
+    stated: Mapping[str, str]
+
+    def __getitem__(self, column: str) -> str:
+        return (self.stated.get(column) or "").strip()
+
+    @property
+    def id(self) -> str:
+        """Return the row's name."""
+        return self["id"]
+
+    @property
+    def missing(self) -> list[str]:
+        """Name the needed values that are not stated."""
+        has_batch = bool(self["global_batch_size"])
+        return [name for name in NEEDED if not self[name] and not (name == "batch_per_accelerator" and has_batch)]
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Count the accelerators."""
+        return self._count("num_accelerators") or 0
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Count the nodes; of eight accelerators each where nothing is stated."""
+        each = self._count("accelerators_per_node") or DEVICES_OF_UNSTATED_NODES
+        nodes = self._count("num_nodes") or max(1, self.num_devices // each)
+        if nodes > self.num_devices:
+            raise SimulationError(f"row {self.id}: num_nodes={nodes} is more than num_accelerators={self.num_devices}")
+        return nodes
+
+    @cached_property
+    def local_batch(self) -> float:
+        """Return the pictures of an accelerator in a step."""
+        return self._number("batch_per_accelerator") or (self._number("global_batch_size") or 0.0) / self.num_devices
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """Return the measured step; None of a question."""
+        stated = self._number("ms_per_step")
+        return stated / 1e3 if stated else None
+
+    @cached_property
+    def shape_name(self) -> str | None:
+        """Name the model's shape: ResNet-50 v1.5 -> resnet50; None where it is not known."""
+        words = re.sub(r"[^a-z0-9]+", "", self["model"].lower())
+        fitting = [name for name in shape_names() if words.startswith(name.replace("_", ""))]
+        return max(fitting, key=len, default=None)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Return the model's shape, or that of one in its place."""
+        return load_shape(self.shape_name or UNKNOWN_SHAPE)
+
+    @cached_property
+    def carrier(self) -> Carrier:
+        """Tell what sums the gradients, by the names of framework, library and link."""
+        framework, library = self["framework"].lower(), self["collective_library_version"].lower()
+        if "parameter server" in framework or "distributed_replicated" in framework:
+            return "servers"
+        if "socket" in library or "tcp" in self["inter_node_link"].lower():
+            return "sockets"
+        return "host" if "mpi" in library and "nccl" not in library else "nccl"
+
+    @cached_property
+    def library_version(self) -> tuple[int, int] | None:
+        """Return NCCL's version; None where it is not stated."""
+        found = re.match(r"NCCL (\d+)\.(\d+)", self["collective_library_version"])
+        return (int(found[1]), int(found[2])) if found else None
+
+    @cached_property
+    def year(self) -> int | None:
+        """Return the year of the figure, where it begins with one."""
+        found = re.search(r"\b(20\d\d)\b", self["round_or_year"])
+        return int(found[1]) if found else None
+
+    @property
+    def has_trees(self) -> bool:
+        """Say whether NCCL has more than rings: from 2.4, of 2019, on."""
+        if self.library_version:
+            return self.library_version >= (2, 4)
+        return not (self["collective_library_version"] == "NCCL" and self.year is not None and self.year < 2019)
+
+    @property
+    def device_rate(self) -> float | None:
+        """Return the images of ResNet-50 per second that were published of such a device; None where none were."""
+        return resnet50_rate(self["accelerator"], is_fp32=self["precision"] == "fp32")
+
+    @property
+    def element_bytes(self) -> int:
+        """Return the bytes of a gradient on the wire: pure fp16 sends halves, mixed precision fp32."""
+        return 2 if self["precision"] == "fp16" else 4
+
+    @property
+    def fusion(self) -> Fusion:
+        """Read how gradients are grouped: `threshold / groups`, `25 MiB buckets`; else by the framework's default."""
+        stated = self["fusion"]
+        if groups := re.fullmatch(r"\d+ */ *(\d+)", stated):
+            return InGroups(max(1, int(groups[1])))
+        if buckets := re.match(r"([\d.]+) *MiB", stated):
+            return _ddp_sizes(float(buckets[1]))
+        return _ddp_sizes(25) if "pytorch" in self["framework"].lower() else InCycles()
+
+    def fixed_seconds(self, constants: Constants) -> float:
+        """Return what a step takes whatever the batch."""
+        is_replayed = self.library_version is not None and self.library_version >= (2, 17)
+        each = constants.graph_seconds_per_tensor if is_replayed else constants.seconds_per_tensor
+        return each * len(self.shape.num_elements)
+
+    def job(self, constants: Constants = DEFAULTS) -> Job:
+        """Return what one of its steps does."""
+        return Job(
+            self.shape,
+            self._network(constants),
+            self.fusion,
+            element_bytes=self.element_bytes,
+            reads_pictures="real" in self["input_data"].lower(),
+        )
+
+    def _network(self, constants: Constants) -> Network:
+        per_node = max(1, self.num_devices // self.num_nodes)
+        rate = self._number("inter_node_gbit_per_s") or stated_gbit_per_s(self["inter_node_link"])
+        across = across_bytes_per_second(rate, devices_per_node=per_node, constants=constants)
+        if self.carrier == "sockets":
+            is_slow = "K80" in self["accelerator"]
+            unstated = constants.slow_socket_bytes_per_second if is_slow else constants.socket_bytes_per_second
+            across = across if rate else unstated
+        if self.carrier == "servers":
+            across = rate * GIGABIT if rate else constants.server_bytes_per_second
+        servers = re.search(rf"\b{self.num_devices} GPUs use (\d+) parameter servers", self["note"])
+        return Network(
+            self.num_nodes,
+            per_node,
+            inside_bytes_per_second(self["intra_node_link"]),
+            across,
+            carrier=self.carrier,
+            has_trees=self.has_trees,
+            num_servers=int(servers[1]) if servers else None,
+            constants=constants,
+        )
+
+    def _number(self, column: str) -> float | None:
+        text = self[column]
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            raise SimulationError(f"row {self.id}: {column}={text} is no number") from None
+        if not 0 < value <= MOST_STATED:
+            raise SimulationError(f"row {self.id}: {column}={text} must be above 0, and {MOST_STATED:.0e} at most")
+        return value
+
+    def _count(self, column: str) -> int | None:
+        value = self._number(column)
+        if value is not None and value != int(value):
+            raise SimulationError(f"row {self.id}: {column}={self[column]} must be a whole number")
+        return None if value is None else int(value)
+
+
+def _ddp_sizes(mebibytes: float) -> PlanSizes:
+    size = round(mebibytes * MEBIBYTE)
+    return PlanSizes(threshold_bytes=size, buffer_bytes=size, first_buffer_bytes=min(DDP_FIRST_BYTES, size))
+
+
+def read_given(path: Path) -> list[Row]:
+    """Read measured rows; those that lack a needed value, or that the table marks as broken, are left out.
+
+    Raises: SimulationError for a file that is no such table, or without any measured row.
+    """
+    rows = [row for row in _read(path) if not row.missing and row.seconds is not None and row["role"] != BROKEN]
+    if not rows:
+        raise SimulationError(f"{path} has no row with a measured ms_per_step: nothing can be scaled from it")
+    return rows
+
+
+def read_questions(path: Path) -> list[Row]:
+    """Read rows to be predicted. Raises: SimulationError, also for a row that lacks a needed value."""
+    rows = _read(path)
+    for number, row in enumerate(rows, start=2):
+        if row.missing:
+            raise SimulationError(f"{path}, line {number}: row {row.id or 'without id'} states no {row.missing[0]}")
+    return rows
+
+
+def _read(path: Path) -> list[Row]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, strict=True)
+            rows = [Row({k: v for k, v in line.items() if k and isinstance(v, str)}) for line in reader]
+            columns = reader.fieldnames or ()
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SimulationError(f"cannot read {path} as a table: {first_line(error)}") from error
+    if missing := [name for name in NEEDED if name not in columns]:
+        raise SimulationError(f"{path} has no column {missing[0]}: its first line must name those of a table of rows")
+    return rows

@@ -1,0 +1,311 @@
+"""What a recipe would do on a cluster, at each number of devices: time, losses, cost. Pure."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
+from bigbatch.comm.tuning.cost_model import MODELS
+from bigbatch.comm.tuning.plan_search import PlanChoice, search_plan
+from bigbatch.errors import ConfigError, SimulationError
+from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
+from bigbatch.launch.simulate.cluster import Cluster, Rate
+from bigbatch.launch.simulate.epochs import epochs_to_759
+from bigbatch.launch.simulate.network import Network
+from bigbatch.launch.simulate.predict import RATE_SPREAD, fit_compute, reach_of
+from bigbatch.launch.simulate.shapes import shape_of
+from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
+from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.sections import READERS
+
+IMAGES = 1_281_167
+"""Of ImageNet's training set."""
+ALGORITHMS = ("native", *MODELS)
+MOST_CHECKED = 2048
+"""Devices of the largest published row."""
+EVALUATED = 50_000
+"""Pictures of ImageNet's validation set."""
+FORWARD_SHARE = 1 / 3
+"""Of computing a training step: what an evaluation does of it."""
+PAYS = 0.5
+"""The knee: beyond it, further devices add less than this share of what the first ones do."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Holds what-ifs: how many times the links between nodes, those inside, a device's speed, the batch, the input."""
+
+    link: float = 1.0
+    inside: float = 1.0
+    rate: float = 1.0
+    batch: float = 1.0
+    input: float = 1.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """Holds what is asked of a recipe and a cluster, beside the numbers of devices."""
+
+    config: Config
+    cluster: Cluster
+    rate: Rate | None = None
+    compute: Compute | None = None
+    """Fitted to a measured step; None to take the rate, or the cluster's."""
+    algorithm: str | None = None
+    """None for the recipe's, which `auto` and `hybrid` leave to the fastest that is known."""
+    factors: Factors = Factors()
+    num_images: int = IMAGES
+    failure_hours: float | None = None
+    """Mean time between failures of one node."""
+    input_images_per_second: float | None = None
+    """That the loaders of a node bring; None to take what the cluster states."""
+    restart_seconds: float = 60.0
+    """From a failure to the first new step. The emulated cluster of four nodes takes below 30 s."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of devices, and what it comes to; low and high are to hold nine of ten measurements of a step."""
+
+    num_devices: int
+    num_nodes: int
+    global_batch_size: int
+    num_microbatches: int
+    algorithm: str
+    step: SimulatedStep
+    low_seconds: float
+    high_seconds: float
+    hours: float
+    """Of the recipe's epochs, with evaluations and, where nodes fail, restarts."""
+    hours_to_759: float | None
+    """Until ResNet-50 is at 75.9% top-1, by MLPerf's records of epochs at that batch; None where there are none."""
+    effective_share: float
+    """Of wall time that moves the run on, where nodes fail."""
+    is_extrapolated: bool
+
+    @property
+    def images_per_second(self) -> float:
+        """Return the rate of all devices."""
+        return self.global_batch_size / self.step.seconds
+
+    @property
+    def device_hours(self) -> float:
+        """Return what the run takes of all devices."""
+        return self.hours * self.num_devices
+
+    def measured(self, *, fewest: int) -> MeasuredPoint:
+        """Return the same as a report takes it."""
+        step = self.step
+        parts = {"computing": step.computing, "communication": step.communication, "input": step.input}
+        return MeasuredPoint(
+            variant=(),
+            ranks=self.num_devices,
+            nodes=self.num_nodes,
+            global_batch_size=self.global_batch_size,
+            step=Step(step.seconds, {**parts, "stragglers": step.stragglers}),
+            rates=(self.images_per_second,),
+            fewest_ranks=fewest,
+            joules_per_image=None,
+            device="",
+        )
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A number of devices that the recipe or the cluster cannot have, and why."""
+
+    num_devices: int
+    why: str
+
+
+def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Point], list[Refused]]:
+    """Work out each number of devices, in order. Raises: SimulationError where none of them is possible."""
+    points, refused = [], []
+    for count in sorted(set(counts)):
+        try:
+            points.append(simulate_point(question, count))
+        except (ConfigError, SimulationError) as error:
+            refused.append(Refused(count, str(error).splitlines()[0]))
+    if not points:
+        raise SimulationError(refused[0].why)
+    return points, refused
+
+
+def fit_to_step(question: Question, count: int, seconds: float) -> Question:
+    """Return the question with a device's compute fitted to a measured step of so many devices."""
+    config = question.config
+    num_microbatches = accumulation_steps(config.batch, world_size=count)
+    network = _network(question, count)
+    per_tensor = question.cluster.seconds_per_tensor
+    job = _job(question, network, algorithm=_algorithms(question)[0])
+    fixed = min(per_tensor * len(job.shape.num_elements), seconds / num_microbatches / 2)
+    local_batch = config.batch.global_batch_size / count
+    found = fit_compute(job, fixed, local_batch, seconds, num_microbatches=num_microbatches)
+    return replace(question, compute=found)
+
+
+def simulate_point(question: Question, count: int) -> Point:
+    """Work out one number of devices. Raises: ConfigError or SimulationError where it is not possible."""
+    config, factors = question.config, question.factors
+    batch = replace(config.batch, global_batch_size=round(config.batch.global_batch_size * factors.batch))
+    num_microbatches = accumulation_steps(batch, world_size=count)
+    network = _network(question, count)
+    compute = _compute(question)
+    job = _job(question, network)
+    local_batch = batch.global_batch_size / count
+    found = {
+        name: replace(job, algorithm=name).simulate(compute, local_batch, num_microbatches=num_microbatches)
+        for name in _algorithms(question)
+    }
+    algorithm = min(found, key=lambda name: found[name].seconds)
+    step = found[algorithm]
+    reach = reach_of(step, fixed_seconds=compute.fixed_seconds * num_microbatches, rate=RATE_SPREAD["device"])
+    effective = _effective_share(question, network.num_nodes, step.seconds)
+    each_epoch = step.seconds * question.num_images / batch.global_batch_size
+    each_epoch += FORWARD_SHARE * compute.seconds(EVALUATED / count) / config.run.eval_every_epochs
+    to_759 = epochs_to_759(batch.global_batch_size) if is_imagenet_resnet50(question) else None
+    return Point(
+        count,
+        network.num_nodes,
+        batch.global_batch_size,
+        num_microbatches,
+        algorithm,
+        step,
+        step.seconds / reach,
+        step.seconds * reach,
+        config.run.epochs * each_epoch / effective / 3600,
+        None if to_759 is None else to_759 * each_epoch / effective / 3600,
+        effective,
+        count > MOST_CHECKED,
+    )
+
+
+def input_rate(question: Question) -> float | None:
+    """Return the images/s that a node's loaders bring; None where nothing says so, or the recipe's reads no files."""
+    if question.config.data.loader not in READERS:
+        return None
+    stated = question.input_images_per_second or question.cluster.input_images_per_second
+    return None if stated is None else stated * question.factors.input
+
+
+def is_imagenet_resnet50(question: Question) -> bool:
+    """Say whether MLPerf's records of epochs hold."""
+    return question.config.model.name == "resnet50" and question.num_images == IMAGES
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Says what other settings would make of a point's step: seconds."""
+
+    half_wire_seconds: float | None
+    """With fp16 on the wire; None where gradients are halves already."""
+    plan: PlanChoice
+    planned_seconds: float
+
+
+def advise(question: Question, point: Point) -> Advice:
+    """Search the fusion plan that leaves the least exposed, and try half the bytes on the wire."""
+    network = _network(question, point.num_devices)
+    compute, job = _compute(question), _job(question, network, algorithm=point.algorithm)
+    local_batch = point.global_batch_size / point.num_devices
+
+    def seconds_of(num_bytes: int) -> float:
+        return network.seconds(num_bytes * job.wire_share, point.algorithm) + network.constants.launch_seconds
+
+    def simulated(changed: Job) -> float:
+        return changed.simulate(compute, local_batch, num_microbatches=point.num_microbatches).seconds
+
+    tensors, stated = job.shape.tensors(job.element_bytes), _sizes(question.config)
+    plan = search_plan(tensors, point.step.backward, seconds_of, stated=stated)
+    is_half = job.element_bytes * job.wire_share == 2
+    half = None if is_half else simulated(replace(job, wire_share=0.5))
+    return Advice(half, plan, simulated(replace(job, fusion=plan.sizes)))
+
+
+def efficiencies(points: Sequence[Point]) -> list[Efficiency]:
+    """Set each point beside the one of the fewest devices, with what the rest is lost to."""
+    fewest = points[0].num_devices
+    measured = [point.measured(fewest=fewest) for point in points]
+    return [efficiency_of(each, measured[0]) for each in measured]
+
+
+def knee(points: Sequence[Point]) -> Point:
+    """Return the last point whose devices beyond the one before add at least PAYS of what the first ones do, each."""
+    first = points[0].images_per_second / points[0].num_devices
+    best = points[0]
+    for before, point in itertools.pairwise(points):
+        added = (point.images_per_second - before.images_per_second) / (point.num_devices - before.num_devices)
+        if added < PAYS * first:
+            break
+        best = point
+    return best
+
+
+def cheapest_within(points: Sequence[Point], hours: float) -> Point | None:
+    """Return the point of the fewest device-hours that is done in time; None where none is."""
+    return min((point for point in points if point.hours <= hours), key=lambda point: point.device_hours, default=None)
+
+
+def _network(question: Question, count: int) -> Network:
+    network, factors = question.cluster.of_devices(count), question.factors
+    return replace(
+        network,
+        across_bytes_per_second=network.across_bytes_per_second * factors.link,
+        inside_bytes_per_second=network.inside_bytes_per_second * factors.inside,
+    )
+
+
+def _compute(question: Question) -> Compute:
+    if question.compute is not None:
+        return question.compute
+    compute, _ = question.cluster.compute(
+        shape_of(question.config.model), rate=question.rate, pixels=question.config.data.image_size
+    )
+    return Compute(compute.seconds_per_image / question.factors.rate, compute.fixed_seconds / question.factors.rate)
+
+
+def _algorithms(question: Question) -> tuple[str, ...]:
+    stated = question.algorithm or question.config.comm.algorithm
+    if question.cluster.network.carrier != "nccl":
+        return ("native",)
+    return ALGORITHMS if stated in ("auto", "hybrid") else (stated,)
+
+
+def _sizes(config: Config) -> PlanSizes:
+    comm = config.comm
+    return PlanSizes(
+        comm.threshold_bytes or DEFAULT_SIZES.threshold_bytes,
+        comm.buffer_bytes or DEFAULT_SIZES.buffer_bytes,
+        comm.first_buffer_bytes or DEFAULT_SIZES.first_buffer_bytes,
+    )
+
+
+def _job(question: Question, network: Network, *, algorithm: str = "native") -> Job:
+    config = question.config
+    has_halves = config.optimizer.precision in ("fp16", "bf16")
+    is_cast = config.comm.wire_dtype is not None and not has_halves
+    return Job(
+        shape_of(config.model),
+        network,
+        _sizes(config),
+        element_bytes=2 if has_halves else 4,
+        wire_share=0.5 if is_cast else 1.0,
+        algorithm=algorithm,
+        input_images_per_second=input_rate(question),
+    )
+
+
+def _effective_share(question: Question, num_nodes: int, step_seconds: float) -> float:
+    """Return 1 less the time that failures cost: a restart, and half the steps between two checkpoints, each time."""
+    if question.failure_hours is None:
+        return 1.0
+    between = question.config.run.checkpoint_every_steps or 0
+    lost = question.restart_seconds + between * step_seconds / 2
+    share = 1 - lost * num_nodes / (question.failure_hours * 3600)
+    if share <= 0:
+        raise SimulationError(
+            f"{num_nodes} nodes that fail every {question.failure_hours:g} h each never get from one checkpoint to the "
+            "next: write checkpoints more often"
+        )
+    return share

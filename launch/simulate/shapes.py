@@ -1,0 +1,93 @@
+"""What a model asks of a network: its gradients in the order in which backward finishes them. Pure."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+
+from bigbatch.comm.gradients.fusion import TensorSpec
+from bigbatch.errors import SimulationError, or_nearest
+from bigbatch.trainer.config.sections import ModelConfig
+
+LAYERS = "layers.json"
+"""For each model its layers, in the order of forward: [operations of one picture's forward in millions, [elements of
+each parameter]]. `python -m benchmarks.twin.layers` makes it from torchvision's models; a test compares the two."""
+
+
+PIXELS = {"inception_v3": 299, "resnet9": 32}
+"""Of models that are not stored at 224."""
+RESNET9_WIDTH = 64
+LEAST_SQUARE = 30_000
+"""Elements of resnet9's tensors from which on they grow by the square of its width; the others by the width."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Names a model and lists its gradients as backward finishes them.
+
+    ready_shares: how much of backward is over when each is ready, by its operations; 1 for the last.
+    """
+
+    name: str
+    num_elements: tuple[int, ...]
+    ready_shares: tuple[float, ...]
+    operations: float
+    """Of one picture's forward: multiplications and additions."""
+    pixels: int = 224
+    """Of a side of that picture."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Count all elements."""
+        return sum(self.num_elements)
+
+    def tensors(self, element_bytes: int) -> tuple[TensorSpec, ...]:
+        """Return the gradients as a fusion plan takes them."""
+        return _tensors(self, element_bytes)
+
+
+@cache
+def _tensors(shape: ModelShape, element_bytes: int) -> tuple[TensorSpec, ...]:
+    dtype = {2: "float16", 4: "float32"}[element_bytes]
+    return tuple(TensorSpec(f"{i}", count, element_bytes, dtype) for i, count in enumerate(shape.num_elements))
+
+
+@cache
+def shape_names() -> tuple[str, ...]:
+    """Name the models whose shapes are known."""
+    return tuple(_stored())
+
+
+@cache
+def load_shape(name: str) -> ModelShape:
+    """Return a model's shape. Raises: SimulationError for one that is not known."""
+    if name not in _stored():
+        choice = shape_names()
+        raise SimulationError(f"no shape of {name} is known{or_nearest(name, choice)}; known are {', '.join(choice)}")
+    layers = _stored()[name]
+    total = sum(operations for operations, _ in layers)
+    done = 0.0
+    elements: list[int] = []
+    shares: list[float] = []
+    for operations, counts in reversed(layers):
+        done += operations
+        elements += reversed(counts)
+        shares += [min(1.0, done / total)] * len(counts)
+    return ModelShape(name, tuple(elements), tuple(shares), total * 1e6, PIXELS.get(name, 224))
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    """Return the shape of an experiment's model. Raises: SimulationError for one that is not known."""
+    shape = load_shape(config.name)
+    if config.name != "resnet9" or config.width in (None, RESNET9_WIDTH):
+        return shape
+    assert config.width is not None
+    factor = config.width / RESNET9_WIDTH
+    elements = tuple(round(n * (factor**2 if n >= LEAST_SQUARE else factor)) for n in shape.num_elements)
+    return replace(shape, num_elements=elements, operations=shape.operations * factor**2)
+
+
+@cache
+def _stored() -> dict[str, list[tuple[float, list[int]]]]:
+    text = resources.files(__package__).joinpath(LAYERS).read_text()
+    return {name: [(operations, counts) for operations, counts in layers] for name, layers in json.loads(text).items()}

@@ -1,0 +1,306 @@
+"""What a simulation says: sentences, tables, a plot, JSON and the simulated step as a trace."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigbatch import __version__
+from bigbatch.colours import COLOURS
+from bigbatch.errors import SimulationError, first_line
+from bigbatch.launch.efficiency import PARTS, Efficiency
+from bigbatch.launch.page import as_svg, make_page
+from bigbatch.launch.simulate.scaling import (
+    Point,
+    Question,
+    advise,
+    cheapest_within,
+    efficiencies,
+    input_rate,
+    knee,
+)
+from bigbatch.launch.simulate.shapes import shape_of
+from bigbatch.launch.tables import Table
+from bigbatch.launch.words import count, percent
+from bigbatch.trainer.config.sections import READERS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EXPLAINED = (
+    "Simulated, not measured. Efficiency: images per second and GPU, beside the fewest. The band is to hold nine of "
+    "ten measurements. docs/simulate.md says how far off such figures were on published rows."
+)
+WORTH_NAMING = 0.005
+"""A loss of less of the step is not named."""
+
+
+def assumptions(question: Question) -> list[str]:
+    """Say what the figures rest on."""
+    cluster = question.cluster
+    _, rate = cluster.compute(shape_of(question.config.model), rate=question.rate)
+    lines = [
+        f"{cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at {rate.local_batch:g} pictures a "
+        f"step ({rate.source}{', assumed' if rate.is_assumed else ''})"
+    ]
+    if rate.model != question.config.model.name:
+        lines.append(f"{question.config.model.name} is scaled from it by its operations")
+    if question.config.data.loader in READERS:
+        rate_of_input = input_rate(question)
+        lines.append(
+            "loaders are taken to keep up: no rate of theirs is stated (--input-rate)"
+            if rate_of_input is None
+            else f"loaders bring {rate_of_input:,.1f} images/s in each node"
+        )
+    elif question.input_images_per_second is not None:
+        lines.append(f"--input-rate says nothing here, as data.loader={question.config.data.loader} reads no files")
+    if cluster.assumed:
+        lines.append(f"not published, but assumed in {cluster.name}: {', '.join(cluster.assumed)}")
+    return lines
+
+
+def scaling_table(points: Sequence[Point], *, price: float | None) -> Table:
+    """Make a row for each number of devices."""
+    head = [
+        "GPUs",
+        "nodes",
+        "per GPU",
+        "step",
+        "nine of ten",
+        "images/s",
+        "efficiency",
+        "algorithm",
+        "run",
+        "GPU-hours",
+    ]
+    has_record = any(point.hours_to_759 is not None for point in points)
+    head += ["to 75.9%"] if has_record else []
+    head += ["cost"] if price is not None else []
+    rows = [
+        (
+            f"{point.num_devices:,}",
+            f"{point.num_nodes:,}",
+            _batch(point),
+            f"{1e3 * point.step.seconds:,.1f} ms",
+            f"{1e3 * point.low_seconds:,.1f} to {1e3 * point.high_seconds:,.1f}",
+            f"{point.images_per_second:,.0f}" + (" ?" if point.is_extrapolated else ""),
+            percent(each.efficiency),
+            point.algorithm,
+            duration(point.hours),
+            f"{point.device_hours:,.1f}",
+            *([duration(point.hours_to_759)] if point.hours_to_759 is not None else [""] if has_record else []),
+            *([] if price is None else [f"{price * point.device_hours:,.0f}"]),
+        )
+        for point, each in zip(points, efficiencies(points), strict=True)
+    ]
+    return Table("Simulated", tuple(head), tuple(rows))
+
+
+def duration(hours: float) -> str:
+    """Write 0.11 -> '6.6 min', 12.3 -> '12.30 h'."""
+    return f"{hours:,.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+
+
+def _batch(point: Point) -> str:
+    local = point.global_batch_size // point.num_devices
+    times = point.num_microbatches
+    return f"{local:,}" + (f" in {times} parts" if times > 1 else "")
+
+
+def loss_table(points: Sequence[Point]) -> Table:
+    """Show where the rest goes, as shares of the step, in the report's words."""
+    rows = [
+        (f"{point.num_devices:,}", percent(each.efficiency), *(percent(each.losses[part] or 0.0) for part in PARTS))
+        for point, each in zip(points, efficiencies(points), strict=True)
+    ]
+    return Table("What is lost, as shares of the step", ("GPUs", "efficiency", "local batch", *PARTS[1:]), tuple(rows))
+
+
+def comparison_table(title: str, columns: Mapping[str, Sequence[Point]]) -> Table:
+    """Set several simulations side by side: milliseconds of a step."""
+    counts = sorted({point.num_devices for points in columns.values() for point in points})
+    found = {name: {point.num_devices: point for point in points} for name, points in columns.items()}
+    rows = [
+        (
+            f"{count_:,}",
+            *(f"{1e3 * by[count_].step.seconds:,.1f} ms" if count_ in by else "" for by in found.values()),
+        )
+        for count_ in counts
+    ]
+    return Table(title, ("GPUs", *columns), tuple(rows))
+
+
+def findings(points: Sequence[Point], *, deadline_hours: float | None) -> list[str]:
+    """Say the main things in plain words."""
+    last, each = points[-1], efficiencies(points)[-1]
+    lines = []
+    if len(points) > 1:
+        lines.append(
+            f"{last.num_devices:,} GPUs train {each.speedup:.2f} times as fast as {points[0].num_devices:,} "
+            f"({percent(each.efficiency)} efficiency).{_causes(each)}"
+        )
+        best = knee(points)
+        if best is not last:
+            lines.append(
+                f"More than {best.num_devices:,} GPUs hardly pay: each further one adds less than half of what the "
+                "first ones do."
+            )
+    if last.step.input >= WORTH_NAMING * last.step.seconds:
+        could = last.images_per_second * last.step.seconds / (last.step.seconds - last.step.input) / last.num_nodes
+        lines.append(
+            f"Bound by input: at {last.num_devices:,} GPUs a step waits for pictures for "
+            f"{percent(last.step.input / last.step.seconds)} of its time; to keep up, the loaders of a node must bring "
+            f"{could:,.0f} images/s."
+        )
+    if any(point.is_extrapolated for point in points):
+        lines.append(
+            "?: extrapolated. The largest published step is that of 2,048 P40 at 32 pictures each (Jia et al. 2018)."
+        )
+    if last.effective_share < 1:
+        lines.append(
+            f"With {count(last.num_nodes, 'node')} that fail, {percent(last.effective_share)} of the time moves the "
+            "run on."
+        )
+    if deadline_hours is not None:
+        lines.append(_within(points, deadline_hours))
+    return lines
+
+
+def advice(question: Question, point: Point) -> list[str]:
+    """Say what other settings would be worth at that number of devices."""
+    found = advise(question, point)
+    plan, now = found.plan, point.step.seconds
+    lines = []
+    if found.planned_seconds < (1 - WORTH_NAMING) * now:
+        lines.append(
+            f"At {point.num_devices:,} GPUs {count(len(plan.plan.buffers), 'buffer')} (--comm.threshold_bytes "
+            f"{plan.sizes.threshold_bytes} --comm.buffer_bytes {plan.sizes.buffer_bytes}) would make a step "
+            f"{1e3 * found.planned_seconds:,.1f} ms instead of {1e3 * now:,.1f}."
+        )
+    if found.half_wire_seconds is not None and found.half_wire_seconds < (1 - WORTH_NAMING) * now:
+        lines.append(
+            f"At {point.num_devices:,} GPUs --comm.wire_dtype float16 would make it "
+            f"{1e3 * found.half_wire_seconds:,.1f} ms."
+        )
+    return lines
+
+
+def _within(points: Sequence[Point], hours: float) -> str:
+    found = cheapest_within(points, hours)
+    if found is None:
+        fastest = min(point.hours for point in points)
+        return f"None of these is done in {duration(hours)}; the fastest takes {duration(fastest)}."
+    took = f"{duration(found.hours)} and {found.device_hours:,.1f} GPU-hours"
+    return f"In {duration(hours)}, cheapest: {found.num_devices:,} GPUs, {took}."
+
+
+def _causes(each: Efficiency) -> str:
+    lost = {each.name_of(part): share for part, share in each.losses.items() if share and share >= WORTH_NAMING}
+    named = sorted(lost, key=lambda name: -lost[name])
+    return f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in named)}." if named else ""
+
+
+def as_json(question: Question, points: Sequence[Point]) -> str:
+    """Write all figures: seconds, pictures, shares."""
+    rows = [
+        {
+            "gpus": point.num_devices,
+            "nodes": point.num_nodes,
+            "global_batch_size": point.global_batch_size,
+            "microbatches": point.num_microbatches,
+            "algorithm": point.algorithm,
+            "step_seconds": point.step.seconds,
+            "low_seconds": point.low_seconds,
+            "high_seconds": point.high_seconds,
+            "computing_seconds": point.step.computing,
+            "exposed_communication_seconds": point.step.communication,
+            "straggler_seconds": point.step.stragglers,
+            "input_wait_seconds": point.step.input,
+            "images_per_second": point.images_per_second,
+            "efficiency": each.efficiency,
+            "losses": each.losses,
+            "hours": point.hours,
+            "gpu_hours": point.device_hours,
+            "hours_to_759": point.hours_to_759,
+            "effective_share": point.effective_share,
+            "extrapolated": point.is_extrapolated,
+        }
+        for point, each in zip(points, efficiencies(points), strict=True)
+    ]
+    return json.dumps({"cluster": question.cluster.name, "assumed": assumptions(question), "points": rows}, indent=1)
+
+
+def draw(points: Sequence[Point], *, title: str) -> "Figure":
+    """Draw images per second and device over devices with the band, beside perfect scaling from the fewest."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.subplots()
+    counts = [point.num_devices for point in points]
+    lowest = [point.global_batch_size / point.high_seconds / point.num_devices for point in points]
+    highest = [point.global_batch_size / point.low_seconds / point.num_devices for point in points]
+    middle = [point.images_per_second / point.num_devices for point in points]
+    axes.fill_between(counts, lowest, highest, color=COLOURS[0], alpha=0.2, label="nine of ten measurements")
+    axes.plot(counts, middle, marker="o", color=COLOURS[0], label="simulated")
+    axes.axhline(middle[0], color="0.6", linewidth=1, label="perfect scaling")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [f"{each:,}" for each in counts])
+    axes.set_ylim(0, 1.1 * max(highest))
+    axes.grid(alpha=0.3)
+    axes.set(xlabel="GPUs", ylabel="images per second and GPU", title=title)
+    axes.legend(fontsize=8, loc="lower left")
+    return figure
+
+
+def page(
+    question: Question,
+    points: Sequence[Point],
+    *,
+    title: str,
+    tables: Sequence[Table],
+    findings: Sequence[str],
+    asked: str,
+) -> str:
+    """Write all of it as the report writes a page; asked: the command."""
+    rests_on = [("asked", asked), ("bigbatch", __version__)]
+    rests_on += [("taken for it", line) for line in assumptions(question)]
+    return make_page(
+        title=title,
+        findings=findings,
+        images={"images per second and GPU": as_svg(draw(points, title=title))},
+        tables=[*tables, Table("What it rests on", ("", ""), tuple(rests_on))],
+        note=EXPLAINED,
+    )
+
+
+def trace(point: Point) -> str:
+    """Write the step as Chrome trace events with the rows of a real one's: backward, and each buffer's all-reduce."""
+    step = point.step
+    start = step.input + step.computing - step.backward.seconds
+    end = step.input + step.computing
+    events = [
+        _event("wait for pictures", "step", 0.0, step.input),
+        _event("forward", "step", step.input, start),
+        _event("backward", "step", start, start + step.backward.seconds),
+        *(
+            _event(
+                f"buffer {number}", "all-reduce", start + each.start_seconds, start + each.end_seconds, each.num_bytes
+            )
+            for number, each in enumerate(step.transfers)
+        ),
+        _event("wait for all-reduce", "step", end, end + step.communication),
+    ]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=1)
+
+
+def _event(name: str, row: str, start: float, end: float, num_bytes: int | None = None) -> dict[str, Any]:
+    facts = {} if num_bytes is None else {"args": {"bytes": num_bytes}}
+    return {"name": name, "ph": "X", "pid": 0, "tid": row, "ts": 1e6 * start, "dur": 1e6 * (end - start), **facts}
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that the user named. Raises: SimulationError where that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SimulationError(f"cannot write {path}: {first_line(error)}") from error

@@ -1,0 +1,94 @@
+"""`bigbatch diff` finds where two runs part, of runs whose difference is known."""
+
+from pathlib import Path
+
+import pytest
+
+from bigbatch.trainer.diff import main
+from tests.laws.jobs import Forked, alone, forked, run, train_command
+
+RECORDED: dict[str, object] = {
+    "run.digest_every_steps": 1,
+    "run.checkpoint_every_steps": 1,
+    "run.keep_checkpoints": 100,
+    "run.compare_every_steps": 0,
+    "run.epochs": 1,
+}
+"""Five steps of 32 pictures."""
+
+
+@pytest.fixture(scope="module")
+def base(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diff") / "base"
+    run(alone(train_command(data, folder, RECORDED)))
+    return folder
+
+
+def diff(a: Path, b: Path, capsys: pytest.CaptureFixture[str], *, code: int) -> list[str]:
+    capsys.readouterr()
+    assert main([str(a), str(b)]) == code
+    return capsys.readouterr().out.splitlines()
+
+
+def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_pictures(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diff(base, base, capsys, code=0) == [
+        "the 5 steps that both recorded are equal, the last is 5",
+        "the 5 checkpoint(s) of the same steps are equal, the last is of step 5",
+    ]
+    # the same weights to begin with, so that pictures alone can differ
+    weights = {"model.weights": base / "checkpoints" / "step-00000003"}
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, seed in ((one, 0), (other, 1)):
+        run(alone(train_command(data, folder, {**RECORDED, **weights, "run.seed": seed})))
+    lines = diff(one, other, capsys, code=1)
+    assert lines[0] == "config: run.seed=1 (was 0)"
+    assert lines[1] == "step 1: the pictures of the global batch differ"
+    assert "another order" in lines[2]
+    assert "run.seed" in lines[2]
+    assert "checkpoint of step 1: model." in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fact"),
+    [
+        ({}, "job: world_size is 1 in "),
+        pytest.param({"batch.microbatch_size": 16}, "job: accumulation_steps is 4 in ", marks=pytest.mark.long),
+        # a batch norm over 16 pictures instead of 8 leaves these alone, and changes the first gradient
+        pytest.param({"batch.bn_span": 16, "batch.microbatch_size": 16}, "config: batch.bn_span=16 (was 8)"),
+    ],
+)
+def test_diff_finds_the_pictures_equal_however_the_batch_lies(
+    settings: dict[str, object],
+    fact: str,
+    base: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = train_command(data, tmp_path, {**RECORDED, **settings})
+    run(alone(command) if settings else forked(command, ranks=2))
+    capsys.readouterr()
+    main([str(base), str(tmp_path)])  # sums are rounded in another order, which may come to the same bits
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(fact) for line in lines), lines
+    (where,) = [line for line in lines if line.startswith(("step ", "the 5 steps "))]
+    assert "the pictures of the global batch differ" not in where
+    if "batch.bn_span" in settings:
+        assert where.startswith("step 1: pictures are equal; gradient of ")
+
+
+def test_diff_finds_the_step_after_a_bit_flipped(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On rank 1 after step 3: the first that rank 0 has of it is the sum of the gradients of step 4."""
+    command = train_command(data, tmp_path / "healthy", RECORDED)
+    run(forked(command, ranks=2))
+    faulty = ("3", "1", *train_command(data, tmp_path / "faulty", RECORDED))
+    run(Forked(faulty, ranks=2, target="tests.laws.ranks_flip:main"))
+    lines = diff(tmp_path / "healthy", tmp_path / "faulty", capsys, code=1)
+    assert lines[0].startswith("step 4: pictures are equal; gradient of ")
+    assert "may differ from run to run" in lines[1]
+    assert lines[2].startswith("checkpoint of step 4: model.")
+    assert "units in the last place apart" in lines[2]

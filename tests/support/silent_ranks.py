@@ -1,0 +1,13 @@
+"""Jobs whose other ranks never answer."""
+
+import pytest
+
+from bigbatch.comm.rendezvous import control, roll_call
+
+
+def hurry_roll_call(monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.2) -> None:
+    """Do not wait long for ranks that will not answer; the store may still take its time, as on a busy machine."""
+    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", seconds)
+    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
+    for module, limit in ((roll_call, "REQUESTS_SECONDS"), (control, "ANSWER_SECONDS")):
+        monkeypatch.setattr(module, limit, 60.0)

@@ -1,0 +1,354 @@
+"""The job's store: what its process answers, whom it lets in, and when it ends."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from datetime import timedelta
+from pathlib import Path
+from threading import Event, Thread
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from bigbatch.comm.rendezvous import job_store, store_process
+from bigbatch.comm.rendezvous.bounded_store import NoAnswerError
+from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.meeting import listen
+from bigbatch.comm.rendezvous.secret import (
+    HELLO_BYTES,
+    NONCE_BYTES,
+    Door,
+    StrangerError,
+    call,
+    introduce,
+    receive_exactly,
+)
+from bigbatch.comm.rendezvous.store_process import LENGTH, StoreServer, Table, pack, split
+
+SECRET = b"of this job"
+SECONDS = timedelta(seconds=60)
+
+
+def held(secret: bytes = SECRET) -> Line:
+    return hold_store(listen("127.0.0.1", 0), secret, world_size=2, timeout=SECONDS)
+
+
+def line_to(port: int, *, secret: bytes = SECRET, rank: int = 1) -> Line:
+    return Line("127.0.0.1", port, secret, rank=rank, timeout=SECONDS)
+
+
+@pytest.fixture
+def store() -> JobStore:
+    return JobStore(held(), "job", timeout=SECONDS)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Of a server on a thread of this process."""
+    is_over = Event()
+    listener = listen("127.0.0.1", 0)
+    with listener:
+        where = listener.getsockname()[1]
+        thread = Thread(target=StoreServer(listener, SECRET, world_size=2).serve, args=(is_over.is_set,))
+        monkeypatch.setattr(store_process, "LOOK_SECONDS", 0.05)
+        thread.start()
+        yield where
+        is_over.set()
+        thread.join(timeout=60)
+
+
+# --- what it answers ---
+
+
+def use(store: Store) -> list[object]:
+    """What ranks and torch ask of a store, and what was answered."""
+    said: list[object] = [store.check(["a"])]
+    store.set("a", "text")
+    store.set("b", b"\0\xff")
+    said += [store.get("a"), store.get("b"), store.check(["a", "b"]), store.check(["a", "c"])]
+    said += [store.add("n", 2), store.add("n", -5), store.get("n")]
+    store.append("list", "x ")  # type: ignore[attr-defined]
+    store.append("list", "y ")  # type: ignore[attr-defined]
+    said += [store.get("list"), store.multi_get(["a", "n"])]
+    said += [store.compare_set("new", "", "1"), store.compare_set("new", "0", "2"), store.compare_set("new", "1", "3")]
+    said += [store.compare_set("none", "expected", "desired"), store.check(["none"]), store.get("new")]
+    said += [store.delete_key("a"), store.delete_key("a"), store.check(["a"])]
+    store.wait(["b", "n"], timedelta(seconds=30))
+    return said
+
+
+def test_job_store_answers_as_torchs_own(store: JobStore) -> None:
+    peer = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    expected = use(peer)
+    assert use(store) == expected
+    assert use(PrefixStore("from torch's C++", store)) == expected
+    assert store.num_keys() == PrefixStore("", store).num_keys() == 8
+
+
+def test_store_process_may_begin_late_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_store, "_PROGRAM", f"import time; time.sleep(1); {job_store._PROGRAM}")
+    line = hold_store(listen("127.0.0.1", 0), SECRET, world_size=2, timeout=timedelta(seconds=0.1))
+    assert JobStore(line, "", timeout=SECONDS).num_keys() == 0
+
+
+def test_job_store_lives_as_long_as_torch_asks_it(store: JobStore) -> None:
+    by_torch = PrefixStore("group", store.torch_store)  # nobody else has it
+    gc.collect()
+    by_torch.set("key", "value")
+    assert store.get("group/key") == b"value"
+
+
+def test_job_stores_parts_share_no_keys(store: JobStore) -> None:
+    one, other = store.under("1"), store.under("2")
+    one.set("key", "value")
+    assert one.check(["key"])
+    assert not other.check(["key"])
+    assert store.get("1/key") == b"value"
+
+
+def test_job_store_waits_for_what_another_rank_writes(store: JobStore) -> None:
+    other = JobStore(line_to(store.port), "job", timeout=SECONDS)
+    with ThreadPoolExecutor(3) as pool:
+        waits = [
+            pool.submit(store.get, "late"),
+            pool.submit(other.multi_get, ["late", "count"]),
+            pool.submit(other.wait, ["late"]),
+        ]
+        assert not other.check(["late"])  # while another thread waits
+        other.add("count", 1)
+        store.set("late", b"x" * 20_000_000)
+        assert len(waits[0].result()) == 20_000_000
+        assert waits[1].result()[1] == b"1"
+        waits[2].result()
+
+
+def test_job_store_tells_whether_a_key_came_in_time(port: int) -> None:
+    store = JobStore(line_to(port), "", timeout=SECONDS, seconds=60)
+    start = time.monotonic()
+    assert not store.wait_for("key", 0.3)
+    assert 0.3 <= time.monotonic() - start < 30
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(store.wait_for, key, 60) for key in ("key", "other")]
+        store.set("key", "value")
+        assert waits[0].result()
+        store.set("other", "value")
+        assert waits[1].result()
+    assert store.wait_for("key", 0.0)
+    assert JobStore(store._line, "", timeout=SECONDS, seconds=1e9).check(["key"])  # more than poll() takes at once
+    assert len(store._line._idle) <= 3  # a wait that ended without the key costs no connection
+
+
+def test_job_store_gives_up_a_holder_that_is_stopped() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stopped, ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(line_to, stopped.getsockname()[1])
+        stream, _ = stopped.accept()
+        door = Door(SECRET, "store")
+        stream.sendall(door.nonce)
+        stream.sendall(door.judge(receive_exactly(stream, HELLO_BYTES))[1])
+        store = JobStore(calling.result(), "", timeout=SECONDS, seconds=0.1)
+        with pytest.raises(NoAnswerError, match=r"not answered within 0\.1 s"):
+            store.check(["key"])
+        view = JobStore(store._line, "", timeout=SECONDS, seconds=60).within(60).within(0.2)
+        start = time.monotonic()
+        for _ in range(20):  # one limit for all that it asks
+            with pytest.raises(NoAnswerError):
+                view.check(["key"])
+        assert 0.1 < time.monotonic() - start < 30
+        stream.close()
+
+
+def test_job_store_says_that_a_wait_timed_out(store: JobStore) -> None:
+    with pytest.raises(RuntimeError, match=r"wait for key timed out after 0\.1 s"):
+        store.wait(["key"], timedelta(seconds=0.1))
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError, match="timed out"):
+        store.get("key")
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_job_store_whose_holder_has_ended_says_so(port: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "create_connection", lambda where, timeout: socket.socketpair()[0])
+        with pytest.raises(OSError, match=r"."):
+            Line("127.0.0.1", port, SECRET, rank=1, timeout=timedelta(seconds=0.2))
+    store = JobStore(line_to(port), "job", timeout=SECONDS)
+    store._line._idle[0].shutdown(socket.SHUT_RDWR)
+    with pytest.raises(RuntimeError, match=rf"the store at 127\.0\.0\.1:{port} has ended"):
+        store.check(["key"])
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").read_text(), reason="this machine has no IPv6")
+def test_job_store_is_reached_by_ipv6() -> None:
+    line = hold_store(listen("::1", 0), SECRET, world_size=2, timeout=SECONDS)
+    store = JobStore(Line("::1", line.port, SECRET, rank=1, timeout=SECONDS), "", timeout=SECONDS)
+    assert store.add("count", 1) == 1
+
+
+# --- whom it lets in ---
+
+
+def is_closed(stream: socket.socket) -> bool:
+    stream.settimeout(60)
+    with suppress(ConnectionError):
+        while more := stream.recv(4096):
+            assert len(more) <= NONCE_BYTES  # no stranger is told anything else
+    return True
+
+
+def test_store_lets_nobody_in_who_does_not_know_the_secret(port: int) -> None:
+    for secret in (b"", b"another", SECRET + b"\n"):
+        with pytest.raises(StrangerError, match="different secrets"):
+            line_to(port, secret=secret)
+    hello, _ = introduce(SECRET, "store", bytes(NONCE_BYTES), rank=1)  # for what another door drew
+    assert SECRET not in hello
+    for words in (hello, b"GET / HTTP/1.1\r\n\r\n".ljust(200), bytes(56), os.urandom(1000)):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(words)
+            assert is_closed(stranger)
+    assert not JobStore(line_to(port), "", timeout=SECONDS).check(["key"])
+
+
+def test_rank_turns_away_from_a_store_that_does_not_know_the_secret() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(line_to, impostor.getsockname()[1])
+        stream, _ = impostor.accept()
+        with stream:
+            stream.sendall(bytes(NONCE_BYTES))
+            stream.recv(1000)
+            stream.sendall(bytes(32))
+            with pytest.raises(StrangerError, match="does not know the job's secret"):
+                calling.result()
+
+
+def test_store_expires_callers_who_say_nothing(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_process, "HELLO_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", port)) as silent:
+        assert is_closed(silent)
+
+
+def test_store_is_not_kept_from_its_ranks_by_idle_callers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_process, "MOST_STRANGERS", 8)
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    store = JobStore(line_to(port), "", timeout=SECONDS)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    for stream in idle[:30]:  # the first to come, the first to go
+        assert is_closed(stream)
+    for stream in idle:
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pack(b"no such thing"),
+        pack(b"add", b"key"),
+        pack(b"add", b"key", b"many"),
+        pack(b"set", b"key"),
+        pack(),
+        b"\0\0\0\x09cut off",
+    ],
+)
+def test_store_ends_the_connection_of_a_request_that_makes_no_sense(request_: bytes, port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as stream:
+        call(stream, SECRET, "store", rank=3)
+        stream.sendall(LENGTH.pack(len(request_)) + request_)
+        assert is_closed(stream)
+    with socket.create_connection(("127.0.0.1", port)) as stream:
+        call(stream, SECRET, "store", rank=3)
+        stream.sendall(LENGTH.pack(store_process.MOST_BYTES + 1))
+        assert is_closed(stream)
+    assert not JobStore(line_to(port), "", timeout=SECONDS).check(["key"])
+
+
+def test_store_without_descriptors_serves_those_it_knows(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = JobStore(line_to(port), "", timeout=SECONDS)
+    refused = Event()
+
+    def refuse(self: socket.socket) -> None:
+        refused.set()
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", refuse)
+        with socket.create_connection(("127.0.0.1", port)):
+            assert refused.wait(timeout=60)
+            store.set("key", "value")
+    assert JobStore(line_to(port), "", timeout=SECONDS).get("key") == b"value"
+
+
+@given(st.binary(max_size=200))
+def test_requests_of_any_bytes_are_carried_out_or_refused(data: bytes) -> None:
+    with suppress(ValueError, LookupError, TypeError):
+        parts = split(data)
+        assert split(pack(*parts)) == parts
+        Table().answer(parts)
+
+
+# --- when it ends ---
+
+HOLDER = """\
+import os, sys, time
+from datetime import timedelta
+from bigbatch.comm.rendezvous.job_store import hold_store
+from bigbatch.comm.rendezvous.meeting import listen
+line = hold_store(listen("127.0.0.1", 0), b"of this job", world_size=2, timeout=timedelta(seconds=60))
+child = os.fork()  # as workers that read pictures, which inherit all that is open
+if child == 0:
+    time.sleep(600)
+print(line.port, child, flush=True)
+time.sleep(600)
+"""
+
+
+def ends(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_refused(port: int) -> bool:
+    with closing(socket.socket()) as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_store_process_ends_with_a_rank_that_is_killed(is_stopped: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        port, child = map(int, rank.stdout.readline().split())
+        assert not is_refused(port)
+        (store,) = (each for each in psutil.Process(rank.pid).children() if each.pid != child)
+        if is_stopped:
+            store.suspend()
+        rank.kill()
+        assert ends(lambda: is_refused(port))  # though a child of it lives on
+        os.kill(child, signal.SIGKILL)
+
+
+def test_store_process_ends_once_nobody_has_the_line() -> None:
+    line = held()
+    port = line.port
+    del line
+    assert is_refused(port)
+
+
+def test_store_process_leaves_signals_to_the_rank(store: JobStore) -> None:
+    listing = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "store_process"], capture_output=True, text=True)
+    for process in map(int, listing.stdout.split()):
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            os.kill(process, each)
+    store.set("key", "value")
+    assert store.get("key") == b"value"

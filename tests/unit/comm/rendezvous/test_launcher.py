@@ -1,0 +1,148 @@
+"""Which launcher started a process, from environments as they were recorded."""
+
+import socket
+
+import pytest
+from error_texts import naming
+
+from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.errors import LaunchError
+
+
+def recorded(text: str) -> dict[str, str]:
+    """Return the variables of an environment; written as NAME=VALUE, with blanks between."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
+# two nodes with four ranks each, by HPE's mpiexec
+PALS = recorded("""
+    PALS_RANKID=5 PALS_LOCAL_RANKID=1 PALS_NODEID=1 PALS_APID=6ad4
+    PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4
+""")
+# the same by flux run; PMI_* are of its plug-in
+FLUX = recorded("""
+    FLUX_JOB_ID=f2xBt3 FLUX_JOB_SIZE=8 FLUX_JOB_NNODES=2 FLUX_TASK_RANK=6 FLUX_TASK_LOCAL_ID=2
+    PMI_RANK=6 PMI_SIZE=8 PMI_FD=17 PMI_SPAWNED=0
+""")
+# srun -n2 -N2 in a batch job, the second task
+STEP = recorded("""
+    SLURM_JOB_ID=1 SLURM_STEP_ID=4 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1
+    SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_STEP_NODELIST=n[0-1]
+    SLURM_TASK_PID=312
+""")
+# a shell that mpirun -n 1 of Open MPI 5 started on n0
+OPENMPI = recorded("""
+    OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1
+    PMIX_RANK=0 PMIX_NAMESPACE=prterun-n0-245@1 PMIX_HOSTNAME=n0 PMIX_SERVER_TMPDIR=/tmp/ompi.245 PRTE_LAUNCHED=1
+""")
+# mpirun -n 4 in a batch job of two nodes, which starts its daemon on the other node by srun; the last rank
+UNDER_A_DAEMON = recorded("""
+    OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
+    PMIX_RANK=3 PMIX_NAMESPACE=prterun-n0-554@1 PMIX_HOSTNAME=n1 PMIX_SERVER_TMPDIR=/tmp/prted.575 PRTE_LAUNCHED=1
+    SLURM_JOB_ID=2 SLURM_STEP_ID=3 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0
+    SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NODELIST=n1 SLURM_TASK_PID=574
+""")
+# salloc's shell is a step, in which a person types mpirun -n 4
+IN_AN_INTERACTIVE_STEP = UNDER_A_DAEMON | recorded("""
+    PMIX_NAMESPACE=prterun-n0-900@1 PMIX_HOSTNAME=n0 PMIX_SERVER_TMPDIR=/tmp/ompi.900
+    SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=n0 SLURM_TASK_PID=870
+""")
+PRTERUN = recorded("""
+    PMIX_RANK=1 PMIX_NAMESPACE=prterun-n0-1871@1 PMIX_HOSTNAME=n0 PMIX_SERVER_TMPDIR=/tmp/prtrn.1871 PRTE_LAUNCHED=1
+""")
+OF_PMIX = recorded("PMIX_RANK=1 PMIX_NAMESPACE=slurm.pmix.1.4 PMIX_HOSTNAME=n1")
+
+
+def without(prefix: str, variables: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if not name.startswith(prefix)}
+
+
+def place(env: ProcessEnv) -> tuple[str, int, int, int, int]:
+    return env.launcher, env.rank, env.world_size, env.local_rank, env.local_size
+
+
+def on_host(name: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int, int, int, int]:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    return place(read_process_env(variables))
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (PALS, ("pals", 5, 8, 1, 4)),
+        (without("PMI_LOCAL_", PALS) | {"PALS_LOCAL_SIZE": "4"}, ("pals", 5, 8, 1, 4)),
+        (FLUX, ("flux", 6, 8, 2, 4)),
+        (without("PMI_", FLUX), ("flux", 6, 8, 2, 4)),  # by -opmi=none
+        (FLUX | recorded("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"), ("mpich", 1, 2, 1, 2)),
+        (STEP | FLUX, ("flux", 6, 8, 2, 4)),  # in a job of Slurm's
+    ],
+)
+def test_launcher_of_crays_and_flux_is_recognised(
+    variables: dict[str, str], expected: tuple[str, int, int, int, int]
+) -> None:
+    assert place(read_process_env(variables)) == expected
+
+
+@pytest.mark.parametrize("variables", [PALS, FLUX])
+def test_launcher_that_hands_on_its_own_nodes_name_is_not_believed(variables: dict[str, str]) -> None:
+    assert read_process_env({**variables, "SLURMD_NODENAME": "first"}).host == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        (PRTERUN, ("PMIX_RANK=1", "prterun", "mpirun", "srun", "WORLD_SIZE", "MASTER_ADDR")),
+        ({**PRTERUN, "PMIX_RANK": "0"}, ("PMIX_RANK=0", "prterun")),
+        # srun --mpi=pmix, in a container that does not let SLURM_* through
+        (OF_PMIX, ("PMIX_RANK=1", "srun", "SLURM_* ")),
+        ({"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}, ("JSM_NAMESPACE_RANK=3", "jsrun")),
+        ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "4"}, ("MV2_COMM_WORLD_RANK=0", "mpirun_rsh")),
+        ({"ALPS_APP_PE": "0"}, ("ALPS_APP_PE=0", "aprun")),
+        ({"PMI_SIZE": "4"}, ("PMI_SIZE=4", "PMI_RANK")),
+        ({"PMI_RANK": "2"}, ("PMI_RANK=2", "PMI_SIZE")),
+        ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", " RANK:", "torchrun")),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, ("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE", "openmpi")),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, ("SLURM_STEP_NUM_TASKS=2", "SLURM_PROCID", "srun")),
+        ({"FLUX_JOB_SIZE": "2"}, ("FLUX_JOB_SIZE=2", "FLUX_TASK_RANK", "flux")),
+        ({**FLUX, "FLUX_JOB_SIZE": "7"}, ("FLUX_JOB_SIZE=7", "FLUX_JOB_NNODES=2", "--tasks-per-node", "WORLD_SIZE")),
+        ({"FLUX_TASK_RANK": "1"}, ("flux", "FLUX_JOB_SIZE")),
+        ({"PALS_RANKID": "1"}, ("pals", "PMI_SIZE")),
+    ],
+)
+def test_launcher_whose_ranks_would_each_run_alone_is_refused(
+    variables: dict[str, str], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(LaunchError, match=naming(*named)) as caught:
+        read_process_env(variables)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"PMI_SIZE": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "1"}, {"SLURM_STEP_NUM_TASKS": "2"}, {"RANK": "gold"}],
+)
+def test_process_that_is_one_of_one_runs_alone(variables: dict[str, str]) -> None:
+    assert place(read_process_env(variables)) == ("none", 0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "host", "expected"),
+    [
+        # a shell that mpirun started has called srun: on another node, and on its own
+        ({**OPENMPI, **STEP}, "n1", ("srun", 1, 2, 0, 1)),
+        ({**OPENMPI, **STEP, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, "n0", ("srun", 0, 2, 0, 1)),
+        ({**OPENMPI, **STEP, **OF_PMIX}, "n1", ("srun", 1, 2, 0, 1)),
+        (UNDER_A_DAEMON, "n1", ("openmpi", 3, 4, 1, 2)),
+        ({**UNDER_A_DAEMON, "PMIX_HOSTNAME": "n1.site"}, "n1", ("openmpi", 3, 4, 1, 2)),
+        (IN_AN_INTERACTIVE_STEP, "n0", ("openmpi", 3, 4, 1, 2)),
+        # a rank under a daemon calls srun itself
+        ({**UNDER_A_DAEMON, **STEP, "SLURM_TASK_PID": "901"}, "n1", ("srun", 1, 2, 0, 1)),
+    ],
+)
+def test_launcher_that_is_deeper_counts(
+    variables: dict[str, str],
+    host: str,
+    expected: tuple[str, int, int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert on_host(host, variables, monkeypatch) == expected

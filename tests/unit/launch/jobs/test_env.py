@@ -1,0 +1,127 @@
+"""Variables of --env: a value that somebody keeps to himself is seen by the ranks alone."""
+
+import stat
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from error_texts import naming
+from slurm_stubs import Stubs
+
+from bigbatch.errors import JobRefused
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.launchers.k8s import manifest
+from bigbatch.launch.launchers.mpirun import mpirun_argv
+from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.slurm_script import sbatch_script
+from bigbatch.launch.start import main
+
+TRAIN = ("train", "--config", "quickstart")
+VALUE = "s3cr3t"
+RANK = """import os, pathlib
+words = b" ".join(path.read_bytes() for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if path.parent.exists())
+print(os.environ["TOKEN"], os.environ["STATED"], b"s3" b"cr3t" in words)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("launcher", ["local", pytest.param("torchrun", marks=pytest.mark.long), "mpirun"])
+def test_env_reaches_the_ranks_and_no_list_of_processes(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if launcher == "mpirun":
+        pytest.importorskip("mpi4py")
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN", VALUE)
+    # in this process, whose own words have no value
+    words = ("--ranks", "1", "--env", "TOKEN", "--env", f"STATED={VALUE}", "--python", "--", "rank.py")
+    assert main([launcher, *words]) == 0
+    assert capfd.readouterr().out.split() == [VALUE, VALUE, "False"]
+
+
+@pytest.mark.parametrize("launcher", ["local", "torchrun", "mpirun", "slurm"])
+def test_env_that_is_not_set_is_told_before_anything_starts(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TOKEN", raising=False)
+    words = (launcher, "--ranks", "1", "--env", "TOKEN")
+    with pytest.raises(JobRefused, match=naming("--env TOKEN", "export", "TOKEN=VALUE")):
+        main([*words, "--", *TRAIN])
+    assert main([*words, "--dry-run", "--", *TRAIN]) == 0  # it may be for elsewhere
+    monkeypatch.setenv("TOKEN", VALUE)
+    assert main([*words, "--dry-run", "--", *TRAIN]) == 0
+    assert VALUE not in capsys.readouterr().out
+
+
+def test_env_of_mpirun_is_named_and_not_stated() -> None:
+    job = JobSpec(TRAIN, 2, environment=(("STATED", VALUE),), taken=(("TOKEN", None),))
+    argv = mpirun_argv(job)
+    assert VALUE not in " ".join(argv)
+    for name in ("STATED", "TOKEN"):
+        assert argv[argv.index(name) - 1] == "-x"
+
+
+def test_env_of_a_slurm_script_is_that_of_the_shell_that_submits(tmp_path: Path) -> None:
+    stubs, job = Stubs(tmp_path), JobSpec(TRAIN, 2, taken=(("TOKEN", None), ("EMPTY", None)))
+    code, _ = stubs.run(sbatch_script(job), TOKEN=VALUE, EMPTY="")
+    assert (code, stubs.variables()["TOKEN"]) == (0, VALUE)
+    (tmp_path / "srun.environ").unlink()
+    assert stubs.run(sbatch_script(job), TOKEN=VALUE)[0] == 2
+    assert not (tmp_path / "srun.environ").exists()
+
+
+def test_env_of_a_written_script_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--env", f"STATED={VALUE}", "--env", "TOKEN", "--", *TRAIN)
+    for name in ("new.sbatch", "old.sbatch"):
+        path = tmp_path / name
+        if name.startswith("old"):
+            path.write_text("edited")
+            path.chmod(0o644)
+        assert main(["slurm", "--output", name, "--force", *words]) == 0
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert f"STATED={VALUE}" in path.read_text()
+
+
+def test_env_of_kubernetes_is_a_reference_to_a_secret() -> None:
+    taken = (("TOKEN", None), ("OTHER", None), ("KEY", "vision.wandb"))
+    job = JobSpec(TRAIN, 2, image="i", environment=(("STATED", "a$(b)"),), taken=taken, stop_seconds=0)
+    text = manifest(replace(job, kind="mpijob"), name="a-b")
+    head, pods = text.split("apiVersion", 1)
+    assert "TOKEN, OTHER" in head
+    assert "create secret generic bigbatch " in head
+    assert "create secret generic vision.wandb " in head
+    replicas = yaml.safe_load("apiVersion" + pods)["spec"]["mpiReplicaSpecs"]
+    (launcher,) = replicas["Launcher"]["template"]["spec"]["containers"]
+    assert launcher["env"] == [
+        {"name": "PYTHONSAFEPATH", "value": "1"},
+        {"name": "STATED", "value": "a$$(b)"},
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
+            for name, secret in (("TOKEN", "bigbatch"), ("OTHER", "bigbatch"), ("KEY", "vision.wandb"))
+        ),
+    ]
+    assert [word for word in launcher["command"] if word.startswith("--env")] == [
+        f"--env={name}" for name in ("PYTHONSAFEPATH", "STATED", "TOKEN", "OTHER", "KEY")
+    ]
+    (worker,) = replicas["Worker"]["template"]["spec"]["containers"]
+    assert "env" not in worker
+    text = manifest(job, name="a-b")
+    pods = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pods["containers"][0]["env"] == launcher["env"]
+    assert text.partition("apiVersion")[0].splitlines()[-4:] == head.splitlines()[-4:]
+
+
+@pytest.mark.parametrize("launcher", sorted(LAUNCHERS.keys() - {"k8s"}))
+def test_env_secrets_are_those_of_kubernetes(launcher: str) -> None:
+    with pytest.raises(JobRefused, match=naming("--env TOKEN@other", "Kubernetes", "export TOKEN")):
+        main([launcher, "--ranks", "1", "--env", "TOKEN@other", "--dry-run", "--", *TRAIN])
+
+
+@pytest.mark.parametrize("word", ["A B", "1A", "A@", "A@-b", "A@B", "@b", ""])
+def test_env_words_that_name_nothing_are_refused(word: str) -> None:
+    with pytest.raises(JobRefused, match="--env"):
+        main(["k8s", "--image", "i", "--env", word, "--dry-run", "--", *TRAIN])

@@ -1,0 +1,421 @@
+"""Manifests for Kubernetes, against the definitions of what takes them; what is refused before; what kubectl gets."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from error_texts import naming
+
+from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError
+from bigbatch.launch.jobs.restarts import may_go_on
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.jobs.words import UNLIMITED
+from bigbatch.launch.launchers import k8s
+from bigbatch.launch.launchers.k8s_mpijob import ASK_RANKS
+from bigbatch.launch.start import main
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+TRAIN = ("train", "--config", "quickstart")
+FOLDERS = ("--data.root", "/d/shapes", "--run.directory", "/r/x")
+IN_PODS = ("--image", "bb", "--mount", "data:/d:ro", "--mount", "runs:/r")
+TYPES = {"string": (str,), "integer": (int,), "boolean": (bool,), "object": (dict,)}
+OLDEST = "1.31"
+"""Version of Kubernetes from which on all fields are there for everyone."""
+
+
+def pods_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    if manifest["kind"] == "JobSet":
+        return [manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]]
+    return [each["template"]["spec"] for each in manifest["spec"]["mpiReplicaSpecs"].values()]
+
+
+def jobset(*, command: tuple[str, ...] = (*TRAIN, *FOLDERS), ranks: int = 16, **options: Any) -> dict[str, Any]:
+    """The manifest as Kubernetes reads it."""
+    loaded: dict[str, Any] = yaml.safe_load(k8s.manifest(JobSpec(command, ranks, image="bb", **options), name="a-b"))
+    return loaded
+
+
+def misfits(value: Any, fields: Any, *, where: str = "") -> list[str]:
+    """Where a manifest has what k8s-fields.yaml does not; Kubernetes may drop unknown fields in silence."""
+    if fields in ("job", "pod"):
+        return core_misfits(value, kind=fields, where=where)
+    if isinstance(fields, str):
+        return [] if type(value) in TYPES[fields] else [f"{where}: {value!r} is not {fields}"]
+    if isinstance(fields, list):
+        return [line for part in value for line in misfits(part, fields[0], where=f"{where}[]")]
+    known = {name.rstrip("!"): part for name, part in fields.items()}
+    missing = [
+        f"{where}.{name[:-1]}: missing" for name in fields if name.endswith("!") and name.rstrip("!") not in value
+    ]
+    found = [f"{where}.{name}: unknown" for name in value if name not in known and "*" not in known]
+    parts = {name: known.get(name, known.get("*")) for name in value}
+    return missing + found + [x for n, f in parts.items() if f for x in misfits(value[n], f, where=f"{where}.{n}")]
+
+
+def core_misfits(spec: dict[str, Any], *, kind: str, where: str) -> list[str]:
+    """By Kubernetes' own schemas."""
+    import kubernetes_validate
+
+    version = {"job": "batch/v1", "pod": "v1"}[kind]
+    whole = {"apiVersion": version, "kind": kind.title(), "metadata": {"name": "a"}, "spec": spec}
+    try:
+        kubernetes_validate.validate(whole, OLDEST, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return [f"{where}.{'.'.join(map(str, error.path))}: {error.message}"]
+    return []
+
+
+MANIFESTS = sorted(set(GOLDEN.glob("k8s-*.yaml")) - {GOLDEN / "k8s-fields.yaml"})
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_k8s_definitions_take_every_manifest(path: Path) -> None:
+    manifest = yaml.safe_load(path.read_text())
+    fields = yaml.safe_load((GOLDEN / "k8s-fields.yaml").read_text())[manifest["kind"]]
+    assert not misfits(manifest, fields)
+    spec = manifest["spec"]
+    spec["ttlSecondsAfterFinish"] = 1
+    if manifest["kind"] == "JobSet":
+        spec["replicatedJobs"][0]["replicas"] = "1"
+        spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["runAsUser"] = 1
+    else:
+        spec["mpiReplicaSpecs"]["Launcher"]["replicas"] = "1"
+        spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["runAsUser"] = 1
+    told = misfits(manifest, fields)
+    for word in (".spec.ttlSecondsAfterFinish: unknown", "'1' is not integer", "'runAsUser' was unexpected"):
+        assert any(word in line for line in told), told
+    assert len(told) == 3
+
+
+def test_k8s_strings_stay_strings_for_every_reader_of_yaml() -> None:
+    """Go's readers take more words for numbers and truth values than Python's: each such word is quoted."""
+    values = ("no", "y", "0x10", "1e3", "0o17", "1_000", "~", "null", "12:30:00", ".inf", "2026-01-01", "a: b", "#", "")
+    environment = tuple((f"V{number}", value) for number, value in enumerate(values))
+    text = k8s.manifest(JobSpec(TRAIN, 1, image="bb", environment=environment), name="a-b")
+    lines = [line.strip() for line in text.splitlines()]
+    for value in values:
+        assert f"value: '{value}'" in lines
+    (pod,) = pods_of(yaml.safe_load(text))
+    read = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert {name: read[name] for name, _ in environment} == dict(environment)
+
+
+def test_k8s_jobset_has_what_restricted_pod_security_asks_for() -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards: each field that it restricts."""
+    (pod,) = pods_of(jobset(num_nodes=2, mounts=("data:/d", "runs:/r")))
+    assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & pod.keys()
+    assert {key for volume in pod["volumes"] for key in volume} == {"name", "emptyDir", "persistentVolumeClaim"}
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    of_pod = pod["securityContext"]
+    assert of_pod["runAsNonRoot"] is True
+    assert of_pod["runAsUser"] > 0
+    assert of_pod["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert not container.get("ports")
+    (pod,) = pods_of(jobset(rdma="rdma/hca=2", user="7:8"))
+    (container,) = pod["containers"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container["resources"]["limits"]["rdma/hca"] == 2
+    assert [pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")] == [7, 8, 8]
+
+
+def test_k8s_jobset_starts_the_ranks_of_each_node_where_they_find_each_other() -> None:
+    manifest = jobset(num_nodes=2)
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["completionMode"], job["backoffLimit"]) == (2, 2, "Indexed", 0)
+    (container,) = job["template"]["spec"]["containers"]
+    split = container["command"].index("--")
+    assert container["command"][:split] == [
+        *("bigbatch", "launch", "local", "--nodes", "2", "--node-rank", "$(JOB_COMPLETION_INDEX)"),
+        # pods of a JobSet: NAME-REPLICATED_JOB-JOB_INDEX-POD_INDEX.SUBDOMAIN, which is NAME
+        *("--master", "a-b-node-0-0.a-b:29500", "--ranks-per-node", "8"),
+    ]
+    reference = {"secretKeyRef": {"name": "a-b", "key": "secret"}}
+    assert {"name": "BIGBATCH_SECRET", "valueFrom": reference} in container["env"]
+    (alone,) = pods_of(jobset())[0]["containers"]
+    assert alone["command"][:6] == ["bigbatch", "launch", "local", "--ranks-per-node", "16", "--"]
+    assert "BIGBATCH_SECRET" not in {each["name"] for each in alone["env"]}, "launch local draws one"
+
+
+@pytest.mark.parametrize("is_python", [False, True])
+def test_k8s_jobset_restarts_by_the_exit_codes_of_the_failure_model(is_python: bool) -> None:
+    manifest = jobset(is_python=is_python, restarts=5)
+    policy = manifest["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 5
+    assert jobset(restarts=0)["spec"]["failurePolicy"]["maxRestarts"] == 0
+    rules = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    messages = {0: "Pod default/a-b-node-0-0 has condition DisruptionTarget matching FailJob rule at index 0"}
+    codes = dict.fromkeys(range(1, 256), ("BackoffLimitExceeded", "Job has reached the specified backoff limit"))
+    for number, rule in reversed(list(enumerate(rules))):
+        for code in rule.get("onExitCodes", {"values": []})["values"]:
+            said = f"Container ranks for pod default/a failed with exit code {code} matching FailJob rule at index "
+            codes[code] = ("PodFailurePolicy", f"{said}{number}")
+
+    def action(reason: str, message: str) -> str:
+        """As JobSet's controller finds it: the first rule whose reason and message fit."""
+        for rule in policy["rules"]:
+            patterns = rule.get("onJobFailureMessagePatterns", [""])
+            if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+                return str(rule["action"])
+        return "RestartJobSet"
+
+    assert action("PodFailurePolicy", messages[0]) == "RestartJobSetAndIgnoreMaxRestarts", "evicted"
+    assert action("DeadlineExceeded", "Job was active longer than specified deadline") == "FailJobSet"
+    found = {code: action(*ended) for code, ended in codes.items()}
+    # a drained node's ranks have asked all others to stop; a script may end so by itself, again and again
+    assert found.pop(130) == ("RestartJobSet" if is_python else "RestartJobSetAndIgnoreMaxRestarts")
+    for code in (126, 127):  # nothing started
+        assert found.pop(code) == "FailJobSet"
+    known = [1, 2, 3, 4, 5, 6, 7, 134, 135, 137, 139, 141, 143]
+    expected = {code: "RestartJobSet" if may_go_on(code, is_python=is_python) else "FailJobSet" for code in known}
+    assert {code: found[code] for code in known} == expected
+
+
+def test_k8s_pods_may_take_as_long_to_end_as_the_run_may_take_to_save() -> None:
+    for kind in ("jobset", "mpijob"):
+        seconds = [
+            pods_of(jobset(kind=kind, command=command, **options))[-1]["terminationGracePeriodSeconds"]
+            - (30 if kind == "mpijob" else 0)  # its launcher's pod ends first
+            for command, options in (
+                ((*TRAIN, "--run.checkpoint_timeout_seconds", "1800"), {}),
+                (TRAIN, {"stop_seconds": 90}),
+                (("bench",), {}),
+            )
+        ]
+        assert seconds == [1860, 90, 120]
+
+
+def test_k8s_job_without_a_time_limit_has_no_deadline() -> None:
+    for minutes, deadline in ((UNLIMITED, None), (90, 5400)):
+        job = jobset(minutes=minutes)["spec"]["replicatedJobs"][0]["template"]["spec"]
+        policy = jobset(minutes=minutes, kind="mpijob")["spec"]["runPolicy"]
+        assert (job.get("activeDeadlineSeconds"), policy.get("activeDeadlineSeconds")) == (deadline, deadline)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "mpijob"])
+def test_k8s_resources_are_stated_in_its_own_units(kind: str) -> None:
+    for options, limits in (
+        ({"memory": "200g"}, {"nvidia.com/gpu": 8, "memory": "200Gi"}),
+        ({"device": "cpu", "cpus_per_rank": 2}, {"cpu": 16}),
+        ({"gpus_per_node": 4}, {"nvidia.com/gpu": 4}),
+    ):
+        pod = pods_of(jobset(kind=kind, num_nodes=2, **options))[-1]
+        assert pod["containers"][0]["resources"]["limits"] == limits
+    with pytest.raises(LaunchOptionError, match=naming("--memory 0", "200G")):
+        jobset(kind=kind, memory="0")
+
+
+@pytest.mark.parametrize("kind", ["jobset", "mpijob"])
+def test_k8s_pods_are_placed_as_asked(kind: str) -> None:
+    manifest = jobset(
+        kind=kind,
+        exclude="n[1-2]",
+        node_selector=("gpu=h200",),
+        tolerations=("nvidia.com/gpu:NoSchedule", "team=vision", "any"),
+        priority="high",
+        pull_secrets=("registry",),
+        namespace="vision",
+        queue="research",
+    )
+    assert manifest["metadata"]["namespace"] == "vision"
+    assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "research"}
+    for pod in pods_of(manifest):
+        affinity = pod["affinity"]["nodeAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        assert term["matchExpressions"][0]["values"] == ["n1", "n2"]
+        assert pod["nodeSelector"] == {"gpu": "h200"}
+        assert pod["tolerations"] == [
+            {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+            {"key": "team", "operator": "Equal", "value": "vision"},
+            {"key": "any", "operator": "Exists"},
+        ]
+        assert pod["priorityClassName"] == "high"
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+
+
+@pytest.mark.parametrize("kind", ["jobset", "mpijob"])
+def test_k8s_replaces_nothing_in_the_command(kind: str) -> None:
+    command = pods_of(jobset(kind=kind, command=(*TRAIN, "$(HOME)/a: [b]\n#c")))[0]["containers"][0]["command"]
+    assert command[-1] == "$$(HOME)/a: [b]\n#c"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--node-selector", "gpu"), ("--node-selector 'gpu'", "gpu=h200")),
+        (("--toleration", "gpu:Never"), ("--toleration 'gpu:Never'", "NoSchedule")),
+        (("--pull-secret", "A"), ("--pull-secret 'A'", "Secret")),
+        (("--namespace", "a.b"), ("--namespace 'a.b'",)),
+        (("--queue", "-q"), ("--queue",)),
+        (("--rdma", "rdma/hca=0"), ("--rdma 'rdma/hca=0'", "rdma/hca_shared_devices_a")),
+        (("--user", "0"), ("--user '0'", "1000:1000")),
+        (("--user", "5", "--kind", "mpijob"), ("--user", "root", "jobset")),
+        *((("--name", name), ("--name", "resnet50-32k")) for name in ("A", "a.b", "a_b", "1a", "a" * 39, "a b", "a;b")),
+    ],
+)
+def test_k8s_takes_words_of_its_own_only(
+    words: tuple[str, ...], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((JobRefused, SystemExit)) as caught:
+        main(["k8s", *IN_PODS, *words, "--dry-run", "--", *TRAIN, *FOLDERS])
+    said = str(caught.value) + capsys.readouterr().err
+    assert all(word in said for word in named), said
+
+
+def test_k8s_needs_an_image() -> None:
+    with pytest.raises(LaunchOptionError, match="--image"):
+        k8s.manifest(JobSpec(TRAIN, 1), name="a-b")
+
+
+@pytest.mark.parametrize(
+    ("mounts", "folders", "named"),
+    [
+        (("d:/d", "r:/r"), ("--data.root", "/d/x"), ("--run.directory runs/quickstart", "end with", "/d/quickstart")),
+        (
+            ("d:/d:ro", "r:/r"),
+            ("--data.root", "/d/x"),
+            ("--run.directory runs/quickstart", "end with", "/r/quickstart"),
+        ),
+        ((), FOLDERS, ("--run.directory /r/x", "--mount runs:/runs", "--run.directory /runs/x")),
+        (("r:/r:ro",), FOLDERS, ("--run.directory /r/x", "r:/r:ro", "read only")),
+        (("r:/ru",), FOLDERS, ("--run.directory /r/x", "end with")),
+        (("r:/r", "s:/r/x:ro"), FOLDERS, ("s:/r/x:ro", "read only")),
+        (("r:/r",), ("--run.directory", "/r/x"), ("--data.root data/shapes", "no such work folder", "/r/shapes")),
+    ],
+)
+@pytest.mark.parametrize("start", [(), ("--dry-run",)])
+def test_k8s_folders_that_end_with_a_pod_are_refused_before_anything_is_submitted(
+    mounts: tuple[str, ...],
+    folders: tuple[str, ...],
+    named: tuple[str, ...],
+    start: tuple[str, ...],
+    kubectl: Path,
+) -> None:
+    words = [word for mount in mounts for word in ("--mount", mount)]
+    with pytest.raises(JobRefused, match=naming(*named)) as caught:
+        main(["k8s", "--image", "bb", *words, *start, "--", *TRAIN, *folders])
+    assert len(caught.value.findings) == 1
+    assert not (kubectl / "calls").exists()
+
+
+def test_k8s_run_of_another_command_lies_in_a_mount() -> None:
+    with pytest.raises(JobRefused, match=naming("evaluate runs/x", "--mount")):
+        main(["k8s", *IN_PODS, "--dry-run", "--", "evaluate", "runs/x"])
+    assert main(["k8s", *IN_PODS, "--dry-run", "--", "evaluate", "/r/x"]) == 0
+
+
+KUBECTL = """#!/bin/sh
+cd {folder}
+number=$(cat calls 2>/dev/null | wc -l)
+echo "$*" >> calls
+cat > "input-$number"
+[ -e "refuse-$number" ] && {{ cat "refuse-$number" >&2; exit 1; }}
+echo '{{"apiVersion": "v1", "kind": "JobSet", "metadata": {{"name": "n", "namespace": "s", "uid": "u-1"}}}}'
+"""
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of one that keeps its words and input, and makes all that it is given."""
+    (tmp_path / "kubectl").write_text(KUBECTL.format(folder=tmp_path))
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(*words: str) -> int:
+    return main(["k8s", *IN_PODS, *words, "--", *TRAIN, *FOLDERS])
+
+
+def test_k8s_jobs_have_names_of_their_own(kubectl: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start("--dry-run", "--name", "mine")
+    printed = capsys.readouterr().out
+    assert start("--name", "mine") == 0
+    assert (kubectl / "calls").read_text() == "create -f - -o json\n"
+    (drawn,) = set(re.findall(r"mine-[a-z0-9]{5}\b", printed))
+    (other,) = set(re.findall(r"mine-[a-z0-9]{5}\b", (kubectl / "input-0").read_text()))
+    assert other != drawn
+    assert (kubectl / "input-0").read_text() == printed.replace(drawn, other)
+    logs = f"kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={other} --prefix --tail=-1 --max-log-requests 1"
+    assert capsys.readouterr().out == f"job {other}; its output:\n  {logs}\n"
+    (kubectl / "refuse-1").write_text("no matches for kind JobSet\nensure CRDs are installed first\n")
+    with pytest.raises(SchedulerError, match=naming("kubectl", "no matches for kind JobSet; ensure CRDs are")):
+        start()
+
+
+def test_k8s_jobs_secret_ends_with_the_job_and_is_in_no_manifest(
+    kubectl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("--nodes", "2") == 0
+    calls = (kubectl / "calls").read_text().splitlines()
+    assert calls == ["create -f - -o json", "create -f -"]
+    secret = json.loads((kubectl / "input-1").read_text())
+    assert secret["kind"] == "Secret"
+    owner = {"apiVersion": "v1", "kind": "JobSet", "name": "n", "uid": "u-1"}
+    assert secret["metadata"] == {"name": "n", "namespace": "s", "ownerReferences": [owner]}
+    value = secret["stringData"]["secret"]
+    assert len(bytes.fromhex(value)) == 32
+    shown = (kubectl / "input-0").read_text() + capsys.readouterr().out + "".join(calls)
+    assert value not in shown
+    (kubectl / "refuse-3").write_text("secrets is forbidden\n")
+    with pytest.raises(SchedulerError, match="secrets is forbidden"):
+        start("--nodes", "2")
+    assert (kubectl / "calls").read_text().splitlines()[2:] == ["create -f - -o json", "create -f -", "delete -f -"]
+    assert (kubectl / "input-4").read_text() == (kubectl / "input-2").read_text(), "the job that was made is deleted"
+
+
+def test_k8s_without_kubectl_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SchedulerError, match=naming("kubectl", "--dry-run")):
+        start()
+
+
+RANK = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: (pathlib.Path("asked").touch(), time.sleep(1), sys.exit(0)))
+pathlib.Path("ready").touch()
+time.sleep(600)
+"""
+DAEMON = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(15, b"prted", 0, 0, 0)
+sys.exit(subprocess.call([sys.executable, "rank.py", "bigbatch"]))
+"""
+
+
+@pytest.mark.long
+def test_k8s_mpi_worker_that_is_deleted_asks_its_ranks_and_waits_for_them(tmp_path: Path) -> None:
+    """The hook must see a rank, and must not see itself."""
+    (tmp_path / "rank.py").write_text(RANK)
+    alone = [*ASK_RANKS[:2], of_these_alone(ASK_RANKS[2], "$$")]
+    subprocess.run(alone, check=True, timeout=100)
+    daemon = subprocess.Popen([sys.executable, "-c", DAEMON], cwd=tmp_path)
+    try:
+        until = time.monotonic() + 100
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+        hook = [*ASK_RANKS[:2], of_these_alone(ASK_RANKS[2], f"{children[0]} {daemon.pid}")]
+        subprocess.run(hook, check=True, timeout=100)
+        assert daemon.poll() is not None or daemon.wait(timeout=100) == 0
+        assert (tmp_path / "asked").exists()
+    finally:
+        daemon.kill()
+        daemon.wait()
+
+
+def of_these_alone(hook: str, pids: str) -> str:
+    """The hook looks at these processes only: others of this machine may be ranks."""
+    for rest in ("/stat", "/cmdline"):
+        assert f"/proc/[0-9]*{rest}" in hook
+        hook = hook.replace(f"/proc/[0-9]*{rest}", " ".join(f"/proc/{pid}{rest}" for pid in pids.split()))
+    return hook

@@ -1,0 +1,363 @@
+"""A recipe on a cluster: what the command answers, what its clusters state, and what it refuses."""
+
+import json
+
+import pytest
+from error_texts import naming
+
+from bigbatch.cli import main
+from bigbatch.errors import LaunchOptionError, SimulationError
+from bigbatch.launch.simulate import show
+from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
+from bigbatch.launch.simulate.command import read_counts, read_factors, read_hours
+from bigbatch.launch.simulate.epochs import epochs_to_759
+from bigbatch.launch.simulate.profile import read_profile
+from bigbatch.launch.simulate.scaling import (
+    Factors,
+    Question,
+    advise,
+    cheapest_within,
+    efficiencies,
+    input_rate,
+    knee,
+    simulate_point,
+    simulate_scaling,
+)
+from bigbatch.launch.simulate.shapes import load_shape, shape_of
+from bigbatch.trainer.config.file import load_config
+
+CLUSTER = """device: {value: a device, source: test}
+devices_per_node: {value: 4, source: test}
+inside_gbyte_per_s: {value: 10, source: test}
+across_gbit_per_s: {value: 10, source: test}
+rates:
+  - {model: resnet50, local_batch: 64, images_per_second: 300, source: test}
+"""
+
+
+NO_SCALE = ("--optimizer.loss_scale", "null", "--optimizer.loss_scale_growth_steps", "null")
+
+
+def ask(cluster: str = "dgx_a100", recipe: str = "imagenet/resnet50_64k", **options) -> Question:
+    return Question(load_config(["--config", recipe]), load_cluster(cluster), **options)
+
+
+def test_paper_s_run_of_2048_gpus_lies_in_the_band():
+    # Jia et al. 2018: 90 epochs in 6.6 minutes at batch 65,536 on 2,048 P40
+    question = ask("p40_roce100", "imagenet/jia_resnet50_64k")
+    point = simulate_point(question, 2048)
+    published_seconds = 6.6 * 60 / (90 * 1_281_167 / 65_536)
+    assert point.low_seconds <= published_seconds <= point.high_seconds
+    # what it takes beyond its training steps evaluates 50,000 pictures after each epoch: a third of a training step's
+    # computing, which at 32 pictures of 2,048 GPUs each is the same 65,536
+    training = 90 * 1_281_167 / 65_536 * point.step.seconds / 3600
+    assert 0 < point.hours - training < 90 * point.step.computing / 3600 / 2
+    assert (point.num_nodes, point.num_microbatches) == (256, 1)
+
+
+def test_losses_add_up_and_more_devices_never_make_a_step_cheaper():
+    points, refused = simulate_scaling(ask(), [8, 64, 512, 1024])
+    assert [point.num_devices for point in points] == [8, 64, 512]
+    assert [each.num_devices for each in refused] == [1024]
+    assert "microbatch_size" in refused[0].why
+    for each in efficiencies(points):
+        assert sum(each.losses.values()) == pytest.approx(1 - each.efficiency)
+    hours = [point.device_hours for point in points]
+    assert hours == sorted(hours)
+    assert cheapest_within(points, 1e6) is points[0]
+    assert cheapest_within(points, points[1].hours) is points[1]
+    assert cheapest_within(points, points[-1].hours / 2) is None
+
+
+def test_slow_links_move_the_knee():
+    counts = [8, 16, 32, 64, 128, 256]
+    assert knee(simulate_scaling(ask(), counts)[0]).num_devices == 256
+    slow = ask(factors=Factors(link=1e-4))
+    assert knee(simulate_scaling(slow, counts)[0]).num_devices < 256
+
+
+def test_what_ifs_change_what_they_name():
+    plain = simulate_point(ask(), 64)
+    faster = simulate_point(ask(factors=Factors(rate=2.0)), 64)
+    assert faster.step.computing == pytest.approx(plain.step.computing / 2)
+    half = simulate_point(ask(factors=Factors(batch=0.5)), 64)
+    assert (half.global_batch_size, half.num_microbatches) == (32_768, plain.num_microbatches // 2)
+
+
+def test_failures_cost_a_restart_and_half_an_interval_each():
+    config = load_config(["--config", "imagenet/resnet50_64k", "--run.checkpoint_every_steps", "100"])
+    question = Question(config, load_cluster("dgx_a100"), failure_hours=1000.0, restart_seconds=60.0)
+    point = simulate_point(question, 64)
+    lost = 60 + 50 * point.step.seconds
+    assert point.effective_share == pytest.approx(1 - lost * 8 / 3.6e6)
+    with pytest.raises(SimulationError, match="checkpoints"):
+        simulate_point(Question(config, load_cluster("dgx_a100"), failure_hours=0.01), 64)
+
+
+def test_epochs_are_those_of_mlperf_s_records():
+    assert [epochs_to_759(batch) for batch in (1024, 4096, 65_536)] == [35.0, 40.0, 84.5]
+    # 20,684 lies midway between the logarithms of 13,056 and 32,768
+    assert epochs_to_759(20_684) == pytest.approx((45.4 + 56) / 2, abs=1e-3)
+    assert epochs_to_759(131_072) is None
+    point = simulate_point(ask(), 64)
+    epochs = load_config(["--config", "imagenet/resnet50_64k"]).run.epochs
+    assert point.hours_to_759 == pytest.approx(point.hours * 84.5 / epochs)
+    assert simulate_point(ask("p40_roce100", "imagenet/alexnet_bn_64k"), 64).hours_to_759 is None
+
+
+def test_over_subscribed_switch_takes_its_share_of_links(tmp_path):
+    path = tmp_path / "mine.yaml"
+    more = "switch_nodes: {value: 2, source: test}\noversubscription: {value: 4, source: test}\nrates:"
+    path.write_text(CLUSTER.replace("rates:", more))
+    rates = [load_cluster(str(path)).of_devices(count).across_bytes_per_second for count in (4, 8, 12)]
+    assert rates == [1e9, 1e9, 0.25e9]  # 10 Gbit/s, of which four fifths are reached
+
+
+def test_advice_is_worth_what_it_says(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(CLUSTER)
+    config = load_config(["--config", "imagenet/resnet50_64k", "--optimizer.precision", "fp32", *NO_SCALE])
+    question = Question(config, load_cluster(str(path)))
+    point = simulate_point(question, 512)
+    found = advise(question, point)
+    assert found.half_wire_seconds < point.step.seconds
+    sizes = found.plan.sizes
+    tuned = ["--comm.threshold_bytes", str(sizes.threshold_bytes), "--comm.buffer_bytes", str(sizes.buffer_bytes)]
+    if sizes.first_buffer_bytes:
+        tuned += ["--comm.first_buffer_bytes", str(sizes.first_buffer_bytes)]
+    again = load_config(["--config", "imagenet/resnet50_64k", "--optimizer.precision", "fp32", *NO_SCALE, *tuned])
+    changed = simulate_point(Question(again, question.cluster, algorithm=point.algorithm), 512)
+    assert changed.step.seconds == pytest.approx(found.planned_seconds)
+    assert found.planned_seconds <= point.step.seconds
+
+
+EXAMINED = {
+    "experiment": {"model": "resnet50", "image_size": 224, "microbatch_size": 128, "precision": "fp16"},
+    "machine": {"world_size": 2},
+    "rates": {"model_alone": 5000.0},
+}
+
+
+def test_doctor_s_examination_is_a_rate(tmp_path, capsys):
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps(EXAMINED))
+    config = load_config(["--config", "imagenet/resnet50_64k"])
+    rate = read_profile(path, config)
+    assert (rate.images_per_second, rate.local_batch) == (2500.0, 128)
+    words = ["simulate", "imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "8", "--profile", str(path)]
+    assert main(words) == 0
+    assert "2,500.0 images/s" in capsys.readouterr().out
+    for key, value in {"model": "resnet18", "precision": "fp32", "microbatch_size": 64, "image_size": 128}.items():
+        path.write_text(json.dumps(EXAMINED | {"experiment": EXAMINED["experiment"] | {key: value}}))
+        with pytest.raises(SimulationError, match=naming(key, value)):
+            read_profile(path, config)
+    for text in ("", "[]", "{}", "[" * 100_000, json.dumps(EXAMINED | {"machine": {"world_size": 0}})):
+        path.write_text(text)
+        with pytest.raises(SimulationError, match=naming("doctor.json")):
+            read_profile(path, config)
+
+
+def test_resnet9_grows_with_its_width():
+    from bigbatch.trainer.models.resnet9 import resnet9
+
+    for width in (16, 64, 128):
+        config = load_config(["--config", "quickstart", "--model.width", str(width)])
+        held = sum(p.numel() for p in resnet9(num_classes=10, width=width).parameters())
+        assert shape_of(config.model).num_parameters == pytest.approx(held, rel=0.02)
+
+
+def test_own_rate_and_other_models_are_scaled_by_cause():
+    cluster = load_cluster("dgx_a100")
+    own, _ = cluster.compute(load_shape("resnet50"), rate=Rate("resnet50", 100, 1000.0, "test"))
+    assert own.seconds(100) == pytest.approx(0.1)
+    deep, _ = cluster.compute(load_shape("resnet101"))
+    plain, rate = cluster.compute(load_shape("resnet50"))
+    assert rate.images_per_second == 3398.9
+    assert deep.seconds_per_image / plain.seconds_per_image == pytest.approx(1.9, rel=0.02)  # 7.8 to 4.1 GFLOP
+    assert cluster.compute(load_shape("resnet50"), pixels=448)[0].seconds_per_image == pytest.approx(
+        4 * plain.seconds_per_image
+    )
+
+
+def test_every_packaged_cluster_states_sources_and_answers():
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        assert cluster.of_devices(2 * cluster.network.devices_per_node).num_nodes == 2
+    with pytest.raises(SimulationError, match=naming("12", "8", "16")):
+        load_cluster("dgx_a100").of_devices(12)
+    with pytest.raises(SimulationError, match="--rate"):
+        load_cluster("emulated").compute(load_shape("resnet50"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("value: 4,", "value: 0,", ("devices_per_node=0",)),
+        ("value: 4,", "value: 2.5,", ("devices_per_node=2.5", "whole")),
+        ("value: 4,", "value: yes,", ("devices_per_node=True",)),
+        ("{value: 10, source: test}\nrates", "{value: -10, source: test}\nrates", ("across_gbit_per_s=-10",)),
+        ("{value: 10, source: test}\nrates", "{value: .nan, source: test}\nrates", ("across_gbit_per_s=nan",)),
+        ("{value: 10, source: test}\nrates", "{value: 10}\nrates", ("across_gbit_per_s", "source")),
+        ("across_gbit_per_s", "across_gbit", ("across_gbit ", "across_gbit_per_s")),
+        ("device: {value: a device, source: test}\n", "", ("device is missing",)),
+        ("resnet50", "resnet5", ("resnet5",)),
+        ("images_per_second: 300", "images_per_second: -3", ("images_per_second=-3",)),
+        ("rates:", "carrier: {value: pigeons, source: test}\nrates:", ("carrier=pigeons", "sockets")),
+        ("rates:", "rates: [", ("cannot read",)),
+        ("rates:", "input_images_per_second: {value: 0, source: test}\nrates:", ("input_images_per_second=0",)),
+    ],
+)
+def test_bad_clusters_are_refused_by_key_and_value(tmp_path, old, new, words):
+    path = tmp_path / "mine.yaml"
+    path.write_text(CLUSTER)
+    assert load_cluster(str(path)).network.devices_per_node == 4
+    path.write_text(CLUSTER.replace(old, new))
+    with pytest.raises(SimulationError, match=naming("mine.yaml", *words)):
+        load_cluster(str(path))
+
+
+def test_command_answers_and_writes_what_is_asked_for(tmp_path, capsys):
+    words = ["simulate", "imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "8,512", "--price", "2.5"]
+    files = {
+        option: tmp_path / f"out.{kind}"
+        for option, kind in {"json": "json", "trace": "trace", "plot": "svg", "html": "html"}.items()
+    }
+    words += [
+        "--deadline",
+        "1h",
+        "--compare",
+        "native,ring",
+        "--what-if",
+        "link=2x",
+        "--failure-hours",
+        "5000",
+        "--advise",
+    ]
+    assert main([*words, *(f"--{option}={path}" for option, path in files.items())]) == 0
+    shown = capsys.readouterr().out
+    for said in ("MLPerf Training v2.0", "assumed", "efficiency", "stragglers", "ring", "link=2x", "cheapest"):
+        assert said in shown
+    points = json.loads(files["json"].read_text())["points"]
+    assert [point["gpus"] for point in points] == [8, 512]
+    for point in points:
+        parts = sum(
+            point[f"{part}_seconds"] for part in ("computing", "exposed_communication", "straggler", "input_wait")
+        )
+        assert parts == pytest.approx(point["step_seconds"])
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    assert sum(event["args"]["bytes"] for event in events if "args" in event) == 25_557_032 * 2
+    assert "<svg" in files["plot"].read_text()
+    page = files["html"].read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert page.count("<svg") == 1
+    for said in ("MLPerf Training v2.0", "link=2x", "cheapest", "--failure-hours 5000", "What is lost"):
+        assert said in page
+    assert "http" not in page.replace("http://www.w3.org", "").replace("https://matplotlib.org", "")
+
+
+def test_page_escapes_what_others_wrote(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(CLUSTER.replace("a device", "<script>alert(1)</script>"))
+    page = tmp_path / "page.html"
+    words = ["simulate", "imagenet/resnet50_64k", "--cluster", str(path), "--gpus", "4", "--html", str(page)]
+    assert main(words) == 0
+    assert "<script>" not in page.read_text()
+    assert "&lt;script&gt;" in page.read_text()
+
+
+def test_loaders_that_cannot_keep_up_set_the_pace(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(CLUSTER)
+    # a node's loaders bring 600 images/s: twice what one device trains, half of what four do
+    question = ask(str(path), input_images_per_second=600.0)
+    points, _ = simulate_scaling(question, [1, 4, 8])
+    alone, full, two_nodes = points
+    busy = simulate_point(ask(str(path)), 4).step.seconds
+    assert alone.step.input == 0
+    assert full.step.seconds == pytest.approx(65_536 / 600)
+    assert full.step.input == pytest.approx(65_536 / 600 - busy)
+    assert two_nodes.step.seconds == pytest.approx(65_536 / 600 / 2)
+    lost = efficiencies(points)[1]
+    assert lost.efficiency == pytest.approx(alone.step.seconds / 4 / full.step.seconds)
+    assert lost.losses["input"] == pytest.approx(full.step.input / full.step.seconds)
+    assert lost.name_of("input") == "input"
+    # twice as fast, but for what four devices cannot train: 1,200 images/s less what their step has beyond
+    assert simulate_point(ask(str(path), input_images_per_second=600.0, factors=Factors(input=4.0)), 4).step.input == 0
+    words = show.findings(points, deadline_hours=None)
+    assert any("Lost to input (" in line for line in words)
+    # two nodes' busy seconds, for which loaders must bring half of 65,536 pictures each
+    needed = 65_536 / 2 / (two_nodes.step.seconds - two_nodes.step.input)
+    assert any(line.startswith("Bound by input") and f"{needed:,.0f} images/s" in line for line in words)
+
+
+def test_cores_times_their_rate_are_a_node_s_input(tmp_path):
+    path = tmp_path / "mine.yaml"
+    cores = "cores_per_node: {value: 48, source: test}\n"
+    each = "input_images_per_second_per_core: {value: 500, source: test}\n"
+    path.write_text(CLUSTER + cores + each)
+    assert load_cluster(str(path)).input_images_per_second == 24_000
+    assert input_rate(ask(str(path))) == 24_000
+    assert input_rate(ask(str(path), input_images_per_second=7.0)) == 7.0
+    generated = ["--data.loader", "synthetic", "--data.num_synthetic_samples", "100000"]
+    config = load_config(["--config", "imagenet/resnet50_64k", *generated])
+    assert input_rate(Question(config, load_cluster(str(path)))) is None  # reads no files
+    for text, named in {
+        cores: "go together",
+        each: "go together",
+        cores + each + "input_images_per_second: {value: 500, source: test}\n": "keep one",
+    }.items():
+        path.write_text(CLUSTER + text)
+        with pytest.raises(SimulationError, match=naming("mine.yaml", "cores_per_node", named)):
+            load_cluster(str(path))
+
+
+def test_arguments_are_read_and_refused():
+    assert read_counts("8..64,100", per_node=8) == [8, 16, 32, 64, 100]
+    assert read_counts("8..20", per_node=8) == [8, 16, 20]
+    assert read_counts("", per_node=4)[:3] == [4, 8, 16]
+    for text in ("0", "x", "64..8", "8...16", "10000001"):
+        with pytest.raises(LaunchOptionError, match="--gpus"):
+            read_counts(text, per_node=8)
+    assert [read_hours(text) for text in ("1h", "90m", "2", "36s")] == [1, 1.5, 2, 0.01]
+    for text in ("", "1w", "-1h", "0"):
+        with pytest.raises(LaunchOptionError, match="--deadline"):
+            read_hours(text)
+    assert read_factors("link=2x,batch=0.5x") == Factors(link=2.0, batch=0.5)
+    for text in ("links=2x", "link=0", "link", "link=fast"):
+        with pytest.raises(LaunchOptionError, match="--what-if"):
+            read_factors(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["quickstart"], ("--cluster",)),
+        (["imagenet/resnet50_64k", "--cluster", "dgx_a10"], ("dgx_a100",)),
+        (
+            [
+                "imagenet/resnet50_64k",
+                "--cluster",
+                "dgx_a100",
+                "--model.name",
+                "timm:resnet18",
+                "--model.zero_gamma",
+                "null",
+            ],
+            ("timm",),
+        ),
+        (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "1000000"], ("microbatch_size",)),
+        (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--rate", "0"], ("--rate",)),
+        (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--input-rate", "0"], ("--input-rate",)),
+        (
+            ["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "8", "--html", "/nowhere/x.html"],
+            ("/nowhere/x.html",),
+        ),
+        (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--compare", "rng"], ("ring",)),
+        (["--given", "a.csv"], ("--rows", "--out")),
+    ],
+)
+def test_refusals_name_what_to_do(words, said, capsys):
+    assert main(["simulate", *words]) != 0
+    error = capsys.readouterr().err
+    assert error.startswith("bigbatch: ")
+    assert all(each in error for each in said), error

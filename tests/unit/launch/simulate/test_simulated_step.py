@@ -1,0 +1,138 @@
+"""One step as events: closed forms of networks, of what backward hides, and of what it does not."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from bigbatch.comm.gradients.fusion import PlanSizes
+from bigbatch.comm.tuning.cost_model import ClusterModel, LinkModel, hierarchical_seconds, ring_seconds
+from bigbatch.comm.tuning.plan_search import Backward, search_plan
+from bigbatch.errors import SimulationError
+from bigbatch.launch.simulate.constants import BACKWARD_SHARE, Constants
+from bigbatch.launch.simulate.network import Network
+from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
+from bigbatch.launch.simulate.step import Compute, InCycles, InGroups, Job, backward_of, in_cycles
+
+IDEAL = Constants(
+    inside_latency_seconds=0.0,
+    across_latency_seconds=0.0,
+    old_hop_seconds=1e-3,
+    launch_seconds=0.0,
+    straggler_share=0.0,
+    input_share=0.0,
+)
+PAIR = Network(2, 1, 1e12, 1e9, constants=IDEAL)
+"""Two nodes of one device, 1 GB/s between them and no latency: an all-reduce of M bytes takes M / 1e9 seconds."""
+FOUR = ModelShape("four", (100, 200, 300, 400), (0.25, 0.5, 0.75, 1.0), 1.0)
+
+
+def test_networks_have_the_closed_forms_of_their_hops():
+    constants = Constants(inside_latency_seconds=1e-6, across_latency_seconds=1e-5, old_hop_seconds=1e-3)
+    network = Network(4, 2, 1e11, 1e9, constants=constants)
+    # 2 * 3/4 of 1 GB over 1 GB/s; the tree: 2 hops inside, 2 * log2(4) = 4 across; the ring: 8 inside, 8 across
+    assert network.seconds(1e9) == pytest.approx(1.5 + 2e-6 + 4e-5)
+    assert replace(network, has_trees=False).seconds(1e9) == pytest.approx(1.5 + 16e-3)
+    # inside one node: 2 * 7/8 of 1 GB at 100 GB/s, and 14 hops
+    assert Network(1, 8, 1e11, 1e9, constants=constants).seconds(1e9) == pytest.approx(0.0175 + 14e-6)
+    assert Network(1, 1, 1e11, 1e9).seconds(1e9) == 0
+    host = replace(network, carrier="host", constants=replace(constants, host_bytes_per_second=2e9))
+    assert host.seconds(1e9) == pytest.approx(2 * 7 / 8 / 2)
+    # of 4 nodes 3 send each server its half of 1 GB
+    assert replace(network, carrier="servers", num_servers=2).seconds(1e9) == pytest.approx(1.5)
+
+
+def test_algorithms_by_name_are_those_of_the_cost_model():
+    network = Network(4, 2, 1e10, 1e9)
+    links = network.constants.inside_latency_seconds, network.constants.across_latency_seconds
+    model = ClusterModel((2,) * 4, LinkModel(links[0], 1e10), LinkModel(links[1], 1e9))
+    assert network.seconds(5e7, "ring") == ring_seconds(5e7, model)
+    assert network.seconds(5e7, "hierarchical") == hierarchical_seconds(5e7, model)
+
+
+def test_one_group_of_all_gradients_hides_nothing():
+    step = Job(FOUR, PAIR, InGroups(1)).simulate(Compute(0.01, 0.5), 10)
+    assert step.computing == pytest.approx(0.6)
+    assert step.communication == pytest.approx(4000 / 1e9)
+    assert step.stragglers == 0
+    assert step.seconds == pytest.approx(0.6 + 4000 / 1e9)
+
+
+@pytest.mark.parametrize("fusion", [PlanSizes(1, 1), InGroups(4), InCycles()])
+def test_what_backward_hides_is_what_is_ready_early(fusion):
+    quick = replace(PAIR, constants=replace(IDEAL, cycle_seconds=0.0))
+    step = Job(FOUR, quick, fusion).simulate(Compute(0.1, 0.0), 10)
+    assert [each.num_bytes for each in step.transfers] == [400, 800, 1200, 1600]
+    # three are through before the last is ready, which nothing can hide
+    assert step.communication == pytest.approx(1600 / 1e9)
+    assert [each.ready_seconds for each in step.transfers] == pytest.approx(
+        [share * BACKWARD_SHARE for share in FOUR.ready_shares]
+    )
+
+
+def test_slow_network_is_waited_for_whole():
+    slow = replace(PAIR, across_bytes_per_second=1.0)
+    step = Job(FOUR, slow, InGroups(4)).simulate(Compute(0.1, 0.0), 10)
+    # from the first gradient's readiness on the wire is never idle
+    assert step.communication == pytest.approx(4000 - 0.75 * BACKWARD_SHARE)
+
+
+def test_microbatches_compute_each_for_itself_and_send_once():
+    job = Job(FOUR, PAIR, InGroups(1))
+    one, many = job.simulate(Compute(0.01, 0.5), 10), job.simulate(Compute(0.01, 0.5), 40, num_microbatches=4)
+    assert many.computing == pytest.approx(4 * one.computing)
+    assert many.communication == pytest.approx(one.communication)
+
+
+def test_each_buffer_and_each_doubling_of_nodes_cost_what_the_constants_say():
+    constants = replace(IDEAL, launch_seconds=1e-3, straggler_share=0.01, input_share=0.05)
+    job = Job(FOUR, replace(PAIR, num_nodes=8, constants=constants), InGroups(4))
+    step = job.simulate(Compute(1e6, 0.0), 1)
+    assert step.communication == pytest.approx(4e-3, abs=1e-4)
+    assert step.stragglers == pytest.approx((3 * 0.01 + 0.05) * 1e6)
+    assert replace(job, reads_pictures=False).simulate(Compute(1e6, 0.0), 1).stragglers == pytest.approx(0.03 * 1e6)
+
+
+def test_cycles_send_what_is_ready_and_never_more_than_a_buffer():
+    tensors = FOUR.tensors(4)
+    ready = {tensor.name: 0.0 for tensor in tensors}
+    sent = in_cycles(tensors, Backward(ready, 1.0), lambda num_bytes, count: count * 1.0, buffer_bytes=1500)
+    assert [(each.num_bytes, each.start_seconds, each.end_seconds) for each in sent] == [
+        (1200, 0.0, 2.0),
+        (1200, 2.0, 3.0),
+        (1600, 3.0, 4.0),
+    ]
+
+
+def test_shapes_are_those_of_the_published_models():
+    assert {name: load_shape(name).num_parameters for name in ("resnet50", "vgg16", "mobilenet_v2")} == {
+        "resnet50": 25_557_032,
+        "vgg16": 138_357_544,
+        "mobilenet_v2": 3_504_872,
+    }
+    for name in shape_names():
+        shape = load_shape(name)
+        assert list(shape.ready_shares) == sorted(shape.ready_shares)
+        # only the first layer's parameters are ready last
+        assert math.isclose(shape.ready_shares[-1], 1.0)
+    with pytest.raises(SimulationError, match="resnet50"):
+        load_shape("resnet5")
+
+
+@pytest.mark.long
+def test_stored_layers_are_what_the_models_have():
+    from benchmarks.twin.layers import all_layers
+    from bigbatch.launch.simulate.shapes import _stored
+
+    assert {name: [(o, list(c)) for o, c in layers] for name, layers in _stored().items()} == all_layers()
+
+
+def test_plan_search_of_comm_tune_sees_what_the_step_exposes():
+    """One search of some thousand plans; what it says its plan leaves exposed is what a simulated step waits for."""
+    shape = load_shape("resnet50")
+    ideal = replace(PAIR, constants=replace(IDEAL, across_latency_seconds=1e-4))
+    tensors, backward = shape.tensors(4), backward_of(shape, BACKWARD_SHARE * 0.15)
+    found = search_plan(tensors, backward, ideal.seconds)
+    assert found.exposed_seconds > 0
+    step = Job(shape, ideal, found.sizes).simulate(Compute(0.15, 0.0), 1)
+    assert step.communication == pytest.approx(found.exposed_seconds)

@@ -1,0 +1,328 @@
+"""Everything that is read from outside, mutated: one clear line, never a traceback, nothing run, nothing written.
+
+Each surface is a function that reads bytes as its command does. Hypothesis draws the seeds of the cases, the same
+everywhere; a failure prints its own.
+"""
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from mutations import mutate
+
+from bigbatch.cli import NOT_LOOKED_AT
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
+from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.tuning.conditions import ClusterFacts
+from bigbatch.comm.tuning.tuned import Tuned, read_tuned, write_tuned
+from bigbatch.errors import UserError
+from bigbatch.launch.jobs.site import read_file as read_site
+from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
+from bigbatch.launch.report.collect import read_folder, train_records
+from bigbatch.launch.simulate.cluster import load_cluster
+from bigbatch.launch.simulate.rows import read_given, read_questions
+from bigbatch.launch.sweep.plan import read_sweep
+from bigbatch.trainer.config.file import PACKAGED, load_config
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.input.shards import ENTRIES, FACTS, read_packed
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from bigbatch.trainer.run.folder import RunDir, read_curves
+
+SHORT = 60
+CASES = {
+    # of the long form, at least 10,000 of each kind; YAML is slow to parse, so that its kinds share them
+    "recipe": 5000,
+    "sweep": 2500,
+    "cluster": 2500,
+    "options": 10_000,
+    "site": 2500,
+    "rows": 2500,
+    "hosts": 5000,
+    "hostfile": 5000,
+    "torchrun": 3400,
+    "openmpi": 3400,
+    "srun": 3400,
+    "tuned": 10_000,
+    "metrics": 10_000,
+    "checkpoint": 8000,
+    "manifest": 2000,
+    "index": 5000,
+    "entries": 5000,
+    "shard": 10_000,
+}
+Read = Callable[[bytes], None]
+
+RECIPE = b"""run: {epochs: 2, directory: "runs/{name}"}
+data:
+  root: data/shapes
+  image_size: 32
+batch: {global_batch_size: 96, microbatch_size: 32, bn_span: 16}
+schedule: {base_lr: 1.5e-1, warmup_epochs: 0}
+"""
+METRICS = b"".join(
+    json.dumps({"kind": kind, "step": step, "images_per_second": 100.0, "wire_wait_fraction": 0.1}).encode() + b"\n"
+    for step, kind in enumerate(("start", "train", "train", "train", "eval"))
+)
+ROWS = b"""id,accelerator,num_accelerators,num_nodes,batch_per_accelerator,model,ms_per_step,collective_library_version
+a,NVIDIA A100,8,1,408,ResNet-50 v1.5,120.04,NCCL 2.12.10
+b,NVIDIA A100,64,8,51,ResNet-50 v1.5,19.6,NCCL 2.12.10
+"""
+SWEEP = b"""name: small
+config: quickstart
+options: {data.loader: synthetic, schedule.warmup_epochs: 0}
+steps: 10
+where: local
+launch: {}
+ranks_per_node: 2
+grid: {scaling: [weak], ranks: [1, 2]}
+repeats: 1
+timeout_minutes: 5
+"""
+SITE = b"""partition = "gpu"
+account = "physics"
+sbatch = ["exclusive", "mail-type=END"]
+interface = "ib0"
+[env]
+NCCL_IB_HCA = "mlx5_0"
+"""
+TUNED = Tuned(
+    cluster=ClusterFacts("tcp", 2, (2,), "block", None, "cpu", "fp32", None, "torch"),
+    model="small",
+    tensors=(TensorSpec("fc.weight", 100, 4, "float32"), TensorSpec("fc.bias", 10, 4, "float32")),
+    table=HybridTable((HybridRow(4096, "doubling"), HybridRow(None, "ring"))),
+    sizes=PlanSizes(8000, 12_000, 4000),
+    command="bigbatch comm tune --config small",
+    evidence={"ready_seconds": {"fc.weight": 0.5}},
+)
+
+
+class Surface:
+    """A function that reads what outsiders may have written, and valid bytes for it."""
+
+    def __init__(self, valid: bytes, read: Read, folder: Path) -> None:
+        self.valid, self.read, self.folder = valid, read, folder
+
+    def check(self, data: bytes) -> None:
+        """Read the bytes: a UserError of one to a few clear lines, or none; and the folder as before."""
+        before = sorted(os.listdir(self.folder))
+        try:
+            self.read(data)
+        except UserError as error:
+            said = str(error)
+            assert said.strip()
+            assert "Traceback" not in said
+            assert len(said) <= 5 * len(data) + 5_000
+        except SystemExit:  # --help among the options
+            pass
+        except OSError as error:  # a name too long: the command line says it in a line of its own
+            if error.errno not in NOT_LOOKED_AT or not error.filename:
+                raise
+        assert sorted(os.listdir(self.folder)) == before
+
+
+def read_file(path: Path, read: Callable[[Path], object]) -> Read:
+    def write_and_read(data: bytes) -> None:
+        path.write_bytes(data)
+        read(path)
+
+    path.touch()
+    return write_and_read
+
+
+def hosts(data: bytes) -> None:
+    parse_hosts(data.decode(errors="surrogateescape"))
+
+
+def variables(data: bytes) -> None:
+    lines = data.replace(b"\0", b"").decode(errors="surrogateescape").split("\n")
+    pairs = [line.partition("=") for line in lines if "=" in line]
+    read_process_env({name: value for name, _, value in pairs})
+
+
+def options(data: bytes) -> None:
+    words = data.replace(b"\0", b"").decode(errors="surrogateescape").split("\n")
+    with redirect_stderr(io.StringIO()):
+        load_config(words)
+
+
+def metrics_of(run: Path) -> Read:
+    (run / "config.yaml").write_text("schedule: {warmup_epochs: 0}\n")
+
+    def read(data: bytes) -> None:
+        (run / "metrics.jsonl").write_bytes(data)
+        read_folder(run)
+        train_records(RunDir(run))
+        read_curves(RunDir(run).metrics)
+
+    (run / "metrics.jsonl").touch()
+    return read
+
+
+def tables(path: Path) -> None:
+    for read in (read_given, read_questions):
+        with suppress(UserError):
+            for row in read(path):
+                row.job()
+
+
+def checkpoint_of(folder: Path, name: str) -> Read:
+    """A checkpoint of which one file is changed gives the same weights, or none."""
+    state = {"weights": torch.arange(6.0), "step": 3}
+    save_checkpoint(folder, state, step=3, top1=0.5, keep=2)
+    (path,) = (each.path for each in list_checkpoints(folder))
+
+    def read(data: bytes) -> None:
+        (path / name).write_bytes(data)
+        list_checkpoints(folder)
+        loaded = load_checkpoint(path)
+        assert loaded["step"] == 3
+        assert torch.equal(loaded["weights"], state["weights"])
+
+    read.path = path / name  # type: ignore[attr-defined]
+    return read
+
+
+def packed_of(folder: Path, name: str) -> Read:
+    source, target = folder / "pictures", folder / "packed"
+    write_dataset(source, train_per_class=1, val_per_class=1, side_pixels=(32, 32))
+    pack(source, target, recipe=PackRecipe(), splits=("val",))
+    (target / "val" / "kept").touch()
+    split = target / "val"
+
+    def read(data: bytes) -> None:
+        (split / name).write_bytes(data)
+        before = {path.name for path in split.iterdir()}
+        try:
+            index = read_packed(split)
+            for number in range(len(index)):
+                index.read(number)
+        finally:
+            assert {path.name for path in split.iterdir()} == before
+
+    read.path = split / name  # type: ignore[attr-defined]
+    return read
+
+
+def surfaces(folder: Path) -> dict[str, Callable[[], Surface]]:
+    """Name -> what makes it, in the folder."""
+
+    def of(valid: bytes, read: Read) -> Surface:
+        return Surface(valid, read, folder)
+
+    def of_file(name: str, valid: bytes, read: Callable[[Path], object]) -> Surface:
+        return of(valid, read_file(folder / name, read))
+
+    def of_kept(read: Read) -> Surface:
+        return of(read.path.read_bytes(), read)  # type: ignore[attr-defined]
+
+    def tuned() -> Surface:
+        write_tuned(TUNED, folder / "tuned.json")
+        return of_file("tuned.json", (folder / "tuned.json").read_bytes(), read_tuned)
+
+    return {
+        "recipe": lambda: of_file("a.yaml", RECIPE, lambda path: load_config(["--config", str(path)])),
+        "options": lambda: of(
+            b"--config\n../small.yaml\n--run.epochs\n3\n--batch.bn_span=16\n--optimizer.momentum\n0.8", options
+        ),
+        "sweep": lambda: of_file("sweep.yaml", SWEEP, read_sweep),
+        "cluster": lambda: of_file(
+            "c.yaml", (PACKAGED / "clusters/dgx_h100.yaml").read_bytes(), lambda path: load_cluster(str(path))
+        ),
+        "rows": lambda: of_file("rows.csv", ROWS, tables),
+        "site": lambda: of_file("bigbatch.toml", SITE, read_site),
+        "hosts": lambda: of(b"n0:8,n1:8,node-2.cluster:4", hosts),
+        "hostfile": lambda: of_file("hosts", b"n0 slots=8\nn1:4 # spare\nn2\n", read_hostfile),
+        "torchrun": lambda: of(
+            b"RANK=1\nWORLD_SIZE=2\nLOCAL_RANK=1\nLOCAL_WORLD_SIZE=2\nMASTER_ADDR=127.0.0.1\nMASTER_PORT=29500",
+            variables,
+        ),
+        "openmpi": lambda: of(
+            b"OMPI_COMM_WORLD_RANK=1\nOMPI_COMM_WORLD_SIZE=2\nOMPI_COMM_WORLD_LOCAL_RANK=1\nOMPI_COMM_WORLD_LOCAL_SIZE=2"
+            b"\nPMIX_HOSTNAME=n0\nSLURM_STEP_ID=0\nSLURM_PROCID=1",
+            variables,
+        ),
+        "srun": lambda: of(
+            b"SLURM_STEP_ID=0\nSLURM_PROCID=1\nSLURM_STEP_NUM_TASKS=4\nSLURM_LOCALID=1\nSLURM_STEP_TASKS_PER_NODE=2(x2)\n"
+            b"SLURM_STEP_NODELIST=n[0-1]\nSLURM_NODEID=0\nSLURM_JOB_ID=7",
+            variables,
+        ),
+        "tuned": tuned,
+        "metrics": lambda: of(METRICS, metrics_of(folder)),
+        "checkpoint": lambda: of_kept(checkpoint_of(folder / "checkpoints", "state.pt")),
+        "manifest": lambda: of_kept(checkpoint_of(folder / "checkpoints", "manifest.json")),
+        "index": lambda: of_kept(packed_of(folder, FACTS)),
+        "entries": lambda: of_kept(packed_of(folder, ENTRIES)),
+        "shard": lambda: of_kept(packed_of(folder, "shard-000000.tar")),
+    }
+
+
+NAMES = sorted(surfaces(Path()))
+
+
+BATCH = 20
+"""Cases of one draw: hypothesis takes longer for one than most of these readers."""
+
+
+def run_cases(surface: Surface, name: str, count: int) -> None:
+    @settings(
+        max_examples=count // BATCH,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.integers(0, 2**32))
+    def check(seed: int) -> None:
+        draw = Random(seed)
+        for _ in range(BATCH):
+            data = mutate(surface.valid, draw)
+            try:
+                surface.check(data)
+            except Exception as error:
+                raise AssertionError(f"{name}, seed {seed}: {data[:2000]!r}") from error
+
+    check()
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Surface]]:
+    """Surfaces in a folder that is all they may touch; what a mutated text may run or write would lie beside it."""
+    home = tmp_path / "home"
+    work = tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    (tmp_path / "small.yaml").write_text("schedule: {warmup_epochs: 0}\n")
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(home))
+    yield lambda name: surfaces(work)[name]()
+    assert list(home.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "small.yaml", "work"]
+    assert not (work / "x").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_valid_input_is_read(name: str, made: Callable[[str], Surface]) -> None:
+    surface = made(name)
+    surface.read(surface.valid)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mutated_input_is_refused_in_a_line(name: str, made: Callable[[str], Surface]) -> None:
+    run_cases(made(name), name, SHORT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_mutated_input_is_refused_thousands_of_times(name: str, made: Callable[[str], Surface]) -> None:
+    run_cases(made(name), name, CASES[name])

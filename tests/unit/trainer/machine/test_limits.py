@@ -1,0 +1,92 @@
+"""Limits of a process and its job, as made-up files state them."""
+
+from math import inf
+from pathlib import Path
+
+import pytest
+from host_tree import add_limits, write
+
+from bigbatch.trainer.machine.cgroup import cores_left, tasks_left
+from bigbatch.trainer.machine.kernel_files import leading_number, read_line
+from bigbatch.trainer.machine.limits import Limits, read_limits
+
+
+def test_limits_of_a_process(tmp_path: Path) -> None:
+    add_limits(tmp_path, locked=8388608, files=(1024, 4096))
+    write(tmp_path, "proc/self/status", "Name:\tpython\nCapEff:\t00000000a80425fb")  # a container's: without IPC_LOCK
+    assert read_limits(tmp_path) == Limits(locked_bytes=8 << 20, open_files=1024, most_open_files=4096)
+    add_limits(tmp_path, files=("unlimited", "unlimited"))
+    assert read_limits(tmp_path) == Limits()
+
+
+def test_who_may_lock_memory_has_no_limit_of_it(tmp_path: Path) -> None:
+    """CAP_IPC_LOCK is 14, so 0x4000 (capability(7))."""
+    add_limits(tmp_path, locked=65536)
+    write(tmp_path, "proc/self/status", "CapEff:\t0000000000004000")
+    assert read_limits(tmp_path).locked_bytes == inf
+    write(tmp_path, "proc/self/status", "CapEff:\t000001ffffffbfff")
+    assert read_limits(tmp_path).locked_bytes == 65536
+
+
+def test_limits_of_control_groups(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/job_7/step_0")
+    folder = "sys/fs/cgroup/job_7"
+    write(tmp_path, f"{folder}/step_0/pids.max", "max")
+    write(tmp_path, f"{folder}/step_0/pids.current", 50)
+    write(tmp_path, f"{folder}/pids.max", 4096)
+    write(tmp_path, f"{folder}/pids.current", 96)
+    write(tmp_path, f"{folder}/step_0/cpu.max", "max 100000")
+    write(tmp_path, f"{folder}/step_0/cpuset.cpus.effective", "0-5,8")
+    where = {"proc": tmp_path / "proc", "groups": tmp_path / "sys/fs/cgroup"}
+    assert tasks_left(**where) == 4000
+    assert cores_left(**where) == 7
+    write(tmp_path, f"{folder}/cpu.max", "250000 100000")
+    assert cores_left(**where) == 2.5
+    assert read_limits(tmp_path) == Limits(tasks=4000, cores=2.5)
+
+
+def test_limits_of_control_groups_of_version_1(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "4:pids:/j\n3:cpuset:/j\n2:cpu,cpuacct:/j\n0::/")
+    groups = "sys/fs/cgroup"
+    for name, value in (("pids.max", 100), ("pids.current", 130)):
+        write(tmp_path, f"{groups}/pids/j/{name}", value)
+    write(tmp_path, f"{groups}/cpuset/j/cpuset.cpus", "4-7")
+    for name, value in (("cpu.cfs_quota_us", -1), ("cpu.cfs_period_us", 100000)):
+        write(tmp_path, f"{groups}/cpu/j/{name}", value)
+    where = {"proc": tmp_path / "proc", "groups": tmp_path / groups}
+    assert tasks_left(**where) == 0
+    assert cores_left(**where) == 4
+    write(tmp_path, f"{groups}/cpu/j/cpu.cfs_quota_us", 150000)
+    assert cores_left(**where) == 1.5
+
+
+def test_no_file_is_no_limit(tmp_path: Path) -> None:
+    assert read_limits(tmp_path) == Limits()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("100 Gb/sec (4X EDR)", 100),
+        ("2.5 Gb/sec", 2.5),
+        ("-1", -1),
+        ("0", 0),
+        ("max", None),
+        ("", None),
+        ("[N/A]", None),
+    ],
+)
+def test_number_at_the_beginning(text: str, number: float | None) -> None:
+    assert leading_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "inf", "nan", "1e400", "--1", ".", "-", "²", "٣"])
+def test_what_is_no_finite_decimal_number_is_none(text: str) -> None:
+    assert leading_number(text) is None
+
+
+def test_line_has_no_more_than_can_be_printed(tmp_path: Path) -> None:
+    write(tmp_path, "state", "4: \x1b[31mACTIVE\nmore")
+    assert read_line(tmp_path / "state") == "4: [31mACTIVE"
+    assert read_line(tmp_path / "none") == ""
+    assert read_line(tmp_path / "a\0b") == ""

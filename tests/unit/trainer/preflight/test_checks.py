@@ -1,0 +1,328 @@
+"""What a host must have by itself: each check on a host that has it and on one that lacks it, and the table of docs."""
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_tree import add_card, add_gpu_on_bus, add_limits, add_port, write
+
+from bigbatch.trainer.machine.limits import Limits
+from bigbatch.trainer.machine.network import Card, Port
+from bigbatch.trainer.machine.nvidia import Driver, NvLinks
+from bigbatch.trainer.preflight import host as host_module
+from bigbatch.trainer.preflight.check import Host
+from bigbatch.trainer.preflight.checks import CHECKS, describe_hardware, find_troubles, links_are_broken
+from bigbatch.trainer.preflight.host import Seat, foreign_processes, report, start_looking
+
+ROOT = Path(__file__).resolve().parents[4]
+HEALTHY = {
+    "uuid": "GPU-a",
+    "pcie.link.width.current": "16",
+    "pcie.link.width.max": "16",
+    "ecc.errors.uncorrected.volatile.total": "0",
+    "mig.mode.current": "Disabled",
+    "remapped_rows.pending": "No",
+    "remapped_rows.failure": "0",
+}
+INFINIBAND = Port("mlx5_0/1", "ACTIVE", "LinkUp", 400.0, "InfiniBand", has_routable_gid=False)
+ROCE = Port("mlx5_1/1", "ACTIVE", "LinkUp", 400.0, "Ethernet", has_routable_gid=True)
+DOWN = replace(INFINIBAND, name="mlx5_2/1", state="DOWN", physical="Disabled")
+GPUS = Host(
+    num_ranks=8,
+    world_size=64,
+    on_gpus=True,
+    own_gpus=("GPU-a",),
+    limits=Limits(inf, 1024, 524288, 100_000, 1e12, 64),
+    cards=(Card("eth1", 100.0, 9000), Card("eth0", 1.0, 1500)),
+    ports=(INFINIBAND, replace(INFINIBAND, name="mlx5_9/1")),
+    interface="eth0",
+    driver=Driver(gpus=("H100",), health={"GPU-a": HEALTHY}, links={0: NvLinks(18, 0), 1: NvLinks(18, 0)}),
+    gpus_on_bus=8,
+    has_gpudirect=True,
+    link_gbit_per_second=350.0,
+)
+CPUS = replace(GPUS, on_gpus=False, own_gpus=("",), ports=(), gpus_on_bus=0, driver=Driver(), link_gbit_per_second=9.0)
+
+
+def with_health(**changes: str) -> dict[str, Any]:
+    names = {name.replace(".", "_"): name for name in HEALTHY}
+    row = HEALTHY | {names[name]: value for name, value in changes.items()}
+    return {"driver": Driver(gpus=("H100",), health={"GPU-a": row})}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        GPUS,
+        CPUS,
+        Host(),
+        replace(GPUS, ports=(ROCE,), has_gpudirect=True),
+        replace(GPUS, driver=Driver(health={"GPU-b": HEALTHY | {"ecc.errors.uncorrected.volatile.total": "9"}})),
+        replace(GPUS, driver=Driver(links={0: NvLinks(0, 4), 1: NvLinks(4, 0)})),  # a bridge joins two of the GPUs
+        replace(GPUS, **with_health(**{name.replace(".", "_"): "[N/A]" for name in HEALTHY if name != "uuid"})),
+        replace(CPUS, driver=Driver(complaint="it failed")),  # the program is there, and no GPU
+        replace(CPUS, gpus_on_bus=8, wants_gpus=False, driver=Driver(complaint="it failed")),  # --device cpu
+        replace(CPUS, limits=Limits(locked_bytes=65536), ports=(INFINIBAND, DOWN)),  # TCP needs none of them
+        # nothing leaves the node
+        replace(
+            GPUS, world_size=8, limits=replace(GPUS.limits, locked_bytes=8 << 20), ports=(ROCE,), has_gpudirect=False
+        ),
+        replace(GPUS, world_size=8, ports=(DOWN,), link_gbit_per_second=None),
+        replace(GPUS, world_size=1, num_ranks=1, **with_health(mig_mode_current="Enabled")),  # one rank, one slice
+        replace(CPUS, link_gbit_per_second=0.94, is_interface_stated=True),  # on the card of 1 Gbit/s by choice
+        replace(CPUS, link_gbit_per_second=0.1, cards=()),  # a virtual network, which states no rate
+        replace(CPUS, link_gbit_per_second=0.1, interface="ib0", is_interface_stated=True),  # of which none is known
+        replace(GPUS, link_gbit_per_second=None),  # one node alone
+        replace(GPUS, errors={"mlx5_0/1 link_downed": 3.0}, errors_after={"mlx5_0/1 link_downed": 3.0}),
+    ],
+)
+def test_healthy_host_has_no_trouble(host: Host) -> None:
+    assert find_troubles(host) == {}
+
+
+TROUBLES = (
+    ("driver", replace(GPUS, driver=Driver(complaint="GPU is lost")), "nvidia-smi: GPU is lost"),
+    ("driver", replace(GPUS, gpus_on_bus=0, driver=Driver(complaint="GPU is lost")), "nvidia-smi: GPU is lost"),
+    ("driver", replace(CPUS, gpus_on_bus=8, driver=Driver(complaint="mismatch")), "nvidia-smi: mismatch"),
+    ("unseen GPUs", replace(CPUS, gpus_on_bus=8), "8 NVIDIA GPUs on the PCI bus, and its ranks compute on the CPU"),
+    (
+        "foreign processes",
+        replace(GPUS, foreign={4711: "GPU-a"}),
+        "process 4711, which is not of this job, uses GPU-a",
+    ),
+    (
+        "ECC",
+        replace(GPUS, **with_health(ecc_errors_uncorrected_volatile_total="2")),
+        "GPU-a: 2 uncorrected memory errors",
+    ),
+    (
+        "row remapping",
+        replace(GPUS, **with_health(remapped_rows_failure="1")),
+        "GPU-a: a row of its memory could not be remapped",
+    ),
+    (
+        "pending rows",
+        replace(GPUS, **with_health(remapped_rows_pending="Yes")),
+        "GPU-a: a row of its memory waits to be remapped",
+    ),
+    ("MIG", replace(GPUS, **with_health(mig_mode_current="Enabled")), "GPU-a: MIG is enabled"),
+    (
+        "MIG",
+        replace(GPUS, own_gpus=("GPU-slice",), **with_health(mig_mode_current="Enabled")),
+        "GPU-a: MIG is enabled",
+    ),
+    ("PCIe width", replace(GPUS, **with_health(pcie_link_width_current="8")), "GPU-a: x8 of x16 PCIe lanes"),
+    (
+        "NVLink",
+        replace(GPUS, driver=Driver(links={0: NvLinks(18, 0), 1: NvLinks(17, 1)})),
+        "GPU 1: 17 active NVLinks, another GPU has 18",
+    ),
+    (
+        "Xid",
+        replace(GPUS, xids={"Xid 79 of 0000:3b:00": 2}),
+        "Xid 79 of 0000:3b:00, 2 times since the host started",
+    ),
+    (
+        "RDMA ports",
+        replace(GPUS, ports=(DOWN,)),
+        "no InfiniBand or RoCE port carries data (mlx5_2/1 DOWN (Disabled)): gradients go by TCP",
+    ),
+    (
+        "RDMA ports",
+        replace(GPUS, ports=(replace(ROCE, has_routable_gid=False),)),
+        "no InfiniBand or RoCE port carries data (mlx5_1/1 ACTIVE (LinkUp)): gradients go by TCP",
+    ),
+    ("idle ports", replace(GPUS, ports=(INFINIBAND, DOWN)), "mlx5_2/1 is DOWN (Disabled)"),
+    (
+        "port rates",
+        replace(GPUS, ports=(*GPUS.ports, replace(INFINIBAND, name="mlx5_3/1", gbit_per_second=100.0), ROCE)),
+        "mlx5_3/1 runs at 100 Gbit/s, most InfiniBand ports at 400",
+    ),
+    (
+        "GIDs",
+        replace(GPUS, ports=(INFINIBAND, replace(ROCE, has_routable_gid=False))),
+        "mlx5_1/1 has no RoCE v2 address",
+    ),
+    (
+        "port errors",
+        replace(GPUS, errors={"mlx5_0/1 symbol_error": 5.0}, errors_after={"mlx5_0/1 symbol_error": 42.0}),
+        "mlx5_0/1 symbol_error rose by 37 while links were measured",
+    ),
+    (
+        "GPUDirect",
+        replace(GPUS, has_gpudirect=False),
+        "neither nvidia_peermem is loaded nor dmabuf possible, so gradients go by host memory",
+    ),
+    (
+        "locked memory",
+        replace(GPUS, limits=replace(GPUS.limits, locked_bytes=8 << 20)),
+        "a rank may lock 8,192 KiB, below 1,048,576",
+    ),
+    (
+        "bandwidth",
+        replace(GPUS, link_gbit_per_second=23.0),  # TCP on the Ethernet card, where RDMA has 400
+        "its best link carries 23.00 Gbit/s, below 200: its 2 RDMA ports have 400",
+    ),
+    (
+        "bandwidth",
+        replace(CPUS, link_gbit_per_second=0.94),
+        "its best link carries 0.94 Gbit/s, below 1.5: eth1 has 100, and ranks go by eth0",
+    ),
+    (
+        "bandwidth",
+        replace(CPUS, link_gbit_per_second=0.09, is_interface_stated=True),
+        "its best link carries 0.09 Gbit/s, below 0.5: eth0 has 1",
+    ),
+    (
+        "open files",
+        replace(GPUS, limits=replace(GPUS.limits, open_files=256)),
+        "a rank may open 256 files, below 1,024",
+    ),
+    (
+        "open files",
+        replace(GPUS, world_size=2048, limits=replace(GPUS.limits, most_open_files=4096)),
+        "4,096 open files at most, below 9,216 for 2,048 ranks",
+    ),
+    (
+        "threads",
+        replace(GPUS, limits=replace(GPUS.limits, tasks=1000)),
+        "1,000 more threads may start, below 256 for each of 8 ranks",
+    ),
+    (
+        "memory",
+        replace(GPUS, limits=replace(GPUS.limits, memory_bytes=4e9)),
+        "4.0 GB of memory left, below 8 for 8 ranks",
+    ),
+    ("cores", replace(GPUS, limits=replace(GPUS.limits, cores=2.5)), "2.5 cores for 8 ranks"),
+)
+"""Check, a host that it speaks of, and what it says."""
+
+
+@pytest.mark.parametrize(("name", "host", "told"), TROUBLES)
+def test_trouble_is_told(name: str, host: Host, told: str) -> None:
+    assert find_troubles(host) == {name: [told]}
+    (check,) = [check for check in CHECKS if check.name == name]
+    assert links_are_broken(host) is check.breaks_links
+
+
+def test_every_check_has_a_trouble_here() -> None:
+    assert {name for name, *_ in TROUBLES} == {check.name for check in CHECKS}
+
+
+def test_page_shows_the_table_of_checks() -> None:
+    """The page's rows are the checks, in the same order; paste these where one changed."""
+    kinds = {True: "finding", False: "remark"}
+    rows = [f"| {each.reads} | {kinds[each.is_finding]}: {each.sign} | {each.remedy} |" for each in CHECKS]
+    page = (ROOT / "docs/preflight.md").read_text().splitlines()
+    head = page.index("| of each node by itself | it tells, as a | what to do |")
+    assert page[head + 2 : head + 2 + len(rows)] == rows
+    assert page[head + 2 + len(rows)] == ""
+
+
+def test_hardware_that_all_hosts_need_the_same_of() -> None:
+    ports = (*GPUS.ports, replace(INFINIBAND, name="a/1", gbit_per_second=100.0), DOWN)
+    assert describe_hardware(replace(GPUS, ports=ports)) == {
+        "RDMA ports": "1 of 100 Gbit/s, 2 of 400 Gbit/s",
+        "PCIe lanes": "16",
+        "NVLinks": "18",
+    }
+    assert describe_hardware(CPUS) == {}
+    assert describe_hardware(Host(on_gpus=True)) == {}
+
+
+# --- reading ---
+
+
+def test_process_of_another_job_is_told_from_ranks(tmp_path: Path) -> None:
+    """Numbers that no process here has are those of another container."""
+    for number, name in ((11, "python"), (12, "python"), (13, "nvidia-cuda-mps"), (14, "python")):
+        write(tmp_path, f"proc/{number}/comm", name)
+    rows = [{"pid": str(number), "gpu_uuid": "GPU-a"} for number in (11, 12, 13, 15)]
+    rows += [{"pid": "14", "gpu_uuid": "GPU-z"}, {"pid": "[N/A]", "gpu_uuid": "GPU-a"}]
+    assert foreign_processes(rows, [Seat("n0", 11, "GPU-a", "GPU-a")], root=tmp_path) == {12: "GPU-a"}
+
+
+def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "ask_driver", lambda: Driver(gpus=("H100",)))
+    monkeypatch.setattr(host_module, "interface_of", {"10.0.0.1": "eth0"}.get)
+    add_card(tmp_path, "eth0", 1000)
+    add_port(tmp_path, "mlx5_0/1")
+    add_gpu_on_bus(tmp_path, "0000:3b:00.0")
+    add_limits(tmp_path, locked=65536)
+    asked = Host(world_size=2, on_gpus=True, own_gpus=("GPU-a",))
+    host = start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)()
+    errors = {f"mlx5_0/1 {name}": 0.0 for name in ("symbol_error", "link_downed", "port_rcv_errors")}
+    assert host == replace(
+        asked,
+        limits=Limits(locked_bytes=65536, open_files=1024, most_open_files=524288),
+        cards=(Card("eth0", 1.0, 1500),),
+        ports=(INFINIBAND,),
+        interface="eth0",
+        driver=Driver(gpus=("H100",)),
+        gpus_on_bus=1,
+        errors=errors,
+    )
+    assert links_are_broken(host)
+    write(tmp_path, "sys/class/infiniband/mlx5_0/ports/1/counters/link_downed", 1)
+    told = report(host, links={"n1": 1.25e8, "n2": 2.5e9}, root=tmp_path)
+    assert told["network"] == {"eth0": "1 Gbit/s, MTU 1500", "mlx5_0/1": "400 Gbit/s InfiniBand, ACTIVE"}
+    assert told["hardware"] == {"RDMA ports": "1 of 400 Gbit/s"}
+    assert set(told["troubles"]) == {"locked memory", "GPUDirect", "bandwidth", "port errors"}
+    assert told["troubles"]["bandwidth"][0].startswith("its best link carries 20.00 Gbit/s, below 200: ")
+
+
+def test_emulated_nodes_have_no_network_hardware(tmp_path: Path) -> None:
+    add_card(tmp_path, "eth0", 1000)
+    add_port(tmp_path, "mlx5_0/1")
+    asked = Host(shares_machine=True, wants_gpus=False)
+    assert start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)().cards == ()
+    assert start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)().ports == ()
+
+
+def test_driver_that_nothing_ends_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(host_module, "DRIVER_SECONDS", 0.1)
+    monkeypatch.setattr(host_module, "ask_driver", lambda: end.wait(20) and Driver())
+    host = start_looking(Host(), seats=[], address="10.0.0.1", root=tmp_path)()
+    end.set()
+    assert host == Host(driver=Driver(complaint="no answer within 0.1 s"))
+
+
+def odd_texts(seed: int) -> Iterator[str]:
+    """Texts that no kernel writes: numbers without an end, letters of all kinds, lines, colons, nothing."""
+    draw = random.Random(seed)
+    letters = "0123456789-:., \t\n/maxGb\x00\x1b\xff²٣é{}%"
+    while True:
+        yield "".join(draw.choice(letters) for _ in range(draw.choice((0, 1, 3, 10, 200))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_files_of_any_content_are_read_and_judged(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_card(tmp_path, "eth0", 1000)
+    add_card(tmp_path, "bond0", 1000, below="eth0")
+    add_port(tmp_path, "mlx5_0/1", layer="Ethernet", gids=(("0::1", "RoCE v2"),))
+    add_gpu_on_bus(tmp_path, "0000:3b:00.0")
+    add_limits(tmp_path)
+    for path in ("proc/self/cgroup", "proc/self/status", "proc/modules", "proc/sys/kernel/osrelease", "dev/kmsg"):
+        write(tmp_path, path, "")
+    for name in ("memory.max", "memory.stat", "pids.max", "pids.current", "cpu.max", "cpuset.cpus.effective"):
+        write(tmp_path, f"sys/fs/cgroup/{name}", "")
+    texts = odd_texts(seed)
+    for path in sorted(tmp_path.rglob("*")):
+        if path.is_file():
+            path.write_text(next(texts), encoding="latin-1", errors="replace")
+    if seed % 2:
+        write(tmp_path, "proc/self/cgroup", "0::/")
+    asked = Host(num_ranks=2, on_gpus=True, own_gpus=("GPU-a",))
+    raised = []
+    monkeypatch.setattr("threading.excepthook", raised.append)
+    monkeypatch.setattr(host_module, "ask_driver", Driver)
+    host = start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)()
+    told = report(host, links={"n1": 1.0}, root=tmp_path)
+    assert raised == []
+    assert all("\n" not in text for texts_of in told["troubles"].values() for text in texts_of)

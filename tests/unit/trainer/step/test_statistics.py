@@ -1,0 +1,52 @@
+"""Running statistics on a grid, against their closed form in float64."""
+
+from itertools import permutations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bigbatch.trainer.step.statistics import GridStatistics
+
+MOMENTUM = 0.1
+STARTS = torch.tensor([0.5, -2.0, 3.0])
+
+
+def make_statistics(microbatches: int) -> GridStatistics:
+    return GridStatistics(torch.cat([STARTS, torch.zeros(1)]), microbatches=microbatches)
+
+
+def moved(statistics: GridStatistics, gathered: tuple[Tensor, ...], *, num_failed: int = 0) -> Tensor:
+    """By one step of as many ranks as there are terms."""
+    before_N = statistics.flat_N.clone()
+    for each_N in gathered:
+        statistics.take_(each_N, MOMENTUM)
+    statistics.tell_(input_failed=False)
+    statistics.to_sum_N[-1] = num_failed  # as the sum over ranks brings it
+    has_failed_1 = statistics.average_(num_ranks=len(gathered), before_N=before_N)
+    assert bool(has_failed_1) == (num_failed > 0)
+    return statistics.running_N.clone()
+
+
+def test_statistics_on_a_grid_move_by_the_mean_over_all_microbatches() -> None:
+    gathered = tuple(torch.randn(3, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    statistics = make_statistics(4)
+    expected = STARTS.double()
+    for _ in range(2):  # the second step begins new sums
+        expected = (1 - MOMENTUM) * expected + MOMENTUM * torch.stack(gathered).double().mean(0)
+        assert moved(statistics, gathered).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    found = [moved(make_statistics(4), order) for order in permutations(gathered)]
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_statistics_beyond_the_grid_are_counted() -> None:
+    statistics = make_statistics(2)
+    moved(statistics, (torch.tensor([1.0, 1e30, 2.0]), torch.tensor([0.0, 1.0, float("nan")])))
+    assert statistics.take_beyond() == 2
+    assert statistics.take_beyond() == 0
+    moved(statistics, (torch.tensor([1e30] * 3),), num_failed=1)  # such a step does not count
+    assert statistics.take_beyond() == 0
+
+
+def test_statistics_on_a_grid_stay_where_a_rank_had_no_batch() -> None:
+    assert torch.equal(moved(make_statistics(1), (torch.ones(3),), num_failed=1), STARTS)

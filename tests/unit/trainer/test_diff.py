@@ -1,0 +1,183 @@
+"""What `bigbatch diff` says of made-up runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from error_texts import naming
+
+from bigbatch.errors import RunFolderError
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.diff import describe_difference, main
+from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.digests import digest_of_pictures
+from bigbatch.trainer.run.folder import RunDir
+
+ONE_UP = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
+
+
+@pytest.mark.parametrize(
+    ("b", "text"),
+    [
+        ([[1.0, -2.0], [0.0, 4.0]], ""),
+        ([[ONE_UP, -2.0], [0.0, 5.0]], "2 of 4 elements differ, first [0, 0]: 1 and 1.00000012, 1 units"),
+        # a quarter more is 2^21 of the 2^23 steps from a power of two to the next
+        ([[1.0, -2.5], [0.0, 4.0]], "1 of 4 elements differ, first [0, 1]: -2 and -2.5, 2,097,152 units"),
+        ([[1.0, -2.0], [-0.0, 4.0]], "1 of 4 elements differ, first [1, 0]: 0 and -0, 0 units"),
+    ],
+)
+def test_diff_of_elements_goes_by_bits(b: list[list[float]], text: str) -> None:
+    told = describe_difference(torch.tensor([[1.0, -2.0], [0.0, 4.0]]), torch.tensor(b))
+    assert told.startswith(text)
+    assert bool(told) == bool(text)
+
+
+def test_diff_of_elements_takes_scalars_integers_and_nothing() -> None:
+    assert describe_difference(torch.tensor(3), torch.tensor(4)) == "1 of 1 elements differ, first []: 3 and 4"
+    assert describe_difference(torch.empty(0), torch.empty(0)) == ""
+    nan = torch.tensor([float("nan")])
+    assert describe_difference(nan, nan.clone()) == "", "the same bits"
+
+
+def batch_of(images_BCHW: torch.Tensor, labels: list[int]) -> Batch:
+    size = len(labels)
+    request = Request(0, torch.arange(size).numpy(), torch.ones(size, dtype=torch.bool).numpy())
+    return Batch(images_BCHW, torch.tensor(labels), torch.ones(size, dtype=torch.bool), request)
+
+
+def test_digest_of_pictures_adds_up_over_microbatches_and_tells_order_and_labels() -> None:
+    images_BCHW = torch.randint(0, 256, (4, 3, 5, 6), dtype=torch.uint8)
+    labels = [3, 1, 4, 1]
+    whole = digest_of_pictures(batch_of(images_BCHW, labels), first_place=0)
+    parts = [
+        digest_of_pictures(batch_of(images_BCHW[i : i + 2], labels[i : i + 2]), first_place=i) for i in range(0, 4, 2)
+    ]
+    assert whole == sum(parts)
+    last = images_BCHW.to(memory_format=torch.channels_last)
+    assert whole == digest_of_pictures(batch_of(last, labels), first_place=0), "the same pictures"
+    swapped = images_BCHW[[1, 0, 2, 3]]
+    assert whole != digest_of_pictures(batch_of(swapped, labels), first_place=0)
+    assert whole != digest_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2]), first_place=0)
+
+
+class Made:
+    """Makes run folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str, *steps: dict[str, Any], job: dict[str, Any] | None = None, seed: int = 0) -> str:
+        run = RunDir(self.folder / name)
+        run.write_text(run.config, dump_config(load_config(["--config", "quickstart", "--run.seed", str(seed)])))
+        first = {"kind": "start", "step": 0, "job": job or {}}
+        found = [{"kind": "digests", "step": number, **step} for number, step in enumerate(steps, 1)]
+        run.write_text(run.metrics, "".join(json.dumps(each) + "\n" for each in (first, *found)))
+        return str(run.path)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(tmp_path)
+
+
+def step(pictures: str = "p", gradients: str = "gg", state: str = "ss") -> dict[str, Any]:
+    return {
+        "pictures": pictures,
+        "gradients": dict(zip("ab", gradients, strict=False)),
+        "weights and state": dict(zip("ab", state, strict=False)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("odd", "lines"),
+    [
+        (step(pictures="q", gradients="xx"), ["step 2: the pictures of the global batch differ", "another order"]),
+        (step(gradients="xg"), ["step 2: pictures are equal; gradient of a is the first of 1 of 2 gradients", "a bit"]),
+        (step(gradients="xy"), ["step 2: pictures are equal; gradient of a is the first of 2 of 2", "another kernel"]),
+        (step(state="sx"), ["step 2: pictures, gradients are equal; b is the first of 1 of 2 weights", "a bit that"]),
+    ],
+)
+def test_diff_names_the_first_step_phase_and_tensor(
+    odd: dict[str, Any], lines: list[str], made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = made("a", step(), step(), step()), made("b", step(), odd, step(pictures="z"))
+    assert main([a, b]) == 1
+    where, cause = capsys.readouterr().out.splitlines()
+    assert where.startswith(lines[0])
+    assert lines[1] in cause
+
+
+def test_diff_tells_config_and_job(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    a = made("a", step(), job={"threads": 1, "torch": "2.14"})
+    b = made("b", step(gradients="xy"), job={"threads": 2, "torch": "2.14"}, seed=7)
+    assert main([a, b]) == 1
+    config, job, _, cause = capsys.readouterr().out.splitlines()
+    assert config == "config: run.seed=7 (was 0)"
+    assert job == f"job: threads is 1 in {a}, 2 in {b}"
+    assert cause.endswith("run.seed, threads")
+
+
+def test_diff_goes_by_checkpoints_alone_where_no_digests_are(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [made(name) for name in "ab"]
+    for path, value in zip(paths, (1.0, ONE_UP), strict=True):
+        for number in (3, 5):
+            state = {"step": number, "model": {"w": torch.tensor([[value if number == 5 else 1.0]])}}
+            save_checkpoint(RunDir(Path(path)).checkpoints, state, step=number, top1=None, keep=9)
+    assert main(paths) == 1
+    assert capsys.readouterr().out.startswith(
+        "checkpoint of step 5: model.w: 1 of 1 elements differ, first [0, 0]: 1 and"
+    )
+
+
+def test_diff_of_elements_tells_close_numbers_apart() -> None:
+    for dtype, text in ((torch.float16, "1 and 1.001"), (torch.bfloat16, "1 and 1.008")):
+        up = torch.nextafter(torch.ones((), dtype=dtype), torch.full((), 2.0, dtype=dtype))
+        assert describe_difference(torch.ones((), dtype=dtype), up).endswith(f"{text}, 1 units in the last place apart")
+    big = torch.tensor(2**60)
+    assert "1152921504606846976 and 1152921504606846977" in describe_difference(big, big + 1)
+
+
+def test_diff_of_checkpoints_sees_numbers_and_what_only_one_has(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    states = {
+        "a": {"model": {"w": torch.ones(2)}, "sums": {"ranks": "1"}, "precision": {"scale": 1.0}},
+        "b": {"model": {"w": torch.ones(2)}, "sums": {"ranks": "4"}, "precision": {"scale": 2.0}},
+        "c": {"model": {"w": torch.ones(2), "v": torch.ones(2)}, "precision": {"scale": 1.0}},
+    }
+    paths = {name: made(name) for name in states}
+    for name, state in states.items():
+        save_checkpoint(RunDir(Path(paths[name])).checkpoints, {"step": 3, **state}, step=3, top1=None, keep=9)
+    assert main([paths["a"], paths["a"]]) == 0
+    assert capsys.readouterr().out == "the 1 checkpoint(s) of the same steps are equal, the last is of step 3\n"
+    assert main([paths["a"], paths["b"]]) == 1
+    assert capsys.readouterr().out == "checkpoint of step 3: precision.scale: 1.0 and 2.0\n"
+    for one, other in (("a", "c"), ("c", "a")):
+        with pytest.raises(RunFolderError, match=naming("only one has model.v")):
+            main([paths[one], paths[other]])
+
+
+def test_diff_of_hostile_folders_obeys_nothing_in_them(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b]0;owned\x07"
+    odd = {"pictures": "p", "gradients": {name: "1"}, "weights and state": {}}
+    a, b = made("a", odd), made("b", odd | {"gradients": {name: "2"}})
+    assert main([a, b]) == 1
+    assert "\x1b" not in capsys.readouterr().out
+    for content in (b"\xff\xfe", b"a: [", b"- a", b"run: 3"):
+        RunDir(Path(b)).config.write_bytes(content)
+        with pytest.raises(RunFolderError, match=r"config\.yaml|no run"):
+            main([a, b])
+
+
+def test_diff_refuses_what_cannot_be_compared(made: Made, tmp_path: Path) -> None:
+    a = made("a", step())
+    with pytest.raises(RunFolderError, match=naming("nowhere", "run folder")):
+        main([a, str(tmp_path / "nowhere")])
+    with pytest.raises(RunFolderError, match=naming("run.digest_every_steps")):
+        main([a, made("none")])
+    with pytest.raises(RunFolderError, match=naming("other models", "only one has b")):
+        main([a, made("c", step(gradients="g"))])
+    made("d", {"pictures": 1, "gradients": "no", "weights and state": None})
+    with pytest.raises(RunFolderError, match=naming("run.digest_every_steps")):
+        main([a, str(tmp_path / "d")])

@@ -1,0 +1,28 @@
+"""What run.reproducible can keep its promise with."""
+
+from collections.abc import Iterator
+
+from bigbatch.trainer.config.batch import ranks_per_ghost
+from bigbatch.trainer.config.sections import BatchConfig, CommConfig, ComputeConfig, OptimizerConfig, RunConfig
+
+
+def check_reproducible(
+    run: RunConfig, batch: BatchConfig, compute: ComputeConfig, optimizer: OptimizerConfig, comm: CommConfig
+) -> Iterator[str]:
+    """Refuse, by name, what has other bits on another number of ranks."""
+    if not run.reproducible:
+        return
+    if ranks_per_ghost(batch) > 1:
+        yield (
+            f"run.reproducible=True needs each ghost batch on one rank: set batch.bn_span={batch.bn_span} to at most "
+            f"batch.microbatch_size={batch.microbatch_size}"
+        )
+    refused = (
+        ("compute.compile", compute.compile, "null", "chooses kernels by the machine"),
+        ("compute.cuda_graph", compute.cuda_graph or None, "false", "has not been tried with sums on a grid"),
+        ("optimizer.sharded", optimizer.sharded or None, "false", "sums norms in parts that depend on the ranks"),
+        ("comm.wire_dtype", comm.wire_dtype, "null", "rounds on the way, and integers travel as they are"),
+    )
+    for key, value, remedy, why in refused:
+        if value is not None:
+            yield f"run.reproducible=True cannot keep {key}={value}, which {why}: set it to {remedy}"

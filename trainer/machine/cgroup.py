@@ -1,0 +1,93 @@
+"""What is left to a job of its control groups, of either version: memory, cores, threads."""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+from bigbatch.trainer.machine.kernel_files import leading_number, read_number, read_text
+
+IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are memory of whoever writes them."""
+
+V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+
+
+def lies_in_memory(path: Path, *, proc: Path = Path("/proc")) -> bool:
+    """Tell whether files at path are memory, as in /dev/shm; False where the system does not tell. Raises: OSError."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = (proc / "self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    # the number is the third word; the kind comes behind a lone -
+    kinds = (mount.partition(" - ")[2].split(" ")[0] for mount in mounts if mount.split(" ")[2] == number)
+    return any(kind in IN_MEMORY for kind in kinds)
+
+
+def memory_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes that this process's job may still take, by the tightest of its groups; None without a limit.
+
+    What the page cache holds does not count: it gives way.
+    """
+    found = (_memory_left(group, *(V1 if is_first else V2)) for group, is_first in own_groups("memory", proc, groups))
+    return min((left for left in found if left is not None), default=None)
+
+
+def tasks_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return how many threads and processes this process's job may still start; None without a limit."""
+    left = []
+    for group, _ in own_groups("pids", proc, groups):
+        most, now = read_number(group / "pids.max"), read_number(group / "pids.current")
+        if most is not None and now is not None:
+            left.append(max(0, int(most - now)))
+    return min(left, default=None)
+
+
+def cores_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return how many cores this process's job may keep busy, by time as by number; None where nobody tells."""
+    found = []
+    for group, is_first in own_groups("cpu", proc, groups):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
+        stated = " ".join(read_text(group / name) for name in names).split()
+        quota, period = (leading_number(word) or 0 for word in (*stated, "", "")[:2])
+        if quota > 0 and period > 0:  # "max" and -1 are no quota
+            found.append(quota / period)
+    for group, is_first in own_groups("cpuset", proc, groups):
+        with suppress(ValueError, OverflowError):
+            parts = read_text(group / ("cpuset.cpus" if is_first else "cpuset.cpus.effective")).split(",")
+            runs = [[int(end) for end in part.split("-")] for part in parts]  # 0-3,8
+            found.append(float(sum(run[-1] - run[0] + 1 for run in runs)))
+    return min(found, default=None)
+
+
+def own_groups(controller: str, proc: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
+    """Find the groups that a controller keeps this process in, its own and all around it; and which are version 1.
+
+    In a container, its own may be a path of the host that is not there.
+    """
+    for line in read_text(proc / "self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, own = rest.partition(":")
+        if controllers == "":
+            roots, is_first = [groups, groups / "unified"], False
+        elif controller in controllers.split(","):
+            roots, is_first = [groups / controller], True
+        else:
+            continue
+        path = PurePosixPath(own.lstrip("/"))
+        for root in roots:
+            for group in (path, *path.parents):
+                yield root / group, is_first
+
+
+def _memory_left(group: Path, limit: str, usage: str, cached: tuple[str, ...]) -> int | None:
+    try:
+        most = (group / limit).read_text().strip()
+        stated = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        taken = int((group / usage).read_text()) - sum(int(stated.get(name, 0)) for name in cached)
+        return None if most == "max" else max(0, int(most) - taken)
+    except (OSError, ValueError):
+        return None

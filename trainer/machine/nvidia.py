@@ -1,0 +1,189 @@
+"""What nvidia-smi and the kernel tell of a host's GPUs, by the words that NVIDIA's manual page of it has."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bigbatch.trainer.machine.kernel_files import read_text
+
+ASK_SECONDS = 8
+END_SECONDS = 1
+"""For what is killed to end: a driver that hangs keeps it from that for good."""
+GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
+HEALTH_QUERY = "uuid,pcie.link.width.current,pcie.link.width.max,ecc.errors.uncorrected.volatile.total,mig.mode.current"
+REMAPS_QUERY = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
+PROCESSES_QUERY = "pid,gpu_uuid"
+
+INFOROM_CORRUPTED = 14
+"""An exit code of nvidia-smi that warns: the GPUs work, and their rows are all there."""
+NO_ANSWER = "no answer within"
+NO_GPUS = "No devices were found"
+LOST = re.compile(r"unable to determine the device handle|GPU is lost", re.I)
+LINK = re.compile(r"^GPU (?P<gpu>\d+):|^\s+Link \d+: (?:(?P<active>[\d.]+ GB/s)|(?P<inactive><inactive>))")
+XID = re.compile(r"NVRM: Xid \(PCI:(?P<address>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
+HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 119, 120, 140)
+"""Of memory, NVLink, bus and the GPU's system processor; a program's own mistakes (13, 31, 43, 45) are none of them."""
+MOST_LOG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class NvLinks:
+    """Counts a GPU's NVLinks."""
+
+    active: int
+    inactive: int
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Holds what nvidia-smi says; nothing where it is not installed, and of what this driver does not know."""
+
+    gpus: tuple[str, ...] = ()
+    """GPU_QUERY of each, as the driver writes it."""
+    complaint: str | None = None
+    """Why it lists no GPUs, or not all."""
+    health: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """UUID -> HEALTH_QUERY and REMAPS_QUERY: field -> value."""
+    processes: Sequence[Mapping[str, str]] = ()
+    """PROCESSES_QUERY of each."""
+    links: Mapping[int, NvLinks] = field(default_factory=dict)
+    """Number of the GPU -> its NVLinks."""
+
+
+def ask_driver() -> Driver:
+    """Ask nvidia-smi for all it knows, in at most twice ASK_SECONDS and END_SECONDS."""
+    listed, complaint = _ask(f"--query-gpu={GPU_QUERY}")
+    gpus = tuple(line.strip() for line in listed if line.count(",") == GPU_QUERY.count(","))
+    if complaint or not gpus:
+        return Driver(gpus, complaint)
+    questions = (
+        (f"--query-gpu={HEALTH_QUERY}",),
+        (f"--query-remapped-rows={REMAPS_QUERY}",),
+        (f"--query-compute-apps={PROCESSES_QUERY}",),
+        ("nvlink", "-s"),
+    )
+    with ThreadPoolExecutor(len(questions)) as pool:
+        answers = list(pool.map(lambda words: _ask(*words), questions))
+    health, remaps, processes, links = (lines for lines, _ in answers)
+    # no more than that: an older driver refuses what it does not know
+    late = next((said for _, said in answers if said and said.startswith(NO_ANSWER)), None)
+    found = {row["uuid"]: row for row in _rows(health, HEALTH_QUERY)}
+    remapped = {row["gpu_uuid"]: row for row in _rows(remaps, REMAPS_QUERY)}
+    return Driver(
+        gpus=gpus,
+        complaint=late,
+        health={uuid: {**row, **remapped.get(uuid, {})} for uuid, row in found.items()},
+        processes=tuple(_rows(processes, PROCESSES_QUERY)),
+        links=parse_links(links),
+    )
+
+
+def list_gpus() -> tuple[int, str | None]:
+    """Count the GPUs that the driver lists, and tell what it complains of; none and nothing without a driver."""
+    listed, complaint = _ask("-L")
+    return sum(line.startswith("GPU ") for line in listed), complaint
+
+
+def _ask(*words: str) -> tuple[list[str], str | None]:
+    """Return what nvidia-smi writes, and what it complains of."""
+    table = ["--format=csv,noheader"] if words[0].startswith("--query") else []
+    argv, pipe = ["nvidia-smi", *words, *table], subprocess.PIPE
+    try:
+        program = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, errors="replace")
+    except OSError:
+        return [], None
+    try:
+        stdout, stderr = program.communicate(timeout=ASK_SECONDS)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        with suppress(subprocess.TimeoutExpired):
+            program.wait(END_SECONDS)
+        for stream in filter(None, (program.stdout, program.stderr)):
+            stream.close()
+        return [], f"{NO_ANSWER} {ASK_SECONDS} s"
+    # what it complains of comes by either; beside rows, by the second one
+    lines = [line for line in (stderr + "\n" + stdout).splitlines() if line.strip()]
+    if any(NO_GPUS in line for line in lines):
+        return [], None
+    lost = [line for line in lines if LOST.search(line)]
+    if lost or program.returncode not in (0, INFOROM_CORRUPTED):
+        said = "".join(letter for letter in (lost or lines or [""])[0].strip() if letter.isprintable())
+        return stdout.splitlines(), said[:200] or f"exit code {program.returncode}"
+    return stdout.splitlines(), None
+
+
+def _rows(lines: Sequence[str], query: str) -> list[dict[str, str]]:
+    names = query.split(",")
+    cells = ([cell.strip() for cell in line.split(",")] for line in lines)
+    return [dict(zip(names, row, strict=True)) for row in cells if len(row) == len(names)]
+
+
+def parse_links(lines: Sequence[str]) -> dict[int, NvLinks]:
+    """Count the links of each GPU in what `nvidia-smi nvlink -s` writes."""
+    found: dict[int, NvLinks] = {}
+    gpu = None
+    for line in lines:
+        if match := LINK.match(line):
+            if match["gpu"]:
+                gpu = int(match["gpu"])
+            elif gpu is not None:
+                before = found.get(gpu, NvLinks(0, 0))
+                found[gpu] = NvLinks(before.active + bool(match["active"]), before.inactive + bool(match["inactive"]))
+    return found
+
+
+def count_on_bus(root: Path = Path("/")) -> int:
+    """Count NVIDIA's GPUs on the PCI bus, whatever a driver or a container makes of them."""
+    vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
+    # 03: a display controller, which data-centre GPUs are, too
+    return sum(
+        read_text(path) == "0x10de" and read_text(path.with_name("class")).startswith("0x03") for path in vendors
+    )
+
+
+def may_reach_memory(root: Path = Path("/")) -> bool:
+    """Tell whether a network card may reach GPUs' memory (GPUDirect): by a module, or by dmabuf.
+
+    dmabuf wants Linux 5.12 and the driver's open kernel modules, and the card's driver beside; so it is possible.
+    """
+    modules = {line.split(" ")[0] for line in read_text(root / "proc/modules").splitlines()}
+    numbers = re.match(r"(\d+)\.(\d+)", read_text(root / "proc/sys/kernel/osrelease"))
+    is_recent = numbers is not None and (int(numbers[1]), int(numbers[2])) >= (5, 12)
+    is_open = "Open Kernel Module" in read_text(root / "proc/driver/nvidia/version")
+    return bool(modules & {"nvidia_peermem", "nv_peer_mem"}) or (is_recent and is_open)
+
+
+def read_xids(root: Path = Path("/")) -> dict[str, int]:
+    """Count what the kernel's log has of GPUs' own errors, as Xid and PCI address; none where it may not be read."""
+    found: dict[str, int] = {}
+    for match in XID.finditer(_kernel_log(root / "dev/kmsg").decode(errors="replace")):
+        if int(match["number"]) in HARDWARE_XIDS:
+            told = f"Xid {match['number']} of {match['address']}"
+            found[told] = found.get(told, 0) + 1
+    return found
+
+
+def _kernel_log(path: Path) -> bytes:
+    log = bytearray()
+    with suppress(OSError):  # may not be opened; is at its end
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while (record := _record(descriptor)) and len(log) < MOST_LOG_BYTES:
+                log += record
+        finally:
+            os.close(descriptor)
+    return bytes(log)
+
+
+def _record(descriptor: int) -> bytes:
+    """Read the next record; its end is BlockingIOError."""
+    while True:
+        try:
+            return os.read(descriptor, 8192)
+        except BrokenPipeError:  # overwritten meanwhile: the next one is there
+            continue

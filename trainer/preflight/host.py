@@ -1,0 +1,103 @@
+"""How a node's first rank learns what checks.py judges, in bounded time."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigbatch.comm.connection import gpu_uuid, only_gpu
+from bigbatch.comm.rendezvous.addresses import interface_of
+from bigbatch.trainer.machine.kernel_files import leading_number, read_text
+from bigbatch.trainer.machine.limits import read_limits
+from bigbatch.trainer.machine.network import read_cards, read_errors, read_ports
+from bigbatch.trainer.machine.nvidia import Driver, ask_driver, count_on_bus, may_reach_memory, read_xids
+from bigbatch.trainer.preflight.check import Host
+from bigbatch.trainer.preflight.checks import describe_hardware, find_troubles
+from bigbatch.trainer.preflight.facts import in_time
+
+DRIVER_SECONDS = 18.0
+"""Two rounds of questions to nvidia-smi, whose own limits hold unless the driver keeps it from ending."""
+FILES_SECONDS = 8.0
+IS_MPS = "nvidia-cuda-mps"
+"""Begins the names of the processes by which CUDA's multi-process service runs what others ask of it."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Says where a rank computes. All ranks know all of these."""
+
+    host: str
+    process: int
+    gpu: str
+    """Its UUID; "" for a CPU."""
+    only_gpu: str
+    """The same, where the rank sees no other."""
+
+
+def own_seat(host: str, device: torch.device) -> Seat:
+    """Describe this rank's."""
+    return Seat(host, os.getpid(), gpu_uuid(device), only_gpu(device))
+
+
+def start_looking(host: Host, *, seats: Sequence[Seat], address: str, root: Path = Path("/")) -> Callable[[], Host]:
+    """Start to read what the kernel and the driver say of this host; the answer to wait for fills in what host lacks.
+
+    seats: of the ranks of this machine.
+    """
+    late = Driver(complaint=f"no answer within {DRIVER_SECONDS:g} s")
+    asking = in_time(ask_driver if host.wants_gpus else Driver, late=late, seconds=DRIVER_SECONDS)
+    reading = in_time(partial(read_host, host, address=address, root=root), late=host, seconds=FILES_SECONDS)
+
+    def answer() -> Host:
+        driver = asking()
+        return replace(reading(), driver=driver, foreign=foreign_processes(driver.processes, seats, root=root))
+
+    return answer
+
+
+def read_host(host: Host, *, address: str, root: Path) -> Host:
+    """Fill in what the kernel says of a host."""
+    return replace(
+        host,
+        limits=read_limits(root),
+        cards=() if host.shares_machine else tuple(read_cards(root)),
+        ports=() if host.shares_machine else tuple(read_ports(root)),
+        interface=interface_of(address),
+        gpus_on_bus=count_on_bus(root),
+        has_gpudirect=may_reach_memory(root),
+        xids=read_xids(root),
+        errors=read_errors(root),
+    )
+
+
+def foreign_processes(
+    processes: Sequence[Mapping[str, str]], seats: Sequence[Seat], *, root: Path = Path("/")
+) -> dict[int, str]:
+    """Find those on the GPUs of seats that are none of theirs; none in a container, which numbers them otherwise."""
+    own, gpus = {seat.process for seat in seats}, {seat.gpu for seat in seats}
+    found = {}
+    for row in processes:
+        process = int(leading_number(row["pid"]) or 0)
+        name = read_text(root / f"proc/{process}/comm")
+        if process not in own and row["gpu_uuid"] in gpus and name and not name.startswith(IS_MPS):
+            found[process] = row["gpu_uuid"]
+    return found
+
+
+def report(host: Host, *, links: Mapping[str, float], root: Path = Path("/")) -> dict[str, Any]:
+    """Say what is the matter, what all hosts must have, and what its network is, as Node's fields; after measuring.
+
+    links: bytes per second to other hosts.
+    """
+    host = replace(
+        host,
+        errors_after=in_time(partial(read_errors, root), late=dict[str, float](), seconds=FILES_SECONDS)(),
+        link_gbit_per_second=8 * max(links.values()) / 1e9 if links else None,
+    )
+    cards = {card.name: f"{card.gbit_per_second:g} Gbit/s, MTU {card.mtu}" for card in host.cards}
+    ports = {port.name: f"{port.gbit_per_second:g} Gbit/s {port.link_layer}, {port.state}" for port in host.ports}
+    return {"troubles": find_troubles(host), "hardware": describe_hardware(host), "network": cards | ports}

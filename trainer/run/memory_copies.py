@@ -1,0 +1,248 @@
+"""Copies of a run's state in the memory of its nodes: one that is lost costs some steps, and no read from a disk.
+
+All ranks hold the same state, so each node's first rank keeps it there by itself, and any node that is left will do.
+"""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.broadcast import broadcast_object
+from bigbatch.errors import CheckpointError, tell
+from bigbatch.files import mode_of_own, write_whole
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.remedies import MEMORY
+from bigbatch.trainer.machine.cgroup import memory_left
+from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
+from bigbatch.trainer.run.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    load_intact,
+    read_manifest,
+    save_checkpoint,
+    write_on_first,
+)
+from bigbatch.trainer.run.folder import RunDir, writing
+
+KEY = "run.memory_every_steps"
+NAME = re.compile(r"bigbatch-[0-9a-f]{16}-[0-9a-f]{16}")
+WRITE_SECONDS = 60.0
+"""Of a copy: memory that takes longer is none."""
+LEAVE_SECONDS = 5.0
+"""How long a rank that leaves waits for one."""
+PRIVATE = 0o700
+COPIES_IN_MEMORY = 3
+"""Of the state, while it is kept: the newest, the next one, and what that is written from."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Holds the state of a copy that some node kept."""
+
+    path: Path
+    host: str
+    sha256: str
+    state: dict[str, Any]
+
+
+class MemoryCopies:
+    """Keeps a run's newest state in its node's memory, by the node's first rank; the others keep nothing.
+
+    folder: of this run in the memory of each node, whose hosts have folders in it, as some may share a memory.
+    """
+
+    def __init__(self, folder: Path, communicator: Communicator) -> None:
+        self._folder, self._communicator = folder, communicator
+        self._is_keeper = communicator.rank in communicator.topology.leaders
+        self._write: BackgroundWrite | None = None
+        self._has_failed = False
+
+    def find(self, *, above: int) -> Found | None:
+        """Find the newest copy after step above that some node has whole, and give it to all ranks. Collective."""
+        communicator, control = self._communicator, self._communicator.control
+        held = self._held() if self._is_keeper else []
+        while True:
+            # ranks may list other checkpoints, and decide alike all the same
+            told = control.gather_text(f"{held[-1].step if held else 0} {above}", what="copies in memory")
+            steps, least = ([int(word) for word in words] for words in zip(*map(str.split, told), strict=True))
+            if max(steps) <= max(least):
+                return None
+            holder = steps.index(max(steps))
+            said, state = "", {}
+            if communicator.rank == holder:
+                path = held.pop().path
+                try:
+                    state = load_intact(path)
+                    said = json.dumps([str(path), communicator.env.host, read_manifest(path)["sha256"]])
+                except (CheckpointError, OSError) as error:
+                    tell(f"a copy of the run in memory is not used: {error}")
+            word = control.gather_text(said, what="copy in a node's memory")[holder]
+            if word:
+                path_text, host, sha256 = json.loads(word)
+                return Found(Path(path_text), host, sha256, broadcast_object(state, communicator, root_rank=holder))
+
+    def require_room(self, *, num_bytes: int) -> None:
+        """Refuse a run whose state some node's memory does not hold. Collective. Raises: CheckpointError on all."""
+        lacks = self._lack(num_bytes * COPIES_IN_MEMORY) if self._is_keeper else ""
+        for text in self._communicator.control.gather_text(lacks, what="room for copies in memory"):
+            if text:
+                raise CheckpointError(text)
+
+    def keep(self, state: dict[str, Any], *, step: int, is_agreed: bool) -> None:
+        """Begin to keep a copy of the state after so many steps, in place of the one before. Not collective.
+
+        Where that fails, this is said once: the run has its checkpoints on disk.
+        """
+        if not self._is_keeper or self._has_failed:
+            return
+        started = awake_seconds()
+        if self._write is not None and not self._write.ends_within(0.0):
+            # the next one will do, and no step waits for memory that is slow
+            if started - self._write.started > WRITE_SECONDS:
+                self._write.abandon()
+                self._fail(TimeoutError(f"a copy takes more than {WRITE_SECONDS:g} s"))
+            return
+        self.settle()
+        if self._has_failed:
+            return
+        try:
+            copied = copy_to_host(state)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._fail(error)
+            return
+
+        def write(require_wanted: Callable[[], None]) -> object:
+            self._folder.mkdir(mode=PRIVATE, exist_ok=True)  # somebody may have made room
+            if not _is_own(self._folder):
+                raise CheckpointError(f"{self._folder} is not this user's alone")
+            return save_checkpoint(
+                self._own,
+                copied,
+                step=step,
+                top1=None,
+                keep=1,
+                is_agreed=is_agreed,
+                before_naming=require_wanted,
+            )
+
+        self._write = BackgroundWrite(write, name=f"copy of step {step} in memory", started=started)
+
+    def drop(self) -> None:
+        """Give the memory back, as all is on disk. Not collective."""
+        self.settle()
+        if self._is_keeper:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _own(self) -> Path:
+        return self._folder / self._communicator.env.host
+
+    def settle(self) -> None:
+        """Wait for the copy that is being written, if any; after LEAVE_SECONDS it is left. Not collective."""
+        if self._write is not None:
+            if not self._write.ends_within(LEAVE_SECONDS):
+                self._write.abandon()
+            elif self._write.error is not None:
+                self._fail(self._write.error)
+            self._write = None
+
+    def _fail(self, error: BaseException) -> None:
+        self._has_failed = True
+        reason = str(error) or type(error).__name__
+        tell(f"{self._communicator.env.host} keeps no copy of the run in memory any more: {reason}")
+
+    def _held(self) -> list[Checkpoint]:
+        """List what lies in this node's memory, oldest first; nothing where somebody else may have put it there."""
+        if not _is_own(self._folder):
+            return []
+        found = [each for host in self._folder.iterdir() for each in list_checkpoints(host)]
+        return sorted(found, key=lambda each: each.step)
+
+    def _lack(self, num_bytes: int) -> str:
+        """Say what this node lacks; make the folder, and drop those of this run folder that are of others."""
+        host = self._communicator.env.host
+        try:
+            for other in self._folder.parent.glob(f"{self._folder.name.rpartition('-')[0]}-*"):
+                if other != self._folder and _is_own(other):
+                    shutil.rmtree(other, ignore_errors=True)
+            self._folder.mkdir(mode=PRIVATE, exist_ok=True)
+            room = shutil.disk_usage(self._folder).free
+            held = sum(path.stat().st_size for path in self._folder.glob("*/*/*"))
+        except OSError as error:
+            return f"{KEY}: {self._folder} of {host} cannot be used ({error.strerror}); set it to 0"
+        if not _is_own(self._folder):
+            return f"{KEY}: {self._folder} of {host} is not this user's alone; remove it, or set it to 0"
+        left = memory_left()
+        free = held + (room if left is None else min(room, left))
+        if free < num_bytes:
+            return (
+                f"{KEY}: {host} has {free / 1e6:.0f} MB of memory left for files, and {COPIES_IN_MEMORY} copies of the "
+                f"state take {num_bytes / 1e6:.0f} MB: give the job more, or set it to 0"
+            )
+        return ""
+
+
+def open_copies(config: Config, communicator: Communicator, *, memory: Path = Path(MEMORY)) -> MemoryCopies | None:
+    """Return the copies of this run; None where it keeps none. Collective.
+
+    A run that begins elsewhere than at its own newest state takes no copy over.
+    """
+    if config.run.memory_every_steps == 0:
+        return None
+    rundir = RunDir(Path(config.run.directory))
+
+    def name() -> str:
+        path = rundir.memory_name
+        if config.run.resume == "auto" and (known := _known(path)):
+            return known
+        # drawn, as checkpoints may be removed, and written anew, while what a node kept of them is still there; the
+        # digest is of the folder, which may have another's path elsewhere
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            drawn = f"bigbatch-{_digest(rundir.path)}-{secrets.token_hex(8)}"
+            write_whole(path, f"{drawn}\n".encode())
+        return drawn
+
+    told = write_on_first(
+        name,
+        communicator.control,
+        what="name of the copies in memory",
+        timeout_seconds=config.run.checkpoint_timeout_seconds,
+    )
+    return MemoryCopies(memory / told, communicator)
+
+
+def _known(path: Path) -> str:
+    """Return the name that the run's copies have; empty where it has none, or what cannot be one."""
+    try:
+        name = path.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+    return name if NAME.fullmatch(name) else ""
+
+
+def _digest(path: Path) -> str:
+    """Tell a run folder from others: containers and hosts may have several of the same path."""
+    found = path.stat()
+    facts = (os.fsencode(path.resolve()), str(found.st_dev).encode(), str(found.st_ino).encode())
+    return hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
+
+
+def _is_own(folder: Path) -> bool:
+    """Tell whether a folder is there, and no other user could put anything into it."""
+    try:
+        return mode_of_own(folder) == PRIVATE
+    except OSError:
+        return False

@@ -1,0 +1,70 @@
+"""What decides in which order gradients are summed over ranks, and so how sums are rounded, as checkpoints keep it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.fusion import FusionPlan
+from bigbatch.comm.rendezvous.topology import Topology
+
+BY_NODE = {"native", "hierarchical", "sharded"}
+"""Algorithms whose sums may go by who shares a node; the others' go by the ranks' order alone."""
+
+
+def summing_algorithms(communicator: Communicator) -> Sequence[str]:
+    """Name what sums the buffers: each algorithm of the hybrid's table, or the one."""
+    if communicator.algorithm == "hybrid" and communicator.table:
+        return communicator.table.algorithms
+    return (communicator.algorithm,)
+
+
+def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: bool) -> dict[str, str]:
+    """Describe it in short texts; the table and the plan by digests. One rank sums nothing."""
+    if communicator.world_size == 1:
+        return {"ranks": "1"}
+    names = {*summing_algorithms(communicator), *(["native"] if is_sharded else [])}
+    algorithm = communicator.algorithm
+    if algorithm == "hybrid" and communicator.table:
+        algorithm = f"hybrid by table {_digest(communicator.table.to_json())}"
+    if is_sharded:
+        algorithm = f"reduce-scatter, {algorithm} beside"  # which sums the statistics
+    if "native" in names:
+        algorithm = f"{algorithm} over {communicator.backend.name}"
+    return {
+        "ranks": str(communicator.world_size),
+        "algorithm": algorithm,
+        "fusion plan": _digest(json.dumps([[tensor.name for tensor in each.tensors] for each in plan.buffers])),
+        "nodes": _describe_nodes(communicator.topology, is_by_node=bool(names & BY_NODE)),
+    }
+
+
+def _describe_nodes(topology: Topology, *, is_by_node: bool) -> str:
+    """Describe which ranks share a node as far as it counts: a ring only goes node by node."""
+    is_scattered = list(topology.ring) != sorted(topology.ring)
+    if not is_by_node and not is_scattered:
+        return "any"
+    sizes = [len(group) for group in topology.groups]
+    text = f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
+    return f"{text} scattered" if is_scattered else text
+
+
+def sums_notes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Say where sums go another way than in the checkpoint, as describe_sums told; nothing of one that does not tell.
+
+    One rank tells of nothing but their number.
+    """
+    changed = [key for key in now if key in before and before[key] != now[key]]
+    if {"ranks", "algorithm"} & set(changed):  # with which nodes come to count, or are others
+        changed = [key for key in changed if key != "nodes"]
+    if not changed:
+        return []
+    told = "; ".join(f"{key} {before[key]}, now {now[key]}" for key in changed)
+    return [
+        f"sums over ranks go another way than in the checkpoint ({told}): the last bits may differ from those of a run "
+        "that was not interrupted; run.reproducible would keep them"
+    ]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
