@@ -78,7 +78,7 @@ if [ "${#hosts[@]}" -gt 1 ] && ! command -v pbs_tmrsh > /dev/null; then
 fi
 # What PBS itself passes on, others may see: the nodes read a copy of this script, which is its owner's alone, begins
 # with what the ranks prove to each other, and goes with the job.
-clean() { rm -f "$logs/node" "$logs"/pid-* "$logs/asked"; }
+clean() { rm -f "$logs/node" "$logs"/pid-* "$logs"/code-* "$logs/asked"; }
 trap clean EXIT
 clean
 (
@@ -97,7 +97,7 @@ ask() {{
   [ ${{#pids[@]}} -eq ${{#hosts[@]}} ] || return   # they are asked when all have started
   [ ! -e "$logs/asked" ] || return
   touch "$logs/asked"
-  kill "${{pids[0]}}"
+  kill "$(cat "$logs/pid-0")"
   for ((node = 1; node < ${{#hosts[@]}}; node++)); do
     pbs_tmrsh "${{hosts[node]}}" /bin/kill "$(cat "$logs/pid-$node")" &
   done
@@ -121,10 +121,11 @@ fi
 START = """\
 # The other nodes' parts are tasks of PBS's own, which end with the job, and whose exit codes come back.
 master=${hosts[0]}:$((@FIRST + ${PBS_JOBID%%[!0-9]*} % @NUM))
-@SHELL "$logs/node" 0 "$master" &
+# Each writes its exit code down: bash may lose that of a process that ends by the signal that it waits through itself.
+(trap : TERM USR1; @SHELL "$logs/node" 0 "$master"; echo $? > "$logs/code-0") &
 pids=($!)
 for ((node = 1; node < ${#hosts[@]}; node++)); do
-  (trap '' TERM USR1; exec pbs_tmrsh "${hosts[node]}" @SHELL "$logs/node" "$node" "$master") &
+  (trap '' TERM USR1; pbs_tmrsh "${hosts[node]}" @SHELL "$logs/node" "$node" "$master"; echo $? > "$logs/code-$node") &
   pids+=($!)
 done
 [ -z "$asked" ] || ask   # asked before
@@ -134,8 +135,9 @@ WAIT = f"""\
 # a signal ends `wait` before the launcher has ended: wait again
 code=0
 for node in "${{!pids[@]}}"; do
-  wait "${{pids[node]}}"; one=$?
-  while [ -n "$again" ]; do again=""; wait "${{pids[node]}}"; one=$?; done
+  wait "${{pids[node]}}"
+  while [ -n "$again" ]; do again=""; wait "${{pids[node]}}"; done
+  one=$(cat "$logs/code-$node") || one=143
   # ended before it listened
   [ -z "$asked" ] || [ "$one" -ne 143 ] || one={INTERRUPTED}
   case $node/$one in
