@@ -57,7 +57,11 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     counts = read_counts(arguments.gpus, per_node=question.cluster.network.devices_per_node)
     hours = None if arguments.deadline is None else read_hours(arguments.deadline)
     points, refused = simulate_scaling(question, counts)
-    tables = [show.scaling_table(points, price=_price(arguments, question)), show.loss_table(points)]
+    tables = [
+        show.scaling_table(points, price=_price(arguments, question)),
+        show.loss_table(points),
+        show.sent_table(points),
+    ]
     compared = _comparisons(arguments, question, counts, points)
     tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
     findings = show.findings(points, deadline_hours=hours)

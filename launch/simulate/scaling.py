@@ -13,6 +13,7 @@ from bigbatch.launch.simulate.cluster import Cluster, Rate
 from bigbatch.launch.simulate.epochs import epochs_to_759
 from bigbatch.launch.simulate.network import Network
 from bigbatch.launch.simulate.predict import RATE_SPREAD, fit_compute, reach_of
+from bigbatch.launch.simulate.sent import SentPerStep, sent_per_step
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
 from bigbatch.trainer.config.batch import accumulation_steps
@@ -83,6 +84,7 @@ class Point:
     effective_share: float
     """Of wall time that moves the run on, where nodes fail."""
     is_extrapolated: bool
+    sent: SentPerStep
 
     @property
     def images_per_second(self) -> float:
@@ -178,6 +180,7 @@ def simulate_point(question: Question, count: int) -> Point:
         None if to_759 is None else to_759 * each_epoch / effective / 3600,
         effective,
         count > MOST_CHECKED,
+        sent_per_step(replace(job, algorithm=algorithm), step, sums_in_fp32=config.comm.reduce_dtype == "fp32"),
     )
 
 

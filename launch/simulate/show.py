@@ -35,6 +35,10 @@ WORTH_NAMING = 0.005
 """A loss of less of the step is not named."""
 
 
+UNKNOWN = ""
+"""Of a library's messages, and of parameter servers."""
+
+
 def assumptions(question: Question) -> list[str]:
     """Say what the figures rest on."""
     cluster = question.cluster
@@ -114,6 +118,32 @@ def loss_table(points: Sequence[Point]) -> Table:
         for point, each in zip(points, efficiencies(points), strict=True)
     ]
     return Table("What is lost, as shares of the step", ("GPUs", "efficiency", "local batch", *PARTS[1:]), tuple(rows))
+
+
+def sent_table(points: Sequence[Point]) -> Table:
+    """Show what a rank sends in one step, and what a node sends to others."""
+    rows = [
+        (
+            f"{point.num_devices:,}",
+            point.algorithm,
+            f"{len(point.step.transfers):,}",
+            _megabytes(point.sent.rank_bytes),
+            _number(point.sent.rank_messages),
+            _megabytes(point.sent.node_bytes),
+            _number(point.sent.node_messages),
+        )
+        for point in points
+    ]
+    head = ("GPUs", "algorithm", "buffers", "a rank sends", "messages", "a node to others", "messages")
+    return Table("Sent in one step", head, tuple(rows))
+
+
+def _megabytes(num_bytes: int | None) -> str:
+    return UNKNOWN if num_bytes is None else f"{num_bytes / 1e6:,.3f} MB"
+
+
+def _number(value: int | None) -> str:
+    return UNKNOWN if value is None else f"{value:,}"
 
 
 def comparison_table(title: str, columns: Mapping[str, Sequence[Point]]) -> Table:
@@ -224,6 +254,11 @@ def as_json(question: Question, points: Sequence[Point]) -> str:
             "hours_to_759": point.hours_to_759,
             "effective_share": point.effective_share,
             "extrapolated": point.is_extrapolated,
+            "buffers": len(point.step.transfers),
+            "rank_sends_bytes": point.sent.rank_bytes,
+            "rank_sends_messages": point.sent.rank_messages,
+            "node_sends_bytes": point.sent.node_bytes,
+            "node_sends_messages": point.sent.node_messages,
         }
         for point, each in zip(points, efficiencies(points), strict=True)
     ]

@@ -2,7 +2,8 @@
 
 import pytest
 
-from bigbatch.comm.tuning.traffic import Traffic, node_traffic
+from bigbatch.comm.algorithms import ring
+from bigbatch.comm.tuning.traffic import SEGMENT_BYTES, Sent, Traffic, first_sends, node_traffic
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 DEALT_OUT = ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -47,3 +48,43 @@ def test_one_node_sends_nothing_and_other_algorithms_are_refused():
         assert node_traffic(algorithm, 800, element_bytes=4, groups=((0, 1),), segment_bytes=1000) == {}
     with pytest.raises(ValueError, match="native"):
         node_traffic("native", 800, element_bytes=4, groups=PAIRS, segment_bytes=1000)
+
+
+# --- the first rank and its node, without a list of hops ---
+
+
+def test_segments_are_those_of_the_ring():
+    assert SEGMENT_BYTES == ring.SEGMENT_BYTES
+
+
+def test_first_rank_and_node_send_the_papers_counts():
+    """M = 3,200 bytes on 4 nodes of 2: 2(n-1)/n of it in 2(n-1) messages around a ring of n."""
+
+    def sent(algorithm):
+        return first_sends(algorithm, 800, element_bytes=4, num_nodes=4, node_size=2, segment_bytes=1000)
+
+    around_8 = Traffic(2 * 7 * 3200 // 8, 14)
+    assert sent("ring") == Sent(around_8, around_8)
+    # 4(k-1) hops of M/k inside, the leaders' ring across
+    assert sent("hierarchical") == Sent(Traffic(4 * 1600 + 4800, 4 + 6), Traffic(4800, 6))
+    # 2(k-1) hops of M/k inside, and one of k rings of M/k across
+    assert sent("sharded") == Sent(Traffic(2 * 1600 + 2400, 2 + 6), Traffic(4800, 12))
+    # all of it in log2(4) hops, and once to the other rank of the node
+    assert sent("doubling") == Sent(Traffic(3 * 3200, 3), Traffic(2 * 3200, 2))
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical", "sharded", "doubling"])
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3, 2), (4, 3), (5, 1)])
+def test_first_node_sends_what_the_list_of_hops_has(algorithm, shape):
+    num_nodes, node_size = shape
+    groups = [range(node * node_size, (node + 1) * node_size) for node in range(num_nodes)]
+    for num_elements in (0, 1, 10, 101, 1000):
+        listed = node_traffic(algorithm, num_elements, element_bytes=4, groups=groups, segment_bytes=300)
+        expected = sum((each for way, each in listed.items() if way[0] == 0), Traffic())
+        sizes = {"num_nodes": num_nodes, "node_size": node_size, "segment_bytes": 300}
+        assert first_sends(algorithm, num_elements, element_bytes=4, **sizes).node == expected
+
+
+def test_first_sends_of_a_library_are_not_known():
+    with pytest.raises(ValueError, match="native"):
+        first_sends("native", 10, element_bytes=4, num_nodes=2, node_size=1, segment_bytes=1000)

@@ -69,6 +69,29 @@ def test_losses_add_up_and_more_devices_never_make_a_step_cheaper():
     assert cheapest_within(points, points[-1].hours / 2) is None
 
 
+def test_bytes_and_messages_of_a_step_are_the_closed_forms():
+    """ResNet-50's fp16 gradients, M bytes, on 64 nodes of 8, however many buffers they are in."""
+    M = 25_557_032 * 2
+    found = {name: simulate_point(ask(algorithm=name), 512) for name in ("native", "ring", "hierarchical", "sharded")}
+    num_buffers = len(found["ring"].step.transfers)
+    slack = 2 * 512 * num_buffers * 2  # parts differ by an element
+    expected = {
+        "native": (2 * 511 / 512 * M, 2 * 63 / 64 * M),
+        "ring": (2 * 511 / 512 * M, 2 * 511 / 512 * M),
+        "hierarchical": (4 * 7 / 8 * M + 2 * 63 / 64 * M, 2 * 63 / 64 * M),
+        "sharded": (2 * 7 / 8 * M + 2 * 63 / 64 * M / 8, 2 * 63 / 64 * M),
+    }
+    for name, (rank, node) in expected.items():
+        assert found[name].sent.rank_bytes == pytest.approx(rank, abs=slack), name
+        assert found[name].sent.node_bytes == pytest.approx(node, abs=slack), name
+    assert found["ring"].sent.rank_messages == 2 * 511 * num_buffers  # parts of a buffer are below a segment
+    assert found["native"].sent.rank_messages is None
+    # sums in fp32 of halves that double: partial sums travel, 6 times across 64 nodes
+    assert simulate_point(ask(algorithm="doubling"), 512).sent.node_bytes == 6 * 2 * M
+    alone = simulate_point(ask(cluster="dgx_a100"), 1).sent
+    assert (alone.rank_bytes, alone.rank_messages, alone.node_bytes) == (0, 0, 0)
+
+
 def test_slow_links_move_the_knee():
     counts = [8, 16, 32, 64, 128, 256]
     assert knee(simulate_scaling(ask(), counts)[0]).num_devices == 256
@@ -244,13 +267,22 @@ def test_command_answers_and_writes_what_is_asked_for(tmp_path, capsys):
             point[f"{part}_seconds"] for part in ("computing", "exposed_communication", "straggler", "input_wait")
         )
         assert parts == pytest.approx(point["step_seconds"])
+        assert point["node_sends_bytes"] == round(2 * (point["nodes"] - 1) / point["nodes"] * 2 * 25_557_032)
+    assert "a rank sends" in shown
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert sum(event["args"]["bytes"] for event in events if "args" in event) == 25_557_032 * 2
     assert "<svg" in files["plot"].read_text()
     page = files["html"].read_text()
     assert page.startswith("<!DOCTYPE html>")
     assert page.count("<svg") == 1
-    for said in ("MLPerf Training v2.0", "link=2x", "cheapest", "--failure-hours 5000", "What is lost"):
+    for said in (
+        "MLPerf Training v2.0",
+        "link=2x",
+        "cheapest",
+        "--failure-hours 5000",
+        "What is lost",
+        "Sent in one step",
+    ):
         assert said in page
     assert "http" not in page.replace("http://www.w3.org", "").replace("https://matplotlib.org", "")
 
