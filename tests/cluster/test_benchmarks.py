@@ -96,3 +96,17 @@ def test_benchmarks_of_launching_run(module: str, options: tuple[str, ...], tmp_
         assert {name: result["trials"] for name, result in record["results"].items()} == dict.fromkeys(
             ("none", "slow node", "slow link"), 1
         )
+
+
+def test_effective_time_of_a_job_that_is_struck(tmp_path: Path) -> None:
+    """Ours and torchrun's, each with one failure; what the figures are is asked of a machine that does nothing else."""
+    out, plot = tmp_path / "out.json", tmp_path / "plot.png"
+    times = ("--seconds", 20, "--mean-seconds", 6, "--seed", 41, "--image-size", 32, "--memory-steps", 5)
+    done = run_benchmark("faults.effective", "memory", "torchrun-often", *times, "--out", out, "--plot", plot)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["ways"]
+    assert [way["failures"] for way in found.values()] == [1, 1]
+    for name, way in found.items():
+        assert 0 < way["effective_share"] < 1, name
+        assert way["cost_seconds"]["n"] == 1, name
+    assert plot.stat().st_size > 0

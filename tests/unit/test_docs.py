@@ -71,6 +71,9 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.comm.messages ": (
         "tests/unit/benchmarks/test_messages.py::test_messages_table_of_a_recipe"
     ),
+    ".venv/bin/python -m benchmarks.faults.effective ": (
+        "tests/cluster/test_benchmarks.py::test_effective_time_of_a_job_that_is_struck"
+    ),
     ".venv/bin/python -m benchmarks.jobs ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
     ".venv/bin/python -m benchmarks.preflight ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
     ".venv/bin/python -m benchmarks.gpu.precision ": (

@@ -1,0 +1,1 @@
+"""What failures cost a job, beside others' ways to survive them."""

@@ -1,0 +1,319 @@
+"""Effective training time: the share of the time that moves a job forward while its ranks are killed, ours and others'.
+
+    python -m benchmarks.faults.effective --out benchmarks/results/effective-time.json --plot effective-time.png
+
+Each way trains a ResNet-18 on emulated nodes, one rank each, which needs what `bigbatch launch emulate` needs. A rank
+that is drawn gets SIGKILL at moments that are drawn, the same ones for each way: one every --mean-seconds, on average.
+Steps that count are those of the state that is left at the end. The share is their number, times what a step takes
+where nothing fails, of the time from the first step on. A failure's cost is the time until the job is as far as it was.
+Name ways to measure these alone; torchft is among them where it is installed.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arguments import at_least, run
+from benchmarks.record import conditions, spread, write_record
+from bigbatch.errors import UserError
+
+MARK = "BENCHMARK_MARK"
+START_SECONDS = 120
+END_SECONDS = 60
+LOOK_SECONDS = 0.05
+AGENTS = (b"torch.distributed.run", b"emulate")
+"""In the command of what starts ranks."""
+FIRST_STEP = 20
+"""From here it is timed: kernels, links and the order of gradients are known."""
+PORT = 29511
+
+
+@dataclass
+class Course:
+    """How a job went: when it was how far, and when which rank was struck."""
+
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    strikes: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds since the first of the steps, and the rank."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Return what a step takes where nothing fails: the median, of those between looks that saw some."""
+        taken = [
+            (late - early) / (last - first)
+            for (early, first), (late, last) in pairwise(self.steps)
+            if last > first and not any(early <= when <= late for when, _ in self.strikes)
+        ]
+        return statistics.median(taken)
+
+    def effective(self, seconds: float) -> float:
+        """Return the share of so many seconds that moved the job forward."""
+        return (self.steps[-1][1] - self.steps[0][1]) * self.step_seconds / seconds
+
+    def costs(self) -> Iterator[tuple[float, float]]:
+        """Yield, of each strike that no other one followed too soon, seconds until it was made good, and steps lost."""
+        for (when, _), (end, _) in pairwise([*self.strikes, (float("inf"), 0)]):
+            before = max(step for seconds, step in self.steps if seconds <= when)
+            after = [(seconds, step) for seconds, step in self.steps if when < seconds <= end]
+            made_good = next((seconds for seconds, step in after if step > before), None)
+            if made_good is not None:
+                first = min(step for seconds, step in after if seconds <= made_good)
+                yield made_good - when - self.step_seconds, max(0.0, before - (first - 1))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to survive failures."""
+
+    what: str
+    argv: Callable[[Path], list[str]]
+    """The command, for a folder of its own."""
+    look: Callable[[Path], tuple[float, float] | None]
+    """Returns the time and the step of the last word of a job in that folder."""
+
+
+def main() -> None:
+    """Measure, print, write the record and the plot."""
+    options = parse()
+    facts = conditions(options)
+    found: dict[str, Any] = {}
+    known = ways(options)
+    if unknown := [name for name in options.ways if name not in known]:
+        raise UserError(f"there is no way {unknown[0]!r} here: choose among {', '.join(known)}")
+    for name in options.ways or known:
+        way = known[name]
+        with tempfile.TemporaryDirectory() as folder:
+            course = follow(way, Path(folder), options)
+        share = course.effective(options.seconds)
+        costs = list(course.costs())
+        found[name] = {
+            "what": way.what,
+            "effective_share": share,
+            "step_seconds": course.step_seconds,
+            "failures": len(course.strikes),
+            "cost_seconds": spread([cost for cost, _ in costs]) if costs else None,
+            "steps_lost": spread([lost for _, lost in costs]) if costs else None,
+            "strikes": course.strikes,
+            "steps": course.steps,
+        }
+        cost = f"{statistics.median(cost for cost, _ in costs):.1f} s each" if costs else "none made good"
+        print(f"{way.what:45} {100 * share:5.1f}%  {len(course.strikes)} failures, {cost}", file=sys.stderr)
+    if "torchft" not in known:
+        print("torchft is not installed here: left out", file=sys.stderr)
+    if options.plot:
+        plot(found, options)
+    write_record(options.out, {"benchmark": "effective time", "conditions": facts, "ways": found})
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ways", nargs="*", metavar="WAY", help="memory, disk, torchrun, torchrun-often, torchft (all)")
+    parser.add_argument("--nodes", type=at_least(2), default=2)
+    parser.add_argument("--seconds", type=at_least(1), default=240, help="of each way, from its first steps on")
+    parser.add_argument("--mean-seconds", type=at_least(1), default=60, help="between two failures")
+    parser.add_argument("--epoch-steps", type=at_least(1), default=300, help="between two checkpoints on disk")
+    parser.add_argument("--memory-steps", type=at_least(1), default=20, help="between two copies in nodes' memory")
+    parser.add_argument("--batch", type=at_least(2), default=8, help="pictures of a rank and step")
+    parser.add_argument("--image-size", type=at_least(32), default=64)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks")
+    parser.add_argument("--plot", type=Path, help="PNG file for the course of each way")
+    parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
+    return parser.parse_args(argv)
+
+
+def ways(options: argparse.Namespace) -> dict[str, Way]:
+    """Return what can be compared here, by name."""
+    emulate = [sys.executable, "-m", "bigbatch", "launch", "emulate", "run", "--launcher", "plain"]
+    emulate += ["--nodes", str(options.nodes)]
+    peer = ["--batch", str(options.batch), "--image-size", str(options.image_size)]
+
+    def ours(folder: Path, *, memory: int) -> list[str]:
+        keys = {
+            "run.directory": folder / "run",
+            "run.epochs": 100_000,
+            "run.eval_every_epochs": 100_000,
+            "run.log_every_steps": 1,
+            "run.checkpoint_every_steps": options.epoch_steps,
+            "run.memory_every_steps": memory,
+            "data.loader": "synthetic",
+            "data.num_synthetic_samples": options.epoch_steps * options.batch * options.nodes,
+            "data.probe_seconds": 0,
+            "data.image_size": options.image_size,
+            "model.name": "resnet18",
+            "model.width": "null",
+            "batch.global_batch_size": options.batch * options.nodes,
+            "batch.microbatch_size": options.batch,
+            "batch.bn_span": options.batch,
+            "schedule.base_lr": 0.01,
+            "comm.timeout_seconds": 15,
+            "comm.warn_seconds": 3,
+        }
+        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        return [*emulate, "--restarts", "1000", "--", "train", "--config", "quickstart", *words]
+
+    def torchrun(folder: Path, *, save_every: int) -> list[str]:
+        agent = ["-m", "torch.distributed.run", "--nnodes", str(options.nodes), "--nproc-per-node", "1"]
+        agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"n0:{PORT}", "--max-restarts", "1000"]
+        script = ["-m", "benchmarks.faults.ddp", "--folder", str(folder), "--save-every", str(save_every), *peer]
+        return [*emulate, "--python", "--", *agent, *script]
+
+    def torchft(folder: Path) -> list[str]:
+        return [*emulate, "--python", "--", "-m", "benchmarks.faults.torchft_ddp", "--folder", str(folder), *peer]
+
+    memory, epoch = options.memory_steps, options.epoch_steps
+    found = {
+        "memory": Way(f"ours, a copy in memory every {memory} steps", partial(ours, memory=memory), look_at_run),
+        "disk": Way(f"ours, a checkpoint every {epoch} steps", partial(ours, memory=0), look_at_run),
+        "torchrun": Way(f"DDP, a checkpoint every {epoch} steps", partial(torchrun, save_every=epoch), look_at_note),
+        "torchrun-often": Way(f"DDP, a checkpoint every {memory}", partial(torchrun, save_every=memory), look_at_note),
+    }
+    if importlib.util.find_spec("torchft"):
+        found["torchft"] = Way("torchft", torchft, look_at_note)
+    return found
+
+
+def look_at_run(folder: Path) -> tuple[float, float] | None:
+    """Read the last report of one of our runs."""
+    path = folder / "run/metrics.jsonl"
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 2**16))
+            lines = file.read().decode(errors="replace").split("\n")[:-1]
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(json.JSONDecodeError):
+            report = json.loads(line)
+            if report["kind"] == "train":
+                return report["time"], report["step"]
+    return None
+
+
+def look_at_note(folder: Path) -> tuple[float, float] | None:
+    """Read what a peer noted."""
+    try:
+        seconds, step = (folder / "step").read_text().split()
+    except FileNotFoundError:
+        return None
+    return float(seconds), float(step)
+
+
+def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
+    """Start a job, strike it, and say how it went. Raises: UserError where it does not begin, or ends."""
+    mark = uuid.uuid4().hex
+    draw = random.Random(options.seed)
+    pending = list(moments(draw, options))
+    course, began = Course(), 0.0
+    with (folder / "output").open("w") as output, ended_job(way, folder, mark, output) as job:
+        deadline = time.time() + START_SECONDS
+        while time.time() < deadline:
+            if job.poll() is not None or (not began and time.time() > deadline - LOOK_SECONDS):
+                raise UserError(f"the job ended, or took no step: {(folder / 'output').read_text()[-2000:]}")
+            word = way.look(folder)
+            if not began and word and word[1] >= FIRST_STEP:
+                began, deadline = word[0], word[0] + options.seconds
+            if began and word and (not course.steps or (word[0] - began, word[1]) != course.steps[-1]):
+                course.steps.append((word[0] - began, word[1]))
+            if began and pending and time.time() - began >= pending[0][0]:
+                when, rank = time.time() - began, pending[0][1]
+                if strike(mark, rank):
+                    course.strikes.append((when, rank))
+                    pending.pop(0)
+            time.sleep(LOOK_SECONDS)
+    return course
+
+
+def moments(draw: random.Random, options: argparse.Namespace) -> Iterator[tuple[float, int]]:
+    """Yield when to strike whom, in seconds since the first steps."""
+    seconds = draw.expovariate(1 / options.mean_seconds)
+    while seconds < options.seconds:
+        yield seconds, draw.randrange(options.nodes)
+        seconds += draw.expovariate(1 / options.mean_seconds)
+
+
+@contextlib.contextmanager
+def ended_job(way: Way, folder: Path, mark: str, output: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a job; at the end nothing of it is left."""
+    environ = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(way.argv(folder), env=environ, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield job
+    finally:
+        job.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(END_SECONDS)
+        for pid, _ in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.wait()
+
+
+def marked(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the processes of a job, the oldest first, with their environments."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            environ = dict(word.split("=", 1) for word in words if "=" in word)
+            if environ.get(MARK) == mark:
+                started = int((folder / "stat").read_text().rpartition(")")[2].split()[19])
+                found.append((started, int(folder.name), environ))
+    for _, pid, environ in sorted(found, key=lambda each: each[:2]):
+        yield pid, environ
+
+
+def strike(mark: str, rank: int) -> bool:
+    """Kill a rank; False where there is none at the moment. What a rank has started is younger than itself."""
+    for pid, environ in marked(mark):
+        with contextlib.suppress(OSError):
+            if environ.get("RANK") != str(rank) or is_agent(pid, environ):
+                continue
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
+
+
+def is_agent(pid: int, environ: dict[str, str]) -> bool:
+    """Tell what starts ranks again from a rank."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return any(agent in words for agent in AGENTS) or (b"torchft_ddp" in words and "BENCHMARK_WORKER" not in environ)
+
+
+def plot(found: dict[str, Any], options: argparse.Namespace) -> None:
+    """Draw the course of each way: steps over time, with the failures."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for way in found.values():
+        seconds, steps = zip(*way["steps"], strict=True)
+        done = [(step - steps[0]) * way["step_seconds"] for step in steps]
+        axes.plot(seconds, done, label=f"{way['what']}: {100 * way['effective_share']:.0f}%")
+    for when, _ in next(iter(found.values()))["strikes"]:
+        axes.axvline(when, color="grey", linewidth=0.5, linestyle=":")
+    axes.plot([0, options.seconds], [0, options.seconds], color="black", linewidth=0.5, label="nothing fails")
+    axes.set_xlabel("seconds; dotted: a rank is killed")
+    axes.set_ylabel("seconds of undisturbed steps")
+    axes.legend()
+    figure.savefig(options.plot, dpi=120)
+
+
+if __name__ == "__main__":
+    run(main)
