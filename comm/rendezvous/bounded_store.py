@@ -52,6 +52,10 @@ class KeyValue(Protocol):
         """Wait so long for a key; tell whether it is there."""
         ...
 
+    def gone(self) -> frozenset[int]:
+        """Name the ranks whose processes have ended, as far as the holder knows: what it does not name may live."""
+        ...
+
     @property
     def torch_store(self) -> Store:
         """Return what torch's own process groups may ask; whoever else asks it may wait for ever."""
@@ -114,6 +118,10 @@ class BoundedStore:
     def append(self, key: str, value: str) -> None:
         """Write behind the value of a key, from "" on."""
         self._ask(lambda: self.torch_store.append(key, value))  # type: ignore[attr-defined]
+
+    def gone(self) -> frozenset[int]:
+        """Name nobody: torch's stores do not know who asks."""
+        return frozenset()
 
     def wait_for(self, key: str, seconds: float) -> bool:
         """Wait so long for a key; tell whether it is there. By asking: a store that waits serves no other thread."""

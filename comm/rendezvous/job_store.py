@@ -186,6 +186,10 @@ class JobStore(Store):
         """Count the keys of the whole store."""
         return int(split(self._ask("count")[1:])[0])
 
+    def gone(self) -> frozenset[int]:
+        """Name the ranks that were here and whose every connection has ended: their processes have."""
+        return frozenset(map(int, split(self._ask("gone")[1:])))
+
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises: RuntimeError after the time limit, which says so in torch's words."""
         seconds = (timeout or self._timeout).total_seconds()

@@ -14,7 +14,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import KeyValue
 
 ROLL_CALL_SECONDS = 5.0
-"""How long the ranks have to answer."""
+"""How long the ranks have to answer; less, where nobody is missed but those whose processes have ended."""
 LINGER_SECONDS = 2.0
 """How much longer than an answer's time its readers wait for the verdict, and its holder for ranks that are missed:
 these may run, and are to keep the verdict, too."""
@@ -156,7 +156,7 @@ class RollCall:
     def _count(self, store: KeyValue) -> str:
         """Read who answers, and publish who does not."""
         deadline = awake_seconds() + ROLL_CALL_SECONDS
-        while (missing := self._missing(store)) and awake_seconds() < deadline:
+        while (missing := self._missing(store)) - store.gone() and awake_seconds() < deadline:
             time.sleep(COUNT_PAUSE_SECONDS)
         verdict = _name(missing, store)
         store.set(_VERDICT, verdict)
@@ -202,7 +202,7 @@ class RollCall:
             unaware.discard(self._member.rank)
             if waited >= LINGER_SECONDS and store.check([_VERDICT]):
                 unaware &= _ranks(_ALIVE, store)
-            if not unaware:
+            if not unaware - store.gone():
                 return
             time.sleep(COUNT_PAUSE_SECONDS)
 

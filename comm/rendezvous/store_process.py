@@ -27,6 +27,8 @@ HELLO_SECONDS = 10.0
 """How long a caller may take to introduce itself."""
 MOST_STRANGERS = 256
 """How many may stand at the door at once beside the job's own; the one who has stood there longest goes first."""
+GONE_SECONDS = 0.5
+"""From when on a rank counts as gone whose every connection has ended: one that lives comes back sooner, if it asks."""
 LOOK_SECONDS = 0.2
 """Between two looks whether rank 0 is still there, and who has waited for long enough."""
 NAME = "store"
@@ -58,6 +60,8 @@ class _Caller:
         self.stream = stream
         self.door: Door | None = door
         self.since = awake_seconds()
+        self.rank: int | None = None
+        """Of the job; None of a stranger."""
         self.incoming, self.outgoing = bytearray(), bytearray(door.nonce)
         self.waits_for: set[bytes] = set()
         """Keys that must be there before its last request is answered."""
@@ -67,7 +71,8 @@ class _Caller:
     def requests(self) -> Iterator[list[bytes]]:
         """Take out what has come whole. Raises: ValueError, StrangerError."""
         if self.door is not None and len(self.incoming) >= HELLO_BYTES:
-            self.outgoing += self.door.judge(bytes(self.incoming[:HELLO_BYTES]))[1]
+            self.rank, answer = self.door.judge(bytes(self.incoming[:HELLO_BYTES]))
+            self.outgoing += answer
             self.door = None
             del self.incoming[:HELLO_BYTES]
         while self.door is None and len(self.incoming) >= LENGTH.size:
@@ -156,6 +161,10 @@ class StoreServer:
         self._selector.register(listener, selectors.EVENT_READ)
         self._strangers: deque[_Caller] = deque()
         self._waiting: dict[bytes, list[_Caller]] = {}
+        self._known: dict[int, set[_Caller]] = {}
+        """The connections of each rank that has ever come."""
+        self._left: dict[int, float] = {}
+        """When the last connection of a rank ended; awake_seconds()."""
 
     def serve(self, is_over: Callable[[], bool], *, also: int | None = None) -> None:
         """Serve until is_over(), asked every LOOK_SECONDS and whenever the descriptor also has something to read."""
@@ -218,12 +227,19 @@ class StoreServer:
         was_stranger = caller.door is not None
         for request in caller.requests():
             self._answer(caller, request)
-        if was_stranger and caller.door is None:
+        if was_stranger and caller.rank is not None:
             self._strangers.remove(caller)
+            self._known.setdefault(caller.rank, set()).add(caller)
+            self._left.pop(caller.rank, None)
 
     def _answer(self, caller: _Caller, request: list[bytes]) -> None:
         if request[0] == b"wait":
             self._let_wait(caller, seconds=float(request[1]), keys=request[2:])
+            return
+        if request == [b"gone"]:
+            known_since = awake_seconds() - GONE_SECONDS
+            gone = [rank for rank, since in self._left.items() if since < known_since]
+            _reply(caller, DONE + pack(*(str(rank).encode() for rank in gone)))
             return
         _reply(caller, self._table.answer(request))
         for key in request[1::2]:  # the others are values
@@ -272,6 +288,10 @@ class StoreServer:
     def _close(self, caller: _Caller) -> None:
         if caller in self._strangers:
             self._strangers.remove(caller)
+        if caller.rank is not None and caller in (known := self._known.get(caller.rank, set())):
+            known.remove(caller)
+            if not known:
+                self._left[caller.rank] = awake_seconds()
         self._forget(caller)
         self._selector.unregister(caller.stream)
         caller.stream.close()

@@ -148,6 +148,28 @@ def test_job_store_tells_whether_a_key_came_in_time(port: int) -> None:
     assert len(store._line._idle) <= 3  # a wait that ended without the key costs no connection
 
 
+def test_job_store_names_ranks_whose_every_connection_has_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
+    store, other = (JobStore(line_to(port, rank=rank), "", timeout=SECONDS) for rank in (0, 3))
+    with ThreadPoolExecutor(1) as pool:  # makes a second connection
+        waiting = pool.submit(other.get, "late")
+        assert not other.check(["late"])
+        first = other._line._idle.pop()
+        first.close()
+        assert not store.gone(), "one is left"
+        store.set("late", "")
+        waiting.result()
+    for stream in other._line._idle:
+        stream.close()
+    assert ends(lambda: store.gone() == {3})
+    monkeypatch.setattr(store_process, "GONE_SECONDS", 60.0)
+    assert not store.gone(), "it may come back"
+    monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
+    other._line._idle.clear()
+    other.set("back", "")
+    assert not store.gone()
+
+
 def test_job_store_gives_up_a_holder_that_is_stopped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stopped, ThreadPoolExecutor(1) as pool:
         calling = pool.submit(line_to, stopped.getsockname()[1])

@@ -77,6 +77,8 @@ class CountingStore(HashStore):
     def __init__(self) -> None:
         super().__init__()
         self.num_requests, self.is_gone = 0, False
+        self.ended: frozenset[int] = frozenset()
+        """Ranks whose processes have."""
         self._lock = Lock()
 
     def within(self, seconds: float) -> "CountingStore":
@@ -100,6 +102,10 @@ class CountingStore(HashStore):
     def check(self, keys: list[str]) -> bool:
         self._count()
         return super().check(keys)
+
+    def gone(self) -> frozenset[int]:
+        self._count()
+        return self.ended
 
     def append(self, key: str, value: str) -> None:
         self._count()
@@ -174,6 +180,23 @@ def test_rank_that_waits_in_the_same_sum_is_not_named_with_the_lost_one(seconds:
             [partial(holds_the_store, ranks[0], clock, store), partial(as_it_does, ranks[1], clock, after=seconds)]
         )
         assert [rank.verdict for rank in ranks] == ["no answer from rank 2 on node2"] * 2 + [""]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_rank_whose_process_has_ended_is_not_waited_for(has_ended: bool, clock: Clock) -> None:
+    """Rank 2 is lost; rank 1 answers after a second, and is waited for."""
+    store, ranks = job_of(3)
+    store.ended = frozenset({2} if has_ended else ())
+    after: list[float] = []
+
+    def holder() -> None:
+        fails_in_the_sum(ranks[0], clock, after=0.0)
+        after.append(clock.now)
+
+    clock.run([holder, partial(fails_in_the_sum, ranks[1], clock, after=1.0)])
+    assert [rank.verdict for rank in ranks] == ["no answer from rank 2 on node2"] * 2 + [""]
+    expected = 1.0 if has_ended else roll_call.ROLL_CALL_SECONDS + roll_call.LINGER_SECONDS
+    assert after == [pytest.approx(expected, abs=5 * roll_call.COUNT_PAUSE_SECONDS)]
 
 
 def test_rank_that_computes_for_long_answers_a_loss_and_knows_the_verdict_when_the_holder_is_gone(clock: Clock) -> None:
