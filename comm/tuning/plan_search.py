@@ -41,18 +41,33 @@ def simulate(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> tup
     Leaves out that computing and communicating may slow each other down.
     """
     transfers, free = [], 0.0
-    for buffer in plan.buffers:
-        ready = max(backward.ready_seconds[tensor.name] for tensor in buffer.tensors)
+    for num_bytes, ready in _loads(plan, backward):
         start = max(ready, free)
-        free = start + seconds_of(buffer.num_bytes)
-        transfers.append(PlannedTransfer(buffer.num_bytes, ready, start, free))
+        free = start + seconds_of(num_bytes)
+        transfers.append(PlannedTransfer(num_bytes, ready, start, free))
     return tuple(transfers)
+
+
+Load = tuple[int, float]
+"""Bytes of a buffer, and the seconds at which its last gradient is ready."""
+
+
+def _loads(plan: FusionPlan, backward: Backward) -> list[Load]:
+    ready_of = backward.ready_seconds
+    return [(each.num_bytes, max(ready_of[tensor.name] for tensor in each.tensors)) for each in plan.buffers]
 
 
 def exposed_seconds(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> float:
     """Return how long the update waits for communication after backward has ended."""
-    transfers = simulate(plan, backward, seconds_of)
-    return max(0.0, transfers[-1].end_seconds - backward.seconds) if transfers else 0.0
+    return _exposed(_loads(plan, backward), backward, seconds_of)
+
+
+def _exposed(loads: Sequence[Load], backward: Backward, seconds_of: SecondsOf) -> float:
+    """Return the end of simulate's last transfer, less backward's."""
+    free = 0.0
+    for num_bytes, ready in loads:
+        free = max(ready, free) + seconds_of(num_bytes)
+    return max(0.0, free - backward.seconds)
 
 
 @dataclass(frozen=True)
@@ -77,9 +92,26 @@ def search_plan(
 ) -> PlanChoice:
     """Find the sizes whose plan exposes least; of those within LEAST_GAIN of it, the plan of the fewest buffers.
 
-    Tries every size that makes a difference where there are few gradients, else a geometric selection of them; and
-    those that are stated.
     Raises: ValueError without gradients.
+    """
+    return best_plan(plans_to_try(tensors, backward, stated=stated), backward, seconds_of)
+
+
+@dataclass(frozen=True)
+class PlanToTry:
+    """Holds what simulating a plan needs: worked out once, however many algorithms it is tried with."""
+
+    sizes: PlanSizes
+    plan: FusionPlan
+    loads: Sequence[Load]
+
+
+def plans_to_try(
+    tensors: Sequence[TensorSpec], backward: Backward, *, stated: PlanSizes | None = None
+) -> list[PlanToTry]:
+    """Make the plans of every size that makes a difference where there are few gradients, else of a geometric series.
+
+    And those that are stated. Raises: ValueError without gradients.
     """
     if not tensors:
         raise ValueError("there is no gradient to plan for")
@@ -94,9 +126,13 @@ def search_plan(
         if first is None or first < buffer
         for threshold in thresholds
     ]
-    choices = [
-        evaluate_plan(sizes, tensors, backward, seconds_of) for sizes in (*candidates, *([stated] if stated else ()))
-    ]
+    plans = [(sizes, sizes.plan(tensors)) for sizes in (*candidates, *([stated] if stated else ()))]
+    return [PlanToTry(sizes, plan, _loads(plan, backward)) for sizes, plan in plans]
+
+
+def best_plan(plans: Sequence[PlanToTry], backward: Backward, seconds_of: SecondsOf) -> PlanChoice:
+    """Simulate each plan, and choose as search_plan says."""
+    choices = [PlanChoice(each.sizes, each.plan, _exposed(each.loads, backward, seconds_of)) for each in plans]
     best = min(c.exposed_seconds for c in choices)
     good = best + least_gain_seconds(backward, best)
     return min(

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from bigbatch.comm.algorithms.hybrid import Measured
 from bigbatch.comm.tuning.measure import MeasuredLinks
-from bigbatch.comm.tuning.plan_search import PlanChoice
+from bigbatch.comm.tuning.plan_search import LEAST_GAIN, PlanChoice
+from bigbatch.comm.tuning.ranking import Ranking
 from bigbatch.comm.tuning.tuner import TuningFindings
+from bigbatch.comm.tuning.whole_steps import noise_between
 
 
 def explain(findings: TuningFindings) -> list[str]:
@@ -28,9 +30,41 @@ def explain(findings: TuningFindings) -> list[str]:
         f"  {_ms(f.stated_with_fastest.exposed_seconds):>9}  the same plan with the algorithms above",
         f"  {_ms(f.searched.exposed_seconds):>9}  those algorithms and the plan above",
         f"  {_ms(f.least_exposed_seconds):>9}  the best of all ways to cut the gradients into buffers",
-        f"chosen: {_verdict(f)}",
     ]
     return lines
+
+
+def explain_ranking(ranking: Ranking, *, count: int) -> list[str]:
+    """Say what was simulated on the model of the cluster, how fast, and who is measured."""
+    exposed = ", ".join(f"{name} {_ms(choice.exposed_seconds)}" for name, choice in ranking.best.items())
+    rate = ranking.num_simulated / ranking.seconds
+    return [
+        f"simulated from these links: {ranking.num_simulated:,} steps, each fusion plan by each of "
+        f"{len(ranking.best)} algorithms, in {ranking.seconds:.2f} s ({rate:,.0f} a second)",
+        f"  left exposed by the best plan of each: {exposed}; measured by size: the {count} fastest of these, and what "
+        "has no such model",
+    ]
+
+
+def explain_steps(findings: TuningFindings) -> list[str]:
+    """Say what whole steps took, and what is chosen; by simulation alone where none were measured."""
+    f, choice = findings, findings.measured_choice
+    if choice is None:
+        return [f"chosen: {_verdict(f)}"]
+    lines = ["whole steps of these, measured: forward, backward and sums (median of the slowest rank)"]
+    for number, step in enumerate(f.steps):
+        what = f"number {number} of the simulated" if number else "as the config states"
+        lines.append(
+            f"  {_ms(step.measured.median):>9}  {what}: {step.candidate.table}, {_sizes(step.candidate.choice)}; "
+            f"{_ms(step.candidate.choice.exposed_seconds)} exposed simulated; n = {len(step.measured.seconds)}"
+        )
+    stated, fastest = f.steps[0], min(f.steps, key=lambda step: step.measured.median)
+    noise = _ms(noise_between(stated, fastest, LEAST_GAIN))
+    medians = f"{_ms(choice.measured.median)} a step, the fastest {_ms(fastest.measured.median)}"
+    if f.keeps_stated:
+        return [*lines, f"chosen: what the config states is kept: {medians}; a gain below {noise} would be noise"]
+    against = f"{_ms(stated.measured.median)} as the config states, +-{noise}"
+    return [*lines, f"chosen: number {f.steps.index(choice)} of the simulated: {medians}, against {against}"]
 
 
 def _verdict(f: TuningFindings) -> str:

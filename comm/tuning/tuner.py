@@ -8,21 +8,25 @@ from itertools import pairwise
 
 import torch
 
-from bigbatch.comm.algorithms.hybrid import HybridTable, Measured, Times, make_hybrid
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
+from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.tuning.climb import SUMS_PER_SIZE, climb
 from bigbatch.comm.tuning.cost_model import SecondsOf, interpolate
 from bigbatch.comm.tuning.measure import Effort, MeasuredLinks, Sums, slowest, time_sums
 from bigbatch.comm.tuning.plan_search import (
+    LEAST_GAIN,
     Backward,
     PlanChoice,
+    best_plan,
     evaluate_plan,
     exposed_seconds,
     least_exposed_seconds,
     least_gain_seconds,
+    plans_to_try,
     search_plan,
 )
+from bigbatch.comm.tuning.whole_steps import Candidate, MeasuredStep, choose_step
 from bigbatch.errors import CommError
 
 SMALLEST_BYTES = 1024
@@ -69,9 +73,11 @@ def measure_times(
     dtype: torch.dtype,
     seconds: float,
     on_size: Callable[[int, Mapping[str, Measured]], None],
+    worth_measuring: Callable[[int, Sequence[str]], Sequence[str]] = lambda size, names: names,
 ) -> Times:
     """Time every algorithm at every size, from the smallest on, as far as seconds allow. Collective.
 
+    worth_measuring: keeps of the algorithms those that may be the fastest at a size.
     seconds must be the same on all ranks. First all sizes: where time is short, algorithms far from the best are timed
     only once, and those that fall back while bytes count are given up. Then sizes between two that choose differently,
     and again those whose times leave the choice open. Calls on_size on all ranks. The smallest is measured in any case.
@@ -87,7 +93,8 @@ def measure_times(
         names = survivors(sweep.times, names)
         # an equal share of what is left, so that what a short sum does not need goes to the longer ones
         share = left / (len(sizes) - number)
-        sweep.measure(size, names, Effort(REPETITIONS, max(0.0, share - sweep.words), CONTENDER_RATIO))
+        effort = Effort(REPETITIONS, max(0.0, share - sweep.words), CONTENDER_RATIO)
+        sweep.measure(size, worth_measuring(size, names) or names, effort)
     sweep.refine()
     return sweep.end()
 
@@ -192,8 +199,8 @@ def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None
         # the geometric middle, in whole elements
         middle = math.isqrt(a * b) // granularity * granularity
         if table.choose(a) != table.choose(b) and b > NARROW * a and middle not in times:
-            both = [name for name in times[a] if name in times[b]]
-            return middle, [name for name in both if name in (table.choose(a), table.choose(b))] or both
+            both, chosen = [name for name in times[a] if name in times[b]], [table.choose(a), table.choose(b)]
+            return middle, [name for name in both if name in chosen] or both or chosen
     doubtful = {size: doubt for size in sizes if (doubt := _doubt(times[size])) and doubt[0] > MOST_NOISE}
     if not doubtful:
         return None
@@ -215,8 +222,13 @@ def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
 
 
 def expected_seconds(times: Times, size: int, name: str) -> float:
-    """Estimate the seconds of an algorithm at a size that may not have been measured: that of the next larger one."""
-    return next(times[other][name].median for other in sorted(times) if other >= size and name in times[other])
+    """Estimate the seconds of an algorithm at a size that may not have been measured: that of the next larger one.
+
+    Where there is none, that of the largest, as the bytes grow.
+    """
+    measured = [other for other in sorted(times) if name in times[other]]
+    nearest = next((other for other in measured if other >= size), measured[-1])
+    return times[nearest][name].median * max(1.0, size / nearest)
 
 
 def _require_right(sums: Mapping[str, Sums], size: int) -> None:
@@ -247,6 +259,8 @@ def survivors(times: Times, names: Iterable[str]) -> list[str]:
         return list(names)
 
     def is_behind(name: str) -> bool:
+        if name not in before or name not in last:
+            return False
         was, now = before[name].median / best_before.median, last[name].median / best_last.median
         noise = math.hypot(last[name].noise, best_last.noise)
         # now >= was: who catches up may overtake at a larger size
@@ -263,7 +277,7 @@ def _seconds_again(at_size: Mapping[str, Measured]) -> float:
 def _least_seconds_of(size: int, times: Times, names: Iterable[str]) -> float:
     """Estimate a check and two repetitions of each algorithm at the next size, if time grows as the bytes do."""
     last = max(times)
-    return 3 * size / last * sum(times[last][name].median for name in survivors(times, names))
+    return 3 * size / last * sum(times[last][name].median for name in survivors(times, names) if name in times[last])
 
 
 @dataclass(frozen=True)
@@ -291,20 +305,33 @@ class TuningFindings:
     """A difference below this between what stated and searched expose means nothing: by the noise of the medians, or
     as LEAST_GAIN says.
     """
+    steps: tuple[MeasuredStep, ...] = ()
+    """Whole steps: of what the config states, then of the best few simulated. Empty where there was no time."""
+
+    @property
+    def measured_choice(self) -> MeasuredStep | None:
+        """Return the choice that whole steps make; None where none were measured."""
+        return choose_step(self.steps, least_gain=LEAST_GAIN) if self.steps else None
 
     @property
     def keeps_stated(self) -> bool:
-        """Tell whether the search found no gain over what the config states."""
+        """Tell whether there is no gain over what the config states: of whole steps, else of simulated ones."""
+        if self.measured_choice:
+            return self.measured_choice is self.steps[0]
         return self.stated.exposed_seconds - self.searched.exposed_seconds <= self.noise_seconds
 
     @property
     def chosen(self) -> PlanChoice:
         """Return the plan to train with, with the table."""
+        if self.measured_choice:
+            return self.measured_choice.candidate.choice
         return self.stated if self.keeps_stated else self.searched
 
     @property
     def table(self) -> HybridTable:
         """Return the algorithms to train with."""
+        if self.measured_choice:
+            return self.measured_choice.candidate.table
         return self.stated_table if self.keeps_stated else self.fastest
 
 
@@ -350,6 +377,27 @@ def choose(
             least_gain_seconds(backward, searched.exposed_seconds),
         ),
     )
+
+
+def best_candidates(findings: TuningFindings, *, count: int) -> list[Candidate]:
+    """List what the config states, then the count best others, simulated from the medians: whose steps are worth
+    measuring. Pure.
+
+    They are the fastest table, and each algorithm at any size, each with the plan that exposes least with it.
+    """
+    f = findings
+    plans = plans_to_try(f.tensors, f.backward, stated=f.stated.sizes)
+    found = [Candidate(f.fastest, f.searched)]
+    for name in dict.fromkeys(name for at_size in f.times.values() for name in at_size):
+        table = HybridTable((HybridRow(None, name),))
+        seconds_of = seconds_by({size: at for size, at in f.times.items() if name in at}, table.choose)
+        found.append(Candidate(table, best_plan(plans, f.backward, seconds_of)))
+    stated = Candidate(f.stated_table, f.stated)
+    others: dict[tuple[HybridTable, FusionPlan], Candidate] = {}
+    for each in sorted(found, key=lambda each: each.choice.exposed_seconds):
+        others.setdefault((each.table, each.choice.plan), each)
+    others.pop((stated.table, stated.choice.plan), None)
+    return [stated, *others.values()][: count + 1]
 
 
 def _noise_of(choice: PlanChoice, backward: Backward, times: Times, table: HybridTable) -> float:

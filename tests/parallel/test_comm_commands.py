@@ -144,7 +144,14 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
     options = [*SMALL_MODEL, "--comm.interface", "lo", "--budget-seconds", "20", "--output", str(path)]
     code, text = play_nodes(nodes, "comm", "tune", *options)
     assert code == 0, text
-    for expected in ("inside a node", "between nodes", "algorithm by size: ", "chosen: ", f"stored in {path}"):
+    for expected in (
+        "inside a node",
+        "between nodes",
+        "simulated from these links: ",
+        "algorithm by size: ",
+        "chosen: ",
+        f"stored in {path}",
+    ):
         assert expected in text
     tuned = read_tuned(path)
     assert (tuned.cluster.world_size, tuned.cluster.group_sizes, tuned.cluster.placement) == (4, (2, 2), "block")
@@ -170,7 +177,12 @@ def check_promises(evidence: dict[str, Any], choose: Any, tensors: tuple[TensorS
     for size, at_size in medians.items():
         assert at_size[choose(size)] <= 1.05 * (1 + 1e-9) * min(at_size.values())
     exposed = evidence["exposed_seconds"]
-    assert exposed["least"] <= exposed["chosen"] <= exposed["stated"]
+    assert exposed["least"] <= min(exposed["chosen"], exposed["stated"])
+    assert evidence["simulated"]["steps"] > 1000
+    if steps := [statistics.median(each["seconds"]) for each in evidence["whole_steps"]]:
+        assert 2 <= len(steps) <= 4  # what is stated, and the best few simulated
+    else:  # a busy machine has no time for them
+        assert exposed["chosen"] <= exposed["stated"]
     stated = exposed["stated_with_fastest"]
     assert exposed["searched"] <= stated + LEAST_GAIN * (evidence["backward_seconds"] + stated)
     ready = [evidence["ready_seconds"][tensor.name] for tensor in tensors]

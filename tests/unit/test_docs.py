@@ -85,6 +85,9 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.twin.nccl_tests": (
         "tests/unit/launch/simulate/test_nccl_tests.py::test_benchmark_prints_each_size_of_each_table"
     ),
+    ".venv/bin/python -m benchmarks.twin.ranking": (
+        "tests/unit/benchmarks/test_twin_ranking.py::test_benchmark_counts_the_fastest_among_the_few_and_the_loss_where_it_is_not"
+    ),
     ".venv/bin/python -m benchmarks.twin.emulated ": (
         "tests/unit/benchmarks/test_emulated_twin.py::test_four_numbers_are_found_again_and_predict_four_nodes"
     ),

@@ -24,7 +24,7 @@ from bigbatch.comm.tuning.cost_model import LinkModel
 from bigbatch.comm.tuning.measure import Hops, MeasuredLinks, Sums
 from bigbatch.comm.tuning.plan_search import Backward, evaluate_plan, search_plan
 from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
-from bigbatch.comm.tuning.report import explain, explain_links, times_head, times_line
+from bigbatch.comm.tuning.report import explain, explain_links, explain_steps, times_head, times_line
 from bigbatch.comm.tuning.tuned import (
     Tuned,
     default_path,
@@ -276,7 +276,7 @@ def test_choice_keeps_what_the_config_states_where_it_is_faster() -> None:
     assert findings.stated.exposed_seconds == pytest.approx(1.18e-3)  # the last of ten buffers
     assert (findings.chosen, findings.table) == (findings.stated, only("ring"))
     assert findings.searched.exposed_seconds == pytest.approx(1.9e-3)  # all in one
-    (line,) = [line for line in explain(findings) if "kept" in line]
+    (line,) = [line for line in explain_steps(findings) if "kept" in line]
     assert naming_all(line, "1.2 ms", "1.9 ms", "0.8 ms")
 
 
@@ -300,7 +300,7 @@ def test_choice_within_noise_of_what_the_config_states_is_not_made(spread: float
     assert findings.searched.exposed_seconds == pytest.approx(0.03)
     assert findings.noise_seconds == pytest.approx(max(0.002 * 0.23, 0.05 * 0.929 * spread), rel=0.01)
     assert findings.table == only("ring" if is_kept else "doubling")
-    assert sum("kept" in line for line in explain(findings)) == is_kept
+    assert sum("kept" in line for line in explain_steps(findings)) == is_kept
 
 
 def test_plan_of_the_config_is_among_those_that_are_tried() -> None:
@@ -518,6 +518,7 @@ def test_tune_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in (
         "messages: none between these ranks",
+        "all is measured",
         "native",
         "algorithm by size: ",
         "backward: ",
@@ -557,6 +558,7 @@ def test_model_by_name_brings_the_options_that_it_has(name: str) -> None:
         ),
         (["--model", "resnet51"], ("model.name=resnet51 ", "resnet50")),
         (["--config", "quickstart", "--budget-seconds", "0"], ("--budget-seconds 0 ",)),
+        (["--config", "quickstart", "--best", "0"], ("--best 0 ",)),
         (["--config", "quickstart", "--comm.bufer_bytes", "1"], ("comm.bufer_bytes", "comm.buffer_bytes")),
         ([*SMALL, "--budget-seconds", "1", "--output", "/proc/no/a.json"], ("/proc/no: ", "--output")),
     ],
