@@ -11,8 +11,9 @@ from pathlib import Path
 from bigbatch.errors import LaunchOptionError, first_line, or_nearest
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
+from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
 from bigbatch.launch.simulate.profile import read_profile
-from bigbatch.launch.simulate.scaling import ALGORITHMS, Factors, Point, Question, simulate_scaling
+from bigbatch.launch.simulate.scaling import Factors, Point, Question, simulate_scaling
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.simulate.table import predict_table
 from bigbatch.launch.tables import show_table, stdout_console
@@ -21,6 +22,7 @@ from bigbatch.trainer.config.file import load_config
 PROG = "bigbatch simulate"
 MOST_COUNTS = 64
 MOST_DEVICES = 1_000_000
+CHOICES = (*ALGORITHMS, BY_SIZE)
 UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 """Hours of each unit of a deadline."""
 
@@ -111,8 +113,8 @@ def _comparisons(
     if arguments.compare:
         names = arguments.compare.split(",")
         for name in names:
-            if name not in ALGORITHMS:
-                choice = f"{or_nearest(name, ALGORITHMS)}; choose among {', '.join(ALGORITHMS)}"
+            if name not in CHOICES:
+                choice = f"{or_nearest(name, CHOICES)}; choose among {', '.join(CHOICES)}"
                 raise LaunchOptionError(f"--compare {name} is no algorithm{choice}")
         tables["A step, by algorithm"] = {
             name: simulate_scaling(replace(question, algorithm=name), counts)[0] for name in names
@@ -222,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     add("config", nargs="?", metavar="CONFIG", help="a recipe, as train takes it; --section.key overrides it")
     add("--cluster", metavar="NAME", help=f"a file, or one of {', '.join(cluster_names())}")
     add("--gpus", default="", metavar="N,N..M", help="such as 8..2048, doubling (default: 1 to 256 nodes)")
-    add("--algorithm", choices=ALGORITHMS, help="instead of the recipe's; auto and hybrid mean the fastest known")
+    add("--algorithm", choices=CHOICES, help="instead of the recipe's, whose auto and hybrid mean the fastest known")
     add("--rate", type=float, help="images/s of one device at the recipe's microbatch, measured by you")
     add("--profile", metavar="FILE", help="the same, as bigbatch doctor --json measured it of this recipe")
     add("--input-rate", type=float, help="images/s that the loaders of one node bring, instead of the cluster's")
@@ -230,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--price", type=float, help="of a GPU for an hour, in any currency: adds what it costs")
     add("--deadline", metavar="TIME", help="such as 1h: which number of GPUs is the cheapest that keeps it?")
     add("--failure-hours", type=float, help="mean time between failures of a node: adds what restarts cost")
-    add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(ALGORITHMS)}")
+    add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
     add("--what-if", metavar="X=2x", help="link, inside, rate, batch, input: so many times as large, side by side")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire; seconds")
     add("--json", metavar="FILE", help="all figures")

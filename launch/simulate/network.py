@@ -9,6 +9,10 @@ from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
 
 Carrier = Literal["nccl", "sockets", "host", "servers"]
 
+ALGORITHMS = ("native", *MODELS)
+BY_SIZE = "hybrid"
+"""For each buffer the fastest of these."""
+
 
 @dataclass(frozen=True)
 class Network:
@@ -41,9 +45,11 @@ class Network:
         )
 
     def seconds(self, num_bytes: float, algorithm: str = "native") -> float:
-        """Compute one all-reduce; algorithm: one of cost_model's, or native, the carrier's own."""
+        """Compute one all-reduce; algorithm: one of cost_model's, native, the carrier's own, or the fastest by size."""
         if self.num_devices == 1:
             return 0.0
+        if algorithm == BY_SIZE:
+            return self.seconds(num_bytes, self.fastest(num_bytes))
         if algorithm != "native":
             return MODELS[algorithm](num_bytes, self.cluster())
         if self.carrier == "servers":
@@ -52,6 +58,10 @@ class Network:
             P = self.num_devices
             return 2 * (P - 1) / P * num_bytes / self.constants.host_bytes_per_second
         return self._nccl(num_bytes)
+
+    def fastest(self, num_bytes: float) -> str:
+        """Name the algorithm that takes the least time."""
+        return min(ALGORITHMS, key=lambda name: self.seconds(num_bytes, name))
 
     def _nccl(self, num_bytes: float) -> float:
         """Compute NCCL's ring or double tree, whichever is faster: pipelined, so the slowest link counts.

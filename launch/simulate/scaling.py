@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
-from bigbatch.comm.tuning.cost_model import MODELS
 from bigbatch.comm.tuning.plan_search import PlanChoice, search_plan
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
 from bigbatch.launch.simulate.cluster import Cluster, Rate
 from bigbatch.launch.simulate.epochs import epochs_to_759
-from bigbatch.launch.simulate.network import Network
+from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
 from bigbatch.launch.simulate.predict import RATE_SPREAD, fit_compute, reach_of
 from bigbatch.launch.simulate.sent import SentPerStep, sent_per_step
 from bigbatch.launch.simulate.shapes import shape_of
@@ -22,7 +21,6 @@ from bigbatch.trainer.config.sections import READERS
 
 IMAGES = 1_281_167
 """Of ImageNet's training set."""
-ALGORITHMS = ("native", *MODELS)
 MOST_CHECKED = 2048
 """Devices of the largest published row."""
 EVALUATED = 50_000
@@ -272,7 +270,8 @@ def _algorithms(question: Question) -> tuple[str, ...]:
     stated = question.algorithm or question.config.comm.algorithm
     if question.cluster.network.carrier != "nccl":
         return ("native",)
-    return ALGORITHMS if stated in ("auto", "hybrid") else (stated,)
+    # a recipe that leaves it open gets the fastest for all buffers; who asks for one by size gets that
+    return ALGORITHMS if stated == "auto" or (stated == BY_SIZE and question.algorithm is None) else (stated,)
 
 
 def _sizes(config: Config) -> PlanSizes:

@@ -1,8 +1,9 @@
 """What a rank and a node send in one step: bytes and messages of all buffers. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from bigbatch.comm.tuning.traffic import SEGMENT_BYTES, Sent, Traffic, first_sends
+from bigbatch.comm.tuning.traffic import SEGMENT_BYTES, first_sends
+from bigbatch.launch.simulate.network import BY_SIZE
 from bigbatch.launch.simulate.step import Job, SimulatedStep
 
 WIDE_BYTES = 4
@@ -30,25 +31,28 @@ def sent_per_step(job: Job, step: SimulatedStep, *, sums_in_fp32: bool) -> SentP
         return SentPerStep(0, 0, 0, 0)
     if network.carrier == "servers":
         return SentPerStep(None, None, None, None)
-    all_elements = job.shape.num_parameters
-    counts = [each.num_bytes // job.element_bytes for each in step.transfers] or [all_elements]
-    element_bytes = round(job.element_bytes * job.wire_share)
-    if job.algorithm == "native":
-        num_bytes = all_elements * element_bytes
+    counts = [each.num_bytes // job.element_bytes for each in step.transfers] or [job.shape.num_parameters]
+    every = [_one_sum(job, count, sums_in_fp32=sums_in_fp32) for count in counts]
+    return SentPerStep(*(None if None in each else sum(each) for each in zip(*map(astuple, every), strict=True)))
+
+
+def _one_sum(job: Job, num_elements: int, *, sums_in_fp32: bool) -> SentPerStep:
+    """Count one buffer's."""
+    network, element_bytes = job.network, round(job.element_bytes * job.wire_share)
+    num_bytes = num_elements * element_bytes
+    algorithm = network.fastest(num_bytes) if job.algorithm == BY_SIZE else job.algorithm
+    if algorithm == "native":
         rank, node = (round(2 * (n - 1) * num_bytes / n) for n in (network.num_devices, network.num_nodes))
         return SentPerStep(rank, None, node, None if network.num_nodes > 1 else 0)
-    if job.algorithm == "doubling" and sums_in_fp32:
+    if algorithm == "doubling" and sums_in_fp32:
         element_bytes = max(element_bytes, WIDE_BYTES)
-    total = Sent(Traffic(), Traffic())
-    for count in counts:
-        each = first_sends(
-            job.algorithm,
-            count,
-            element_bytes=element_bytes,
-            num_nodes=network.num_nodes,
-            node_size=network.devices_per_node,
-            segment_bytes=SEGMENT_BYTES,
-        )
-        total = Sent(total.rank + each.rank, total.node + each.node)
-    rank_, node_ = total.rank, total.node
+    sent = first_sends(
+        algorithm,
+        num_elements,
+        element_bytes=element_bytes,
+        num_nodes=network.num_nodes,
+        node_size=network.devices_per_node,
+        segment_bytes=SEGMENT_BYTES,
+    )
+    rank_, node_ = sent.rank, sent.node
     return SentPerStep(rank_.payload_bytes, rank_.num_messages, node_.payload_bytes, node_.num_messages)

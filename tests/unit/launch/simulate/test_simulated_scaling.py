@@ -1,5 +1,6 @@
 """A recipe on a cluster: what the command answers, what its clusters state, and what it refuses."""
 
+import dataclasses
 import json
 
 import pytest
@@ -90,6 +91,26 @@ def test_bytes_and_messages_of_a_step_are_the_closed_forms():
     assert simulate_point(ask(algorithm="doubling"), 512).sent.node_bytes == 6 * 2 * M
     alone = simulate_point(ask(cluster="dgx_a100"), 1).sent
     assert (alone.rank_bytes, alone.rank_messages, alone.node_bytes) == (0, 0, 0)
+
+
+def test_hybrid_takes_for_each_buffer_the_fastest_by_size():
+    """A short first buffer by doubling's few hops, a long one by what carries bytes best: faster than either alone."""
+    sizes = ["--comm.threshold_bytes", "20000000", "--comm.buffer_bytes", "40000000", "--comm.first_buffer_bytes", "9"]
+    config = load_config(["--config", "imagenet/resnet50_64k", *sizes])
+    cluster = load_cluster("v100_cloud_tcp")
+    cluster = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, carrier="nccl"))
+    network = cluster.of_devices(64)
+    every = ("native", "ring", "hierarchical", "sharded", "doubling")
+    for num_bytes in (4_096, 60_000_000):
+        times = {name: network.seconds(num_bytes, name) for name in every}
+        assert network.seconds(num_bytes, "hybrid") == min(times.values())
+        assert times[network.fastest(num_bytes)] == min(times.values())
+    steps = {
+        name: simulate_point(Question(config, cluster, algorithm=name), 64).step.seconds for name in (*every, "hybrid")
+    }
+    assert steps["hybrid"] <= min(steps.values())
+    sent = simulate_point(Question(config, cluster, algorithm="hybrid"), 64).sent
+    assert sent.node_bytes >= 2 * 7 / 8 * 2 * 25_557_032
 
 
 def test_slow_links_move_the_knee():
@@ -249,7 +270,7 @@ def test_command_answers_and_writes_what_is_asked_for(tmp_path, capsys):
         "--deadline",
         "1h",
         "--compare",
-        "native,ring",
+        "native,ring,hybrid",
         "--what-if",
         "link=2x",
         "--failure-hours",
@@ -267,7 +288,8 @@ def test_command_answers_and_writes_what_is_asked_for(tmp_path, capsys):
             point[f"{part}_seconds"] for part in ("computing", "exposed_communication", "straggler", "input_wait")
         )
         assert parts == pytest.approx(point["step_seconds"])
-        assert point["node_sends_bytes"] == round(2 * (point["nodes"] - 1) / point["nodes"] * 2 * 25_557_032)
+        needed = 2 * (point["nodes"] - 1) / point["nodes"] * 2 * 25_557_032
+        assert point["node_sends_bytes"] == pytest.approx(needed, abs=point["buffers"])
     assert "a rank sends" in shown
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert sum(event["args"]["bytes"] for event in events if "args" in event) == 25_557_032 * 2
