@@ -16,6 +16,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element: the integers as which its bits are read."""
 PIECE = 1 << 20
 """Elements that are multiplied at once: 16 MiB of products and factors beside the weights."""
+CACHED = 1 << 16
+"""The same on a CPU: 512 KiB of int64, and as many of factors."""
 
 
 def replicas(parts: Parts, *, done: int) -> dict[str, Tensor]:
@@ -50,6 +52,10 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([_digest(_bits(tensor)) for tensor in tensors])
 
 
+def _digest(bits_N: Tensor) -> Tensor:
+    return (_by_dots if bits_N.device.type == "cpu" else _by_products)(bits_N)
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """View the bits of a tensor's elements as integers (N), in the order of its memory where that has no gaps."""
     tensor = tensor.detach()
@@ -59,12 +65,24 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(BITS[tensor.element_size()])
 
 
-def _digest(bits_N: Tensor) -> Tensor:
+def _by_products(bits_N: Tensor) -> Tensor:
     sums = []
     for index, piece in enumerate(bits_N.split(PIECE)):
         first = 2 * index * PIECE + 1
         sums.append((piece * torch.arange(first, first + 2 * len(piece), 2, device=bits_N.device)).sum())
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def _by_dots(bits_N: Tensor) -> Tensor:
+    """Return the same, in half the time: by dot products of what a cache holds, which GPUs do not have of integers."""
+    factors = torch.arange(1, 1 + 2 * min(CACHED, len(bits_N)), 2)
+    total = torch.zeros((), dtype=torch.int64)
+    for index, piece in enumerate(bits_N.split(CACHED)):
+        numbers = piece.to(torch.int64)
+        total += torch.dot(numbers, factors[: len(numbers)])
+        if index:
+            total += 2 * index * CACHED * numbers.sum()
+    return total
 
 
 def require_same(communicator: Communicator, names: Iterable[str], digest_N: Tensor, *, done: int) -> None:

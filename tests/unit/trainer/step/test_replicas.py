@@ -32,8 +32,11 @@ def by_python(integers: Sequence[int]) -> int:
 )
 def test_digest_is_the_sum_by_places(dtype: str, integer: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "CACHED", piece)
     x_N = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
-    expected = by_python(x_N.view(getattr(torch, integer)).tolist())
+    bits_N = x_N.view(getattr(torch, integer))
+    expected = by_python(bits_N.tolist())
+    assert module._by_products(bits_N).item() == expected, "as on a GPU"
     assert digest([x_N, x_N[:0]]).tolist() == [expected, 0]
 
 
