@@ -42,11 +42,17 @@ class Grid:
         """Return the largest term."""
         return self.limit / 2.0**self.fraction_bits
 
-    def add_(self, sums_N: Tensor, numbers_N: Tensor) -> None:
-        """Add numbers to their sums, in place. sums_N: int64, one element longer. No host sync."""
+    def add_(self, sums_N: Tensor, numbers_N: Tensor, *, counts_2: Tensor | None = None) -> None:
+        """Add numbers to their sums, in place. sums_N: int64, one element longer. No host sync.
+
+        counts_2 (int64), where given, grows by how many numbers became 0, and by how many were not 0 before.
+        """
         for some_sums_N, some_N in _portions(sums_N[:-1], numbers_N):
             # a power of two changes the exponent alone, and whole numbers of fp32 are those of int64
             steps_N = some_N.float().mul(2.0**self.fraction_bits).round_()
+            if counts_2 is not None:  # before what is beyond the grid is set to 0, too
+                num_before, num_after = torch.count_nonzero(some_N), torch.count_nonzero(steps_N)
+                counts_2 += torch.stack((num_before - num_after, num_before))
             if steps_N.device.type != "cpu" or not self._holds(steps_N):
                 is_beyond_N = ~(steps_N.abs() <= self.limit)  # which NaN is, too
                 steps_N.masked_fill_(is_beyond_N, 0.0)

@@ -105,6 +105,9 @@ class GradientReducer:
         self._sums: list[Tensor] = []
         """One for each buffer, where there is a grid: of the microbatches, then of the ranks."""
         self._num_beyond_1 = torch.zeros(1, dtype=torch.int64, device=communicator.device)
+        self.counts_underflow = False
+        """Whether the grid counts what it takes for 0, which costs two passes more over each gradient."""
+        self._underflow_2 = torch.zeros(2, dtype=torch.int64, device=communicator.device)
         self._views: dict[str, Tensor] = {}
         self._buffer_of: dict[str, int] = {}
         self._lay_out(self._make_plan(self.order))
@@ -186,7 +189,7 @@ class GradientReducer:
         to_sum_N = self.buffers[index]
         if self.grid:
             to_sum_N = self._sums[index]
-            self.grid.add_(to_sum_N, self.buffers[index])
+            self._add_to_grid_(self.grid, to_sum_N, self.buffers[index])
         self._last = self._start_sum(to_sum_N, label=label)
         self._num_started += 1
 
@@ -195,8 +198,11 @@ class GradientReducer:
         """Take a microbatch's gradients into the sums on the grid, and set them to zero; without a grid, do nothing."""
         if self.grid:
             for buffer_N, sums_N in zip(self.buffers, self._sums, strict=True):
-                self.grid.add_(sums_N, buffer_N)
+                self._add_to_grid_(self.grid, sums_N, buffer_N)
                 buffer_N.zero_()
+
+    def _add_to_grid_(self, grid: Grid, sums_N: Tensor, buffer_N: Tensor) -> None:
+        grid.add_(sums_N, buffer_N, counts_2=self._underflow_2 if self.counts_underflow else None)
 
     def take_beyond(self) -> int:
         """Count gradients of single microbatches that were beyond the grid since the last call. Waits for the device.
@@ -206,6 +212,15 @@ class GradientReducer:
         count = int(self._num_beyond_1)
         self._num_beyond_1.zero_()
         return count
+
+    def take_underflow(self) -> tuple[int, int]:
+        """Count gradients of this rank's microbatches that the grid took for 0, and those that were not 0.
+
+        Since the last call, while counts_underflow was set. Waits for the device.
+        """
+        num_lost, num_nonzero = self._underflow_2.tolist()
+        self._underflow_2.zero_()
+        return num_lost, num_nonzero
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
         """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""

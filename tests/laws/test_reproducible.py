@@ -29,7 +29,7 @@ EXACT = {
 }
 """24 microbatches a step."""
 SMALL_BUFFERS = {"comm.buffer_bytes": 20_000, "comm.threshold_bytes": 5_000}
-LEARNED = ("step", "loss", "top1", "top5", "lr", "grad_norm")
+LEARNED = ("step", "loss", "top1", "top5", "lr", "grad_norm", "grid_underflow_fraction")
 
 
 def learned(folder: Path) -> list[dict[str, Any]]:
@@ -41,6 +41,7 @@ def learned(folder: Path) -> list[dict[str, Any]]:
 def assert_same_run(ours: Path, theirs: Path) -> None:
     assert_identical(final_state(ours), final_state(theirs))
     assert learned(ours) == learned(theirs)
+    assert all(record["grid_underflow_fraction"] is not None for record in records(ours, "train"))
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,7 @@ def make_summary(
         "skipped": list(skipped.values()),
         "backend": communicator.backend.name,
         **_sums(config, communicator),
+        **({"grid_underflow_fraction": totals.grid_underflow_fraction} if config.run.reproducible else {}),
         "loader": config.data.loader,
         "precision": config.optimizer.precision,
         "device": device_name(communicator.device),

@@ -35,6 +35,7 @@ class TrainStep:
     def __call__(self, step: int, stream: InputStream) -> None:
         """Set the learning rate, learn from this rank's microbatches, and let the average of weights follow."""
         self.parts.set_lr_(step=step)
+        self.parts.reducer.counts_underflow = self.plan.is_report(step + 1)
         microbatches = self.draw(step, stream)
         has_failed_1 = self.parts.execution(self.learn_from, microbatches)
         self.parts.average.update_(step + 1, skip_1=has_failed_1)
@@ -125,7 +126,7 @@ class Loop:
             is_eval, is_save = plan.is_evaluation(done), plan.is_checkpoint(done)
             # a run that has done its last step is stopped in its evaluation, or not at all
             is_stop = parts.stop.is_due() and done < plan.num_steps
-            if is_eval or is_save or is_stop or done % plan.log_every_steps == 0:
+            if is_stop or plan.is_report(done):
                 parts.precision.settle()  # the next step alone can do without: all below may read the weights
                 self.report(done)
                 if is_stop:
@@ -185,6 +186,7 @@ class Loop:
                 "lr": parts.schedule(done - 1),
                 **parts.precision.figures(),
                 **sums.record(measures_waits=self.totals.measures_waits),
+                **({"grid_underflow_fraction": sums.grid_underflow_fraction} if parts.reducer.grid else {}),
             }
         )
         parts.precision.require_progress(done, is_last=done == plan.num_steps)
@@ -206,6 +208,7 @@ class Loop:
         loss, correct, samples = window.sums_3.tolist()  # waits for the device: the seconds are the window's
         seconds = time.perf_counter() - window.start
         rank, num_ranks = parts.communicator.rank, parts.communicator.world_size
+        num_lost, num_nonzero = parts.reducer.take_underflow() if parts.reducer.grid else (0, 0)
 
         def at_own_place(share: float) -> tuple[float, ...]:  # so that the sum over ranks holds all of them
             return tuple(share if each == rank else 0.0 for each in range(num_ranks))
@@ -219,6 +222,8 @@ class Loop:
             joules=parts.energy.take_joules(),
             num_failed=stream.failure is not None,
             num_skipped=len(stream.replaced),
+            num_lost=num_lost,
+            num_nonzero=num_nonzero,
             waited_P=at_own_place(stream.take_wait_seconds() / seconds),
             exposed_P=at_own_place(exposed_seconds / seconds),
         )

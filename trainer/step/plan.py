@@ -48,6 +48,10 @@ class Plan:
         """Tell whether a checkpoint is due after so many steps, whether or not one is evaluated there."""
         return self.checkpoint_every_steps > 0 and done % self.checkpoint_every_steps == 0
 
+    def is_report(self, done: int) -> bool:
+        """Tell whether a report is due after so many steps; a stop makes one that is not."""
+        return self.is_evaluation(done) or self.is_checkpoint(done) or done % self.log_every_steps == 0
+
     def is_comparison(self, done: int, *, since: int) -> bool:
         """Tell whether a report after so many steps compares the ranks' weights; since: those of the report before."""
         return _is_passed(self.compare_every_steps, done, since)

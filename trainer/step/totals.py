@@ -23,10 +23,18 @@ class Totals:
     """Of the exposed ones, those in which a rank waited for slower ones; as the next, but for the first report."""
     lag_seconds_P: list[float] = field(default_factory=list)
     """How much longer than each rank the one waited, for sums and pictures, that waited longest."""
+    num_lost: float = 0.0
+    """Gradients of microbatches that the grid took for 0, as WindowSums counts them."""
+    num_nonzero: float = 0.0
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     saved_step: int = 0
     """Of the newest checkpoint; where the run started, as long as there is none."""
     stopped_by: str | None = None
+
+    @property
+    def grid_underflow_fraction(self) -> float | None:
+        """Return that of the run so far, as WindowSums does; None if none was counted."""
+        return self.num_lost / self.num_nonzero if self.num_nonzero else None
 
     def add(self, window: WindowSums, *, steps: int) -> None:
         """Add the sums over all ranks of a window of so many steps."""
@@ -35,6 +43,8 @@ class Totals:
         self.step_seconds += seconds
         self.input_wait_seconds += window.wait_fraction * seconds
         self.exposed_seconds += window.mean_exposed_seconds
+        self.num_lost += window.num_lost
+        self.num_nonzero += window.num_nonzero
         # what happens once in a run takes ranks differently long, and is no straggling
         if not self.first_report_seconds:
             self.first_report_seconds, self.lag_seconds_P = seconds, [0.0] * len(window.waited_P)

@@ -61,6 +61,10 @@ class WindowSums:
     """Ranks whose input failed."""
     num_skipped: float
     """Bad pictures."""
+    num_lost: float
+    """Gradients of microbatches that the grid of run.reproducible took for 0, in the steps that were counted."""
+    num_nonzero: float
+    """Those that were not 0, likewise: both are whole, and their sums exact up to 2**53."""
     waited_P: tuple[float, ...]
     """Seconds that a rank waited for pictures, over those of its window."""
     exposed_P: tuple[float, ...]
@@ -103,6 +107,11 @@ class WindowSums:
     def straggler_fraction(self) -> float:
         """Return the share of the window lost to slower ranks."""
         return straggler_share(self.waited_P, self.exposed_P)
+
+    @property
+    def grid_underflow_fraction(self) -> float | None:
+        """Return the share of non-zero gradients of microbatches that the grid took for 0; None if none was counted."""
+        return self.num_lost / self.num_nonzero if self.num_nonzero else None
 
     def record(self, *, measures_waits: bool) -> dict[str, Any]:
         """Return figures for the log; None for those of ranks that waited for each other, without measures_waits."""

@@ -82,6 +82,14 @@ def test_grid_gives_infinity_for_what_lies_beyond(number: float) -> None:
     assert summed(Grid(2), torch.ones(2), torch.ones(2)).tolist() == [2.0, 2.0]
 
 
+def test_grid_counts_what_it_takes_for_zero() -> None:
+    """Up to half a step, as a half goes to the even one; what lies beyond is no underflow."""
+    term_N = torch.tensor([0.0, 2.0**-51, -(2.0**-60), 2.0**-51 * 1.5, 1.0, math.inf, math.nan, -1e9])
+    counts_2 = torch.tensor([10, 100])
+    Grid(1).add_(torch.zeros(9, dtype=torch.int64), term_N, counts_2=counts_2)
+    assert counts_2.tolist() == [12, 107]
+
+
 def test_grid_without_room_is_refused() -> None:
     Grid(2, fraction_bits=61)
     for grid in ((0, 50), (2**62 + 1, 10)):

@@ -203,6 +203,30 @@ def test_reducer_counts_what_is_beyond_the_grid() -> None:
     assert all(p.grad is not None and p.grad.isinf().all() for p in model.parameters())
 
 
+def test_reducer_counts_what_the_grid_takes_for_zero_of_each_microbatch() -> None:
+    model = make_model()
+    grid = Grid(2, fraction_bits=8)
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=1), grid=grid)
+    expected = [0, 0]
+    for k, images_BCHW in enumerate((make_images(4), make_images(2))):
+        reducer.is_active, reducer.counts_underflow = k == 1, True
+        (single := make_model()).load_state_dict(model.state_dict())
+        for gradient in plain_gradients(single, images_BCHW).values():
+            expected[0] += int(((gradient != 0) & (gradient.abs() <= 2.0**-9)).sum())
+            expected[1] += int((gradient != 0).sum())
+        loss_of(model, images_BCHW).backward()
+        if not reducer.is_active:
+            reducer.fold()
+    reducer.wait()
+    assert reducer.take_underflow() == tuple(expected)
+    assert 0 < expected[0] < expected[1]
+    assert reducer.take_underflow() == (0, 0)
+    reducer.counts_underflow = False
+    loss_of(model, make_images(2)).backward()
+    reducer.wait()
+    assert reducer.take_underflow() == (0, 0)
+
+
 def test_reducer_scatters_nothing_from_a_grid() -> None:
     alone = communicator(SingleBackend())
     with pytest.raises(ValueError, match="give scatter or grid"):

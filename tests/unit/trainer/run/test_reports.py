@@ -214,7 +214,9 @@ def test_report_what_ranks_wait_for_adds_up() -> None:
         assert record["energy_joules"] == 600
 
 
-def summary_of(*words: str, algorithm: str, why: str) -> dict[str, Any]:
+def summary_of(
+    *words: str, algorithm: str, why: str, num_lost: float = 0.0, num_nonzero: float = 0.0
+) -> dict[str, Any]:
     """This start took 36 s of 4 GPUs on 2 hosts."""
     communicator: Any = SimpleNamespace(
         world_size=4,
@@ -225,7 +227,7 @@ def summary_of(*words: str, algorithm: str, why: str) -> dict[str, Any]:
         why=why,
     )
     return summary.make_summary(
-        Totals(last_evaluation={"top1": 0.5, "top5": 0.75}),
+        Totals(last_evaluation={"top1": 0.5, "top5": 0.75}, num_lost=num_lost, num_nonzero=num_nonzero),
         load_config(["--config", "quickstart", *words]),
         communicator=communicator,
         plan=PLAN,
@@ -252,6 +254,15 @@ def test_report_a_summary_says_what_summed_and_why(
     monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
     found = summary_of(*words, algorithm=algorithm, why=why)
     assert (found["algorithm"], found["algorithm_why"]) == expected
+
+
+def test_report_a_summary_says_what_the_grid_lost_of_a_reproducible_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
+    a_run = partial(summary_of, algorithm="ring", why="")
+    found = a_run("--run.reproducible=true", num_lost=1.0, num_nonzero=4.0)
+    assert found["grid_underflow_fraction"] == 0.25
+    assert a_run("--run.reproducible=true")["grid_underflow_fraction"] is None
+    assert "grid_underflow_fraction" not in a_run()
 
 
 def test_report_a_summary_says_what_the_sites_file_set(monkeypatch: pytest.MonkeyPatch) -> None:
