@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from bigbatch.errors import RunFolderError, first_line, printable
 from bigbatch.exit_codes import FAILED
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
-from bigbatch.trainer.run.digests import PHASES
+from bigbatch.trainer.run.digests import BY_MICROBATCH, PHASES
 from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.microbatch_digests import ACTIVATIONS, BEFORE_SUM
 from bigbatch.trainer.run.resume import changes
 
 KEY = "run.digest_every_steps"
@@ -32,9 +33,15 @@ SEEN_TO = ("step", "config", "gradient_order", "sums")
 Value = Tensor | int | float | str
 CAUSES = {
     "pictures": "other pictures, another order of them, or another way to decode, crop or change them",
+    ACTIVATIONS: "another kernel in this layer or before it, or another number of threads",
+    BEFORE_SUM: "another kernel, another number of threads, or another loss",
     "gradients": "another kernel, another number of threads, or another order of the sums over ranks",
     "weights and state": "another update of the same gradients: the optimizer, its rate, or a bit that flipped",
 }
+OF_SUMS = "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
+"""The cause where gradients are equal before their sum, and not after it."""
+MOST_NAMED = 4
+"""Of layers, microbatches or ranks."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +63,55 @@ class Parting:
     phase: str
     names: Sequence[str]
     num_tensors: int
+    equal: Sequence[str] = ()
+    """Phases before it that both recorded."""
+    microbatches: Sequence[int] = ()
+    """In which a tensor differs, in a phase that tells."""
+    num_microbatches: int = 0
+    ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Of each run, those that computed these microbatches; none of a run of one rank."""
 
     def __str__(self) -> str:
         """Say it in a line."""
-        before = PHASES[: PHASES.index(self.phase)]
-        equal = f"{', '.join(before)} are equal; " if before else ""
+        equal = f"{', '.join(self.equal)} are equal; " if self.equal else ""
         if self.phase == "pictures":
             return f"step {self.step}: the pictures of the global batch differ"
-        what = "gradient of " if self.phase == "gradients" else ""
+        what = "gradient of " if self.phase in (BEFORE_SUM, "gradients") else ""
         return (
             f"step {self.step}: {equal}{what}{self.names[0]} is the first of {len(self.names)} of {self.num_tensors} "
-            f"{self.phase} that differ"
+            f"{self.phase} that differ{self._where()}"
         )
+
+    def _where(self) -> str:
+        if not self.microbatches:
+            return ""
+        if len(self.microbatches) == self.num_microbatches:
+            return f", in all {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+        plural = "es" if len(self.microbatches) > 1 else ""
+        listed = _listed(self.microbatches)
+        return f", in microbatch{plural} {listed} of 0 to {self.num_microbatches - 1}{_computed_by(self.ranks)}"
+
+    @property
+    def odd_rank(self) -> int | None:
+        """Return the rank whose microbatches differ, where others' do not and both runs have it."""
+        ours, theirs = self.ranks
+        return ours[0] if self._is_partial and len(ours) == 1 and list(ours) == list(theirs) else None
+
+    @property
+    def _is_partial(self) -> bool:
+        return 0 < len(self.microbatches) < self.num_microbatches
+
+
+def _listed(things: Sequence[object]) -> str:
+    more = f" and {len(things) - MOST_NAMED} more" if len(things) > MOST_NAMED else ""
+    return ", ".join(map(str, things[:MOST_NAMED])) + more
+
+
+def _computed_by(ranks: tuple[Sequence[int], Sequence[int]]) -> str:
+    ours, theirs = (f"rank{'s' if len(each) > 1 else ''} {_listed(each)}" if each else "one rank" for each in ranks)
+    if not any(ranks):
+        return ""
+    return f" ({ours})" if ours == theirs else f" ({ours} in the first run, {theirs} in the second)"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,9 +126,11 @@ def main(argv: Sequence[str]) -> int:
         _say(f"job: {key} is {ours} in {a.path}, {theirs} in {b.path}")
     steps = sorted(a.digests.keys() & b.digests.keys())
     parting = find_parting(a, b, steps=steps)
+    for line in not_compared(a, b, steps=steps):
+        _say(line)
     if parting:
         _say(str(parting))
-        _say(f"likely cause: {_cause(parting, [*told, *facts])}")
+        _say(f"likely cause: {_cause(parting, [*told, *facts], is_step_before_equal=parting.step - 1 in steps)}")
     elif steps:
         _say(f"the {len(steps)} steps that both recorded are equal, the last is {steps[-1]}")
     is_found = show_elements(a, b, from_step=parting.step if parting else 0)
@@ -128,8 +174,16 @@ def _say(text: str) -> None:
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
-    kinds = {phase: str if phase == "pictures" else dict for phase in PHASES} | {"step": int}
-    return all(isinstance(record.get(name), kind) for name, kind in kinds.items())
+    """Tell whether it has what it must have; the digests of single microbatches are not in all records."""
+    kinds = {phase: str if phase == "pictures" else dict for phase in PHASES if phase not in BY_MICROBATCH}
+    if not all(isinstance(record.get(name), kind) for name, kind in {**kinds, "step": int}.items()):
+        return False
+    ranks, phases = record.get("ranks", []), [record.get(phase, {}) for phase in BY_MICROBATCH]
+    if not isinstance(ranks, list) or not all(isinstance(each, int) for each in ranks):
+        return False
+    if not all(isinstance(phase, dict) for phase in phases):
+        return False
+    return all(isinstance(words, list) and len(words) == len(ranks) for phase in phases for words in phase.values())
 
 
 def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
@@ -138,19 +192,70 @@ def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
     Raises: RunFolderError where they digested other tensors.
     """
     for step in steps:
+        ours, theirs = a.digests[step], b.digests[step]
+        _require_same_tensors(a, b, step=step)
+        equal: list[str] = []
         for phase in PHASES:
-            ours, theirs = a.digests[step][phase], b.digests[step][phase]
             if phase == "pictures":
-                if ours != theirs:
+                if ours[phase] != theirs[phase]:
                     return Parting(step, phase, [], 0)
+                equal.append(phase)
                 continue
-            if odd := ours.keys() ^ theirs.keys():
-                raise RunFolderError(
-                    f"{a.path} and {b.path} are of other models or optimizers: only one has {min(odd)}"
-                )
-            if names := [name for name in ours if ours[name] != theirs[name]]:
-                return Parting(step, phase, names, len(ours))
+            pairs = _pairs(ours, theirs, phase=phase)
+            if names := [name for name, (one, other) in pairs.items() if one != other]:
+                found = Parting(step, phase, names, len(pairs), equal)
+                return _with_microbatches(found, ours, theirs) if phase in BY_MICROBATCH else found
+            if pairs:
+                equal.append(phase)
     return None
+
+
+def _require_same_tensors(a: Run, b: Run, *, step: int) -> None:
+    for phase in ("gradients", "weights and state"):
+        ours, theirs = a.digests[step][phase], b.digests[step][phase]
+        if ours and theirs and (odd := ours.keys() ^ theirs.keys()):
+            raise RunFolderError(f"{a.path} and {b.path} are of other models or optimizers: only one has {min(odd)}")
+
+
+def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, phase: str) -> dict[str, tuple[Any, Any]]:
+    """Give both digests of each tensor of a phase, in the first run's order; none where they cannot be compared."""
+    one, other = ours.get(phase, {}), theirs.get(phase, {})
+    if not one or not other or (phase in BY_MICROBATCH and len(ours["ranks"]) != len(theirs["ranks"])):
+        return {}
+    # of layers each run has those that it was asked for
+    names = [name for name in one if name in other] if phase == ACTIVATIONS else {**one, **other}
+    none = [""] * len(ours.get("ranks", []))  # no microbatch of that run had a gradient of it
+    return {name: (one.get(name, none), other.get(name, none)) for name in names}
+
+
+def _with_microbatches(found: Parting, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Parting:
+    pairs = _pairs(ours, theirs, phase=found.phase)
+    count = len(ours["ranks"])
+    odd = [k for k in range(count) if any(pairs[name][0][k] != pairs[name][1][k] for name in found.names)]
+    ranks = [sorted({run["ranks"][k] for k in odd}) if len(set(run["ranks"])) > 1 else [] for run in (ours, theirs)]
+    return replace(found, microbatches=odd, num_microbatches=count, ranks=(ranks[0], ranks[1]))
+
+
+def not_compared(a: Run, b: Run, *, steps: Sequence[int]) -> Iterator[str]:
+    """Say what only one of them recorded, as the first of these steps has it."""
+    if not steps:
+        return
+    ours, theirs = a.digests[steps[0]], b.digests[steps[0]]
+    for phase in PHASES[1:]:
+        one, other = ours.get(phase, {}), theirs.get(phase, {})
+        if bool(one) != bool(other):
+            yield f"not compared: {phase}, which {a.path if one else b.path} alone recorded"
+        elif not one:
+            continue
+        elif phase in BY_MICROBATCH and len(ours["ranks"]) != len(theirs["ranks"]):
+            yield (
+                f"not compared: {phase}, as a step has {len(ours['ranks'])} microbatches in {a.path}, "
+                f"{len(theirs['ranks'])} in {b.path}"
+            )
+        elif phase == ACTIVATIONS:
+            for run, names in ((a, [n for n in one if n not in other]), (b, [n for n in other if n not in one])):
+                if names:
+                    yield f"not compared: {phase} of {_listed(names)}, which {run.path} alone recorded"
 
 
 def show_elements(a: Run, b: Run, *, from_step: int) -> bool | None:
@@ -217,11 +322,24 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
             yield from _values(each, f"{name}.{index}")
 
 
-def _cause(parting: Parting, differing: Sequence[str]) -> str:
+def _cause(parting: Parting, differing: Sequence[str], *, is_step_before_equal: bool) -> str:
     cause = CAUSES[parting.phase]
+    if parting.phase == "gradients" and BEFORE_SUM in parting.equal:
+        cause = OF_SUMS
+    elif parting.phase not in ("pictures", "weights and state") and not is_step_before_equal:
+        before = (
+            f"before it, as nothing is compared of step {parting.step - 1}" if parting.step > 1 else "to begin with"
+        )
+        cause += f", or other weights {before}"
+    if parting.odd_rank is not None:
+        cause = (
+            f"rank {parting.odd_rank} alone computes something else of the same pictures: a bit that flipped in its "
+            f"weights, its processor, its memory; else {cause}"
+        )
     if differing:
         return f"{cause}; what differs is said above: {', '.join(differing)}"
-    if len(parting.names) == 1 and parting.num_tensors > 1:
+    is_told_by_one = parting.phase != ACTIVATIONS and parting.odd_rank is None  # the last layer may differ alone
+    if is_told_by_one and len(parting.names) == 1 and parting.num_tensors > 1:
         return f"a bit that flipped, as one tensor alone differs, and config and job are the same; else {cause}"
     return f"{cause}; config and job are the same, so it may differ from run to run, or between machines"
 

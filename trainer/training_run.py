@@ -105,7 +105,9 @@ class TrainingRun:
             self.plan,
             self.parts,
             every_steps=config.run.digest_every_steps,
+            layers=config.run.digest_layers or (),
             is_sharded=config.optimizer.sharded,
+            is_captured=config.compute.cuda_graph,
         )
         self.output = RunOutput(
             config,
@@ -255,7 +257,7 @@ class TrainingRun:
             settle=partial(self._settle, wait=True),
             reason_to_end=self.evaluator.reason_to_end,
             skipped=partial(self._skip, split="train"),
-            before_step=self.timeline.before_step,
+            before_step=self._before_step,
             after_step=self._after_step,
         )
         totals = train(self.plan, self.parts, hooks, self.digests.watch(batches))
@@ -332,6 +334,10 @@ class TrainingRun:
     def _save(self, done: int, top1: float | None) -> None:
         self._settle(wait=True)  # one at a time
         self.saver.start(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
+
+    def _before_step(self, step: int) -> None:
+        self.timeline.before_step(step)
+        self.digests.before_step(step)
 
     def _after_step(self, done: int) -> None:
         if record := self.digests.record(done):

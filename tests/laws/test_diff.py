@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from bigbatch.trainer.diff import main
-from tests.laws.jobs import Forked, alone, forked, run, train_command
+from tests.laws.jobs import Forked, alone, forked, records, run, train_command
 
 RECORDED: dict[str, object] = {
     "run.digest_every_steps": 1,
+    "run.digest_layers": '["layer3.*", linear]',
     "run.checkpoint_every_steps": 1,
     "run.keep_checkpoints": 100,
     "run.compare_every_steps": 0,
@@ -82,13 +83,30 @@ def test_diff_finds_the_pictures_equal_however_the_batch_lies(
 def test_diff_finds_the_step_after_a_bit_flipped(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On rank 1 after step 3: the first that rank 0 has of it is the sum of the gradients of step 4."""
+    """On rank 1 after step 3: of what all make of their pictures in step 4, that rank's alone is another."""
     command = train_command(data, tmp_path / "healthy", RECORDED)
     run(forked(command, ranks=2))
     faulty = ("3", "1", *train_command(data, tmp_path / "faulty", RECORDED))
     run(Forked(faulty, ranks=2, target="tests.laws.ranks_flip:main"))
     lines = diff(tmp_path / "healthy", tmp_path / "faulty", capsys, code=1)
-    assert lines[0].startswith("step 4: pictures are equal; gradient of ")
-    assert "may differ from run to run" in lines[1]
+    assert lines[0].startswith("step 4: pictures are equal; ")
+    assert lines[0].endswith("activations that differ, in microbatches 2, 3 of 0 to 3 (rank 1)")
+    assert lines[1].startswith("likely cause: rank 1 alone computes something else of the same pictures: a bit")
     assert lines[2].startswith("checkpoint of step 4: model.")
     assert "units in the last place apart" in lines[2]
+
+
+@pytest.mark.long
+def test_diff_finds_single_microbatches_equal_on_other_ranks(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        run(forked(train_command(data, folder, {**RECORDED, "run.reproducible": "true"}), ranks=ranks))
+        first = next(r for r in records(folder, "digests") if r["step"] == 1)
+        assert first["ranks"] == ([0] * 4 if ranks == 1 else [0, 0, 1, 1])
+        words = [*first["activations"].values(), *first["gradients before the sum"].values()]
+        assert all(len(set(four)) == 4 for four in words), "each microbatch has pictures of its own"
+    assert "the 5 steps that both recorded are equal, the last is 5" in diff(
+        tmp_path / "1", tmp_path / "2", capsys, code=0
+    )

@@ -10,6 +10,7 @@ from bigbatch.trainer.config.batch import check_batch
 from bigbatch.trainer.config.comm import check_comm
 from bigbatch.trainer.config.compute import check_compute, check_cuda_graph
 from bigbatch.trainer.config.data import check_loader, check_patience, check_train_sizes
+from bigbatch.trainer.config.digests import check_digests
 from bigbatch.trainer.config.fields import Key, conform, describe, read_keys
 from bigbatch.trainer.config.model import check_model, check_model_name
 from bigbatch.trainer.config.names import ELSEWHERE, meant_name
@@ -155,6 +156,7 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from check_precision(optimizer)
     yield from check_average(optimizer)
     yield from check_reproducible(run, batch, config.compute, optimizer, config.comm)
+    yield from check_digests(run, config.compute)
     yield from check_stopping(run, data)
     yield from check_loss(optimizer, run)
     yield from check_metrics(run.metrics)

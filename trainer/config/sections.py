@@ -53,8 +53,11 @@ class RunConfig:
     any resume, as long as batch.microbatch_size, the kind of device and the versions stay: gradients are summed as
     integers, and kernels are deterministic. Sums take twice the bytes, and CPUs compute with compute.cpu_threads."""
     digest_every_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between two records of digests (pictures, summed gradients, weights and optimizer state), by which bigbatch
-    diff finds where two runs part; 0 for none."""
+    """Steps between two records of digests (pictures, gradients before and after their sum, weights and optimizer
+    state), by which bigbatch diff finds where two runs part; 0 for none."""
+    digest_layers: tuple[str, ...] | None = None
+    """Layers whose activations are digested in these steps, too, by patterns of their names, such as [layer1.*, fc];
+    null for none."""
     checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
     """A checkpoint, or the plot at the end, that is not written after this long ends the job; comm.timeout_seconds does
     not count meanwhile."""

@@ -24,6 +24,7 @@ MAY_DIFFER = (
     "run.checkpoint_timeout_seconds",
     "run.memory_every_steps",
     "run.digest_every_steps",
+    "run.digest_layers",
     "run.reproducible",
     "data.root",
     "data.num_threads",

@@ -110,6 +110,88 @@ def test_diff_names_the_first_step_phase_and_tensor(
     assert lines[1] in cause
 
 
+def spread(
+    *, layers: dict[str, str], before: str = "gggg", ranks: tuple[int, ...] = (0, 0, 1, 1), **rest: str
+) -> dict[str, Any]:
+    """A step of four microbatches with a letter for each."""
+    return {
+        **step(**rest),
+        "ranks": list(ranks),
+        "activations": {name: list(letters) for name, letters in layers.items()},
+        "gradients before the sum": {"b": list(before), "a": list("gggg")},
+    }
+
+
+SPREAD = spread(layers={"conv": "cccc", "fc": "ffff"})
+
+
+@pytest.mark.parametrize(
+    ("odd", "where", "cause"),
+    [
+        (
+            spread(layers={"conv": "cccc", "fc": "fxxx"}, before="gggx"),
+            "step 2: pictures are equal; fc is the first of 1 of 2 activations that differ, "
+            "in microbatches 1, 2, 3 of 0 to 3 (ranks 0, 1)",
+            "likely cause: another kernel in this layer or before it, or another number of threads; config",
+        ),
+        (
+            spread(layers={"conv": "cccc", "fc": "ffff"}, before="ggxg", gradients="xx"),
+            "step 2: pictures, activations are equal; gradient of b is the first of 1 of 2 gradients before the sum "
+            "that differ, in microbatch 2 of 0 to 3 (rank 1)",
+            "likely cause: rank 1 alone computes something else of the same pictures: a bit that flipped",
+        ),
+        (
+            spread(layers={"conv": "xxxx", "fc": "xxxx"}, ranks=(0, 0, 0, 0)),
+            "step 2: pictures are equal; conv is the first of 2 of 2 activations that differ, in all 4 microbatches",
+            "likely cause: another kernel",
+        ),
+        (
+            spread(layers={"conv": "cxcc", "fc": "fxff"}, ranks=(0, 1, 2, 3)),
+            "step 2: pictures are equal; conv is the first of 2 of 2 activations that differ, in microbatch 1 of 0 to "
+            "3 (rank 0 in the first run, rank 1 in the second)",
+            "likely cause: another kernel",
+        ),
+        (
+            spread(layers={"conv": "cccc", "fc": "ffff"}, gradients="xx"),
+            "step 2: pictures, activations, gradients before the sum are equal; gradient of a is the first of 2 of 2",
+            "likely cause: another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit",
+        ),
+    ],
+)
+def test_diff_names_layers_microbatches_and_ranks(
+    odd: dict[str, Any], where: str, cause: str, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([made("a", SPREAD, SPREAD), made("b", SPREAD, odd)]) == 1
+    found, why = capsys.readouterr().out.splitlines()
+    assert found.startswith(where)
+    assert why.startswith(cause)
+
+
+def test_diff_says_what_only_one_run_recorded(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    a = made("a", SPREAD)
+    for odd, line in (
+        (step(), f"not compared: gradients before the sum, which {a} alone recorded"),
+        (SPREAD | {"activations": {}}, f"not compared: activations, which {a} alone recorded"),
+        (spread(layers={"fc": "ffff"}), f"not compared: activations of conv, which {a} alone recorded"),
+        (SPREAD | {"gradients": {}}, f"not compared: gradients, which {a} alone recorded"),
+    ):
+        assert main([a, made("b", odd)]) == 0
+        *lines, end = capsys.readouterr().out.splitlines()
+        assert line in lines
+        assert end == "the 1 steps that both recorded are equal, the last is 1"
+    half = {"activations": {}, "gradients before the sum": {"a": ["x", "x"]}, "ranks": [0, 0]}
+    assert main([a, made("c", step() | half)]) == 0
+    expected = f"not compared: gradients before the sum, as a step has 4 microbatches in {a}, 2 in {a[:-1]}c"
+    assert expected in capsys.readouterr().out.splitlines()
+
+
+def test_diff_takes_other_weights_into_account_where_no_step_before_is_recorded(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([made("a", SPREAD), made("b", spread(layers={"conv": "xxxx", "fc": "xxxx"}))]) == 1
+    assert "or other weights to begin with" in capsys.readouterr().out
+
+
 def test_diff_tells_config_and_job(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     a = made("a", step(), job={"threads": 1, "torch": "2.14"})
     b = made("b", step(gradients="xy"), job={"threads": 2, "torch": "2.14"}, seed=7)
@@ -178,6 +260,16 @@ def test_diff_refuses_what_cannot_be_compared(made: Made, tmp_path: Path) -> Non
         main([a, made("none")])
     with pytest.raises(RunFolderError, match=naming("other models", "only one has b")):
         main([a, made("c", step(gradients="g"))])
-    made("d", {"pictures": 1, "gradients": "no", "weights and state": None})
-    with pytest.raises(RunFolderError, match=naming("run.digest_every_steps")):
-        main([a, str(tmp_path / "d")])
+    for odd in (
+        {"pictures": 1, "gradients": "no", "weights and state": None},
+        SPREAD | {"ranks": 4},
+        SPREAD | {"ranks": ["0"] * 4},
+        SPREAD | {"activations": ["c"]},
+        SPREAD | {"activations": {"conv": "cccc"}, "ranks": [0]},
+        SPREAD | {"activations": {"conv": ["c"]}},
+    ):
+        with pytest.raises(RunFolderError, match=naming("run.digest_every_steps")):
+            main([a, made("d", odd)])
+    other = spread(layers={"other": "xxxx"}, gradients="g")
+    with pytest.raises(RunFolderError, match=naming("other models", "only one has b")):
+        main([a, made("e", other)])

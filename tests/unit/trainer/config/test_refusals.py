@@ -35,6 +35,24 @@ def test_reproducible_names_what_it_cannot_keep_its_promise_with(option: str, na
     assert named in found[0]
 
 
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("--run.seed=0", "run.digest_every_steps=0"),
+        ("--compute.compile=default", "set compute.compile to null"),
+        ("--compute.cuda_graph=true", "set compute.cuda_graph to false"),
+    ],
+)
+def test_layers_of_which_nothing_can_be_digested_are_refused(option: str, named: str) -> None:
+    every = "--run.digest_every_steps=" + ("0" if "digest" in named else "1")
+    found = [
+        line for line in refusals("--run.digest_layers=[fc, block.*]", every, option) if "run.digest_layers" in line
+    ]
+    assert len(found) == 1
+    assert "run.digest_layers=['fc', 'block.*']" in found[0]
+    assert named in found[0]
+
+
 def test_refusals_come_all_at_once(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(

@@ -1,0 +1,20 @@
+"""What digests of a step can be recorded with."""
+
+from collections.abc import Iterator
+
+from bigbatch.trainer.config.sections import ComputeConfig, RunConfig
+
+
+def check_digests(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
+    """Refuse layers of which nothing would be recorded."""
+    if run.digest_layers is None:
+        return
+    layers = f"run.digest_layers={list(run.digest_layers)}"
+    if not run.digest_every_steps:
+        yield f"{layers} has no meaning with run.digest_every_steps=0: give the steps between two records, such as 1"
+    for key, value, remedy in (
+        ("compute.compile", compute.compile, "null"),
+        ("compute.cuda_graph", compute.cuda_graph or None, "false"),
+    ):
+        if value is not None:
+            yield f"{layers} cannot look into a forward of {key}={value}: set {key} to {remedy}, or the layers to null"
