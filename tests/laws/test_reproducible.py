@@ -26,10 +26,11 @@ EXACT = {
     "batch.bn_span": 2,
     "data.loader": "torchvision",
     "comm.calibrate": "never",
+    "run.metrics": "{focal: {name: tests.laws.own_score.focal, options: {gamma: 2}}}",
 }
 """24 microbatches a step."""
 SMALL_BUFFERS = {"comm.buffer_bytes": 20_000, "comm.threshold_bytes": 5_000}
-LEARNED = ("step", "loss", "top1", "top5", "lr", "grad_norm", "grid_underflow_fraction")
+LEARNED = ("step", "loss", "top1", "top5", "lr", "grad_norm", "grid_underflow_fraction", "metrics")
 
 
 def learned(folder: Path) -> list[dict[str, Any]]:

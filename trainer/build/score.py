@@ -67,7 +67,7 @@ def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Co
             f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TRIED} pictures: give one for each, whose "
             "mean is the figure, or several, and the method result, which makes the figure of their sums"
         )
-    metric = Metric(own, width=values[0].numel(), result=result)
+    metric = Metric(own, width=values[0].numel(), result=result, is_on_grid=config.run.reproducible)
     sums_M = values.double().reshape(NUM_TRIED, -1).sum(0).cpu()
     try:
         metric.figure(sums_M, count=NUM_TRIED)

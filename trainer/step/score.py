@@ -18,9 +18,9 @@ def cross_entropies(logits_BK: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits_BK, targets, reduction="none")
 
 
-def to_grid(losses: Tensor) -> Tensor:
-    """Round losses to 2**-20, in float64, where sums of such numbers are exact up to 2**33, so in any order."""
-    return losses.double().mul_(2.0**20).round_().mul_(2.0**-20)
+def to_grid(numbers: Tensor) -> Tensor:
+    """Round numbers to 2**-20, in float64, where sums of such are exact up to 2**33, so in any order."""
+    return numbers.double().mul(2.0**20).round_().mul_(2.0**-20)  # mul: numbers of float64 are others' own
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,13 @@ class Metric:
     """M, or 1."""
     result: Callable[[Tensor], float] | None = None
     """From the sums (M), float64 on the CPU, to the figure; None for the mean over pictures, of (B)."""
+    is_on_grid: bool = False
+    """Each value is rounded to 2**-20, so that sums have the same bits however pictures lie on ranks and batches."""
 
     def sums(self, logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
         """Return sums over the valid pictures of a batch, (M) float64."""
-        values_BM = self.values(logits_BK, labels_B).double().reshape(len(labels_B), self.width)
+        values = self.values(logits_BK, labels_B)
+        values_BM = (to_grid(values) if self.is_on_grid else values.double()).reshape(len(labels_B), self.width)
         return torch.where(valid_B[:, None], values_BM, 0.0).sum(0)
 
     def figure(self, sums_M: Tensor, *, count: int) -> float:
