@@ -35,6 +35,9 @@ def parse_options(
 
     Raises: ConfigError, but for unknown options, which refusals gets; SystemExit after --help.
     """
+    if nothing := [word for word in argv if word.startswith("--") and word.endswith("=--")]:
+        # of which argparse, before Python 3.13, makes an empty list
+        raise ConfigError(f"{nothing[0]}: state a value behind =")
     # to read and parse the sources for their texts pays for a help alone
     for_help = not {"-h", "--help"}.isdisjoint(argv)
     parsed, others = _make_parser(prog, packaged, for_help=for_help).parse_known_args(argv)

@@ -273,6 +273,11 @@ def test_names_of_others_lead_to_keys():
     assert not set(OTHERS_NAMES) & {key.name for key in KEYS.values()}
 
 
+def test_load_config_refuses_dashes_for_a_value():
+    with pytest.raises(ConfigError, match=r"--batch\.bn_span=--: state a value behind ="):
+        load_config(["--config=quickstart", "--batch.bn_span=--"])
+
+
 def test_load_config_takes_no_section_for_an_option():
     """There is one way to state a key."""
     assert " run;" in refusal("--config", "quickstart", "--run", "{epochs: 3}")
