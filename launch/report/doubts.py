@@ -35,6 +35,18 @@ def doubts(each: Efficiency) -> list[str]:
     return found
 
 
+def repeat_that_settles(each: Efficiency) -> str:
+    """Say which of the two points is to be measured again for an efficiency that is in doubt."""
+    fewest, restless = (
+        min(each.point, each.base, key=lambda one: len(one.rates)),
+        max(each.point, each.base, key=_spread),
+    )
+    if len(fewest.rates) < ENOUGH_REPORTS:
+        return f"measure {count(fewest.ranks, 'rank')} again, for more steps"
+    again = restless if _spread(restless) > STEADY else each.base
+    return f"measure {count(again.ranks, 'rank')} again"
+
+
 def _spread(point: MeasuredPoint) -> float:
     """Return the distance of the quartiles of its rates over their median; 0 for one rate."""
     if len(point.rates) < 2:

@@ -7,7 +7,7 @@ from typing import Any
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.collect import SweepResults
-from bigbatch.launch.report.doubts import doubts
+from bigbatch.launch.report.doubts import doubts, repeat_that_settles
 from bigbatch.launch.sweep.points import describe_values
 from bigbatch.launch.tables import NOT_MEASURED, NOT_TOLD, Table
 from bigbatch.launch.words import count, percent
@@ -31,7 +31,9 @@ def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
             lines.append(f"{label}: {_headline(stated[-1])}")
         if reasons := doubts(compared[-1]):
             ranks = count(compared[-1].point.ranks, "rank")
-            lines.append(f"{label}: no efficiency is stated for {ranks}, as it is in doubt: {'; '.join(reasons)}.")
+            settled = f"To settle it, {repeat_that_settles(compared[-1])}."
+            in_doubt = f"no efficiency is stated for {ranks}, as it is in doubt: {'; '.join(reasons)}"
+            lines.append(f"{label}: {in_doubt}. {settled}")
     return lines
 
 

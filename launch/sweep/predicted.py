@@ -27,9 +27,12 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
         question = _question(point, cluster)
         if base is not None and fitted is not None and point.config.model.name == base.config.model.name:
             question = replace(question, compute=fitted.compute)
-        rows.append(_row(point, question, measured.get(point.number), is_base=point is base))
+        rows.append(_row(point, question, measured.get(point.number), base=base))
+    head: tuple[str, ...] = ("point", "ranks", "nodes", "measured", "predicted", "nine of ten", "error", "in doubt for")
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
     title = "Predicted beside measured" + (f"; by point {base.number}'s speed" if base else "")
-    return Table(title, ("point", "ranks", "nodes", "measured", "predicted", "nine of ten", "error"), tuple(rows))
+    return Table(title, head, tuple(rows))
 
 
 def _question(point: Point, cluster: str) -> Question:
@@ -48,7 +51,7 @@ def _measured(folder: SweepFolder, point: Point) -> float | None:
     return float(rate) if rate else None
 
 
-def _row(point: Point, question: Question, known: float | None, *, is_base: bool) -> tuple[str, ...]:
+def _row(point: Point, question: Question, known: float | None, *, base: Point | None) -> tuple[str, ...]:
     begin = (
         str(point.number),
         f"{point.ranks:,}",
@@ -60,8 +63,17 @@ def _row(point: Point, question: Question, known: float | None, *, is_base: bool
     except (ConfigError, SimulationError) as error:
         if isinstance(error, SimulationError) and not question.cluster.rates and question.compute is None:
             raise
-        return (*begin, str(error).splitlines()[0], "", "")
+        return (*begin, str(error).splitlines()[0], "", "", "")
     batch = found.global_batch_size
     band = f"{batch / found.high_seconds:,.0f} to {batch / found.low_seconds:,.0f}"
-    error_text = "" if known is None or is_base else f"{100 * (found.images_per_second / known - 1):+.1f}%"
-    return (*begin, f"{found.images_per_second:,.0f} images/s", band, error_text)
+    predicted = f"{found.images_per_second:,.0f} images/s"
+    if known is None or base is None or point is base:  # without any base nothing is measured
+        return (*begin, predicted, band, "", "")
+    # a slower point has a hundred causes; a faster one than its own speed allows has one
+    is_too_fast = known > batch / found.low_seconds
+    doubt = f"more than point {base.number}'s speed allows: measure that one again" if is_too_fast else ""
+    return (*begin, predicted, band, _error(found.images_per_second, known) + " ?" * is_too_fast, doubt)
+
+
+def _error(predicted: float, known: float) -> str:
+    return f"{100 * (predicted / known - 1):+.1f}%"

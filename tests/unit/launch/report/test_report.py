@@ -15,7 +15,7 @@ from PIL import Image
 from bigbatch.cli import main
 from bigbatch.launch.efficiency import MeasuredPoint, Step, compare, efficiency_of
 from bigbatch.launch.report.accuracy import to_accuracy
-from bigbatch.launch.report.doubts import doubts
+from bigbatch.launch.report.doubts import doubts, repeat_that_settles
 from bigbatch.launch.report.plots import draw_efficiency
 from bigbatch.launch.report.tables import accuracy_table, conditions_table, findings, scaling_table
 from bigbatch.launch.tables import Table, markdown
@@ -215,6 +215,7 @@ def test_report_efficiency_in_doubt_is_no_headline(point: MeasuredPoint, why: st
     (told,) = findings(found, name=None)
     assert told.startswith("all: no efficiency is stated for 2 ranks, as it is in doubt: ")
     assert why in told
+    assert f"To settle it, {repeat_that_settles(found[1])}." in told
     assert "times as fast" not in told
     assert percent(found[1].efficiency) not in told
     table = scaling_table(found, name=None, is_gpu=False, price=None)
@@ -222,6 +223,15 @@ def test_report_efficiency_in_doubt_is_no_headline(point: MeasuredPoint, why: st
     assert doubted["efficiency"].endswith("% ?")
     assert why in doubted["in doubt for"]
     assert base["in doubt for"] == ""
+
+
+def test_report_names_the_point_that_is_to_be_measured_again() -> None:
+    for point, again in (
+        (measured(2, (180.0, 180.0)), "measure 2 ranks again, for more steps"),  # fewer reports than 3
+        (measured(2, (60.0, 120.0, 180.0)), "measure 2 ranks again"),  # it is restless
+        (measured(2, (322.0, 322.0, 322.0)), "measure 1 rank again"),  # 161%: the one beside it was disturbed
+    ):
+        assert repeat_that_settles(compare([ONE, point])[1]) == again
 
 
 def test_report_headline_is_the_largest_point_that_can_be_stated() -> None:

@@ -62,6 +62,13 @@ def test_done_point_gives_the_speed_of_the_others(file, tmp_path):
     assert 300 < numbers[2] < 2 * numbers[1]
     assert (errors[0], errors[2]) == ("", "")
     assert float(errors[1].removesuffix("%")) == pytest.approx(100 * (numbers[1] / 150 - 1), abs=0.5)
+    assert table.head[-1] == "error"
+    # one rank alone at 100 images/s, and two together at 500: the first was disturbed
+    folder.run(1).summary.write_text(json.dumps({"images_per_second": 500.0}))
+    doubted = predicted_table(points, folder, cluster="emulated")
+    assert doubted.head[-1] == "in doubt for"
+    assert [row[-1] for row in doubted.rows] == ["", "more than point 0's speed allows: measure that one again", ""]
+    assert doubted.rows[1][6].endswith("% ?")
 
 
 def test_dry_run_predicts_by_the_cluster_s_rates(file, tmp_path, capsys):
