@@ -3,8 +3,8 @@
     python -m benchmarks.faults.effective --out benchmarks/results/effective-time.json --plot effective-time.png
 
 Each way trains a ResNet-18 on emulated nodes, one rank each, which needs what `bigbatch launch emulate` needs. A rank
-that is drawn gets SIGKILL at moments that are drawn, the same ones for each way: one every --mean-seconds, on average.
-Steps that count are those of the state that is left at the end. The share is their number, times what a step takes
+that is drawn gets SIGKILL at moments that are drawn, or as soon as it runs again: one every --mean-seconds, on average.
+What the last one cost is waited for. The share is the number of steps of the state at the end, times what a step takes
 where nothing fails, of the time from the first step on. A failure's cost is the time until the job is as far as it was.
 Name ways to measure these alone; torchft is among them where it is installed.
 """
@@ -63,14 +63,20 @@ class Course:
         return statistics.median(taken)
 
     def effective(self, seconds: float) -> float:
-        """Return the share of so many seconds that moved the job forward."""
-        return (self.steps[-1][1] - self.steps[0][1]) * self.step_seconds / seconds
+        """Return the share of so many seconds, or more if the last word came later, that moved the job forward."""
+        return (self.steps[-1][1] - self.steps[0][1]) * self.step_seconds / max(seconds, self.steps[-1][0])
+
+    def is_made_good(self, began: float, deadline: float) -> bool:
+        """Tell whether the job steps again after the last strike, or has had END_SECONDS more for it."""
+        is_late = time.time() > deadline + END_SECONDS
+        return not began or is_late or not self.strikes or self.steps[-1][0] > self.strikes[-1][0] + self.step_seconds
 
     def costs(self) -> Iterator[tuple[float, float]]:
         """Yield, of each strike that no other one followed too soon, seconds until it was made good, and steps lost."""
         for (when, _), (end, _) in pairwise([*self.strikes, (float("inf"), 0)]):
-            before = max(step for seconds, step in self.steps if seconds <= when)
-            after = [(seconds, step) for seconds, step in self.steps if when < seconds <= end]
+            noticed = when + self.step_seconds  # the others may end the step that is under way
+            before = max(step for seconds, step in self.steps if seconds <= noticed)
+            after = [(seconds, step) for seconds, step in self.steps if noticed < seconds <= end]
             made_good = next((seconds for seconds, step in after if step > before), None)
             if made_good is not None:
                 first = min(step for seconds, step in after if seconds <= made_good)
@@ -223,7 +229,7 @@ def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
     course, began = Course(), 0.0
     with (folder / "output").open("w") as output, ended_job(way, folder, mark, output) as job:
         deadline = time.time() + START_SECONDS
-        while time.time() < deadline:
+        while time.time() < deadline or not course.is_made_good(began, deadline):
             if job.poll() is not None or (not began and time.time() > deadline - LOOK_SECONDS):
                 raise UserError(f"the job ended, or took no step: {(folder / 'output').read_text()[-2000:]}")
             word = way.look(folder)
@@ -305,9 +311,9 @@ def plot(found: dict[str, Any], options: argparse.Namespace) -> None:
     for way in found.values():
         seconds, steps = zip(*way["steps"], strict=True)
         done = [(step - steps[0]) * way["step_seconds"] for step in steps]
-        axes.plot(seconds, done, label=f"{way['what']}: {100 * way['effective_share']:.0f}%")
-    for when, _ in next(iter(found.values()))["strikes"]:
-        axes.axvline(when, color="grey", linewidth=0.5, linestyle=":")
+        (line,) = axes.plot(seconds, done, label=f"{way['what']}: {100 * way['effective_share']:.0f}%")
+        for when, _ in way["strikes"]:
+            axes.axvline(when, color=line.get_color(), linewidth=0.5, linestyle=":")
     axes.plot([0, options.seconds], [0, options.seconds], color="black", linewidth=0.5, label="nothing fails")
     axes.set_xlabel("seconds; dotted: a rank is killed")
     axes.set_ylabel("seconds of undisturbed steps")

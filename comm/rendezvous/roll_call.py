@@ -156,7 +156,11 @@ class RollCall:
     def _count(self, store: KeyValue) -> str:
         """Read who answers, and publish who does not."""
         deadline = awake_seconds() + ROLL_CALL_SECONDS
-        while (missing := self._missing(store)) - store.gone() and awake_seconds() < deadline:
+        while True:
+            gone = store.gone()  # first: a rank that ends well between the two is not missed
+            missing = self._missing(store)
+            if not missing - gone or awake_seconds() >= deadline:
+                break
             time.sleep(COUNT_PAUSE_SECONDS)
         verdict = _name(missing, store)
         store.set(_VERDICT, verdict)
@@ -198,11 +202,12 @@ class RollCall:
         """Wait until all others have heard the verdict, those that are missed for a shorter time."""
         start = awake_seconds()
         while (waited := awake_seconds() - start) < ROLL_CALL_SECONDS + LINGER_SECONDS:
+            gone = store.gone()
             unaware = set(range(self._member.world_size)) - _ranks(_HEARD, store) - _ranks(_ENDED, store)
             unaware.discard(self._member.rank)
             if waited >= LINGER_SECONDS and store.check([_VERDICT]):
                 unaware &= _ranks(_ALIVE, store)
-            if not unaware - store.gone():
+            if not unaware - gone:
                 return
             time.sleep(COUNT_PAUSE_SECONDS)
 
