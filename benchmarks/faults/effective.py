@@ -66,10 +66,10 @@ class Course:
         """Return the share of so many seconds, or more if the last word came later, that moved the job forward."""
         return (self.steps[-1][1] - self.steps[0][1]) * self.step_seconds / max(seconds, self.steps[-1][0])
 
-    def is_made_good(self, began: float, deadline: float) -> bool:
-        """Tell whether the job steps again after the last strike, or has had END_SECONDS more for it."""
-        is_late = time.time() > deadline + END_SECONDS
-        return not began or is_late or not self.strikes or self.steps[-1][0] > self.strikes[-1][0] + self.step_seconds
+    @property
+    def steps_again(self) -> bool:
+        """Tell whether the job has stepped since the last strike, beside the step that was under way."""
+        return not self.strikes or self.steps[-1][0] > self.strikes[-1][0] + self.step_seconds
 
     def costs(self) -> Iterator[tuple[float, float]]:
         """Yield, of each strike that no other one followed too soon, seconds until it was made good, and steps lost."""
@@ -229,7 +229,7 @@ def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
     course, began = Course(), 0.0
     with (folder / "output").open("w") as output, ended_job(way, folder, mark, output) as job:
         deadline = time.time() + START_SECONDS
-        while time.time() < deadline or not course.is_made_good(began, deadline):
+        while (now := time.time()) < deadline or (not course.steps_again and now < deadline + END_SECONDS):
             if job.poll() is not None or (not began and time.time() > deadline - LOOK_SECONDS):
                 raise UserError(f"the job ended, or took no step: {(folder / 'output').read_text()[-2000:]}")
             word = way.look(folder)

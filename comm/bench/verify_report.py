@@ -1,18 +1,16 @@
 """What `bigbatch comm verify` leaves behind: a table with its verdict, and a JSONL file."""
 
 import dataclasses
-import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TextIO
 
 from bigbatch.comm.bench.exactness import PRECISIONS, classes_of
 from bigbatch.comm.bench.figures import show_bytes
 from bigbatch.comm.bench.repeated_sums import Outcome
+from bigbatch.comm.bench.transcript import Transcript
 from bigbatch.comm.tuning.conditions import Conditions
 
 
@@ -153,11 +151,9 @@ class VerifyReport:
     def __init__(
         self, conditions: Conditions, *, output: Path | None, seed: int, is_first: bool, on_terminal: bool
     ) -> None:
-        self._conditions, self._output, self._seed = conditions, output, seed
-        self._is_first = is_first
-        self._on_terminal = is_first and on_terminal
+        self._conditions, self._seed = conditions, seed
+        self._transcript = Transcript(output, is_first=is_first, on_terminal=on_terminal)
         self._rows: list[VerifyRow] = []
-        self._file: TextIO | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -166,14 +162,11 @@ class VerifyReport:
 
     def open(self, command: str) -> str:
         """Open the file, before anything takes long; return what stands in the way, or nothing."""
-        if not self._is_first or self._output is None:
-            return ""
         try:
-            self._output.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._output.open("w")
+            self._transcript.open()
         except OSError as error:
             return f"cannot write {error.filename}: {error.strerror}; choose another --output"
-        self._write({"kind": "conditions", "command": command, **dataclasses.asdict(self._conditions)})
+        self._transcript.write({"kind": "conditions", "command": command, **dataclasses.asdict(self._conditions)})
         return ""
 
     def head(self) -> None:
@@ -190,37 +183,26 @@ class VerifyReport:
             "#off: elements whose bits are not those of the exact sum, rounded once",
             "bits: sums of the same class, within a size and precision, have the same bits",
         ):
-            self._print(f"# {line}")
-        self._print(table_head())
+            self._transcript.print(f"# {line}")
+        self._transcript.print(table_head())
 
     def working_on(self, text: str) -> None:
-        """Show what is under way, in a line that the next one replaces; on a terminal only."""
-        if self._on_terminal:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        """Show what is under way, as Transcript.working_on does."""
+        self._transcript.working_on(text)
 
     def add(self, rows: Sequence[VerifyRow]) -> None:
         """Show and keep one size and precision."""
         self._rows += rows
         self.working_on("")
         for row in rows:
-            self._print(table_line(row))
-            self._write({"kind": "row", **dataclasses.asdict(row)})
+            self._transcript.print(table_line(row))
+            self._transcript.write({"kind": "row", **dataclasses.asdict(row)})
         for finding in (finding for row in rows for finding in row.findings):
-            self._print(f"# FAILED: {finding}")
+            self._transcript.print(f"# FAILED: {finding}")
 
     def close(self) -> None:
         """Write what it comes to."""
         text = verdict(self._rows)
-        self._print(f"# {text}")
-        self._write({"kind": "verdict", "failed": self.has_failed, "text": text})
-        if self._file:
-            self._file.close()
-
-    def _print(self, line: str) -> None:
-        if self._is_first:
-            print(line, flush=True)
-
-    def _write(self, record: Mapping[str, object]) -> None:
-        if self._file:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+        self._transcript.print(f"# {text}")
+        self._transcript.write({"kind": "verdict", "failed": self.has_failed, "text": text})
+        self._transcript.close()
