@@ -16,6 +16,7 @@ from bigbatch.trainer.config.sections import BatchConfig
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.foreign import make_foreign, require_logits_
 from bigbatch.trainer.models.freezing import freeze_
+from bigbatch.trainer.models.initialization import initialize_
 from bigbatch.trainer.models.norm import (
     GhostBatchNorm2d,
     NormFactory,
@@ -40,6 +41,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     )
     # drawn on the CPU, whose generator gives the same weights whatever the device
     model = _build_model(config, norm)
+    initialize_(model, config.model.init, linear_std=config.model.linear_std)
     if is_foreign_model(config.model.name):
         require_logits_(model, name=config.model.name, num_classes=config.data.num_classes)
     freeze_(model, config.model.frozen or ())

@@ -56,9 +56,10 @@ def make_parts(
         require_capturable(communicator)
     exposed = ExposedTime()
     model = make_model(config, communicator, exposed=exposed)
+    notes: list[str] = []
     if config.model.weights is not None and plan.first_step == 0:
         # while all is fp32 still: the masters are taken from these
-        load_weights_(model, Path(config.model.weights), config=config, new_head=config.model.new_head)
+        notes += _take_weights_(config, model)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
     grid = make_grid(config) if config.run.reproducible else None
@@ -74,7 +75,7 @@ def make_parts(
     if grid:
         refuse_own_state(model)
     normalize = build_input.make_normalize(config, communicator)
-    notes = set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
+    notes += set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
     # before the reducer: its hooks come first
     adds_up = plan.accumulation_steps > 1 and not grid  # which does it exactly
     accumulation = WideAccumulation(half_parameters(model) if adds_up else [])
@@ -112,6 +113,15 @@ def make_parts(
     except BaseException:  # where memory ends, hooks would keep what there is of it
         reducer.close()
         raise
+
+
+def _take_weights_(config: Config, model: nn.Module) -> list[str]:
+    """Start from model.weights; what is to be told of it. Raises: CheckpointError."""
+    stated = config.model
+    told = load_weights_(
+        model, Path(stated.weights or ""), config=config, new_head=stated.new_head, partial=stated.partial_weights
+    )
+    return [told] if told else []
 
 
 def make_grid(config: Config) -> Grid:

@@ -48,3 +48,17 @@ def check_model(model: ModelConfig) -> Iterator[str]:
             yield f"model.options must not give {argument}: {key} does"
     if model.new_head and model.weights is None:
         yield "model.new_head=True has no meaning without model.weights, as all weights are new: set it to false"
+    if model.partial_weights is not None:
+        if model.weights is None:
+            yield "model.partial_weights says what to take of model.weights, which is null: set it, too, or neither"
+        if model.new_head:
+            yield (
+                "model.new_head=True has no meaning with model.partial_weights, which leaves the last layer as it is "
+                "unless it names it: set it to false"
+            )
+        if not model.partial_weights:
+            yield "model.partial_weights=[] takes nothing: name something, or set it and model.weights to null"
+    starts_all = model.weights is not None and model.partial_weights is None and not model.new_head
+    for key, value in (("init", model.init), ("linear_std", model.linear_std)):
+        if value is not None and starts_all:
+            yield f"model.{key}={value} has no meaning with model.weights, which start every layer: set it to null"

@@ -181,12 +181,20 @@ class ModelConfig:
     blurpool: Annotated[bool | None, OnlyFor("name", RESNETS)] = False
     """Blur before every strided convolution but the first (Zhang 2019, arXiv 1904.11486); null for models but the
     ResNets."""
+    init: Literal["fan_in", "fan_out", "xavier"] | None = None
+    """Start of the weights of convolutions and linear layers, normal of standard deviation sqrt(2 / fan_in), sqrt(2 /
+    fan_out) or sqrt(2 / (fan_in + fan_out)), with biases of 0; null for the model's own."""
+    linear_std: Annotated[float | None, POSITIVE] = None
+    """Standard deviation of a normal start of linear layers, such as 0.01; null for what init says."""
     weights: str | None = None
     """Weights to start from: a checkpoint folder, a file with a state_dict of ours, torchvision's or timm's, or
     torchvision:NAME or timm:NAME for what these have downloaded; null for random ones from run.seed. A resumed run has
     its own."""
     new_head: bool = False
     """The last layer starts from random weights, and not from those in model.weights, which may be of other classes."""
+    partial_weights: tuple[str, ...] | None = None
+    """Patterns of names, such as [conv1.*, layer1.0.*], of what is taken from model.weights, which may be of a
+    shallower network; all else starts as without. null to take all."""
     frozen: tuple[str, ...] | None = None
     """Patterns of names, such as layer1.*, of weights that stay as they are. Batch norms whose running statistics they
     name, too, compute as in evaluation. null to train all."""

@@ -1,6 +1,7 @@
 """Weights by name: from what others save to our models, and back."""
 
 from collections.abc import Mapping, Sequence
+from fnmatch import filter as matching
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +35,47 @@ def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool
     _require_names(tensors, own, source=source)
     _require_shapes(tensors, own, source=source)
     return tensors
+
+
+def partly_from_foreign(
+    state: object, model: nn.Module, *, source: str, patterns: Sequence[str]
+) -> tuple[dict[str, Tensor], str]:
+    """Read what patterns name of model's weights out of state, and keep model's own for the rest; and tell of both.
+
+    Raises: CheckpointError where a pattern names nothing of the model, or what it names is not there in that shape.
+    """
+    own = model.state_dict()
+    tensors = _require_tensors(_unwrapped(state), source=source)
+    named: dict[str, None] = {}
+    for pattern in patterns:
+        if not (found := matching(own, pattern)):
+            raise CheckpointError(
+                f"model.partial_weights: {pattern!r} names nothing of this model, whose weights are {next(iter(own))} "
+                f"to {[*own][-1]}: correct it, or leave it out"
+            )
+        named.update(dict.fromkeys(found))
+    taken = [name for name in named if name in tensors or not name.endswith(COUNTER)]
+    if missing := [name for name in taken if name not in tensors]:
+        raise CheckpointError(
+            f"{source} lacks {len(missing)} of the {len(taken)} tensors that model.partial_weights names "
+            f"({_first(missing)}): name what it has"
+        )
+    if odd := [name for name in taken if own[name].shape != tensors[name].shape]:
+        raise CheckpointError(
+            f"{source}: {odd[0]}, which model.partial_weights names, has shape {list(tensors[odd[0]].shape)} there and "
+            f"{list(own[odd[0]].shape)} here: leave it out"
+        )
+    anew = [name for name in own if name not in taken]
+    unused = [name for name in tensors if name not in taken]
+    told = (
+        f"model.partial_weights: {len(taken)} of {len(own)} tensors are from {source}; {len(anew)} start anew"
+        f"{_listed(anew)}; {len(unused)} of the file's are not used{_listed(unused)}"
+    )
+    return own | {name: tensors[name] for name in taken}, told
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f" ({_first(names)})" if names else ""
 
 
 def _classifier(own: Mapping[str, Tensor]) -> str:
@@ -91,7 +133,9 @@ def _require_names(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, 
         return
     if _is_plain_alexnet(tensors):
         why += "; torchvision's AlexNet has biases where alexnet_bn has batch norm, and gives it no start"
-    raise CheckpointError(f"{source} is of another model: {why}")
+    raise CheckpointError(
+        f"{source} is of another model: {why}. To start from a part of it, list what to take in model.partial_weights"
+    )
 
 
 def _first(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from bigbatch.errors import CheckpointError
 from bigbatch.trainer.config.file import as_yaml, read_dumped
 from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.models.exchange import from_foreign
+from bigbatch.trainer.models.exchange import from_foreign, partly_from_foreign
 from bigbatch.trainer.models.libraries import cached_weights
 from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint
 from bigbatch.trainer.step.ema import evaluated_weights
@@ -27,20 +27,33 @@ DECIDING = tuple(
 """Keys of the model section that decide what weights mean."""
 
 
-def load_weights_(model: nn.Module, path: Path, *, config: Config, new_head: bool = False) -> None:
+OF_DEPTH = ("model.name", "model.options")
+"""Those in which a network that gives a part of its weights may differ."""
+
+
+def load_weights_(
+    model: nn.Module, path: Path, *, config: Config, new_head: bool = False, partial: Sequence[str] | None = None
+) -> str:
     """Copy the weights in path, a checkpoint folder, a file or torchvision:NAME or timm:NAME, into a model of config.
 
-    new_head: all but the last layer, which stays as it is.
+    new_head: all but the last layer, which stays as it is. partial: only what these patterns name, of which the text
+    that is returned tells; else it is empty.
     Raises: CheckpointError where it is not readable, holds no weights, or those of another model.
     """
     state = _read(path)
     if _is_ours(state):
-        require_same_model(state["config"], config, source=str(path))
+        differs = OF_DEPTH if partial else ()
+        require_same_model(state["config"], config, source=str(path), but=differs)
         state = evaluated_weights(state)
-    weights = from_foreign(state, model, source=str(path), new_head=new_head)
+    told = ""
+    if partial is None:
+        weights = from_foreign(state, model, source=str(path), new_head=new_head)
+    else:
+        weights, told = partly_from_foreign(state, model, source=str(path), patterns=partial)
     if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise CheckpointError(f"{path}: {odd[0]} holds values that are not finite: name weights of an earlier step")
     model.load_state_dict(weights)
+    return told
 
 
 def digest(model: nn.Module) -> str:
@@ -119,10 +132,13 @@ def _is_ours(state: object) -> bool:
     return isinstance(state, Mapping) and isinstance(state.get("config"), str) and "model" in state
 
 
-def require_same_model(text: str, config: Config, *, source: str) -> None:
-    """Raise CheckpointError where source, which has weights of the config in text, is of another model than config."""
+def require_same_model(text: str, config: Config, *, source: str, but: Sequence[str] = ()) -> None:
+    """Raise CheckpointError where source, which has weights of the config in text, is of another model than config.
+
+    but: keys in which they may differ.
+    """
     values = read_dumped(text)
-    for key in DECIDING:
+    for key in (key for key in DECIDING if key not in but):
         there, here = values[key], lookup(config, key)
         # false and null mean the same: an option that is off
         if (there or None) != (here or None):

@@ -108,6 +108,25 @@ def test_optimizer_lr_factors_are_positive_numbers(factor: object) -> None:
     make_config({"optimizer.lr_factors": {"fc.*": 1, "*": 0.1}})
 
 
+def test_model_partial_weights_need_weights_and_a_list() -> None:
+    some = {"model.weights": "a.pth", "model.partial_weights": ("conv1.*",)}
+    make_config(some)
+    assert re.search(naming("model.partial_weights", "model.weights"), refusal({"model.partial_weights": ("a",)}))
+    assert re.search(
+        naming("model.new_head=True", "model.partial_weights", "false"), refusal({**some, "model.new_head": True})
+    )
+    assert re.search(naming("model.partial_weights=[]", "null"), refusal({**some, "model.partial_weights": ()}))
+
+
+@pytest.mark.parametrize("start", [{"model.init": "fan_in"}, {"model.linear_std": 0.01}])
+def test_model_init_needs_layers_that_weights_do_not_start(start: dict[str, object]) -> None:
+    weights = {"model.weights": "a.pth"}
+    make_config(start)
+    make_config({**start, **weights, "model.new_head": True})
+    make_config({**start, **weights, "model.partial_weights": ("conv1.*",)})
+    assert re.search(naming(*start, "model.weights", "null"), refusal({**start, **weights}))
+
+
 def test_model_new_head_needs_weights() -> None:
     assert re.search(naming("model.new_head=True", "model.weights", "false"), refusal({"model.new_head": True}))
     make_config({"model.new_head": True, "model.weights": "a.pth"})

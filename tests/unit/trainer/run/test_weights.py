@@ -225,3 +225,66 @@ def test_weights_ranks_with_other_weights_are_found_out(tmp_path: Path, monkeypa
     digests = [text for what, text in said if what == "the weights in model.weights"]
     assert len(digests) == 3
     assert digests[0] == digests[1] != digests[2]
+
+
+# --- a part of the weights ---
+
+FIRST = ("conv1.*", "bn1.*", "layer?.[01].*")
+DEEPER = ("model.name=resnet34", *RESNET[1:])
+
+
+@pytest.mark.slow
+def test_part_of_a_shallow_networks_weights_starts_a_deeper_one(tmp_path: Path) -> None:
+    path, weights = checkpoint_of(config_of(*RESNET), tmp_path)
+    model = random_model(config_of(*DEEPER), seed=2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    told = load_weights_(model, path, config=config_of(*DEEPER), partial=FIRST)
+    found = model.state_dict()
+    shared = {name for name in weights if not name.startswith("fc.")}  # 18 has two blocks a stage, and so all of these
+    assert_equal({name: found[name] for name in shared}, {name: weights[name] for name in shared})
+    rest = found.keys() - shared
+    assert_equal({name: found[name] for name in rest}, {name: before[name] for name in rest})
+    assert f"{len(shared)} of {len(found)} tensors are from {path}" in told
+    assert f"{len(rest)} start anew (layer1.2.conv1.weight, " in told
+    assert "2 of the file's are not used (fc.weight, fc.bias)" in told
+
+
+def test_part_of_weights_by_a_list_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    weights = random_model(small()).state_dict()
+    torch.save(weights, tmp_path / "a.pt")
+
+    def refused(*patterns: str, without: str = "none", model: nn.Module | None = None) -> str:
+        torch.save({name: t for name, t in weights.items() if name != without}, tmp_path / "b.pt")
+        model = model or random_model(small(), seed=2)
+        before = digest(model)
+        with pytest.raises(CheckpointError) as caught:
+            load_weights_(model, tmp_path / "b.pt", config=small(), partial=patterns)
+        assert digest(model) == before
+        return str(caught.value)
+
+    assert re.search(naming("model.partial_weights", "'prap.*'", "prep.0.weight"), refused("prap.*"))
+    assert re.search(naming("b.pt", "1 of the ", "prep.0.weight"), refused("prep.*", without="prep.0.weight"))
+    wide = random_model(config_of("model.width=4"))
+    assert re.search(naming("b.pt", "prep.0.weight", "[2, 3, 3, 3]", "[4, 3, 3, 3]"), refused("prep.0.*", model=wide))
+
+
+def test_part_of_weights_without_a_list_is_refused_with_the_key_that_takes_one(tmp_path: Path) -> None:
+    weights = random_model(small()).state_dict()
+    torch.save({name: tensor for name, tensor in weights.items() if "layer3" not in name}, tmp_path / "a.pt")
+    assert "model.partial_weights" in refusal(tmp_path / "a.pt", small())
+
+
+def test_run_tells_which_weights_are_from_a_file(tmp_path: Path) -> None:
+    torch.save(random_model(small()).state_dict(), tmp_path / "a.pt")
+    config = small(
+        f"model.weights={tmp_path / 'a.pt'}",
+        "model.partial_weights=[prep.*]",
+        "data.loader=synthetic",
+        "data.num_synthetic_samples=512",
+    )
+    with connect(env=ALONE, device=torch.device("cpu")) as communicator:
+        parts = make_parts(
+            config, communicator, plan=make_plan(config, communicator, num_samples=512, first_step=0), tuned=None
+        )
+        parts.reducer.close()
+    assert re.search(naming("model.partial_weights", "6 of ", "start anew"), parts.notes[0])

@@ -1,0 +1,42 @@
+"""Starts of the weights of convolutions and linear layers by name, in the place of a model's own."""
+
+import math
+
+from torch import nn
+from torch.nn.init import _calculate_fan_in_and_fan_out as fans_of
+
+from bigbatch.errors import ConfigError
+
+LAYERS = (nn.Conv2d, nn.Linear)
+
+
+def initialize_(model: nn.Module, name: str | None, *, linear_std: float | None) -> None:
+    """Draw weights anew from normal distributions around 0, and set the biases beside them to 0.
+
+    name: fan_in or fan_out, of standard deviation sqrt(2 / fan) (He et al. 2015, arXiv 1502.01852); xavier, of
+    sqrt(2 / (fan in + fan out)) (Glorot and Bengio 2010); None leaves them. linear_std: the standard deviation of
+    linear layers, whatever name says; None for what it says. Norms, and what is not to be trained, stay.
+    Raises: ConfigError for a model without such layers.
+    """
+    chosen = [
+        (layer, std)
+        for layer in model.modules()
+        if isinstance(layer, LAYERS) and (std := _std(layer, name, linear_std=linear_std)) is not None
+    ]
+    if (name or linear_std) and not chosen:
+        raise ConfigError("model.init and model.linear_std name layers that this model does not have: set both to null")
+    for layer, std in chosen:
+        nn.init.normal_(layer.weight, std=std)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
+
+def _std(layer: nn.Module, name: str | None, *, linear_std: float | None) -> float | None:
+    """Return the standard deviation that a layer's weights are to have; None for those that stay."""
+    if linear_std is not None and isinstance(layer, nn.Linear):
+        return linear_std
+    weight = layer.get_parameter("weight")
+    if name is None or not weight.requires_grad:
+        return None
+    fan_in, fan_out = fans_of(weight)
+    return math.sqrt(2 / {"fan_in": fan_in, "fan_out": fan_out, "xavier": fan_in + fan_out}[name])
