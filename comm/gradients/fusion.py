@@ -1,7 +1,12 @@
 """Tensor fusion: which gradients travel together. The plan is pure; the buffers hold the gradients themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return the least multiple that is not below count."""
+    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -24,16 +29,25 @@ class BufferPlan:
     """Lists the gradients of one fusion buffer, in the order in which backward finishes them."""
 
     tensors: tuple[TensorSpec, ...]
+    align: int = 1
+    """Each tensor begins at a multiple of so many elements."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the buffer."""
+        """Return the size of the gradients."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def num_elements(self) -> int:
-        """Count the elements in the buffer."""
-        return sum(tensor.num_elements for tensor in self.tensors)
+        """Count the elements of the buffer."""
+        return sum(round_up(tensor.num_elements, self.align) for tensor in self.tensors)
+
+    def places(self) -> Iterator[tuple[TensorSpec, int]]:
+        """Yield each gradient, and the element of the buffer at which it begins."""
+        first = 0
+        for tensor in self.tensors:
+            yield tensor, first
+            first += round_up(tensor.num_elements, self.align)
 
     def __str__(self) -> str:
         first, count = self.tensors[0].name, len(self.tensors)
@@ -52,7 +66,12 @@ class FusionPlan:
 
 
 def plan_fusion(
-    tensors: Sequence[TensorSpec], *, threshold_bytes: int, buffer_bytes: int, first_buffer_bytes: int | None = None
+    tensors: Sequence[TensorSpec],
+    *,
+    threshold_bytes: int,
+    buffer_bytes: int,
+    first_buffer_bytes: int | None = None,
+    align: int = 1,
 ) -> FusionPlan:
     """Group gradients, given in the order in which they become ready, into buffers.
 
@@ -89,7 +108,8 @@ def plan_fusion(
         buffer.add(position, tensor)
     done += filling.values()
     # by the last gradient: a buffer can be sent only when all of it is ready
-    return FusionPlan(tuple(BufferPlan(tuple(each.members)) for each in sorted(done, key=lambda d: d.position)))
+    by_moment = sorted(done, key=lambda each: each.position)
+    return FusionPlan(tuple(BufferPlan(tuple(each.members), align) for each in by_moment))
 
 
 @dataclass

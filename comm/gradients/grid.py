@@ -21,7 +21,8 @@ class Grid:
     Each number is rounded to the grid once, by half a step at most, and exactly if it is 2**(23 - fraction_bits) or
     more. Whatever is added afterwards is a sum of integers: it has the same bits in any order, on any number of ranks.
     num_terms is how many numbers are added up at most; each may reach 2**(62 - fraction_bits) / num_terms.
-    A sum's tensor has one element more than its numbers: there it counts those that were larger, infinite or NaN.
+    A sum's tensor has one element more than its numbers, unless beyond_1 (int64) is given: there it counts those that
+    were larger, infinite or NaN.
     Raises: ValueError where no bit is left for the numbers themselves.
     """
 
@@ -42,12 +43,16 @@ class Grid:
         """Return the largest term."""
         return self.limit / 2.0**self.fraction_bits
 
-    def add_(self, sums_N: Tensor, numbers_N: Tensor, *, counts_2: Tensor | None = None) -> None:
-        """Add numbers to their sums, in place. sums_N: int64, one element longer. No host sync.
+    def add_(
+        self, sums_N: Tensor, numbers_N: Tensor, *, beyond_1: Tensor | None = None, counts_2: Tensor | None = None
+    ) -> None:
+        """Add numbers to their sums, in place. sums_N: int64. No host sync.
 
         counts_2 (int64), where given, grows by how many numbers became 0, and by how many were not 0 before.
         """
-        for some_sums_N, some_N in _portions(sums_N[:-1], numbers_N):
+        if beyond_1 is None:
+            sums_N, beyond_1 = sums_N[:-1], sums_N[-1:]
+        for some_sums_N, some_N in _portions(sums_N, numbers_N):
             # a power of two changes the exponent alone, and whole numbers of fp32 are those of int64
             steps_N = some_N.float().mul(2.0**self.fraction_bits).round_()
             if counts_2 is not None:  # before what is beyond the grid is set to 0, too
@@ -56,21 +61,23 @@ class Grid:
             if steps_N.device.type != "cpu" or not self._holds(steps_N):
                 is_beyond_N = ~(steps_N.abs() <= self.limit)  # which NaN is, too
                 steps_N.masked_fill_(is_beyond_N, 0.0)
-                sums_N[-1:].add_(is_beyond_N.sum())
+                beyond_1.add_(is_beyond_N.sum())
             some_sums_N.add_(steps_N.to(torch.int64))
 
     def _holds(self, steps_N: Tensor) -> bool:
         least, largest = torch.aminmax(steps_N)  # NaN, where there is one
         return bool((-self.limit <= least) & (largest <= self.limit))
 
-    def read_(self, numbers_N: Tensor, sums_N: Tensor) -> None:
+    def read_(self, numbers_N: Tensor, sums_N: Tensor, *, beyond_1: Tensor | None = None) -> None:
         """Write the sums, each rounded once to the dtype of numbers_N; infinity for all if a term was beyond the grid.
 
         No host sync.
         """
-        for some_sums_N, some_N in _portions(sums_N[:-1], numbers_N):
+        if beyond_1 is None:
+            sums_N, beyond_1 = sums_N[:-1], sums_N[-1:]
+        for some_sums_N, some_N in _portions(sums_N, numbers_N):
             some_N.copy_(some_sums_N.float().mul_(2.0**-self.fraction_bits))
-        numbers_N.masked_fill_(sums_N[-1:] > 0, torch.inf)
+        numbers_N.masked_fill_(beyond_1 > 0, torch.inf)
 
 
 def _portions(sums_N: Tensor, numbers_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,10 +13,15 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion, round_up
 from bigbatch.comm.gradients.grid import Grid
+from bigbatch.comm.gradients.grid_sums import GridSums
 from bigbatch.comm.gradients.same_start import Start, begin_alike_
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
+
+PART_ALIGN = 64
+"""Elements: a kernel of a CPU works on vectors, at most 64 bytes, two or four at a time, and on what is left of a part
+one by one, which may round another way (torch's fused SGD and Adam do)."""
 
 
 class GradientReducer:
@@ -38,7 +43,8 @@ class GradientReducer:
     whoever keeps references to gradients or buffers takes them after it, as a CUDA graph does. The order decides
     how sums are rounded: a resumed run that must end with the same bits passes its `order` on.
     With scatter each rank gets its own part of each sum and nothing else (own_part of each of `buffers`), by the
-    reduce-scatter of ScatterGather; buffers are then filled up to a multiple of the ranks.
+    reduce-scatter of ScatterGather; buffers are then filled up to a multiple of the ranks. With scatter and a grid
+    tensors and parts begin at multiples of PART_ALIGN elements.
     All ranks must start from the same weights: others than those of most ranks are refused, weights="broadcast" gives
     all of them rank 0's, "unchecked" takes them as they are.
     A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
@@ -69,11 +75,11 @@ class GradientReducer:
         self._communicator = communicator
         self._start_sum = ScatterGather(communicator).start_reduce_scatter if scatter else communicator.start
         self._what = "reduce-scatter" if scatter else "all-reduce"
-        if scatter and grid:
-            raise ValueError("a reduce-scatter of gradients on a grid is not there: give scatter or grid")
         self.grid = grid
+        self._grid_sums = GridSums(grid, communicator, scatter=scatter) if grid else None
+        align = PART_ALIGN if scatter and grid else 1
         # a reduce-scatter wants equal parts
-        self._multiple = communicator.world_size if scatter else 1
+        self._multiple = communicator.world_size * align if scatter else 1
         is_narrow = communicator.wire.dtype is not None
         exact = replace(communicator.wire, dtype=None, predivide=1.0)
         self._exactly = communicator.with_algorithm(communicator.algorithm, wire=exact) if is_narrow else communicator
@@ -84,6 +90,7 @@ class GradientReducer:
             threshold_bytes=threshold_bytes,
             buffer_bytes=buffer_bytes,
             first_buffer_bytes=first_buffer_bytes,
+            align=align,
         )
         self._unused = unused
         sizes = f"fusion {threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}\n{grid}"
@@ -102,12 +109,6 @@ class GradientReducer:
         self.order = guessed if order is None else _checked(order, self._parameters)
         """The gradients in the order in which they become ready: for the next reducer of the same run."""
         self.buffers: list[Tensor] = []
-        self._sums: list[Tensor] = []
-        """One for each buffer, where there is a grid: of the microbatches, then of the ranks."""
-        self._num_beyond_1 = torch.zeros(1, dtype=torch.int64, device=communicator.device)
-        self.counts_underflow = False
-        """Whether the grid counts what it takes for 0, which costs two passes more over each gradient."""
-        self._underflow_2 = torch.zeros(2, dtype=torch.int64, device=communicator.device)
         self._views: dict[str, Tensor] = {}
         self._buffer_of: dict[str, int] = {}
         self._lay_out(self._make_plan(self.order))
@@ -122,12 +123,12 @@ class GradientReducer:
 
     def _lay_out(self, plan: FusionPlan) -> None:
         """Give each gradient its place in the buffers of a plan, and its value with it."""
-        former = [*self.buffers, *self._sums]
+        former = self.buffers
         self.plan = plan
         sizes = [self._size_of(buffer) for buffer in plan.buffers]
         self.buffers = self._communicator.allocate_all(sizes)
-        if self.grid:
-            self._sums = self._communicator.allocate_all([(count + 1, torch.int64) for count, _ in sizes])
+        if self._grid_sums:
+            self._grid_sums.lay_out([count for count, _ in sizes])
         self._buffer_of = {t.name: index for index, buffer in enumerate(plan.buffers) for t in buffer.tensors}
         self._views = {
             name: view
@@ -143,8 +144,7 @@ class GradientReducer:
             self._communicator.release(buffer_N)
 
     def _size_of(self, buffer: BufferPlan) -> tuple[int, torch.dtype]:
-        num_elements = -(-buffer.num_elements // self._multiple) * self._multiple
-        return num_elements, self._parameters[buffer.tensors[0].name].dtype
+        return round_up(buffer.num_elements, self._multiple), self._parameters[buffer.tensors[0].name].dtype
 
     def _start_over(self) -> None:
         self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
@@ -187,40 +187,28 @@ class GradientReducer:
             self._bring_home(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
         to_sum_N = self.buffers[index]
-        if self.grid:
-            to_sum_N = self._sums[index]
-            self._add_to_grid_(self.grid, to_sum_N, self.buffers[index])
+        if self._grid_sums:
+            to_sum_N = self._grid_sums.add_(index, to_sum_N)
         self._last = self._start_sum(to_sum_N, label=label)
         self._num_started += 1
 
-    @torch.no_grad()
     def fold(self) -> None:
         """Take a microbatch's gradients into the sums on the grid, and set them to zero; without a grid, do nothing."""
-        if self.grid:
-            for buffer_N, sums_N in zip(self.buffers, self._sums, strict=True):
-                self._add_to_grid_(self.grid, sums_N, buffer_N)
+        if self._grid_sums:
+            for index, buffer_N in enumerate(self.buffers):
+                self._grid_sums.add_(index, buffer_N)
                 buffer_N.zero_()
 
-    def _add_to_grid_(self, grid: Grid, sums_N: Tensor, buffer_N: Tensor) -> None:
-        grid.add_(sums_N, buffer_N, counts_2=self._underflow_2 if self.counts_underflow else None)
+    def count_underflow(self, is_wanted: bool) -> None:
+        """Have what the grid takes for 0 counted from now on, or not; without a grid, do nothing."""
+        if self._grid_sums:
+            self._grid_sums.counts_underflow = is_wanted
 
-    def take_beyond(self) -> int:
-        """Count gradients of single microbatches that were beyond the grid since the last call. Waits for the device.
-
-        The buffer that one belongs to was infinite then, as after an overflow.
-        """
-        count = int(self._num_beyond_1)
-        self._num_beyond_1.zero_()
-        return count
-
-    def take_underflow(self) -> tuple[int, int]:
-        """Count gradients of this rank's microbatches that the grid took for 0, and those that were not 0.
-
-        Since the last call, while counts_underflow was set. Waits for the device.
-        """
-        num_lost, num_nonzero = self._underflow_2.tolist()
-        self._underflow_2.zero_()
-        return num_lost, num_nonzero
+    @property
+    def grid_sums(self) -> GridSums:
+        """Return what counts what the grid could not take; such a buffer was infinite then, as after an overflow."""
+        assert self._grid_sums, "only of a reducer with a grid"
+        return self._grid_sums
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
         """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""
@@ -236,13 +224,12 @@ class GradientReducer:
             self._refuse_unused()
         while self._num_started < len(self.buffers):
             self._start_next()
+        if self._grid_sums:
+            self._last = self._grid_sums.start_counts() or self._last
         with self.exposed.measure(self.buffers):
             self._last.wait()
-        if self.grid:
-            for buffer_N, sums_N in zip(self.buffers, self._sums, strict=True):
-                self.grid.read_(buffer_N, sums_N)
-                self._num_beyond_1 += sums_N[-1:]
-                sums_N.zero_()
+        if self._grid_sums:
+            self._grid_sums.read_(self.buffers)
         self._start_over()
         if self._learned is not None:
             self._apply_order(self._learned)
@@ -268,15 +255,19 @@ class GradientReducer:
 
     def zero_grad(self) -> None:
         """Set all gradients to zero: one fill per buffer."""
-        for buffer_N in (*self.buffers, *self._sums):
+        for buffer_N in self.buffers:
             buffer_N.zero_()
+        if self._grid_sums:
+            self._grid_sums.zero_()
 
     def close(self) -> None:
         """Take the hooks off the parameters; their gradients stay where they are."""
         for hook in self._hooks:
             hook.remove()
-        for buffer_N in (*self.buffers, *self._sums):
+        for buffer_N in self.buffers:
             self._communicator.release(buffer_N)
+        if self._grid_sums:
+            self._grid_sums.release()
 
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
@@ -320,11 +311,9 @@ def gradient_views(
     buffer: BufferPlan, buffer_N: Tensor, parameters: Mapping[str, Tensor]
 ) -> Iterable[tuple[str, Tensor]]:
     """Yield each tensor of a buffer, by name, as a view with its parameter's own strides: channels-last stays so."""
-    offset = 0
-    for tensor in buffer.tensors:
+    for tensor, first in buffer.places():
         p = parameters[tensor.name]
-        yield tensor.name, buffer_N[offset:].as_strided(p.size(), dense_strides(p))
-        offset += tensor.num_elements
+        yield tensor.name, buffer_N[first:].as_strided(p.size(), dense_strides(p))
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:

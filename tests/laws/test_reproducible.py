@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sample_images import REAL_DATA
+from torch import Tensor
 
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.laws.jobs import (
     alone,
     assert_identical,
@@ -14,6 +18,7 @@ from tests.laws.jobs import (
     final_state,
     forked,
     mpirun,
+    newest_step,
     records,
     run,
     train_command,
@@ -39,8 +44,16 @@ def learned(folder: Path) -> list[dict[str, Any]]:
     return [{key: record[key] for key in LEARNED if key in record} for record in found]
 
 
+def whole_state(folder: Path) -> dict[str, Tensor]:
+    """final_state, with the average of the weights, and the loss scale."""
+    state = load_checkpoint(list_checkpoints(folder / "checkpoints")[-1].path)
+    average = {f"average/{name}": value for name, value in state["average"].items()}
+    scale = {f"precision/{name}": torch.tensor(value) for name, value in state["precision"].items()}
+    return {**final_state(folder), **average, **scale}
+
+
 def assert_same_run(ours: Path, theirs: Path) -> None:
-    assert_identical(final_state(ours), final_state(theirs))
+    assert_identical(whole_state(ours), whole_state(theirs))
     assert learned(ours) == learned(theirs)
     assert all(record["grid_underflow_fraction"] is not None for record in records(ours, "train"))
 
@@ -73,6 +86,69 @@ def test_any_division_gives_the_same_bits(
     assert_same_run(tmp_path, one_rank)
 
 
+ADAPTIVE = {
+    **{f"optimizer.{key}": "null" for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form")},
+    "optimizer.betas": "[0.9,0.99]",
+    "optimizer.eps": 1e-6,
+    "schedule.base_lr": 0.01,
+}
+
+
+FOREIGN = dict.fromkeys(("model.width", "model.pool_first", "model.logit_scale"), "null")
+RESIDENT = {"data.loader": "resident", "data.crop": "padded", "data.crop_area_min": "null"}
+AVERAGED = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 1}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {**RESIDENT, **AVERAGED},
+        {"optimizer.name": "adamw", **ADAPTIVE, **AVERAGED},
+        {"model.name": "timm:test_resnet", **FOREIGN},
+        {"model.name": "tests.laws.foreign_models.WithAttention", **FOREIGN},
+    ],
+    ids=["resident", "adamw", "timm", "attention"],
+)
+def test_with_other_loaders_optimizers_and_models(overrides: dict[str, object], data: Path, tmp_path: Path) -> None:
+    if "timm" in str(overrides.get("model.name")):
+        pytest.importorskip("timm")
+    if overrides.get("data.loader") == "resident":  # which takes pictures of the model's own size
+        data = tmp_path / "shapes"
+        write_dataset(data, train_per_class=16, val_per_class=7, side_pixels=(32, 32))
+    for ranks in (1, 3):
+        command = train_command(data, tmp_path / str(ranks), {**EXACT, "run.epochs": 1, **overrides})
+        run(forked(command, ranks=ranks))
+    assert_same_run(tmp_path / "3", tmp_path / "1")
+
+
+SHARDED = {"optimizer.sharded": "true"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        ((2, 3), {}),
+        pytest.param((1, 4), {"optimizer.name": "lamb", **ADAPTIVE}, marks=pytest.mark.long),
+        pytest.param((1, 6), {"optimizer.name": "adamw", **ADAPTIVE}, marks=pytest.mark.long),
+        pytest.param(
+            (1, 8),
+            {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024, "optimizer.clip_norm": 0.5, **SMALL_BUFFERS},
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_sharded_update_has_the_same_bits_on_any_number_of_ranks(
+    ranks: tuple[int, int], overrides: dict[str, object], data: Path, tmp_path: Path
+) -> None:
+    """Norms of LARS, LAMB and clipping are of pieces that depend on the ranks."""
+    for count in ranks:
+        command = train_command(data, tmp_path / str(count), {**EXACT, **SHARDED, "run.epochs": 1, **overrides})
+        run(forked(command, ranks=count))
+    one, other = (tmp_path / str(count) for count in ranks)
+    assert_same_run(other, one)
+
+
 @pytest.mark.long
 def test_without_the_setting_the_bits_differ(data: Path, tmp_path: Path) -> None:
     """What the comparison above would say of sums that round."""
@@ -103,6 +179,7 @@ def test_half_precision_and_all_that_follows_the_weights(precision: str, data: P
     for ranks in (1, 4):
         command = train_command(data, tmp_path / str(ranks), {**overrides, "optimizer.precision": precision})
         run(forked(command, ranks=ranks))
+    assert any(name.startswith("average/") for name in whole_state(tmp_path / "1"))
     assert_same_run(tmp_path / "4", tmp_path / "1")
 
 
@@ -129,6 +206,23 @@ def test_resumed_by_other_ranks_with_another_algorithm(data: Path, tmp_path: Pat
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_healed_at_another_size(sharded: str, data: Path, tmp_path: Path) -> None:
+    """Of 4 ranks one dies in the middle of a step; 3 go on from the last checkpoint."""
+    losing = {"optimizer.loss": "tests.parallel.losing_loss.loss", "optimizer.label_smoothing": 0}
+    kept = {**EXACT, **losing, "optimizer.sharded": sharded, "run.checkpoint_every_steps": 1}
+    run(forked(train_command(data, tmp_path / "whole", kept), ranks=2))
+    healed = tmp_path / "healed"
+    command = train_command(data, healed, kept)
+    run(forked(command, ranks=4), expect=None, LOSE_RUN=str(healed), LOSE_AFTER="2")
+    assert 2 <= newest_step(healed) < newest_step(tmp_path / "whole")
+    done = run(forked(command, ranks=3))
+    assert "resumed after step" in done.stdout
+    assert_identical(whole_state(healed), whole_state(tmp_path / "whole"))
+    assert learned(healed)[-1] == learned(tmp_path / "whole")[-1]
+
+
+@pytest.mark.long
 @pytest.mark.skipif(not REAL_DATA.exists(), reason=f"no real pictures at {REAL_DATA}")
 def test_resnet18_on_real_pictures(tmp_path: Path) -> None:
     overrides = {
@@ -152,8 +246,10 @@ def test_statistics_beyond_the_grid_are_named(data: Path, tmp_path: Path) -> Non
     assert "run.reproducible" in said
 
 
-def test_gradient_beyond_the_grid_is_named(data: Path, tmp_path: Path) -> None:
-    said = fails(forked(train_command(data, tmp_path, {**EXACT, "schedule.base_lr": 2e9}), ranks=2))
+@pytest.mark.parametrize("sharded", ["false", pytest.param("true", marks=pytest.mark.long)])
+def test_gradient_beyond_the_grid_is_named(sharded: str, data: Path, tmp_path: Path) -> None:
+    overrides = {**EXACT, "schedule.base_lr": 2e9, "optimizer.sharded": sharded}
+    said = fails(forked(train_command(data, tmp_path, overrides), ranks=2))
     assert "larger than 170.667" in said
     assert "run.reproducible" in said
     assert "lower schedule.base_lr" in said

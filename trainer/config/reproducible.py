@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 
 from bigbatch.trainer.config.batch import ranks_per_ghost
-from bigbatch.trainer.config.sections import BatchConfig, CommConfig, ComputeConfig, OptimizerConfig, RunConfig
+from bigbatch.trainer.config.sections import BatchConfig, CommConfig, ComputeConfig, RunConfig
 
 
-def check_reproducible(
-    run: RunConfig, batch: BatchConfig, compute: ComputeConfig, optimizer: OptimizerConfig, comm: CommConfig
-) -> Iterator[str]:
+def check_reproducible(run: RunConfig, batch: BatchConfig, compute: ComputeConfig, comm: CommConfig) -> Iterator[str]:
     """Refuse, by name, what has other bits on another number of ranks."""
     if not run.reproducible:
         return
@@ -20,7 +18,6 @@ def check_reproducible(
     refused = (
         ("compute.compile", compute.compile, "null", "chooses kernels by the machine"),
         ("compute.cuda_graph", compute.cuda_graph or None, "false", "has not been tried with sums on a grid"),
-        ("optimizer.sharded", optimizer.sharded or None, "false", "sums norms in parts that depend on the ranks"),
         ("comm.wire_dtype", comm.wire_dtype, "null", "rounds on the way, and integers travel as they are"),
     )
     for key, value, remedy, why in refused:

@@ -155,7 +155,7 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from check_comm(config.comm)
     yield from check_precision(optimizer)
     yield from check_average(optimizer)
-    yield from check_reproducible(run, batch, config.compute, optimizer, config.comm)
+    yield from check_reproducible(run, batch, config.compute, config.comm)
     yield from check_digests(run, config.compute)
     yield from check_stopping(run, data)
     yield from check_loss(optimizer, run)

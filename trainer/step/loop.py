@@ -35,7 +35,7 @@ class TrainStep:
     def __call__(self, step: int, stream: InputStream) -> None:
         """Set the learning rate, learn from this rank's microbatches, and let the average of weights follow."""
         self.parts.set_lr_(step=step)
-        self.parts.reducer.counts_underflow = self.plan.is_report(step + 1)
+        self.parts.reducer.count_underflow(self.plan.is_report(step + 1))
         microbatches = self.draw(step, stream)
         has_failed_1 = self.parts.execution(self.learn_from, microbatches)
         self.parts.average.update_(step + 1, skip_1=has_failed_1)
@@ -175,7 +175,7 @@ class Loop:
             gather_text=communicator.gather_text,
         )
         if parts.reducer.grid and not parts.precision.skips_overflow:
-            require_on_grid(parts.reducer.take_beyond(), done=done, largest=parts.reducer.grid.largest)
+            require_on_grid(parts.reducer.grid_sums.take_beyond(), done=done, largest=parts.reducer.grid.largest)
         require_statistics(parts.statistics.take_beyond(), done=done)
         self.hooks.on_report(
             {
@@ -208,7 +208,7 @@ class Loop:
         loss, correct, samples = window.sums_3.tolist()  # waits for the device: the seconds are the window's
         seconds = time.perf_counter() - window.start
         rank, num_ranks = parts.communicator.rank, parts.communicator.world_size
-        num_lost, num_nonzero = parts.reducer.take_underflow() if parts.reducer.grid else (0, 0)
+        num_lost, num_nonzero = parts.reducer.grid_sums.take_underflow() if parts.reducer.grid else (0, 0)
 
         def at_own_place(share: float) -> tuple[float, ...]:  # so that the sum over ranks holds all of them
             return tuple(share if each == rank else 0.0 for each in range(num_ranks))

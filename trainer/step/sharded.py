@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.fusion import FusionPlan
+from bigbatch.comm.gradients.fusion import FusionPlan, round_up
 from bigbatch.comm.gradients.reducer import GradientReducer, dense_strides
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.step.exact_norms import exact_norms
 from bigbatch.trainer.step.precision import Precision
 
 STEP = "step"
@@ -42,15 +43,13 @@ def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
     pieces = {}
     for index, buffer in enumerate(plan.buffers):
         # rounded up, so parts are equal; the last ones may reach behind the buffer's end
-        part = -(-buffer.num_elements // world_size)
+        part = round_up(buffer.num_elements, world_size * buffer.align) // world_size
         low, high = rank * part, (rank + 1) * part
-        first = 0
-        for tensor in buffer.tensors:
+        for tensor, first in buffer.places():
             # both clamped into the part: a tensor that lies outside of it gets an empty piece
             start = min(max(first, low), high)
             stop = min(max(first + tensor.num_elements, low), high)
             pieces[tensor.name] = Piece(index, first, start - low, stop - low, start - first if start < stop else 0)
-            first += tensor.num_elements
     return pieces
 
 
@@ -58,7 +57,8 @@ class ShardedWeights:
     """Holds a model's weights, of which each rank updates its own parts: Weights, with the memory of a share.
 
     The parameters become views of flat buffers that are laid out as the reducer's gradients. fp32 parts are updated
-    where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter.
+    where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter; with a grid, too,
+    the update has the same bits on any number of ranks.
     behind_forward: publish_ leaves the weights on their way, and each module of the model, when it is called, waits for
     the buffers that hold its own. Whatever else reads or writes weights calls settle first.
     Source: Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054), stages 1 and 2 without freeing gradient buffers.
@@ -80,6 +80,7 @@ class ShardedWeights:
         _require_shares(reducer.plan, world_size=communicator.world_size)
         self._communicator = communicator
         self._exposed = reducer.exposed
+        self._is_exact = reducer.grid is not None
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._plan = reducer.plan
         self._pieces = cut(self._plan, rank=communicator.rank, world_size=communicator.world_size)
@@ -168,12 +169,31 @@ class ShardedWeights:
             self._num_settled = last
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
-        """Return the norms (N) of whole tensors: squares of pieces add up over ranks in fp64. Collective."""
+        """Return the norms (N) of whole tensors: squares of pieces add up over ranks in fp64. Collective.
+
+        As integers where the gradients do: the same bits, whoever has which piece.
+        """
+        if self._is_exact:
+            most_elements = max(p.numel() for p in self._parameters.values())
+            return exact_norms(
+                tensors, most_elements=most_elements, all_maxima=self._all_maxima, all_sums=self._all_sums
+            )
         # norms of pieces do not add up, their squares do; the norm of an empty piece is 0
         squares_N = torch.stack(torch._foreach_norm(tensors)).double().square_()
         with self._exposed.measure([squares_N]):
             self._communicator.sum_(squares_N, label="all-reduce of norms")
         return squares_N.sqrt_().float()
+
+    def _all_maxima(self, peaks_N: Tensor) -> Tensor:
+        peaks_PN = peaks_N.new_zeros(self._communicator.world_size * len(peaks_N))
+        self._scatter_gather.own_part(peaks_PN).copy_(peaks_N)
+        with self._exposed.measure([peaks_PN]):
+            self._scatter_gather.all_gather_(peaks_PN, label="all-gather of largest numbers")
+        return peaks_PN.view(-1, len(peaks_N)).amax(dim=0)
+
+    def _all_sums(self, squares_N: Tensor) -> Tensor:
+        with self._exposed.measure([squares_N]):
+            return self._communicator.sum_(squares_N, label="all-reduce of norms")
 
     def half_grads(self) -> list[Tensor]:
         """List the half-precision gradients of the own parts, without what fills these up."""

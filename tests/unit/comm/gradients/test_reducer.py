@@ -163,11 +163,12 @@ def test_reducer_is_active_for_the_last_microbatch_alone() -> None:
     assert_same(model, expected)
 
 
-def gradients_on_grid(*batches: Tensor, **sizes: int) -> dict[str, Tensor]:
-    """As a rank of three finds them that have all the same batches: the second step's, of the learned order."""
+def gradients_on_grid(*batches: Tensor, factor: int = 3, scatter: bool = False, **sizes: int) -> dict[str, Tensor]:
+    """As a rank of so many (factor) finds them that all have the same batches: the second step's, in learned order."""
     model = make_model()
+    ranks = communicator(SingleBackend(), factor=factor)
     grid = Grid(3 * len(batches))
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=3), grid=grid, **sizes)
+    reducer = GradientReducer(model.named_parameters(), ranks, grid=grid, scatter=scatter, **sizes)
     for _ in range(2):
         reducer.zero_grad()
         for k, images_BCHW in enumerate(batches):
@@ -176,7 +177,7 @@ def gradients_on_grid(*batches: Tensor, **sizes: int) -> dict[str, Tensor]:
             if not reducer.is_active:
                 reducer.fold()
         reducer.wait()
-    assert reducer.take_beyond() == 0
+    assert reducer.grid_sums.take_beyond() == 0
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -198,8 +199,8 @@ def test_reducer_counts_what_is_beyond_the_grid() -> None:
     num_large = sum(int((p.grad.abs() > 4096).sum()) for p in model.parameters() if p.grad is not None)
     reducer.wait()
     assert num_large > 0
-    assert reducer.take_beyond() == num_large
-    assert reducer.take_beyond() == 0
+    assert reducer.grid_sums.take_beyond() == num_large
+    assert reducer.grid_sums.take_beyond() == 0
     assert all(p.grad is not None and p.grad.isinf().all() for p in model.parameters())
 
 
@@ -209,7 +210,8 @@ def test_reducer_counts_what_the_grid_takes_for_zero_of_each_microbatch() -> Non
     reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=1), grid=grid)
     expected = [0, 0]
     for k, images_BCHW in enumerate((make_images(4), make_images(2))):
-        reducer.is_active, reducer.counts_underflow = k == 1, True
+        reducer.is_active = k == 1
+        reducer.count_underflow(True)
         (single := make_model()).load_state_dict(model.state_dict())
         for gradient in plain_gradients(single, images_BCHW).values():
             expected[0] += int(((gradient != 0) & (gradient.abs() <= 2.0**-9)).sum())
@@ -218,19 +220,35 @@ def test_reducer_counts_what_the_grid_takes_for_zero_of_each_microbatch() -> Non
         if not reducer.is_active:
             reducer.fold()
     reducer.wait()
-    assert reducer.take_underflow() == tuple(expected)
+    assert reducer.grid_sums.take_underflow() == tuple(expected)
     assert 0 < expected[0] < expected[1]
-    assert reducer.take_underflow() == (0, 0)
-    reducer.counts_underflow = False
+    assert reducer.grid_sums.take_underflow() == (0, 0)
+    reducer.count_underflow(False)
     loss_of(model, make_images(2)).backward()
     reducer.wait()
-    assert reducer.take_underflow() == (0, 0)
+    assert reducer.grid_sums.take_underflow() == (0, 0)
 
 
-def test_reducer_scatters_nothing_from_a_grid() -> None:
-    alone = communicator(SingleBackend())
-    with pytest.raises(ValueError, match="give scatter or grid"):
-        GradientReducer(make_model().named_parameters(), alone, scatter=True, grid=Grid(1))
+def test_reducer_scatters_from_a_grid_what_it_sums_there() -> None:
+    """What is beyond it is counted on all ranks, and travels apart (three ranks sum the counts alone here)."""
+    batches = make_images(4), make_images(2)
+    expected = gradients_on_grid(*batches, factor=1)
+    found = gradients_on_grid(*batches, factor=1, scatter=True, **SMALL)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    model = make_model()
+    reducer = GradientReducer(
+        model.named_parameters(), communicator(SingleBackend(), factor=3), grid=Grid(3), scatter=True
+    )
+    reducer.is_active = False  # gradients are changed between backward and their sum
+    for _ in range(2):
+        reducer.zero_grad()
+        loss_of(model, make_images()).backward()
+        first = next(iter(model.parameters()))
+        assert first.grad is not None
+        first.grad[:1].fill_(torch.nan)
+        reducer.wait()
+        assert reducer.grid_sums.take_beyond() == 3 * first[:1].numel()
+        assert first.grad.isinf().all()
 
 
 def test_reducer_buffers_start_during_backward_in_the_order_of_the_plan() -> None:

@@ -22,7 +22,6 @@ def refusals(*options: str, config: str = "quickstart") -> list[str]:
     [
         ("--batch.bn_span=512", "set batch.bn_span=512 to at most batch.microbatch_size"),
         ("--compute.compile=default", "set it to null"),
-        ("--optimizer.sharded=true", "set it to false"),
         ("--comm.wire_dtype=bfloat16", "set it to null"),
     ],
 )

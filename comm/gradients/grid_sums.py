@@ -1,0 +1,97 @@
+"""The sums on a grid of a reducer's fusion buffers: of the microbatches first, then of the ranks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.grid import Grid
+from bigbatch.comm.gradients.scatter_gather import own_part
+
+
+class GridSums:
+    """Holds an int64 sum for each fusion buffer, and counts what its grid could not take.
+
+    What is beyond the grid is counted behind each sum, and travels with it. With scatter a rank gets its own part of
+    each sum alone, so the counts travel apart, once a step.
+    """
+
+    def __init__(self, grid: Grid, communicator: Communicator, *, scatter: bool) -> None:
+        self._grid, self._communicator, self._scatter = grid, communicator, scatter
+        self._sums: list[Tensor] = []
+        self._beyond: list[Tensor] = []
+        """Of each buffer, one element."""
+        self._counts_B = self._new_counts(0)
+        self._num_beyond_1 = self._new_counts(1)
+        self.counts_underflow = False
+        """Whether it is counted what the grid takes for 0, which costs two passes more over each gradient."""
+        self._underflow_2 = self._new_counts(2)
+
+    def _new_counts(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=self._communicator.device)
+
+    def lay_out(self, sizes: Sequence[int]) -> None:
+        """Make sums for buffers of so many elements, in place of those that there are. Collective."""
+        self.release()
+        if self._scatter:
+            self._sums = self._communicator.allocate_all([(size, torch.int64) for size in sizes])
+            self._counts_B = self._communicator.allocate(len(sizes), torch.int64)
+            self._beyond = list(self._counts_B.split(1))
+        else:
+            self._sums = self._communicator.allocate_all([(size + 1, torch.int64) for size in sizes])
+            self._beyond = [sums_N[-1:] for sums_N in self._sums]
+
+    def release(self) -> None:
+        """Give the sums back. Collective."""
+        for sums_N in (*self._sums, *([self._counts_B] if self._sums and self._scatter else [])):
+            self._communicator.release(sums_N)
+        self._sums = []
+
+    @torch.no_grad()
+    def add_(self, index: int, buffer_N: Tensor) -> Tensor:
+        """Add a microbatch's gradients to a buffer's sum; return what is to be summed over ranks."""
+        counts_2 = self._underflow_2 if self.counts_underflow else None
+        numbers_N = self._numbers(index)
+        self._grid.add_(numbers_N, buffer_N, beyond_1=self._beyond[index], counts_2=counts_2)
+        return self._sums[index]
+
+    def _numbers(self, index: int) -> Tensor:
+        return self._sums[index] if self._scatter else self._sums[index][:-1]
+
+    def start_counts(self) -> InFlight | None:
+        """Start to sum over ranks what does not travel with the sums, if anything. Collective."""
+        if not self._scatter:
+            return None
+        return self._communicator.start(self._counts_B, label="all-reduce of counts of what is beyond the grid")
+
+    @torch.no_grad()
+    def read_(self, buffers: Sequence[Tensor]) -> None:
+        """Write the sums into the buffers, with scatter the own parts alone, and begin new ones."""
+        rank, world_size = self._communicator.rank, self._communicator.world_size
+        for index, buffer_N in enumerate(buffers):
+            sums_N = self._numbers(index)
+            if self._scatter:
+                buffer_N, sums_N = (own_part(each, rank=rank, world_size=world_size) for each in (buffer_N, sums_N))
+            self._grid.read_(buffer_N, sums_N, beyond_1=self._beyond[index])
+            self._num_beyond_1 += self._beyond[index]
+        self.zero_()
+
+    def zero_(self) -> None:
+        """Begin new sums."""
+        for sums_N in self._sums:
+            sums_N.zero_()
+        self._counts_B.zero_()
+
+    def take_beyond(self) -> int:
+        """Count what was beyond the grid since the last call, on all ranks together. Waits for the device."""
+        count = int(self._num_beyond_1)
+        self._num_beyond_1.zero_()
+        return count
+
+    def take_underflow(self) -> tuple[int, int]:
+        """Count what the grid took for 0 since the last call, and what was not 0: of this rank. Waits."""
+        num_lost, num_nonzero = self._underflow_2.tolist()
+        self._underflow_2.zero_()
+        return num_lost, num_nonzero
