@@ -6,42 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
 
-from bigbatch.errors import RunFolderError, first_line, printable
+from bigbatch.errors import CheckpointError, RunFolderError, first_line, printable
 from bigbatch.exit_codes import FAILED
-from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
-from bigbatch.trainer.run.digests import BY_MICROBATCH, PHASES
+from bigbatch.trainer.parting import Parting, find_places, likely_cause, listed
+from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
+from bigbatch.trainer.run.digests import BY_MICROBATCH, PHASES, PLACE_LETTERS, SUMMED, values_folder
+from bigbatch.trainer.run.elements import Value, describe_difference
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.microbatch_digests import ACTIVATIONS, BEFORE_SUM
 from bigbatch.trainer.run.resume import changes
 
 KEY = "run.digest_every_steps"
-INTEGERS = {
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
-"""Whose order is that of floating-point numbers of their size, but for the sign."""
-DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
-"""By which any two numbers of a kind can be told apart."""
 SEEN_TO = ("step", "config", "gradient_order", "sums")
 """Of a checkpoint: what says how it was made, and is compared elsewhere."""
-Value = Tensor | int | float | str
-CAUSES = {
-    "pictures": "other pictures, another order of them, or another way to decode, crop or change them",
-    ACTIVATIONS: "another kernel in this layer or before it, or another number of threads",
-    BEFORE_SUM: "another kernel, another number of threads, or another loss",
-    "gradients": "another kernel, another number of threads, or another order of the sums over ranks",
-    "weights and state": "another update of the same gradients: the optimizer, its rate, or a bit that flipped",
-}
-OF_SUMS = "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
-"""The cause where gradients are equal before their sum, and not after it."""
-MOST_NAMED = 4
-"""Of layers, microbatches or ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,65 +33,6 @@ class Run:
     """By step."""
     job: Mapping[str, Any]
     config: str
-
-
-@dataclass(frozen=True)
-class Parting:
-    """Says where two runs first differ: names are of the tensors that do, of num_tensors in that phase."""
-
-    step: int
-    phase: str
-    names: Sequence[str]
-    num_tensors: int
-    equal: Sequence[str] = ()
-    """Phases before it that both recorded."""
-    microbatches: Sequence[int] = ()
-    """In which a tensor differs, in a phase that tells."""
-    num_microbatches: int = 0
-    ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
-    """Of each run, those that computed these microbatches; none of a run of one rank."""
-
-    def __str__(self) -> str:
-        """Say it in a line."""
-        equal = f"{', '.join(self.equal)} are equal; " if self.equal else ""
-        if self.phase == "pictures":
-            return f"step {self.step}: the pictures of the global batch differ"
-        what = "gradient of " if self.phase in (BEFORE_SUM, "gradients") else ""
-        return (
-            f"step {self.step}: {equal}{what}{self.names[0]} is the first of {len(self.names)} of {self.num_tensors} "
-            f"{self.phase} that differ{self._where()}"
-        )
-
-    def _where(self) -> str:
-        if not self.microbatches:
-            return ""
-        if len(self.microbatches) == self.num_microbatches:
-            return f", in all {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
-        plural = "es" if len(self.microbatches) > 1 else ""
-        listed = _listed(self.microbatches)
-        return f", in microbatch{plural} {listed} of 0 to {self.num_microbatches - 1}{_computed_by(self.ranks)}"
-
-    @property
-    def odd_rank(self) -> int | None:
-        """Return the rank whose microbatches differ, where others' do not and both runs have it."""
-        ours, theirs = self.ranks
-        return ours[0] if self._is_partial and len(ours) == 1 and list(ours) == list(theirs) else None
-
-    @property
-    def _is_partial(self) -> bool:
-        return 0 < len(self.microbatches) < self.num_microbatches
-
-
-def _listed(things: Sequence[object]) -> str:
-    more = f" and {len(things) - MOST_NAMED} more" if len(things) > MOST_NAMED else ""
-    return ", ".join(map(str, things[:MOST_NAMED])) + more
-
-
-def _computed_by(ranks: tuple[Sequence[int], Sequence[int]]) -> str:
-    ours, theirs = (f"rank{'s' if len(each) > 1 else ''} {_listed(each)}" if each else "one rank" for each in ranks)
-    if not any(ranks):
-        return ""
-    return f" ({ours})" if ours == theirs else f" ({ours} in the first run, {theirs} in the second)"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,7 +51,9 @@ def main(argv: Sequence[str]) -> int:
         _say(line)
     if parting:
         _say(str(parting))
-        _say(f"likely cause: {_cause(parting, [*told, *facts], is_step_before_equal=parting.step - 1 in steps)}")
+        _say(f"likely cause: {likely_cause(parting, [*told, *facts], is_step_before_equal=parting.step - 1 in steps)}")
+        for line in describe_values(a, b, parting):
+            _say(line)
     elif steps:
         _say(f"the {len(steps)} steps that both recorded are equal, the last is {steps[-1]}")
     is_found = show_elements(a, b, from_step=parting.step if parting else 0)
@@ -178,12 +101,17 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     kinds = {phase: str if phase == "pictures" else dict for phase in PHASES if phase not in BY_MICROBATCH}
     if not all(isinstance(record.get(name), kind) for name, kind in {**kinds, "step": int}.items()):
         return False
-    ranks, phases = record.get("ranks", []), [record.get(phase, {}) for phase in BY_MICROBATCH]
-    if not isinstance(ranks, list) or not all(isinstance(each, int) for each in ranks):
+    places, positions = record.get("places", ""), record.get("positions", [])
+    if not isinstance(places, str) or not _are_numbers(positions) or len(places) != PLACE_LETTERS * len(positions):
         return False
-    if not all(isinstance(phase, dict) for phase in phases):
+    ranks, phases = record.get("ranks", []), [record.get(phase, {}) for phase in BY_MICROBATCH]
+    if not _are_numbers(ranks) or not all(isinstance(phase, dict) for phase in phases):
         return False
     return all(isinstance(words, list) and len(words) == len(ranks) for phase in phases for words in phase.values())
+
+
+def _are_numbers(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(each, int) and abs(each) < 1 << 63 for each in values)
 
 
 def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
@@ -198,7 +126,7 @@ def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
         for phase in PHASES:
             if phase == "pictures":
                 if ours[phase] != theirs[phase]:
-                    return Parting(step, phase, [], 0)
+                    return Parting(step, phase, [], 0, places=find_places(ours, theirs))
                 equal.append(phase)
                 continue
             pairs = _pairs(ours, theirs, phase=phase)
@@ -255,7 +183,41 @@ def not_compared(a: Run, b: Run, *, steps: Sequence[int]) -> Iterator[str]:
         elif phase == ACTIVATIONS:
             for run, names in ((a, [n for n in one if n not in other]), (b, [n for n in other if n not in one])):
                 if names:
-                    yield f"not compared: {phase} of {_listed(names)}, which {run.path} alone recorded"
+                    yield f"not compared: {phase} of {listed(names)}, which {run.path} alone recorded"
+
+
+def describe_values(a: Run, b: Run, parting: Parting) -> Iterator[str]:
+    """Name the first element that differs of what both kept whole (run.digest_values) of the parting's tensors.
+
+    Say how it is kept where none is. Raises: CheckpointError for files that are not whole.
+    """
+    if parting.phase not in (ACTIVATIONS, BEFORE_SUM, SUMMED):
+        return
+    for microbatch in parting.microbatches or (0,):
+        ours, theirs = (_values_of(run, parting, microbatch) for run in (a, b))
+        for name in parting.names:
+            for one, other in zip(ours.get(name, ()), theirs.get(name, ()), strict=False):
+                if text := describe_difference(one, other):
+                    where = f" of microbatch {microbatch}" if parting.num_microbatches > 1 else ""
+                    yield f"step {parting.step}: {parting.named(name)}{where}: {text}"
+                    return
+    yield f"to see its elements: train both again with --run.digest_values '[{parting.names[0]}]'"
+
+
+def _values_of(run: Run, parting: Parting, microbatch: int) -> dict[str, list[Tensor]]:
+    """Read what a run kept of a phase and a microbatch, by name: tensors in the order of a layer's outputs."""
+    is_summed = parting.phase == SUMMED  # which the first rank keeps
+    rank = 0 if is_summed else run.digests[parting.step]["ranks"][microbatch]
+    path = checkpoint_path(values_folder(RunDir(run.path).values, rank=rank), step=parting.step)
+    if not path.exists():
+        return {}
+    kept = load_checkpoint(path).get(parting.phase, {})
+    if not isinstance(kept, dict) or not all(isinstance(of_name, dict) for of_name in kept.values()):
+        raise CheckpointError(f"{path} holds no values that bigbatch wrote")
+    found = {name: of_name[microbatch] for name, of_name in kept.items() if microbatch in of_name}
+    if not all(isinstance(each, list) and all(isinstance(t, Tensor) for t in each) for each in found.values()):
+        raise CheckpointError(f"{path} holds no values that bigbatch wrote")
+    return found
 
 
 def show_elements(a: Run, b: Run, *, from_step: int) -> bool | None:
@@ -278,37 +240,6 @@ def show_elements(a: Run, b: Run, *, from_step: int) -> bool | None:
     return False if common else None
 
 
-def describe_difference(a: Value, b: Value) -> str:
-    """Say how many elements differ in their bits, and which is the first; empty where none does."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return "" if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b else f"{a!r} and {b!r}"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype}"
-    if not a.numel():
-        return ""
-    bits_a, bits_b = (x.flatten().view(torch.uint8).view(x.numel(), -1) for x in (a, b))
-    if torch.equal(bits_a, bits_b):
-        return ""
-    odd_N = (bits_a != bits_b).any(dim=1).nonzero().flatten()
-    first = int(odd_N[0])
-    place = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)] if a.dim() else []
-    ours, theirs = (x.flatten()[first].item() for x in (a, b))
-    ulps = ""
-    if a.dtype in INTEGERS:
-        steps = (_ordered(a.flatten()[first]) - _ordered(b.flatten()[first])).abs()
-        ulps = f", {int(steps):,} units in the last place apart"
-    digits = DIGITS.get(a.dtype)
-    values = " and ".join(f"{value:.{digits}g}" if digits else str(value) for value in (ours, theirs))
-    return f"{len(odd_N):,} of {a.numel():,} elements differ, first {place}: {values}{ulps}"
-
-
-def _ordered(value: Tensor) -> Tensor:
-    """Number floating-point values as they lie on the line, neighbours by one."""
-    integers = INTEGERS[value.dtype]
-    number = value.contiguous().view(integers).to(torch.int64)
-    return torch.where(number < 0, torch.iinfo(integers).min - number, number)
-
-
 def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
     """Go through a checkpoint's weights, then all else, by names."""
     if isinstance(state, Value):
@@ -320,28 +251,6 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
     elif isinstance(state, list | tuple):
         for index, each in enumerate(state):
             yield from _values(each, f"{name}.{index}")
-
-
-def _cause(parting: Parting, differing: Sequence[str], *, is_step_before_equal: bool) -> str:
-    cause = CAUSES[parting.phase]
-    if parting.phase == "gradients" and BEFORE_SUM in parting.equal:
-        cause = OF_SUMS
-    elif parting.phase not in ("pictures", "weights and state") and not is_step_before_equal:
-        before = (
-            f"before it, as nothing is compared of step {parting.step - 1}" if parting.step > 1 else "to begin with"
-        )
-        cause += f", or other weights {before}"
-    if parting.odd_rank is not None:
-        cause = (
-            f"rank {parting.odd_rank} alone computes something else of the same pictures: a bit that flipped in its "
-            f"weights, its processor, its memory; else {cause}"
-        )
-    if differing:
-        return f"{cause}; what differs is said above: {', '.join(differing)}"
-    is_told_by_one = parting.phase != ACTIVATIONS and parting.odd_rank is None  # the last layer may differ alone
-    if is_told_by_one and len(parting.names) == 1 and parting.num_tensors > 1:
-        return f"a bit that flipped, as one tensor alone differs, and config and job are the same; else {cause}"
-    return f"{cause}; config and job are the same, so it may differ from run to run, or between machines"
 
 
 def _make_parser() -> argparse.ArgumentParser:

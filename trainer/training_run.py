@@ -106,6 +106,8 @@ class TrainingRun:
             self.parts,
             every_steps=config.run.digest_every_steps,
             layers=config.run.digest_layers or (),
+            values=config.run.digest_values or (),
+            folder=self.rundir.values,
             is_sharded=config.optimizer.sharded,
             is_captured=config.compute.cuda_graph,
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.trainer.diff import main
-from tests.laws.jobs import Forked, alone, forked, records, run, train_command
+from tests.laws.jobs import Forked, alone, copy_of, forked, records, run, train_command
 
 RECORDED: dict[str, object] = {
     "run.digest_every_steps": 1,
@@ -45,7 +45,7 @@ def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_picture
         run(alone(train_command(data, folder, {**RECORDED, **weights, "run.seed": seed})))
     lines = diff(one, other, capsys, code=1)
     assert lines[0] == "config: run.seed=1 (was 0)"
-    assert lines[1] == "step 1: the pictures of the global batch differ"
+    assert lines[1].startswith("step 1: the pictures of the global batch differ at 32 of 32 places, first at place 0: ")
     assert "another order" in lines[2]
     assert "run.seed" in lines[2]
     assert "checkpoint of step 1: model." in lines[3]
@@ -76,6 +76,8 @@ def test_diff_finds_the_pictures_equal_however_the_batch_lies(
     assert any(line.startswith(fact) for line in lines), lines
     (where,) = [line for line in lines if line.startswith(("step ", "the 5 steps "))]
     assert "the pictures of the global batch differ" not in where
+    for one, other in zip(records(base, "digests"), records(tmp_path, "digests"), strict=True):
+        assert (one["places"], one["positions"]) == (other["places"], other["positions"])
     if "batch.bn_span" in settings:
         assert where.startswith("step 1: pictures are equal; gradient of ")
 
@@ -84,16 +86,45 @@ def test_diff_finds_the_step_after_a_bit_flipped(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On rank 1 after step 3: of what all make of their pictures in step 4, that rank's alone is another."""
-    command = train_command(data, tmp_path / "healthy", RECORDED)
+    recorded = RECORDED | {"run.digest_values": '["layer3.*", linear.weight]'}
+    command = train_command(data, tmp_path / "healthy", recorded)
     run(forked(command, ranks=2))
-    faulty = ("3", "1", *train_command(data, tmp_path / "faulty", RECORDED))
+    faulty = ("3", "1", *train_command(data, tmp_path / "faulty", recorded))
     run(Forked(faulty, ranks=2, target="tests.laws.ranks_flip:main"))
     lines = diff(tmp_path / "healthy", tmp_path / "faulty", capsys, code=1)
     assert lines[0].startswith("step 4: pictures are equal; ")
     assert lines[0].endswith("activations that differ, in microbatches 2, 3 of 0 to 3 (rank 1)")
     assert lines[1].startswith("likely cause: rank 1 alone computes something else of the same pictures: a bit")
-    assert lines[2].startswith("checkpoint of step 4: model.")
-    assert "units in the last place apart" in lines[2]
+    assert lines[2].startswith("step 4: layer3.")
+    assert " of microbatch 2: " in lines[2]
+    assert lines[3].startswith("checkpoint of step 4: model.")
+    for line in lines[2:]:
+        assert "units in the last place apart" in line
+
+
+def test_diff_names_the_place_of_one_picture_and_the_element_of_its_activation(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two files of one class change names: steps differ from the first on that has one of the two."""
+    swapped = copy_of(data, tmp_path)
+    folder = min((swapped / "train").iterdir())
+    one, other, *_ = sorted(folder.iterdir())
+    one.rename(aside := folder / "aside")
+    other.rename(one)
+    aside.rename(other)
+    recorded = RECORDED | {"run.digest_values": "[linear]", "run.digest_layers": "[linear]"}
+    for name, root in (("one", data), ("other", swapped)):
+        run(alone(train_command(root, tmp_path / name, recorded)))
+    first = next(
+        record["step"]
+        for record in records(tmp_path / "one", "digests")
+        if {0, 1} & set(record["positions"])  # classes come by name, and so do their files
+    )
+    lines = diff(tmp_path / "one", tmp_path / "other", capsys, code=1)
+    where = lines[1]
+    assert where.startswith(f"step {first}: the pictures of the global batch differ at ")
+    assert where.endswith(("picture 0 of the split in both", "picture 1 of the split in both"))
+    assert lines[2].startswith("likely cause: another way to decode, crop or change the same pictures, or other files")
 
 
 @pytest.mark.long

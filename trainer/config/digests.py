@@ -6,12 +6,16 @@ from bigbatch.trainer.config.sections import ComputeConfig, RunConfig
 
 
 def check_digests(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
-    """Refuse layers of which nothing would be recorded."""
+    """Refuse layers and values of which nothing would be recorded."""
+    for name, patterns in (("digest_layers", run.digest_layers), ("digest_values", run.digest_values)):
+        if patterns is not None and not run.digest_every_steps:
+            yield (
+                f"run.{name}={list(patterns)} has no meaning with run.digest_every_steps=0: give the steps between two "
+                "records, such as 1"
+            )
     if run.digest_layers is None:
         return
     layers = f"run.digest_layers={list(run.digest_layers)}"
-    if not run.digest_every_steps:
-        yield f"{layers} has no meaning with run.digest_every_steps=0: give the steps between two records, such as 1"
     for key, value, remedy in (
         ("compute.compile", compute.compile, "null"),
         ("compute.cuda_graph", compute.cuda_graph or None, "false"),

@@ -58,6 +58,9 @@ class RunConfig:
     digest_layers: tuple[str, ...] | None = None
     """Layers whose activations are digested in these steps, too, by patterns of their names, such as [layer1.*, fc];
     null for none."""
+    digest_values: tuple[str, ...] | None = None
+    """Of what is digested in these steps, the gradients and activations to keep whole, too, in the run folder, so that
+    bigbatch diff names elements of them: patterns of the names of parameters and of digest_layers; null for none."""
     checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
     """A checkpoint, or the plot at the end, that is not written after this long ends the job; comm.timeout_seconds does
     not count meanwhile."""

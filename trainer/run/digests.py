@@ -1,39 +1,53 @@
 """Digests of all that a step makes, by which `bigbatch diff` finds where two runs part."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.microbatches import rank_microbatches
+from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.run.microbatch_digests import (
     ACTIVATIONS,
     BEFORE_SUM,
     MIX,
-    MODULUS,
     MicrobatchDigests,
     chosen_layers,
+    chosen_values,
+    on_host,
     word,
 )
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.replicas import digest, replicas
 
-PHASES = ("pictures", ACTIVATIONS, BEFORE_SUM, "gradients", "weights and state")
+SUMMED = "gradients"
+PHASES = ("pictures", ACTIVATIONS, BEFORE_SUM, SUMMED, "weights and state")
 """Of a step, in the order in which it makes them."""
 BY_MICROBATCH = (ACTIVATIONS, BEFORE_SUM)
 """Phases that hold a digest for each microbatch of the global batch, in its order, whichever rank computed it."""
+
+PLACE_LETTERS = 8
+"""Of the digest of one picture: two that differ have the same once in 4e9, and the one of all pictures tells then."""
+
+
+def values_folder(values: Path, *, rank: int) -> Path:
+    """Return where a rank's values lie, a folder for each step as a checkpoint's is."""
+    return values / f"rank-{rank}"
 
 
 class DigestRecorder:
     """Records every so many steps, for the first rank's log, digests of what the step made.
 
     pictures: of all pictures of the global batch, as the model's device gets them, with labels and places, however the
-    batch lies on ranks. activations: of layers that patterns name, and gradients before the sum: by microbatch; none of
-    a captured step, in which Python does not see them. gradients: of the sums, by parameter; none of a sharded update,
-    of which no rank has all.
-    Raises: ConfigError for a pattern that names no layer.
+    batch lies on ranks; and of each by its place, with its position in the split. activations: of layers that patterns
+    name, and gradients before the sum: by microbatch; none of a captured step, in which Python does not see them.
+    gradients: of the sums, by parameter; none of a sharded update, of which no rank has all. Gradients and activations
+    that values name are kept whole, too, in a folder for each rank.
+    Raises: ConfigError for a pattern that names nothing.
     """
 
     def __init__(
@@ -43,13 +57,20 @@ class DigestRecorder:
         *,
         every_steps: int,
         layers: Sequence[str] = (),
+        values: Sequence[str] = (),
+        folder: Path,
         is_sharded: bool,
         is_captured: bool = False,
     ) -> None:
         self._plan, self._parts = plan, parts
         self._every_steps, self._is_sharded, self._is_captured = every_steps, is_sharded, is_captured
-        self._pictures: torch.Tensor | None = None
-        self._single = MicrobatchDigests(parts.model, layers=chosen_layers(parts.model, layers))
+        self._pictures: list[torch.Tensor] = []
+        """Of this step, for each microbatch the digests of its pictures (B)."""
+        self._positions: list[int] = []
+        chosen = chosen_layers(parts.model, layers)
+        self._kept = chosen_values(parts.model, chosen, values)
+        self._folder = values_folder(folder, rank=parts.communicator.rank)
+        self._single = MicrobatchDigests(parts.model, layers=chosen, kept=self._kept)
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Pass batches on, and digest those of steps that are recorded."""
@@ -63,8 +84,10 @@ class DigestRecorder:
             step, index = divmod(number, plan.accumulation_steps)
             self._single.microbatch = microbatches[index]  # which the step draws before its forward, one at a time
             if self._is_due(plan.first_step + step + 1):
-                found = digest_of_pictures(batch, first_place=microbatches[index] * len(batch.labels_B))
-                self._pictures = found if index == 0 or self._pictures is None else self._pictures + found
+                if index == 0:
+                    self._pictures, self._positions = [], []
+                self._pictures.append(digests_of_pictures(batch))
+                self._positions += batch.request.indices_B.tolist()
             yield batch
 
     def _microbatches_of(self, rank: int) -> range:
@@ -87,21 +110,49 @@ class DigestRecorder:
             return None
         parts = self._parts
         parts.precision.settle()
-        own = 0 if self._pictures is None else int(self._pictures)
+        rows, pictures = self._single.take(), torch.cat(self._pictures).tolist()
+        gradients = self._gradients()
+        self._write_values(gradients, done=done)
         texts = parts.communicator.control.collect_text(
-            json.dumps([own, self._single.take()]), what=f"collection of the digests of step {done}"
+            json.dumps([pictures, self._positions, rows]), what=f"collection of the digests of step {done}"
         )
         if parts.communicator.rank != 0:
             return {}
-        gradients = {} if self._is_sharded else {n: p.grad for n, p in parts.model.named_parameters()}
-        found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         told = [json.loads(text) for text in texts]
         return {
             "step": done,
-            "pictures": word(sum(pictures for pictures, _ in told) % MODULUS),
-            **self._by_microbatch([rows for _, rows in told]),
-            "gradients": _words(found),
+            **self._by_place([each[:2] for each in told]),
+            **self._by_microbatch([rows for _, _, rows in told]),
+            SUMMED: _words(gradients),
             "weights and state": _words(replicas(parts, done=done)),
+        }
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        named = () if self._is_sharded else self._parts.model.named_parameters()
+        return {name: p.grad for name, p in named if p.grad is not None}
+
+    def _write_values(self, gradients: dict[str, torch.Tensor], *, done: int) -> None:
+        """Write what is kept whole. Raises: CheckpointError, as on a full disk."""
+        values: dict[str, Any] = dict(self._single.values)
+        if self._parts.communicator.rank == 0:  # they are the same on all ranks
+            values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
+        if self._kept:
+            save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize)
+
+    def _by_place(self, told_P: Sequence[Any]) -> dict[str, Any]:
+        """Put together what the ranks found of single pictures, in the order of the global batch."""
+        ordered: list[tuple[int, int]] = [(0, 0)] * sum(len(pictures) for pictures, _ in told_P)
+        for rank, (pictures, positions) in enumerate(told_P):
+            numbers = self._microbatches_of(rank)
+            size = len(pictures) // len(numbers)
+            for index, pair in enumerate(zip(pictures, positions, strict=True)):
+                ordered[numbers[index // size] * size + index % size] = pair
+        digests = [digest for digest, _ in ordered]
+        return {
+            "pictures": word(sum(digest * (2 * place + 1) for place, digest in enumerate(digests))),
+            # the upper half, into which the product with MIX has carried all others
+            "places": "".join(word(digest)[:PLACE_LETTERS] for digest in digests),
+            "positions": [position for _, position in ordered],
         }
 
     def _by_microbatch(self, rows_P: Sequence[Any]) -> dict[str, Any]:
@@ -116,16 +167,13 @@ class DigestRecorder:
         return {"ranks": ranks, **together}
 
 
-def digest_of_pictures(batch: Batch, *, first_place: int) -> torch.Tensor:
-    """Return a digest (int64) of a microbatch that adds up, modulo 2**64, to that of the global batch.
+def digests_of_pictures(batch: Batch) -> torch.Tensor:
+    """Return a digest (int64) of each picture of a microbatch with its label (B).
 
-    first_place: of its first picture in the global batch. The pictures that the loader gives, in their own order of
-    rows, columns and channels, whatever their memory's is.
+    The pictures that the loader gives, in their own order of rows, columns and channels, whatever their memory's is.
     """
     pictures_B = digest(image_CHW.contiguous() for image_CHW in batch.images_BCHW)
-    places_B = 2 * torch.arange(first_place, first_place + len(pictures_B), device=pictures_B.device) + 1
-    labels_B = batch.labels_B.to(pictures_B.device)
-    return ((pictures_B * MIX + labels_B) * places_B).sum()
+    return pictures_B * MIX + batch.labels_B.to(pictures_B.device)
 
 
 def _words(tensors: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -47,6 +47,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def values(self) -> Path:
+        """Return the folder of what run.digest_values records, in which each rank has one of its own."""
+        return self.path / "values"
+
+    @property
     def memory_name(self) -> Path:
         """Return where it stands what the copies of the run's state in its nodes' memory are called."""
         return self.checkpoints / ".memory"

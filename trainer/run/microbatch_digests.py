@@ -28,20 +28,23 @@ class MicrobatchDigests:
 
     There are hooks in between alone. A gradient is taken as backward hands it over: before it is added to those of
     other microbatches, and before any sum over ranks. A layer that is called several times in a forward has one digest
-    of all its outputs; what backward computes again is not counted.
+    of all its outputs; what backward computes again is not counted. Of those that kept names all numbers are kept, too.
     """
 
-    def __init__(self, model: nn.Module, *, layers: Sequence[str]) -> None:
-        self._model, self._layers = model, layers
+    def __init__(self, model: nn.Module, *, layers: Sequence[str], kept: Sequence[str] = ()) -> None:
+        self._model, self._layers, self._kept = model, layers, kept
         self._hooks: list[RemovableHandle] = []
         self._found: dict[tuple[str, str, int], Tensor] = {}
         self._is_forward = False
         self.microbatch = 0
         """The number of the one that is next, or is being computed."""
+        self.values: dict[str, dict[str, dict[int, list[Tensor]]]] = {}
+        """What is kept since start(), on the host: by phase, name and microbatch, in the order of a layer's outputs."""
 
     def start(self) -> None:
         """Put hooks on."""
         model = self._model
+        self.values = {}
         named = dict(model.named_modules())
         self._hooks = [p.register_hook(partial(self._take, BEFORE_SUM, n)) for n, p in _trained(model)]
         if self._layers:
@@ -74,6 +77,14 @@ class MicrobatchDigests:
         found = digest([tensor.contiguous()])[0]
         former = self._found.get(place)
         self._found[place] = found if former is None else former * MIX + found
+        if name in self._kept:
+            of_name = self.values.setdefault(phase, {}).setdefault(name, {})
+            of_name.setdefault(self.microbatch, []).append(on_host(tensor))
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy that nothing else writes. Waits for the device."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -98,13 +109,21 @@ def word(value: int) -> str:
 def chosen_layers(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """List the layers that a pattern names, in the model's order. Raises: ConfigError for one that names none."""
     names = [name for name, _ in model.named_modules() if name]
+    return _chosen(names, patterns, key="run.digest_layers", what="layer of the model")
+
+
+def chosen_values(model: nn.Module, layers: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """List those of these layers, and the parameters, that a pattern names. Raises: ConfigError as chosen_layers."""
+    names = [*layers, *(name for name, _ in _trained(model))]
+    return _chosen(names, patterns, key="run.digest_values", what="parameter, or layer of run.digest_layers,")
+
+
+def _chosen(names: Sequence[str], patterns: Sequence[str], *, key: str, what: str) -> list[str]:
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3)
             others = [name for name in names if name not in near]
             listed = [*near, *others][:MOST_NAMES]
             more = f" and {len(names) - len(listed)} more" if len(names) > len(listed) else ""
-            raise ConfigError(
-                f"run.digest_layers: no layer of the model is named {pattern}: there are {', '.join(listed)}{more}"
-            )
+            raise ConfigError(f"{key}: no {what} is named {pattern}: there are {', '.join(listed)}{more}")
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

@@ -8,12 +8,13 @@ import pytest
 import torch
 from error_texts import naming
 
-from bigbatch.errors import RunFolderError
+from bigbatch.errors import CheckpointError, RunFolderError
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.diff import describe_difference, main
+from bigbatch.trainer.diff import main
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.run.digests import digest_of_pictures
+from bigbatch.trainer.run.digests import digests_of_pictures, values_folder
+from bigbatch.trainer.run.elements import describe_difference
 from bigbatch.trainer.run.folder import RunDir
 
 ONE_UP = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
@@ -48,19 +49,18 @@ def batch_of(images_BCHW: torch.Tensor, labels: list[int]) -> Batch:
     return Batch(images_BCHW, torch.tensor(labels), torch.ones(size, dtype=torch.bool), request)
 
 
-def test_digest_of_pictures_adds_up_over_microbatches_and_tells_order_and_labels() -> None:
+def test_digests_of_pictures_tell_each_by_its_contents_and_label() -> None:
     images_BCHW = torch.randint(0, 256, (4, 3, 5, 6), dtype=torch.uint8)
     labels = [3, 1, 4, 1]
-    whole = digest_of_pictures(batch_of(images_BCHW, labels), first_place=0)
-    parts = [
-        digest_of_pictures(batch_of(images_BCHW[i : i + 2], labels[i : i + 2]), first_place=i) for i in range(0, 4, 2)
-    ]
-    assert whole == sum(parts)
+    whole = digests_of_pictures(batch_of(images_BCHW, labels)).tolist()
+    assert len(set(whole)) == 4
+    parts = [digests_of_pictures(batch_of(images_BCHW[i : i + 2], labels[i : i + 2])) for i in range(0, 4, 2)]
+    assert torch.cat(parts).tolist() == whole
     last = images_BCHW.to(memory_format=torch.channels_last)
-    assert whole == digest_of_pictures(batch_of(last, labels), first_place=0), "the same pictures"
-    swapped = images_BCHW[[1, 0, 2, 3]]
-    assert whole != digest_of_pictures(batch_of(swapped, labels), first_place=0)
-    assert whole != digest_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2]), first_place=0)
+    assert digests_of_pictures(batch_of(last, labels)).tolist() == whole, "the same pictures"
+    assert digests_of_pictures(batch_of(images_BCHW[[1, 0, 2, 3]], labels)).tolist() != whole
+    assert digests_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[:3] == whole[:3]
+    assert digests_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[3] != whole[3]
 
 
 class Made:
@@ -81,6 +81,78 @@ class Made:
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
     return Made(tmp_path)
+
+
+PLACED = {"places": "aaaaaaaabbbbbbbbccccccccdddddddd", "positions": [7, 5, 9, 2]}
+"""A batch of four pictures, by their digests and positions in the split."""
+
+
+@pytest.mark.parametrize(
+    ("places", "positions", "where", "cause"),
+    [
+        (
+            "abdc",
+            [7, 5, 2, 9],
+            " at 2 of 4 places, first at place 2: pictures 9 and 2 of the split",
+            "another order of",
+        ),
+        ("axcd", [7, 5, 9, 2], " at 1 of 4 places, first at place 1: picture 5 of the split in both", "another way to"),
+        (
+            "abcx",
+            [7, 5, 9, 3],
+            " at 1 of 4 places, first at place 3: pictures 2 and 3 of the split",
+            "other pictures, as",
+        ),
+        ("abcd", [7, 5, 9, 2], "", "other pictures, another order"),  # a digest of so few letters, and the same
+        ("abc", [7, 5, 9], "", "other pictures, another order"),
+    ],
+)
+def test_diff_names_the_first_place_of_the_batch_and_the_pictures_there(
+    places: str, positions: list[int], where: str, cause: str, made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = {"places": "".join(letter * 8 for letter in places), "positions": positions}
+    assert main([made("a", step() | PLACED), made("b", step(pictures="q") | odd)]) == 1
+    found, why = capsys.readouterr().out.splitlines()
+    assert found == f"step 1: the pictures of the global batch differ{where}"
+    assert why.startswith(f"likely cause: {cause}")
+
+
+def keep_values(run: str, *, rank: int, number: int = 2, **phases: dict[str, Any]) -> Path:
+    folder = values_folder(RunDir(Path(run)).values, rank=rank)
+    return save_checkpoint(folder, dict(phases), step=number, top1=None, keep=9)
+
+
+def test_diff_names_elements_of_what_both_runs_kept_whole(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = spread(layers={"conv": "ccxx", "fc": "ffxx"}, ranks=(0, 1, 2, 3))
+    a, b = made("a", SPREAD, SPREAD), made("b", SPREAD, odd)
+    ones = torch.ones(2, 2)
+    up = torch.tensor([[1.0, 1.0], [1.0, ONE_UP]])
+    # microbatches 2 and 3 are of rank 1 in the first run, of ranks 2 and 3 in the second; fc alone is kept
+    keep_values(a, rank=1, activations={"fc": {2: [ones, ones], 3: [ones]}})
+    keep_values(b, rank=2, activations={"fc": {2: [ones, up]}})
+    assert main([a, b]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "step 2: fc of microbatch 2: 1 of 4 elements differ, first [1, 1]: 1 and 1.00000012, "
+        "1 units in the last place apart"
+    )
+    c = made("c", SPREAD, spread(layers={"conv": "cccc", "fc": "ffff"}, gradients="xg"))
+    for run, value in ((a, ones), (c, up)):
+        keep_values(run, rank=0, gradients={"a": {0: [value]}})
+    assert main([a, c]) == 1
+    assert "step 2: gradient of a: 1 of 4 elements differ, first [1, 1]: 1 and 1.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kept", [3, {"a": 3}, {"a": {0: 3}}, {"a": {0: [3]}}, {"a": [torch.ones(1)]}])
+def test_diff_refuses_values_that_are_none(kept: Any, made: Made) -> None:
+    a, b = made("a", step(), step()), made("b", step(), step(gradients="xg"))
+    for run in (a, b):
+        path = keep_values(run, rank=0, gradients=kept)
+    with pytest.raises(CheckpointError, match="holds no values that bigbatch wrote"):
+        main([a, b])
+    (path / "state.pt").write_bytes(b"no")
+    (RunDir(Path(a)).values / "rank-0" / path.name / "state.pt").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match="truncated"):
+        main([a, b])
 
 
 def step(pictures: str = "p", gradients: str = "gg", state: str = "ss") -> dict[str, Any]:
@@ -105,7 +177,7 @@ def test_diff_names_the_first_step_phase_and_tensor(
 ) -> None:
     a, b = made("a", step(), step(), step()), made("b", step(), odd, step(pictures="z"))
     assert main([a, b]) == 1
-    where, cause = capsys.readouterr().out.splitlines()
+    where, cause, *_ = capsys.readouterr().out.splitlines()
     assert where.startswith(lines[0])
     assert lines[1] in cause
 
@@ -162,9 +234,10 @@ def test_diff_names_layers_microbatches_and_ranks(
     odd: dict[str, Any], where: str, cause: str, made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([made("a", SPREAD, SPREAD), made("b", SPREAD, odd)]) == 1
-    found, why = capsys.readouterr().out.splitlines()
+    found, why, advice = capsys.readouterr().out.splitlines()
     assert found.startswith(where)
     assert why.startswith(cause)
+    assert advice.startswith("to see its elements: train both again with --run.digest_values '[")
 
 
 def test_diff_says_what_only_one_run_recorded(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +269,7 @@ def test_diff_tells_config_and_job(made: Made, capsys: pytest.CaptureFixture[str
     a = made("a", step(), job={"threads": 1, "torch": "2.14"})
     b = made("b", step(gradients="xy"), job={"threads": 2, "torch": "2.14"}, seed=7)
     assert main([a, b]) == 1
-    config, job, _, cause = capsys.readouterr().out.splitlines()
+    config, job, _, cause, _ = capsys.readouterr().out.splitlines()
     assert config == "config: run.seed=7 (was 0)"
     assert job == f"job: threads is 1 in {a}, 2 in {b}"
     assert cause.endswith("run.seed, threads")
@@ -267,6 +340,10 @@ def test_diff_refuses_what_cannot_be_compared(made: Made, tmp_path: Path) -> Non
         SPREAD | {"activations": ["c"]},
         SPREAD | {"activations": {"conv": "cccc"}, "ranks": [0]},
         SPREAD | {"activations": {"conv": ["c"]}},
+        SPREAD | {"ranks": [10**30] * 4},
+        SPREAD | PLACED | {"positions": ["7"] * 4},
+        SPREAD | PLACED | {"positions": [7]},
+        SPREAD | PLACED | {"places": ["a"] * 32},
     ):
         with pytest.raises(RunFolderError, match=naming("run.digest_every_steps")):
             main([a, made("d", odd)])

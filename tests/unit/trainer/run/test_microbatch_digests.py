@@ -11,6 +11,7 @@ from bigbatch.trainer.run.microbatch_digests import (
     BEFORE_SUM,
     MicrobatchDigests,
     chosen_layers,
+    chosen_values,
     word,
 )
 from bigbatch.trainer.step.replicas import digest
@@ -67,6 +68,25 @@ def test_each_microbatch_has_its_own_gradients_and_activations(model: Small) -> 
     assert found.take() == [], "no hook is left"
 
 
+def test_what_is_to_be_kept_whole_is_kept_by_microbatch(model: Small) -> None:
+    inputs = {5: torch.randn(2, 4), 7: torch.randn(2, 4)}
+    found = MicrobatchDigests(model, layers=["block", "fc"], kept=["block", "fc.bias"])
+    found.start()
+    for number, x_BC in inputs.items():
+        found.microbatch = number
+        model(x_BC).sum().backward()
+    found.take()
+    assert found.values.keys() == {ACTIVATIONS, BEFORE_SUM}
+    assert found.values[ACTIVATIONS].keys() == {"block"}
+    assert found.values[BEFORE_SUM].keys() == {"fc.bias"}
+    for number, x_BC in inputs.items():
+        (kept,) = found.values[ACTIVATIONS]["block"][number]
+        assert torch.equal(kept, torch.tanh(model.block[0](x_BC)))
+        assert torch.equal(found.values[BEFORE_SUM]["fc.bias"][number][0], torch.full((3,), 2.0))
+    found.start()
+    assert found.values == {}, "of the step before"
+
+
 def test_a_layer_that_is_called_twice_tells_of_both(model: Small) -> None:
     tanh = model.block[1]
     found = MicrobatchDigests(nn.Sequential(tanh, nn.Identity(), tanh), layers=["0"])
@@ -87,6 +107,16 @@ def test_layers_are_chosen_by_patterns_and_a_wrong_one_is_told_what_there_is(mod
     assert chosen_layers(model, []) == []
     with pytest.raises(ConfigError, match=naming("blok.1", "there are block.1, block.0, ", "fc", "unused")):
         chosen_layers(model, ["fc", "blok.1"])
+    assert chosen_values(model, ["block"], ["block*", "fc.bias"]) == [
+        "block",
+        "block.0.weight",
+        "block.0.bias",
+        "fc.bias",
+    ]
+    with pytest.raises(
+        ConfigError, match=naming("run.digest_values", "parameter, or layer of run.digest_layers", "fc.bias")
+    ):
+        chosen_values(model, ["block"], ["fc"])
     many = nn.Sequential(*(nn.Tanh() for _ in range(20)))
     with pytest.raises(ConfigError, match=naming("layer", "and 8 more")):
         chosen_layers(many, ["layer"])

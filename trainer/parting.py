@@ -1,0 +1,150 @@
+"""Where two runs part, and what that may come from, in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bigbatch.trainer.run.digests import PLACE_LETTERS, SUMMED
+from bigbatch.trainer.run.microbatch_digests import ACTIVATIONS, BEFORE_SUM
+
+OTHER_ORDER = "another order of the same pictures"
+OTHER_CONTENT = "another way to decode, crop or change the same pictures, or other files under their names"
+OTHER_PICTURES = "other pictures, as of another set of them or another order over the epoch"
+CAUSES = {
+    "pictures": "other pictures, another order of them, or another way to decode, crop or change them",
+    ACTIVATIONS: "another kernel in this layer or before it, or another number of threads",
+    BEFORE_SUM: "another kernel, another number of threads, or another loss",
+    "gradients": "another kernel, another number of threads, or another order of the sums over ranks",
+    "weights and state": "another update of the same gradients: the optimizer, its rate, or a bit that flipped",
+}
+OF_SUMS = "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
+"""The cause where gradients are equal before their sum, and not after it."""
+MOST_NAMED = 4
+"""Of layers, microbatches or ranks."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Says where two runs first differ: names are of the tensors that do, of num_tensors in that phase."""
+
+    step: int
+    phase: str
+    names: Sequence[str]
+    num_tensors: int
+    equal: Sequence[str] = ()
+    """Phases before it that both recorded."""
+    microbatches: Sequence[int] = ()
+    """In which a tensor differs, in a phase that tells."""
+    num_microbatches: int = 0
+    ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Of each run, those that computed these microbatches; none of a run of one rank."""
+    places: "Places | None" = None
+    """Of pictures, where both runs tell."""
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        equal = f"{', '.join(self.equal)} are equal; " if self.equal else ""
+        if self.phase == "pictures":
+            return f"step {self.step}: the pictures of the global batch differ{self.places or ''}"
+        return (
+            f"step {self.step}: {equal}{self.named(self.names[0])} is the first of {len(self.names)} of "
+            f"{self.num_tensors} {self.phase} that differ{self._where()}"
+        )
+
+    def named(self, name: str) -> str:
+        """Say of what a tensor of this name is."""
+        return f"gradient of {name}" if self.phase in (BEFORE_SUM, SUMMED) else name
+
+    def _where(self) -> str:
+        if not self.microbatches:
+            return ""
+        if len(self.microbatches) == self.num_microbatches:
+            return f", in all {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+        plural = "es" if len(self.microbatches) > 1 else ""
+        which = f"{listed(self.microbatches)} of 0 to {self.num_microbatches - 1}"
+        return f", in microbatch{plural} {which}{_computed_by(self.ranks)}"
+
+    @property
+    def odd_rank(self) -> int | None:
+        """Return the rank whose microbatches differ, where others' do not and both runs have it."""
+        ours, theirs = self.ranks
+        return ours[0] if self._is_partial and len(ours) == 1 and list(ours) == list(theirs) else None
+
+    @property
+    def _is_partial(self) -> bool:
+        return 0 < len(self.microbatches) < self.num_microbatches
+
+
+@dataclass(frozen=True)
+class Places:
+    """Says at which places of the global batch the pictures of two runs differ, and what lies at the first."""
+
+    odd: Sequence[int]
+    num_places: int
+    positions: tuple[Sequence[int], Sequence[int]]
+    """In the split, of the pictures at all places of each run."""
+
+    def __str__(self) -> str:
+        """Say it behind other words."""
+        first = self.odd[0]
+        one, other = (positions[first] for positions in self.positions)
+        what = f"picture {one} of the split in both" if one == other else f"pictures {one} and {other} of the split"
+        return f" at {len(self.odd)} of {self.num_places} places, first at place {first}: {what}"
+
+    @property
+    def cause(self) -> str:
+        """Say what it comes from."""
+        ours, theirs = self.positions
+        if all(ours[place] == theirs[place] for place in self.odd):
+            return OTHER_CONTENT
+        return OTHER_ORDER if sorted(ours) == sorted(theirs) else OTHER_PICTURES
+
+
+def listed(things: Sequence[object]) -> str:
+    """Name the first of them, and count the others."""
+    more = f" and {len(things) - MOST_NAMED} more" if len(things) > MOST_NAMED else ""
+    return ", ".join(map(str, things[:MOST_NAMED])) + more
+
+
+def _computed_by(ranks: tuple[Sequence[int], Sequence[int]]) -> str:
+    ours, theirs = (f"rank{'s' if len(each) > 1 else ''} {listed(each)}" if each else "one rank" for each in ranks)
+    if not any(ranks):
+        return ""
+    return f" ({ours})" if ours == theirs else f" ({ours} in the first run, {theirs} in the second)"
+
+
+def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | None:
+    """Compare single pictures, where both runs tell of as many; None where none of them differs."""
+    positions = ours.get("positions", []), theirs.get("positions", [])
+    count = len(positions[0])
+    if count != len(positions[1]):
+        return None
+    words = [
+        [run.get("places", "")[k : k + PLACE_LETTERS] for k in range(0, count * PLACE_LETTERS, PLACE_LETTERS)]
+        for run in (ours, theirs)
+    ]
+    odd = [place for place, (one, other) in enumerate(zip(*words, strict=True)) if one != other]
+    return Places(odd, count, positions) if odd else None
+
+
+def likely_cause(parting: Parting, differing: Sequence[str], *, is_step_before_equal: bool) -> str:
+    """Say what it may come from: differing are the keys and facts that the runs do not have in common."""
+    cause = parting.places.cause if parting.places else CAUSES[parting.phase]
+    if parting.phase == "gradients" and BEFORE_SUM in parting.equal:
+        cause = OF_SUMS
+    elif parting.phase not in ("pictures", "weights and state") and not is_step_before_equal:
+        before = (
+            f"before it, as nothing is compared of step {parting.step - 1}" if parting.step > 1 else "to begin with"
+        )
+        cause += f", or other weights {before}"
+    if parting.odd_rank is not None:
+        cause = (
+            f"rank {parting.odd_rank} alone computes something else of the same pictures: a bit that flipped in its "
+            f"weights, its processor, its memory; else {cause}"
+        )
+    if differing:
+        return f"{cause}; what differs is said above: {', '.join(differing)}"
+    is_told_by_one = parting.phase != ACTIVATIONS and parting.odd_rank is None  # the last layer may differ alone
+    if is_told_by_one and len(parting.names) == 1 and parting.num_tensors > 1:
+        return f"a bit that flipped, as one tensor alone differs, and config and job are the same; else {cause}"
+    return f"{cause}; config and job are the same, so it may differ from run to run, or between machines"
