@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def main() -> int:
     options = parse()
     try:
         device = choose_device(ALONE)
-        size = SMALL if options.small or device.type == "cpu" else FULL
+        size = size_of(options, device)
         names = choose_cases(options.only, list(cases_of(size)))
         if options.list:
             print("\n".join(names))
@@ -76,6 +77,11 @@ def parse() -> argparse.Namespace:
     add("--list", action="store_true", help="name the cases and end")
     add("--small", action="store_true", help="small on a GPU, too: does everything work?")
     add("--minutes", type=float, help="start no further case after so long, and say how to go on")
+    add(
+        "--rounds",
+        type=at_least(1),
+        help="turns of each contestant (default: 7), where the machine is lent for minutes",
+    )
     add("--guard", action="store_true", help="fail where a figure lost more than 5%% against the last record")
     add("--against", type=Path, help="folder of the last record (default: --out)")
     add("--data", type=Path, help="pictures as of ImageNet, train and val, in class folders or shards")
@@ -87,6 +93,12 @@ def parse() -> argparse.Namespace:
     if options.against is not None and not options.guard:
         parser.error("--against is what --guard compares with: give both")
     return options
+
+
+def size_of(options: argparse.Namespace, device: torch.device) -> Size:
+    """Choose how large to measure: small where there is no GPU, or where that is asked for."""
+    size = SMALL if options.small or device.type == "cpu" else FULL
+    return size if options.rounds is None else replace(size, rounds=options.rounds)
 
 
 def choose_cases(only: list[str] | None, names: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from bigbatch.trainer.inference.accuracy import evaluate
 from bigbatch.trainer.input.shards import open_split
 
 ROUNDS = 3
+"""At most: each of them takes a minute or more."""
 
 
 def measure(context: Context) -> Found:
@@ -44,7 +45,10 @@ def measure(context: Context) -> Found:
         )
 
     with closing(job):
-        rounds = [[seconds_of(action, device=context.device) for action in (drain, whole)] for _ in range(ROUNDS + 1)]
+        rounds = [
+            [seconds_of(action, device=context.device) for action in (drain, whole)]
+            for _ in range(1 + min(ROUNDS, size.rounds))
+        ]
     drained, evaluated = zip(*rounds[1:], strict=True)
     num = job.eval_split.num_samples
     found.add(f"{loader} alone, {num:,} pictures", drained, unit="s")

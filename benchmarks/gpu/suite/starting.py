@@ -11,12 +11,13 @@ from benchmarks.gpu.suite.job import COMPILED, Settings, as_options, settings_fo
 from bigbatch.trainer.run.folder import RunDir, read_records
 
 ROUNDS = 3
+"""At most: each of them takes a minute or more."""
 
 
 def measure(context: Context) -> Found:
     """Start fresh processes of `bigbatch train`. Cold: an empty cache; warm: the one that the cold start filled."""
     found = Found()
-    rounds = range(1 if context.is_small else ROUNDS)
+    rounds = range(min(ROUNDS, context.size.rounds))
     found.add("eager", [first_step(context, {}, name=f"eager-{number}") for number in rounds], unit="s")
     if not context.compiles:
         found.left_out["compile"] = TOO_LONG

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu.suite import cifar, command, job, roofline, starting, steps, torchvision_peer, training
-from benchmarks.gpu.suite.context import SMALL, Context, Found
+from benchmarks.gpu.suite.context import FULL, SMALL, Context, Found, Size
 from benchmarks.gpu.suite.device import file_stem
 from benchmarks.gpu.suite.guard import compare_case
 from benchmarks.gpu.suite.report import page
@@ -167,6 +168,22 @@ def test_case_without_figures_replaces_none(suite: Any, tmp_path: Path) -> None:
 def test_suite_out_of_time_says_how_to_go_on(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert suite({"a": 10.0, "b": 20.0}, minutes=-1.0)[0] == 0
     assert "go on by --only a b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "expected"),
+    [
+        ([], "cuda", FULL),
+        ([], "cpu", SMALL),
+        (["--small"], "cuda", SMALL),
+        (["--rounds", "3"], "cuda", replace(FULL, rounds=3)),
+    ],
+)
+def test_size_is_the_machines_and_turns_are_the_users(
+    options: list[str], device: str, expected: Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *options])
+    assert command.size_of(command.parse(), torch.device(device)) == expected
 
 
 def test_cases_are_chosen_by_name_or_group() -> None:
