@@ -1,16 +1,26 @@
-"""Messages, bytes and groups of every algorithm at 2,048 ranks, against closed forms."""
+"""Messages, bytes and groups of every algorithm at 2,048 ranks: closed forms, and what fake groups are asked."""
 
 import re
+from collections.abc import Callable, Sequence
 from math import ceil, log2
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from benchmark_process import run_benchmark
+from played_gpus import PlayedGpus
+from played_nccl import PlayedNccl
 
-from benchmarks.comm.messages import CountingBackend, count, place, plan_of, table
+from benchmarks.comm.messages import COUNTED, CountingBackend, count, empty, place, plan_of, table
+from bigbatch.comm.algorithms import make_allreduce
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
-from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.backends import torch_distributed
+from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
@@ -66,6 +76,61 @@ def test_messages_are_counted_for_the_buffers_of_a_run(tmp_path: Path) -> None:
     plan = make_plan(config, communicator, num_samples=1024, first_step=0)
     parts = make_parts(config, communicator, plan=plan, tuned=tuned)
     assert parts.reducer.plan.buffers == plan_of("quickstart")
+
+
+class Asked:
+    """What a rank of NCCL's asks of torch.distributed, in whose fake groups nothing travels."""
+
+    def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        PlayedGpus(RANKS_PER_NODE, monkeypatch=monkeypatch)
+        self.library = PlayedNccl(monkeypatch)
+        local = rank % RANKS_PER_NODE
+        env = ProcessEnv("torchrun", rank, WORLD_SIZE, local, RANKS_PER_NODE, "here", ("127.0.0.1", 0))
+        control = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+        gpu = torch.device("cuda", local)
+        self.backend = TorchDistributedBackend(env, control, library="nccl", device=gpu)
+        self.messages = self.message_bytes = self.collectives = 0
+        exchange = dist.batch_isend_irecv
+
+        def counted(hops: Sequence[dist.P2POp]) -> Any:
+            sent = [hop.tensor.nbytes for hop in hops if hop.op is dist.isend]
+            self.messages += len(sent)
+            self.message_bytes += sum(sent)
+            return exchange(hops)
+
+        monkeypatch.setattr(dist, "batch_isend_irecv", counted)
+        for module, name in (
+            *((dist, name) for name in ("all_reduce", "reduce", "broadcast")),
+            *((torch_distributed, name) for name in ("_reduce_scatter", "_all_gather")),
+        ):
+            monkeypatch.setattr(module, name, self._counted(getattr(module, name)))
+
+    def _counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            self.collectives += 1
+            return collective(*args, **options)
+
+        return counted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "rank"), [("alexnet_bn_64k", 0), ("nus_resnet50_16k", 13), ("resnet50_8k", 0)])
+def test_messages_are_those_that_a_rank_asks_of_torch(recipe: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of NCCL's world of 2,048 ranks, for the buffers of each kind of recipe: as they are counted without torch's."""
+    plan, topology = plan_of(f"imagenet/{recipe}"), place(rank, nodes=NODES, ranks_per_node=RANKS_PER_NODE)
+    asked = Asked(rank, monkeypatch)
+    try:
+        for algorithm in COUNTED:
+            asked.messages = asked.message_bytes = asked.collectives = 0
+            all_reduce_ = make_allreduce(algorithm, backend=asked.backend, topology=topology)
+            for buffer_N in empty(plan):
+                all_reduce_(torch.empty_like(buffer_N, device="cpu"))
+            expected = count(algorithm, topology, empty(plan))
+            found = (asked.messages, asked.message_bytes, asked.collectives)
+            assert found == (expected.messages, expected.message_bytes, expected.collectives), algorithm
+        assert asked.library.of("split") == [[list(range(k, k + 8)) for k in range(0, WORLD_SIZE, 8)]], "once, for all"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.long

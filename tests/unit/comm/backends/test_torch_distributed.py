@@ -92,6 +92,17 @@ def test_nccl_takes_at_most_so_many_thread_blocks(library: PlayedNccl) -> None:
     assert [options.config.max_ctas for options in library.of("options")] == [None, 4]
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+def test_settings_are_those_that_torchs_own_nccl_has() -> None:
+    """What is played here and in test_registered_memory.py exists, by these names; it takes no GPU to ask."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 2
+    assert (options.is_high_priority_stream, options.config.max_ctas) == (True, 2)
+    assert isinstance(dist.ProcessGroupNCCL.mem_allocator, property)
+    assert "symm: bool" in dist.ProcessGroupNCCL.register_mem_pool.__doc__
+    assert dist.ProcessGroupNCCL.deregister_mem_pool.__doc__
+
+
 def test_thread_blocks_of_a_torch_that_cannot_tell_them_are_refused(
     library: PlayedNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
