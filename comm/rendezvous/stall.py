@@ -1,6 +1,5 @@
 """Who keeps the others waiting: named on every rank before the time limit ends the job."""
 
-import faulthandler
 import itertools
 import json
 import os
@@ -15,6 +14,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import KeyValue, answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
+from bigbatch.comm.rendezvous.last_resort import ended_after
 from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, REQUESTS_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import CommError, tell
 from bigbatch.exit_codes import LOST
@@ -139,11 +139,10 @@ class StallInspector:
         pending = self._oldest()
         if pending and pending.seconds > self._control.timeout_seconds:
             # torch's dump asks the driver with the interpreter's lock held: where it hangs, no thread of Python goes on
-            faulthandler.dump_traceback_later(VERDICT_SECONDS, exit=True)
-            self._say(self._last_words(pending))
-            # not before: the others, too, may compare flights now
-            self._control.roll_call.part()
-            faulthandler.cancel_dump_traceback_later()
+            with ended_after(VERDICT_SECONDS):
+                self._say(self._last_words(pending))
+                # not before: the others, too, may compare flights now
+                self._control.roll_call.part()
             os._exit(LOST)  # the main thread waits for the device, where nothing can reach it
 
     def _last_words(self, pending: Pending) -> str:
