@@ -81,6 +81,10 @@ GROUPS = {
                 "bigbatch.trainer.tune.search.options",
                 "search config values on short runs, from coarse to fine",
             ),
+            "batch": (
+                "bigbatch.trainer.tune.batch.recommend",
+                "recommend a global batch from the gradient noise scale of a run",
+            ),
         },
         "bigbatch tune range --config quickstart --from 0.1 --to 100 --steps 60 --out runs/range",
     ),

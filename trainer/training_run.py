@@ -34,6 +34,7 @@ from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.memory_copies import open_copies
+from bigbatch.trainer.run.noise_recorder import NoiseRecorder
 from bigbatch.trainer.run.notice import NoticeWatch
 from bigbatch.trainer.run.output import RunOutput, bytes_of_state
 from bigbatch.trainer.run.owner import Owner
@@ -111,6 +112,12 @@ class TrainingRun:
             is_sharded=config.optimizer.sharded,
             is_captured=config.compute.cuda_graph,
         )
+        self.noise = NoiseRecorder(
+            self.plan,
+            self.parts,
+            every_steps=config.run.noise_scale_every_steps,
+            microbatch_size=config.batch.microbatch_size,
+        )
         self.output = RunOutput(
             config,
             communicator,
@@ -143,6 +150,7 @@ class TrainingRun:
                 self.output.open_folder(self.parts, self.start)
                 job = describe_job(self.communicator, plan=self.plan, num_train=num_train, num_val=num_val)
                 self.output.log("start", {"step": self.plan.first_step, "job": job})
+            self.noise.go_on(self.rundir, self.communicator, timeout_seconds=self.config.run.checkpoint_timeout_seconds)
             if came_back:
                 self.output.hint(came_back, step=self.plan.first_step)
             self._introduce()
@@ -162,6 +170,7 @@ class TrainingRun:
                         measured=self.input,
                         skipped=self.skipped,
                         seconds=seconds,
+                        noise=self.noise.figures(),
                     )
                 ),
                 self.communicator.control,
@@ -296,6 +305,9 @@ class TrainingRun:
 
     def _report(self, record: dict[str, Any]) -> None:
         self._settle(wait=False)
+        for measured in self.noise.take():
+            self.output.log(measured.pop("kind"), measured)
+        record = {**record, **self.noise.figures()}
         self.output.report(record)
         if record["step"] - self.plan.first_step > self.plan.log_every_steps:  # the first steps compile and warm up
             self._watch_notice("step", self.plan.global_batch_size / record["images_per_second"], done=record["step"])
@@ -340,8 +352,10 @@ class TrainingRun:
     def _before_step(self, step: int) -> None:
         self.timeline.before_step(step)
         self.digests.before_step(step)
+        self.noise.before_step(step)
 
     def _after_step(self, done: int) -> None:
+        self.noise.after_step(done)
         if record := self.digests.record(done):
             self.output.log("digests", record)
         self.watchers.on_step(done)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
 from bigbatch.trainer.config.file import UNREADABLE
 from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.noise_scale import NOT_YET
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
 SAME = ("device", "torch", "commit")
@@ -48,6 +50,15 @@ class RunResults:
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield its records. Raises: RunFolderError."""
         return whole_records(RunDir(self.folder))
+
+    @cached_property
+    def noise_scale(self) -> dict[str, Any] | None:
+        """Return the newest figures of its noise scale; None where none were measured. Raises: RunFolderError."""
+        newest = None
+        for record in self.records():
+            if record["kind"] == "train" and record.get("noise_scale_low") is not None:
+                newest = {name: record[name] for name in NOT_YET}
+        return newest
 
 
 def read_folder(path: Path) -> SweepResults | RunResults:

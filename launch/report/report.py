@@ -18,6 +18,7 @@ from bigbatch.launch.report.tables import (
     conditions_table,
     cost,
     findings,
+    noise_table,
     scaling_table,
     split_table,
     unmeasured_table,
@@ -79,6 +80,7 @@ class ScalingReport:
             found += [split_table(each, name=name)]
         found.append(unmeasured_table(self.sweeps))
         found.append(accuracy_table([(results.folder, run) for results, run in self.runs], price=self.price))
+        found.append(noise_table([results for results, _ in self.runs]))
         return [table for table in found if table.rows]
 
     @property
@@ -139,7 +141,10 @@ class ScalingReport:
         return {
             "sweeps": {str(sweep.folder): [self._row(each) for each in found] for sweep, found in self.efficiencies},
             "unmeasured": [[str(sweep.folder), *each] for sweep in self.sweeps for each in sweep.unmeasured],
-            "runs": {str(results.folder): dataclasses.asdict(run) for results, run in self.runs},
+            "runs": {
+                str(results.folder): {**dataclasses.asdict(run), **(results.noise_scale or {})}
+                for results, run in self.runs
+            },
             "price_of_rank_hour": self.price,
             "conditions": self.conditions,
         }

@@ -6,11 +6,12 @@ from typing import Any
 
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant
 from bigbatch.launch.report.accuracy import ToAccuracy
-from bigbatch.launch.report.collect import SweepResults
+from bigbatch.launch.report.collect import RunResults, SweepResults
 from bigbatch.launch.report.doubts import doubts, repeat_that_settles
 from bigbatch.launch.sweep.points import describe_values
 from bigbatch.launch.tables import NOT_MEASURED, NOT_TOLD, Table
 from bigbatch.launch.words import count, percent
+from bigbatch.trainer.run.noise_scale import describe_noise_scale
 
 WORTH_NAMING = 0.005
 """A loss of less of the step is not named in a sentence."""
@@ -131,6 +132,12 @@ def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | No
     head = ("run", "top-1", "target", "epoch", "hours", "cost", *(["energy"] if is_told else []))
     rows = [_accuracy_row(folder, run, price=price)[: len(head)] for folder, run in runs]
     return Table("Time to accuracy", head, tuple(rows))
+
+
+def noise_table(runs: Sequence[RunResults]) -> Table:
+    """Show the noise scale of runs that measured it, in pictures, with a 95% band."""
+    rows = [(str(run.folder), describe_noise_scale(run.noise_scale)) for run in runs if run.noise_scale]
+    return Table("Noise scale, late in the run", ("run", "pictures (95% band)"), tuple(rows))
 
 
 def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tuple[str, ...]:

@@ -13,18 +13,51 @@ from tests.laws.jobs import (
     forked,
     gradient_distance,
     mpirun,
+    records,
     run,
     statistics_distance,
     step_gradients,
     train_command,
 )
 
+NOISE = {"run.noise_scale_every_steps": 1}
+
 
 @pytest.fixture(scope="module")
 def one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("one_rank")
-    run(alone(train_command(data, folder, SGD)))  # 1 rank x 4 microbatches x 8
+    run(alone(train_command(data, folder, {**SGD, **NOISE})))  # 1 rank x 4 microbatches x 8
     return folder
+
+
+def noise_distance(folder: Path, reference: Path) -> float:
+    """How far apart what two runs measured is, at most, relative to the norm itself."""
+    ours, theirs = records(folder, "noise"), records(reference, "noise")
+    assert [each["step"] for each in ours] == [each["step"] for each in theirs] == list(range(1, len(ours) + 1))
+    assert len(ours) > 1
+    names = ("microbatch_squared_norm", "global_squared_norm")
+    return max(abs(a[name] / b[name] - 1) for a, b in zip(ours, theirs, strict=True) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "tolerance"),
+    [
+        (2, {"optimizer.sharded": "true"}, ROUNDING),
+        pytest.param(4, {"comm.group_size": 2}, ROUNDING, marks=pytest.mark.long),
+        pytest.param(1, {"optimizer.clip_norm": 1e-3}, ROUNDING, marks=pytest.mark.long),
+        pytest.param(1, {"compute.recomputed_blocks": 1}, ROUNDING, marks=pytest.mark.long),
+        # 2**-9 of each gradient, at random: its square is off by as much as the square of that, and by chance
+        pytest.param(2, {"comm.wire_dtype": "bfloat16"}, 1e-3, marks=pytest.mark.long),
+        # activations and gradients are rounded: some other kernels, and norms of tensors that noise makes
+        pytest.param(2, {"optimizer.precision": "fp16", "optimizer.loss_scale": 128}, 0.1, marks=pytest.mark.long),
+        pytest.param(2, {"optimizer.precision": "bf16", "optimizer.sharded": "true"}, 0.3, marks=pytest.mark.long),
+    ],
+)
+def test_any_division_measures_the_same_noise(
+    ranks: int, overrides: dict[str, object], tolerance: float, data: Path, one_rank: Path, tmp_path: Path
+) -> None:
+    run(forked(train_command(data, tmp_path, {**SGD, **NOISE, **overrides}), ranks=ranks))
+    assert noise_distance(tmp_path, one_rank) < tolerance
 
 
 @pytest.mark.parametrize(

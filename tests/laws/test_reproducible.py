@@ -31,16 +31,18 @@ EXACT = {
     "batch.bn_span": 2,
     "data.loader": "torchvision",
     "comm.calibrate": "never",
+    "run.noise_scale_every_steps": 1,
     "run.metrics": "{focal: {name: tests.laws.own_score.focal, options: {gamma: 2}}}",
 }
 """24 microbatches a step."""
 SMALL_BUFFERS = {"comm.buffer_bytes": 20_000, "comm.threshold_bytes": 5_000}
-LEARNED = ("step", "loss", "top1", "top5", "lr", "grad_norm", "grid_underflow_fraction", "metrics")
+NOISE = ("microbatch_squared_norm", "global_squared_norm", "noise_scale", "noise_scale_low", "noise_scale_high")
+LEARNED = ("step", "loss", "top1", "top5", "lr", "grad_norm", "grid_underflow_fraction", "metrics", *NOISE)
 
 
 def learned(folder: Path) -> list[dict[str, Any]]:
     """What reports and evaluations say of the model."""
-    found = [*records(folder, "train"), *records(folder, "eval")]
+    found = [*records(folder, "noise"), *records(folder, "train"), *records(folder, "eval")]
     return [{key: record[key] for key in LEARNED if key in record} for record in found]
 
 
@@ -55,6 +57,7 @@ def whole_state(folder: Path) -> dict[str, Tensor]:
 def assert_same_run(ours: Path, theirs: Path) -> None:
     assert_identical(whole_state(ours), whole_state(theirs))
     assert learned(ours) == learned(theirs)
+    assert len(records(ours, "noise")) == len(records(ours, "train")) > 1
     assert all(record["grid_underflow_fraction"] is not None for record in records(ours, "train"))
 
 

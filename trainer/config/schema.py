@@ -14,6 +14,7 @@ from bigbatch.trainer.config.digests import check_digests
 from bigbatch.trainer.config.fields import Key, conform, describe, read_keys
 from bigbatch.trainer.config.model import check_model, check_model_name
 from bigbatch.trainer.config.names import ELSEWHERE, meant_name
+from bigbatch.trainer.config.noise_scale import check_noise_scale
 from bigbatch.trainer.config.optimizer import check_optimizer, check_optimizer_name, check_sharded
 from bigbatch.trainer.config.precision import check_average, check_precision
 from bigbatch.trainer.config.refusals import Refusals
@@ -157,6 +158,7 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from check_average(optimizer)
     yield from check_reproducible(run, batch, config.compute, config.comm)
     yield from check_digests(run, config.compute)
+    yield from check_noise_scale(run, batch, config.compute)
     yield from check_stopping(run, data)
     yield from check_loss(optimizer, run)
     yield from check_metrics(run.metrics)

@@ -61,6 +61,9 @@ class RunConfig:
     digest_values: tuple[str, ...] | None = None
     """Of what is digested in these steps, the gradients and activations to keep whole, too, in the run folder, so that
     bigbatch diff names elements of them: patterns of the names of parameters and of digest_layers; null for none."""
+    noise_scale_every_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps between two measurements of the gradient noise scale, which tells near which global batch more pictures in
+    a step begin to save few steps; 0 for none. Needs two microbatches of whole ghost batches in a global batch."""
     checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
     """A checkpoint, or the plot at the end, that is not written after this long ends the job; comm.timeout_seconds does
     not count meanwhile."""

@@ -25,6 +25,7 @@ MAY_DIFFER = (
     "run.memory_every_steps",
     "run.digest_every_steps",
     "run.digest_layers",
+    "run.noise_scale_every_steps",
     "run.reproducible",
     "data.root",
     "data.num_threads",

@@ -1,6 +1,7 @@
 """Where numbers go: metrics.jsonl, TensorBoard, the plot."""
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from bigbatch.files import replacing
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 TRAIN_COLOUR, EVAL_COLOUR = COLOURS[:2]
@@ -38,9 +40,9 @@ class MetricsLog:
             self._tensorboard = SummaryWriter(str(self._events), purge_step=from_step + 1)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Log one record: start, train, eval, input, hint or skipped. It holds at least step. Raises: RunFolderError.
+        """Log one record: start, train, eval, noise, input, hint or skipped. It holds at least step.
 
-        In the file it gets its time, in seconds since 1970.
+        In the file it gets its time, in seconds since 1970. Raises: RunFolderError.
         """
         with writing(self._path):
             self._file.write(json.dumps({"kind": kind, "time": time.time(), **record}) + "\n")
@@ -73,21 +75,34 @@ def plot_run(
     title: str,
     label_smoothing: float,
     loss: str = "cross-entropy (nats)",
+    global_batch_size: int | None = None,
 ) -> None:
-    """Draw loss, accuracy and learning rate over epochs, as a PNG; label_smoothing: of the training loss."""
-    draw_run(records, title=title, label_smoothing=label_smoothing, loss=loss).savefig(path, dpi=120)
+    """Draw loss, accuracy and learning rate over epochs, as a PNG; label_smoothing: of the training loss.
+
+    And the noise scale, where it was measured, beside the global batch.
+    """
+    draw_run(
+        records, title=title, label_smoothing=label_smoothing, loss=loss, global_batch_size=global_batch_size
+    ).savefig(path, dpi=120)
 
 
 def draw_run(
-    records: Sequence[dict[str, Any]], *, title: str, label_smoothing: float, loss: str = "cross-entropy (nats)"
+    records: Sequence[dict[str, Any]],
+    *,
+    title: str,
+    label_smoothing: float,
+    loss: str = "cross-entropy (nats)",
+    global_batch_size: int | None = None,
 ) -> "Figure":
     """Draw what plot_run saves: training in one colour and evaluation in another, on all panels."""
     from matplotlib.figure import Figure
 
     train = [r for r in records if r["kind"] == "train"]
     evals = [r for r in records if r["kind"] == "eval"]
-    figure = Figure(figsize=(13, 4.4), layout="constrained")
-    loss_axes, accuracy_axes, rate_axes = panels = figure.subplots(1, 3)
+    noisy = [r for r in train if r.get("noise_scale") is not None]
+    count = 4 if noisy else 3
+    figure = Figure(figsize=(13 * count / 3, 4.4), layout="constrained")
+    loss_axes, accuracy_axes, rate_axes, *noise_axes = panels = figure.subplots(1, count)
     smoothed = f" (raised by label smoothing of {label_smoothing:g})" if label_smoothing else ""
     lines = [
         (loss_axes, train, "loss", 1, "-", TRAIN_COLOUR, f"training{smoothed}"),
@@ -105,15 +120,37 @@ def draw_run(
     loss_axes.set(ylabel=loss, title="Loss")
     accuracy_axes.set(ylabel="correct (%)", title="Accuracy, evaluation", ylim=(0, 100))
     rate_axes.set(ylabel="learning rate", title="Learning rate", ylim=(0, None))
+    for axes in noise_axes:
+        _draw_noise_scale(axes, noisy, global_batch_size=global_batch_size)
     last = max((r["epoch"] for r in (*train, *evals)), default=1)
     for axes in panels:
         axes.set(xlabel="epoch", xlim=(0, last))
         axes.locator_params(axis="x", nbins=7, integer=last >= 2)
         axes.grid(alpha=0.25, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in (loss_axes, accuracy_axes):
+    for axes in (loss_axes, accuracy_axes, *noise_axes):
         if axes.get_lines():
             # below the panel, where no curve is, and no wider
             axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
     figure.suptitle(title, fontsize=13)
     return figure
+
+
+def _draw_noise_scale(axes: "Axes", rows: Sequence[dict[str, Any]], *, global_batch_size: int | None) -> None:
+    """Draw the running noise scale with its band, which goes to the top where it has no bound."""
+    epochs, values = [r["epoch"] for r in rows], [max(1.0, r["noise_scale"]) for r in rows]
+    seen = "-" if len(rows) > 1 else "o"
+    axes.plot(epochs, values, seen, color=TRAIN_COLOUR, markersize=5, label="noise scale, 95% band", clip_on=False)
+    if global_batch_size is not None:
+        axes.axhline(global_batch_size, color="0.4", linestyle="--", linewidth=1, label="global batch")
+    axes.set(yscale="log", ylabel="pictures", title="Noise scale")
+    low, high = axes.get_ylim()
+    axes.fill_between(
+        epochs,
+        [max(low, r["noise_scale_low"]) for r in rows],
+        [min(10 * high, r["noise_scale_high"] or math.inf) for r in rows],
+        color=TRAIN_COLOUR,
+        alpha=0.2,
+        linewidth=0,
+    )
+    axes.set_ylim(low / 2, 2 * high)

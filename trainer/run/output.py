@@ -128,6 +128,7 @@ class RunOutput:
         measured: MeasuredInput | None,
         skipped: Mapping[str, str],
         seconds: float,
+        noise: Mapping[str, float | None],
     ) -> dict[str, Any] | None:
         """Write the plot, and the summary or the way to go on; arguments as for make_summary. Return the summary."""
         config, rundir = self._config, self._rundir
@@ -141,6 +142,7 @@ class RunOutput:
                 title=title,
                 label_smoothing=optimizer.label_smoothing,
                 loss=loss,
+                global_batch_size=config.batch.global_batch_size,
             )
         for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
             self.hint(text, step=self._plan.first_step + totals.steps)
@@ -163,6 +165,7 @@ class RunOutput:
                 best=best_checkpoint(list_checkpoints(rundir.checkpoints)),
                 skipped=skipped,
                 seconds=seconds,
+                noise=noise,
                 spent=spent_in_all(read_records(rundir.metrics)),
             )
             rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")

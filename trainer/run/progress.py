@@ -10,6 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from bigbatch.trainer.run.noise_scale import describe_noise_scale
+
 
 class Reporter(Protocol):
     """Receives what is worth showing."""
@@ -150,6 +152,9 @@ UNITS = {
     "loader_images_per_second": "images/s",
     "global_batch_size": "images",
     "world_size": "ranks",
+    "noise_scale": "images",
+    "noise_scale_low": "images",
+    "noise_scale_high": "images",
 }
 
 
@@ -185,7 +190,7 @@ def describe(record: dict[str, Any]) -> str:
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
         f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "
         f"input wait {100 * record['input_wait_fraction']:.1f}%  "
-        f"exposed communication {describe_exposed(record)}{describe_overflow(record)}"
+        f"exposed communication {describe_exposed(record)}{describe_overflow(record)}{describe_noise(record)}"
     )
 
 
@@ -207,6 +212,11 @@ def describe_exposed(record: dict[str, Any]) -> str:
 def describe_overflow(record: dict[str, Any]) -> str:
     """Describe how many updates fp16 overflow made a run skip so far; nothing where there was none."""
     return f"  updates skipped {record['overflow_steps']}" if record["overflow_steps"] else ""
+
+
+def describe_noise(record: dict[str, Any]) -> str:
+    """Describe the noise scale so far; nothing where none is measured."""
+    return f"  noise scale {describe_noise_scale(record)}" if "noise_scale" in record else ""
 
 
 def describe_evaluation(record: dict[str, Any]) -> str:

@@ -141,11 +141,13 @@ def make_summary(
     best: Checkpoint | None,
     skipped: Mapping[str, str],
     seconds: float,
+    noise: Mapping[str, float | None],
     spent: Spent,
 ) -> dict[str, Any]:
     """Return what summary.json states. seconds, rates and shares are of this process; null if it had no step to do.
 
     skipped: bad pictures of all starts of the run, and why; spent, and with it hours and energy, is of all, too.
+    noise: the noise scale's figures, or nothing where none is measured.
     """
     return {
         "top1": totals.last_evaluation["top1"],
@@ -168,6 +170,7 @@ def make_summary(
         "backend": communicator.backend.name,
         **_sums(config, communicator),
         **({"grid_underflow_fraction": totals.grid_underflow_fraction} if config.run.reproducible else {}),
+        **noise,
         "loader": config.data.loader,
         "precision": config.optimizer.precision,
         "device": device_name(communicator.device),

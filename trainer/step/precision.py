@@ -124,6 +124,10 @@ class Precision:
         """Compute the L2 norm of the gradients of all masters. Collective where they are shared out."""
         return torch.linalg.vector_norm(self.weights.norms(grads_of(self.masters.values())))
 
+    def grad_norm(self) -> Tensor:
+        """Return the L2 norm () of the last step's gradients, before clipping. Collective where they are shared out."""
+        return self._total_norm() if self._norm is None else self._norm
+
     def write_half_(self) -> None:
         """Round the masters into the model's half-precision weights."""
         self.weights.publish_()
@@ -136,7 +140,7 @@ class Precision:
         grad_norm: L2, before clipping; None where it overflowed. underflow_fraction: of the summed half-precision
         gradients, the elements that are 0 or have lost digits; None where weights and gradients are fp32.
         """
-        norm = float(self._total_norm() if self._norm is None else self._norm)
+        norm = float(self.grad_norm())
         return {
             **self._scale.figures(),
             "underflow_fraction": underflow_fraction(self.weights.half_grads(), sum_parts=self.weights.sum_parts),

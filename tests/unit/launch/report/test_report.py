@@ -15,9 +15,10 @@ from PIL import Image
 from bigbatch.cli import main
 from bigbatch.launch.efficiency import MeasuredPoint, Step, compare, efficiency_of
 from bigbatch.launch.report.accuracy import to_accuracy
+from bigbatch.launch.report.collect import read_folder
 from bigbatch.launch.report.doubts import doubts, repeat_that_settles
 from bigbatch.launch.report.plots import draw_efficiency
-from bigbatch.launch.report.tables import accuracy_table, conditions_table, findings, scaling_table
+from bigbatch.launch.report.tables import accuracy_table, conditions_table, findings, noise_table, scaling_table
 from bigbatch.launch.tables import Table, markdown
 from bigbatch.launch.words import percent
 
@@ -394,6 +395,16 @@ def test_report_of_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.Cap
     write_run(tmp_path / "run", RECORDS, target=0.75)
     report(tmp_path / "run", "--price", "2.50")
     assert "after 2.50 hours, 28.000 GPU-hours, 70.00 at 2.5 an hour." in capsys.readouterr().out
+
+
+def test_report_of_a_run_says_its_newest_noise_scale(tmp_path: Path) -> None:
+    figures = {"noise_scale": 1130.0, "noise_scale_low": 900.0, "noise_scale_high": None}
+    early, none = {**figures, "noise_scale": 10.0}, dict.fromkeys(figures)
+    reports = [{"kind": "train", "step": step, **each} for step, each in enumerate((none, early, figures), start=1)]
+    write_run(tmp_path / "run", [*RECORDS, *reports, {"kind": "train", "step": 9, **none}])
+    write_run(tmp_path / "other", RECORDS)
+    runs = [read_folder(tmp_path / name) for name in ("run", "other")]
+    assert noise_table(runs).rows == ((str(tmp_path / "run"), "1,130 (900 to no bound)"),)
 
 
 @pytest.mark.parametrize("price", ["0", "-1", "nan", "inf"])

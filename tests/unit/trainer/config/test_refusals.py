@@ -126,3 +126,21 @@ def test_refusals_of_a_batch_name_the_span_where_that_is_the_cause() -> None:
     assert re.search(naming("batch.global_batch_size=64", "batch.bn_span=128", "batch.bn_span to 64"), line)
     assert "rank" not in line
     load_config(["--config", "quickstart", *options, "--batch.bn_span=64"])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--batch.microbatch_size=512", "--batch.bn_span=512"], "set batch.microbatch_size"),
+        (["--batch.bn_span=256"], "set batch.bn_span to 128, or batch.microbatch_size to 256"),
+        (["--batch.global_batch_size=1", "--batch.microbatch_size=1", "--batch.bn_span=1"], "raise it"),
+        (["--compute.cuda_graph=true"], "set compute.cuda_graph to false"),
+    ],
+)
+def test_a_noise_scale_that_cannot_be_measured_is_refused(options: list[str], named: str) -> None:
+    found = [line for line in refusals("--run.noise_scale_every_steps=5", "--run.seed=-1") if "noise_scale" in line]
+    assert found == [], "the config itself can"
+    found = [line for line in refusals("--run.noise_scale_every_steps=5", *options) if "noise_scale" in line]
+    assert len(found) == 1
+    assert "run.noise_scale_every_steps=5" in found[0]
+    assert named in found[0]

@@ -28,7 +28,7 @@ from bigbatch.trainer.run import folder, summary
 from bigbatch.trainer.run.cost import Spent
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
-from bigbatch.trainer.run.progress import Bar, Lines, Silent, make_reporter, show
+from bigbatch.trainer.run.progress import Bar, Lines, Silent, describe, make_reporter, rows, show
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
 from bigbatch.trainer.step.loop import Loop
@@ -215,7 +215,12 @@ def test_report_what_ranks_wait_for_adds_up() -> None:
 
 
 def summary_of(
-    *words: str, algorithm: str, why: str, num_lost: float = 0.0, num_nonzero: float = 0.0
+    *words: str,
+    algorithm: str,
+    why: str,
+    num_lost: float = 0.0,
+    num_nonzero: float = 0.0,
+    noise: dict[str, float | None] | None = None,
 ) -> dict[str, Any]:
     """This start took 36 s of 4 GPUs on 2 hosts."""
     communicator: Any = SimpleNamespace(
@@ -236,6 +241,7 @@ def summary_of(
         best=None,
         skipped={},
         seconds=36.0,
+        noise=noise or {},
         spent=Spent(hours=2.0, rank_hours=7.0, joules=3.6e6),
     )
 
@@ -254,6 +260,26 @@ def test_report_a_summary_says_what_summed_and_why(
     monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
     found = summary_of(*words, algorithm=algorithm, why=why)
     assert (found["algorithm"], found["algorithm_why"]) == expected
+
+
+def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
+    assert "noise_scale" not in summary_of(algorithm="native", why="one rank")
+    noise = {"noise_scale": 1130.0, "noise_scale_low": 900.0, "noise_scale_high": None}
+    shown = dict(rows(summary_of(algorithm="native", why="one rank", noise=noise)))
+    assert (shown["noise_scale"], shown["noise_scale_high"]) == ("1,130.0 images", "not measured")
+    assert "noise scale 1,130 (900 to no bound)" in describe({**TRAIN_RECORD, **noise})
+    assert "noise scale" not in describe(TRAIN_RECORD)
+    measured = [
+        record | noise | {"noise_scale": 100.0 * record["epoch"]} for record in RUN if record["kind"] == "train"
+    ]
+    *_, axes = draw_run(
+        [{**RUN[0], **dict.fromkeys(noise)}, *measured], title="a run", label_smoothing=0.0, global_batch_size=512
+    ).axes
+    curve, batch = axes.get_lines()
+    assert list(curve.get_ydata()) == [100, 200, 300]
+    assert set(batch.get_ydata()) == {512}
+    assert axes.get_ylabel() == "pictures"
 
 
 def test_report_a_summary_says_what_the_grid_lost_of_a_reproducible_run(monkeypatch: pytest.MonkeyPatch) -> None:

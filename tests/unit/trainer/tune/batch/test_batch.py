@@ -1,0 +1,228 @@
+"""The recommended batch: closed forms of the critical batch and of its trade, and the command on real runs."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from error_texts import naming
+
+from bigbatch.errors import ConfigError, RunFolderError, TuneError
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.noise_scale import KIND, NoiseScale
+from bigbatch.trainer.tune.batch import recommend
+from bigbatch.trainer.tune.batch.critical import (
+    MOST_SEGMENTS,
+    Pair,
+    critical_batch,
+    is_in_doubt,
+    rate_factor,
+    recommended,
+    segments,
+    thirds,
+    trade,
+)
+from bigbatch.trainer.tune.batch.report import explain, make_answer
+
+BATCH = 512
+"""That of the quick start, in microbatches of 128."""
+
+
+def pairs_of(noise_scales: Sequence[float], *, spread: float = 0.02, drop: float = 1.0) -> list[Pair]:
+    """A measurement for each: square 1, or less as the run goes on, and the share of signal of that noise scale."""
+    generator = np.random.default_rng(0)
+    found = []
+    for number, scale in enumerate(noise_scales):
+        square = drop**number
+        share = 1 / (1 + scale / BATCH) + generator.normal(0, spread)
+        found.append((share * square, square))
+    return found
+
+
+def test_a_noise_scale_that_stays_is_the_critical_batch() -> None:
+    found = critical_batch(segments(pairs_of([1000.0] * 400)), global_batch_size=BATCH)
+    assert found.estimate == pytest.approx(1000, rel=0.02)
+    assert found.low < 1000 < (found.high or 0)
+    assert not is_in_doubt(found)
+
+
+def test_a_noise_scale_that_grows_is_averaged_over_progress_and_not_over_gradients() -> None:
+    """Half the steps at 100, half at 3,000: E_min / S_min = sum(B p) / sum(p), with p = 1 / (1 + B / 512).
+
+    The later gradients are much shorter, and count no less for that.
+    """
+    scales = np.array([100.0] * 200 + [3000.0] * 200)
+    progress = 1 / (1 + scales / BATCH)
+    expected = (scales * progress).sum() / progress.sum()
+    found = critical_batch(segments(pairs_of(scales, spread=1e-3, drop=0.97)), global_batch_size=BATCH)
+    assert found.estimate == pytest.approx(expected, rel=0.01)
+    early, _, late = thirds(pairs_of(scales, spread=1e-3, drop=0.97), global_batch_size=BATCH)
+    assert (early.estimate, late.estimate) == pytest.approx((100, 3000), rel=0.05)
+
+
+def test_segments_are_even_and_few() -> None:
+    assert len(segments(pairs_of([100.0] * 39))) == 1
+    assert [share.num_measurements for share in segments(pairs_of([100.0] * 60))] == [20, 20, 20]
+    assert len(segments(pairs_of([100.0] * 4000))) == MOST_SEGMENTS
+    assert thirds(pairs_of([100.0] * 6), global_batch_size=BATCH) == []
+
+
+def test_the_trade_is_one_plus_a_quotient() -> None:
+    """S / S_min = 1 + B_crit / B and E / E_min = 1 + B / B_crit, so both are 2 at the critical batch."""
+    rows = {row.global_batch_size: (row.steps, row.images) for row in trade(1000, microbatch_size=128, own=500)}
+    assert set(rows) == {128, 256, 500, 512, 1024, 2048, 4096, 8192}
+    assert rows[500] == pytest.approx((3, 1.5))
+    assert rows[1024] == pytest.approx((1 + 1000 / 1024, 1 + 1024 / 1000))
+    assert min(row.global_batch_size for row in trade(10, microbatch_size=128, own=256)) == 128
+
+
+def test_the_nearest_doubled_microbatch_is_recommended() -> None:
+    found = {critical: recommended(critical, microbatch_size=32) for critical in (0, 20, 45, 46, 1000, 1500)}
+    assert found == {0: 32, 20: 32, 45: 32, 46: 64, 1000: 1024, 1500: 2048}
+
+
+def test_the_rate_of_sgd_saturates_with_the_batch() -> None:
+    """Far below the critical batch it grows with the batch, far above it does not."""
+    assert rate_factor(1e9, old=100, new=200) == pytest.approx(2)
+    assert rate_factor(1.0, old=100, new=200) == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("found", "in_doubt"),
+    [
+        (NoiseScale(100, 60, 200), False),
+        (NoiseScale(100, 40, 200), True),
+        (NoiseScale(100, 40, None), True),
+        (NoiseScale(None, 40, None), True),
+    ],
+)
+def test_a_wide_band_is_in_doubt(found: NoiseScale, in_doubt: bool) -> None:
+    assert is_in_doubt(found) is in_doubt
+
+
+def test_the_answer_is_clear_and_says_what_is_not_known() -> None:
+    answer = make_answer(pairs_of([1000.0] * 200), run=Path("runs/a b"), global_batch_size=BATCH, microbatch_size=128)
+    text = "\n".join(explain(answer))
+    assert answer.recommended == 1024
+    assert "recommended: a global batch of 1024, --batch.global_batch_size 1024" in text
+    assert "for SGD" in text
+    assert "in doubt" not in text
+    assert [line.split()[-1] for line in text.splitlines() if line.strip().startswith("512 ")] == ["run's"]
+    drowned = make_answer(
+        pairs_of([1e9] * 200, spread=0.3), run=Path("runs/a b"), global_batch_size=BATCH, microbatch_size=128
+    )
+    text = "\n".join(explain(drowned))
+    assert "in doubt, as the band is wide" in text
+    assert shlex.split(text.rpartition("batch: ")[2])[:4] == ["bigbatch", "tune", "batch", "runs/a b"]
+
+
+def test_a_signal_that_drowned_recommends_nothing() -> None:
+    pairs = [(-abs(signal) / 100, square) for signal, square in pairs_of([1e9] * 100, spread=0.3)]
+    answer = make_answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128)
+    assert (answer.recommended, answer.rate_factor, answer.rows) == (None, None, [])
+    assert answer.record()["critical_batch"] is None
+    assert "critical batch above " in explain(answer)[0]
+
+
+def make_run(folder: Path, pairs: Sequence[Pair]) -> RunDir:
+    run = RunDir(folder)
+    run.write_text(run.config, dump_config(load_config(["--config", "quickstart"])))
+    records = [{"kind": KIND, "signal": signal, "global_squared_norm": square} for signal, square in pairs]
+    run.write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in records))
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_is_read_and_its_answer_left_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", pairs_of([1000.0] * 200))
+    assert recommend.main([str(run.path)]) == 0
+    found = json.loads((run.path / "batch.json").read_text())
+    assert found["recommended_batch"] == 1024
+    assert found["critical_batch_low"] < found["critical_batch"] < found["critical_batch_high"]
+    assert {row["global_batch_size"]: row["steps"] for row in found["batches"]}[512] == pytest.approx(
+        1 + found["critical_batch"] / 512
+    )
+    assert (run.path / "batch.png").stat().st_size > 1000
+    assert "recommended: a global batch of 1024" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        (["{run}"], RunFolderError, ("has no noise scale", "--run.noise_scale_every_steps 1", "bigbatch tune batch")),
+        (["{few}"], TuneError, ("has 4 measurements", "5 are the fewest")),
+        (["{none}"], RunFolderError, ("is no run folder",)),
+        (["quickstart", "--epochs", "2"], ConfigError, ("--epochs and --out go together",)),
+        (["{run}", "--run.seed=1"], ConfigError, ("--run.seed=1", "--epochs N --out FOLDER")),
+        (["{run}", "--launch", "mpirun --ranks 2"], ConfigError, ("--launch", "cannot be changed")),
+        (
+            ["quickstart", "--epochs", "2", "--out", "{none}", "--launch", "a 'b"],
+            ConfigError,
+            ("--launch", "quotation"),
+        ),
+        (["quickstart", "--epochs", "0", "--out", "{none}"], ConfigError, ("--epochs 0",)),
+        (
+            ["quickstart", "--epochs", "1", "--out", "{none}", "--batch.microbatch_size=512"],
+            ConfigError,
+            ("run.noise_scale_every_steps=1", "set batch.microbatch_size"),
+        ),
+    ],
+)
+def test_tune_batch_refuses(
+    options: Sequence[str], error: type[Exception], named: tuple[str, ...], tmp_path: Path
+) -> None:
+    make_run(tmp_path / "run", [])
+    make_run(tmp_path / "few", pairs_of([100.0] * 4))
+    places = {name: str(tmp_path / name) for name in ("run", "few", "none")}
+    with pytest.raises(error, match=naming(*named)):
+        recommend.main([option.format(**places) for option in options])
+
+
+def test_tune_batch_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(TuneError, match=naming("one process, not 2")):
+        recommend.main(["runs/one"])
+
+
+TINY = {
+    "data.loader": "synthetic",
+    "data.num_synthetic_samples": 96,
+    "data.image_size": 16,
+    "data.probe_seconds": 0,
+    "model.width": 2,
+    "batch.global_batch_size": 16,
+    "batch.microbatch_size": 4,
+    "batch.bn_span": 4,
+}
+
+
+@pytest.mark.long
+def test_tune_batch_trains_a_short_run_that_measures(tmp_path: Path) -> None:
+    settings = [f"--{key}={value}" for key, value in TINY.items()]
+    out = tmp_path / "out"
+    words = ["tune", "batch", "quickstart", "--epochs", "2", "--out", str(out), "--launch", "mpirun --ranks 2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bigbatch", *words, *settings], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "batch.json").read_text())
+    assert (found["measurements"], found["global_batch_size"], found["microbatch_size"]) == (12, 16, 4)
+    assert "critical batch " in done.stdout
+    words[words.index(str(out))] = str(tmp_path / "other")
+    failed = subprocess.run(
+        [sys.executable, "-m", "bigbatch", *words, *settings, "--schedule.base_lr=1e30"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert failed.returncode == 1
+    assert "the training ended with exit code" in failed.stderr

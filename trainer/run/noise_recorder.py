@@ -1,0 +1,72 @@
+"""The gradient noise scale as a run goes: measurements become records, and records a running figure."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.noise_scale import KIND, NOT_YET, Moments, NoiseScale, running, unbiased
+from bigbatch.trainer.step.gradient_noise import GradientNoise, SquaredNorms
+from bigbatch.trainer.step.plan import Parts, Plan
+
+
+class NoiseRecorder:
+    """Measures every so many steps, and keeps the running figure on all ranks; with 0 steps it does nothing."""
+
+    def __init__(self, plan: Plan, parts: Parts, *, every_steps: int, microbatch_size: int) -> None:
+        self._plan, self._every_steps, self._microbatch_size = plan, every_steps, microbatch_size
+        self._probe = GradientNoise(plan, parts, every_steps=every_steps)
+        self._moments = Moments()
+
+    def go_on(self, rundir: RunDir, communicator: Communicator, *, timeout_seconds: float) -> None:
+        """Take over what the run measured before it was resumed, as its first rank finds it. Collective."""
+        if not self._every_steps or not self._plan.first_step:
+            return
+        before = running(read_records(rundir.metrics)) if communicator.rank == 0 else Moments()
+        told = communicator.control.tell_all(
+            json.dumps(asdict(before)), what="noise scale so far", timeout_seconds=timeout_seconds
+        )
+        self._moments = Moments(**json.loads(told))
+
+    def before_step(self, step: int) -> None:
+        """Look on in a step that is measured."""
+        self._probe.before_step(step)
+
+    def after_step(self, done: int) -> None:
+        """Note what that step showed. Collective where the update is sharded."""
+        self._probe.after_step(done)
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the records of all measurements since the last call. Collective; waits for the device."""
+        records = [self._record(norms) for norms in self._probe.take()]
+        self._moments = running(records, start=self._moments)
+        return records
+
+    def _record(self, norms: SquaredNorms) -> dict[str, Any]:
+        noise, signal = unbiased(
+            norms.microbatch,
+            norms.global_batch,
+            small_batch=self._microbatch_size,
+            large_batch=self._plan.global_batch_size,
+        )
+        return {
+            "kind": KIND,
+            "step": norms.step,
+            "epoch": norms.step / self._plan.steps_per_epoch,
+            "microbatch_squared_norm": norms.microbatch,
+            "global_squared_norm": norms.global_batch,
+            "noise": noise,
+            "signal": signal,
+        }
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """Return the running figure; None as long as too little was measured."""
+        return self._moments.noise_scale(global_batch_size=self._plan.global_batch_size)
+
+    def figures(self) -> dict[str, float | None]:
+        """Return what a report states: nothing where nothing is to be measured."""
+        if not self._every_steps:
+            return {}
+        return found.record() if (found := self.noise_scale) else dict(NOT_YET)

@@ -1,0 +1,146 @@
+"""The gradient noise scale of a run, from squared norms that its steps measured: pure functions. Imports no torch.
+
+B_simple = tr(Sigma) / |G|^2, where G is the gradient that all pictures would have and Sigma the covariance of that of
+one picture: the batch at which noise and signal are alike in the gradient, near which more pictures in a step begin to
+save few steps (McCandlish et al. 2018, arXiv 1812.06162, section 2.2). Of a gradient over b pictures
+E|G_b|^2 = |G|^2 + tr(Sigma) / b, so two batch sizes give both without bias (appendix A.1). A quotient of means is not
+without bias, so the means are taken first.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+KIND = "noise"
+"""Of the records of single measurements."""
+KEPT = 0.98
+"""Share of a sum that stays as a measurement is added: the running figure is of about the last 50."""
+FEWEST = 5
+"""Measurements below which there is no figure: a band of fewer would be wide beyond use."""
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """Holds a noise scale in pictures and its band; None where it has no bound: the signal may be 0."""
+
+    estimate: float | None
+    low: float
+    high: float | None
+
+    def record(self) -> dict[str, float | None]:
+        """Return the figures as reports and summaries state them."""
+        return {"noise_scale": self.estimate, "noise_scale_low": self.low, "noise_scale_high": self.high}
+
+
+NOT_YET: dict[str, float | None] = {"noise_scale": None, "noise_scale_low": None, "noise_scale_high": None}
+
+
+def unbiased(small: float, large: float, *, small_batch: int, large_batch: int) -> tuple[float, float]:
+    """Estimate tr(Sigma) and |G|^2 of squared norms of gradients over small_batch and over large_batch pictures."""
+    noise = (small - large) / (1 / small_batch - 1 / large_batch)
+    signal = (large_batch * large - small_batch * small) / (large_batch - small_batch)
+    return noise, signal
+
+
+@dataclass(frozen=True)
+class Share:
+    """Holds the signal's share of the global gradient's squared norm, |G|^2 / E|G_B|^2, and its variance.
+
+    The noise scale is B * (1 / share - 1). Its band is taken here, where the estimate is near to normal: that of the
+    noise scale has no mean where the signal may be 0.
+    """
+
+    mean: float
+    variance: float
+    num_measurements: float
+
+    def noise_scale(self, *, global_batch_size: int) -> NoiseScale:
+        """Return the noise scale, with the band of Student's distribution."""
+        half = student_quantile((1 + CONFIDENCE) / 2, degrees=self.num_measurements - 1) * math.sqrt(self.variance)
+
+        def pictures(share: float) -> float | None:
+            # a share above 1 is noise below 0: chance, where there is next to none
+            return max(0.0, global_batch_size * (1 / share - 1)) if share > 0 else None
+
+        return NoiseScale(pictures(self.mean), pictures(self.mean + half) or 0.0, pictures(self.mean - half))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Holds weighted sums over measurements of |G|^2 (signal) and |G_B|^2 (square): all that the figure needs."""
+
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    signal: float = 0.0
+    square: float = 0.0
+    signal_signal: float = 0.0
+    signal_square: float = 0.0
+    square_square: float = 0.0
+
+    def add(self, signal: float, square: float, *, kept: float = 1.0) -> "Moments":
+        """Return the sums with another measurement, of which those before keep that share."""
+        return Moments(
+            kept * self.weight + 1,
+            kept**2 * self.weight_squared + 1,
+            kept * self.signal + signal,
+            kept * self.square + square,
+            kept * self.signal_signal + signal * signal,
+            kept * self.signal_square + signal * square,
+            kept * self.square_square + square * square,
+        )
+
+    def share(self) -> Share | None:
+        """Return the signal's share, with its variance by the delta method; None of fewer measurements than FEWEST.
+
+        Of a quotient of means p = s / q the variance is that of s_i - p * q_i, over n * q^2. With unequal weights n is
+        their sum squared over the sum of their squares.
+        """
+        number = self.weight**2 / self.weight_squared if self.weight else 0.0
+        if number < FEWEST - 1e-9 or self.square <= 0:
+            return None
+        mean = self.signal / self.square
+        residual = self.signal_signal - 2 * mean * self.signal_square + mean**2 * self.square_square
+        spread = max(0.0, residual / self.weight) * number / (number - 1)
+        return Share(mean, spread / number / (self.square / self.weight) ** 2, number)
+
+    def noise_scale(self, *, global_batch_size: int) -> NoiseScale | None:
+        """Return the noise scale of what was added; None of too few measurements."""
+        share = self.share()
+        return share.noise_scale(global_batch_size=global_batch_size) if share else None
+
+
+def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = None) -> Moments:
+    """Add records of measurements to the sums of the running figure."""
+    moments = start or Moments()
+    for record in records:
+        if record["kind"] == KIND:
+            moments = moments.add(record["signal"], record["global_squared_norm"], kept=KEPT)
+    return moments
+
+
+def describe_noise_scale(record: Mapping[str, Any]) -> str:
+    """Show the figures of a record in words, with their band."""
+    estimate, low, high = (record[name] for name in NOT_YET)
+    if low is None:
+        return "not measured yet"
+    if estimate is None:
+        return f"above {low:,.0f}"
+    return f"{estimate:,.0f} ({low:,.0f} to {'no bound' if high is None else f'{high:,.0f}'})"
+
+
+def student_quantile(probability: float, *, degrees: float) -> float:
+    """Return the quantile of Student's distribution by its expansion in 1 / degrees: within 1% from 3 degrees on.
+
+    Source: Abramowitz and Stegun 1964, 26.7.5.
+    """
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))

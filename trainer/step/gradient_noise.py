@@ -1,0 +1,114 @@
+"""Squared norms of each microbatch's gradient and of the global one: what a gradient noise scale is made of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from bigbatch.trainer.input.microbatches import rank_microbatches
+from bigbatch.trainer.step.plan import Parts, Plan
+
+
+@dataclass(frozen=True)
+class SquaredNorms:
+    """Holds those of the gradients of mean losses, in one step: the mean over its microbatches, and the global one."""
+
+    step: int
+    """Steps done with this one."""
+    microbatch: float
+    global_batch: float
+
+
+class GradientNoise:
+    """Measures in every so many steps, without another backward: each microbatch's gradient as backward hands it over.
+
+    That is before it is added to those of other microbatches, and before any sum over ranks; in half precision it is
+    in the model's own, as is the sum. Hooks are there in measured steps alone, and nothing waits for the device before
+    take(). A step whose gradients are not all finite does not count.
+    """
+
+    def __init__(self, plan: Plan, parts: Parts, *, every_steps: int) -> None:
+        self._parts, self._every_steps = parts, every_steps
+        self._places = rank_microbatches(
+            rank=parts.communicator.rank,
+            accumulation_steps=plan.accumulation_steps,
+            ranks_per_ghost=plan.ranks_per_ghost,
+        )
+        self._num_microbatches = plan.accumulation_steps * parts.communicator.world_size
+        self._hooks: list[RemovableHandle] = []
+        self._norms: list[Tensor] = []
+        """Of the gradients of the microbatch that is being computed, a parameter each."""
+        self._squares: list[Tensor] = []
+        """Of this rank's microbatches in this step."""
+        self._scale = torch.ones(())
+        self._steps: list[int] = []
+        self._packed: list[Tensor] = []
+        """Of each measured step since take(): a square for each microbatch, 0 for other ranks', and the global one."""
+
+    def _is_due(self, done: int) -> bool:
+        return self._every_steps > 0 and done % self._every_steps == 0
+
+    def before_step(self, step: int) -> None:
+        """Put hooks on in a step that is measured."""
+        if not self._is_due(step + 1):
+            return
+        parts = self._parts
+        # of this step: the update may set another one for the next
+        self._scale = parts.precision.scaled(torch.ones((), device=parts.communicator.device))
+        weights = [p for p in parts.model.parameters() if p.requires_grad]
+        self._hooks = [p.register_hook(self._take_norm) for p in weights]
+        # a forward begins a microbatch: what backward computes again calls blocks, never the whole model
+        self._hooks.append(parts.model.register_forward_pre_hook(lambda *_: self._end_microbatch()))
+
+    def _take_norm(self, gradient: Tensor) -> None:
+        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+
+    def _end_microbatch(self) -> None:
+        if self._norms:
+            self._squares.append(torch.stack(self._norms).double().square().sum())
+            self._norms = []
+
+    @torch.no_grad()
+    def after_step(self, done: int) -> None:
+        """Take the hooks off, and the norm of the sum. Collective where the update is sharded."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._end_microbatch()
+        precision = self._parts.precision
+        precision.settle()  # gathers of new weights would be overtaken
+        packed_M = torch.zeros(self._num_microbatches + 1, dtype=torch.float64, device=self._scale.device)
+        # backward's loss is divided by the global batch: a microbatch's mean is larger by the number of microbatches
+        factor = (self._num_microbatches / self._scale.double()).square()
+        for place, square in zip(self._places, self._squares, strict=True):
+            packed_M[place].copy_(square * factor)
+        global_norm = precision.grad_norm().double()
+        if self._parts.communicator.rank == 0:  # all ranks have it, and a sum over them follows
+            packed_M[-1].copy_(global_norm.square())
+        self._squares = []
+        self._steps.append(done)
+        self._packed.append(packed_M)
+
+    def take(self) -> list[SquaredNorms]:
+        """Return what was measured since the last call, the same on all ranks. Collective; waits for the device.
+
+        Each microbatch has a place of its own, so a sum over ranks adds zeros, and figures do not depend on how
+        microbatches lie on ranks, but for the gradients' own rounding.
+        """
+        if not self._steps:
+            return []
+        flat_N = torch.cat(self._packed)
+        self._parts.communicator.sum_(flat_N, label=f"squared norms of step {self._steps[-1]}")
+        rows = flat_N.view(len(self._steps), -1)
+        means = torch.stack([rows[:, :-1].mean(1), rows[:, -1]], dim=1)
+        is_finite = means.isfinite().all(1)
+        found = [
+            SquaredNorms(step, *pair)
+            for step, pair, counts in zip(self._steps, means.tolist(), is_finite.tolist(), strict=True)
+            if counts
+        ]
+        self._steps, self._packed = [], []
+        return found

@@ -1,0 +1,1 @@
+"""The critical batch of a run, from its gradient noise scale."""

@@ -1,0 +1,96 @@
+"""The critical batch of a whole run, and what other batches cost: pure functions.
+
+At batch B a step makes 1 / (1 + B_noise / B) of the progress of one over all pictures. So where a run of any batch
+needs S steps and E = B * S pictures to one loss, S / S_min = 1 + B_crit / B and E / E_min = 1 + B / B_crit, where
+B_crit = E_min / S_min is the mean of B_noise over progress (McCandlish et al. 2018, arXiv 1812.06162, appendix D).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bigbatch.trainer.run.noise_scale import Moments, NoiseScale, Share
+
+IN_A_SEGMENT = 20
+"""Measurements at least, over which the noise scale is taken to stay as it is."""
+MOST_SEGMENTS = 20
+WIDE = 4.0
+"""Times its lower end that the upper end of a band is, above which a recommendation is in doubt."""
+AROUND = 3
+"""Doublings to each side of the recommended batch that the table shows."""
+
+Pair = tuple[float, float]
+"""Signal and square of a measurement, as Moments takes them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Says what a batch costs, beside the fewest steps and the fewest pictures that there can be."""
+
+    global_batch_size: int
+    steps: float
+    images: float
+
+
+def segments(pairs: Sequence[Pair]) -> list[Share]:
+    """Cut a run into parts of as many measurements each, and take the signal's share of each part."""
+    count = max(1, min(MOST_SEGMENTS, len(pairs) // IN_A_SEGMENT))
+    bounds = [round(index * len(pairs) / count) for index in range(count + 1)]
+    shares = [_moments(pairs[low:high]).share() for low, high in pairwise(bounds)]
+    return [share for share in shares if share is not None]
+
+
+def _moments(pairs: Sequence[Pair]) -> Moments:
+    moments = Moments()
+    for signal, square in pairs:
+        moments = moments.add(signal, square)
+    return moments
+
+
+def critical_batch(shares: Sequence[Share], *, global_batch_size: int) -> NoiseScale:
+    """Return the critical batch of a run whose parts, of as many steps each, have these shares of signal.
+
+    The progress of a step is the share of signal in it, p = 1 / (1 + B_noise / B), so the mean of B_noise over progress
+    is B * mean(1 - p) / mean(p): the noise scale of the mean share.
+    """
+    count = len(shares)
+    mean = Share(
+        sum(share.mean for share in shares) / count,
+        sum(share.variance for share in shares) / count**2,
+        sum(share.num_measurements - 1 for share in shares) + 1,
+    )
+    return mean.noise_scale(global_batch_size=global_batch_size)
+
+
+def thirds(pairs: Sequence[Pair], *, global_batch_size: int) -> list[NoiseScale]:
+    """Return the noise scale early in the run, in its middle and late; nothing of a run too short for that."""
+    third = len(pairs) // 3
+    shares = [_moments(part).share() for part in (pairs[:third], pairs[third:-third], pairs[-third:])] if third else []
+    return [share.noise_scale(global_batch_size=global_batch_size) for share in shares if share is not None]
+
+
+def recommended(critical: float, *, microbatch_size: int) -> int:
+    """Return the microbatch doubled until it is nearest to the critical batch, by ratio."""
+    return microbatch_size * 2 ** max(0, round(math.log2(max(critical, 1.0) / microbatch_size)))
+
+
+def trade(critical: float, *, microbatch_size: int, own: int) -> list[Row]:
+    """List batches around the critical one, and the run's own, with the steps and pictures that they need."""
+    best = recommended(critical, microbatch_size=microbatch_size)
+    around = {best * 2**power for power in range(AROUND + 1)}
+    around |= {best // 2**power for power in range(1, AROUND + 1) if best % (microbatch_size * 2**power) == 0}
+    return [Row(batch, 1 + critical / batch, 1 + batch / max(critical, 1.0)) for batch in sorted(around | {own})]
+
+
+def rate_factor(critical: float, *, old: int, new: int) -> float:
+    """Return by what the best rate of SGD grows from one batch to another: it is in proportion to 1 / (1 + B_crit / B).
+
+    Source: McCandlish et al. 2018, section 2.2.
+    """
+    return (1 + critical / old) / (1 + critical / new)
+
+
+def is_in_doubt(found: NoiseScale) -> bool:
+    """Tell whether a band is too wide to choose a batch by."""
+    return found.high is None or found.high > WIDE * max(found.low, 1.0)

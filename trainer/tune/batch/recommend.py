@@ -1,0 +1,123 @@
+"""`bigbatch tune batch`: a global batch for a config, from the gradient noise scale of a run."""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import ConfigError, RunFolderError, TuneError
+from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
+from bigbatch.trainer.run.noise_scale import FEWEST, KIND
+from bigbatch.trainer.tune.batch.critical import Pair
+from bigbatch.trainer.tune.batch.report import Answer, explain, make_answer, plot_answer
+from bigbatch.trainer.tune.search.short_run import differences, parse_launch, shorten, train_argv
+
+KEY = "run.noise_scale_every_steps"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train what argv names, or take the run that it names, and recommend a batch; the exit code.
+
+    Raises: ConfigError; RunFolderError; TuneError where the training failed or measured too little, or in a job.
+    """
+    if (size := read_process_env().world_size) > 1:
+        raise TuneError(f"bigbatch tune batch is one process, not {size}: start it alone, and give --launch")
+    arguments, overrides = _parser().parse_known_args(argv)
+    if (arguments.epochs is None) != (arguments.out is None):
+        raise ConfigError("--epochs and --out go together: both to train first, none to read a run that there is")
+    if arguments.out is None:
+        if overrides or arguments.launch:
+            what = " ".join([*overrides, *(["--launch"] if arguments.launch else [])])
+            raise ConfigError(f"{what}: a run that there is cannot be changed; give --epochs N --out FOLDER to train")
+        run = RunDir(Path(arguments.what))
+    else:
+        run = RunDir(arguments.out)
+        if code := _train(short_run(arguments, overrides)):
+            return code
+    answer = read_answer(run)
+    text = json.dumps(answer.record(), indent=1)
+    run.write_text(run.path / "batch.json", text + "\n")
+    if answer.rows:
+        plot_answer(answer, run.path / "batch.png")
+    for line in explain(answer):
+        print(line)
+    print(f"left in {run.path}: batch.json{' and batch.png' if answer.rows else ''}")
+    return 0
+
+
+def read_answer(run: RunDir) -> Answer:
+    """Read what a run measured. Raises: RunFolderError where it is none, or measured nothing; TuneError: too little."""
+    config = load_run_config(run, [], prog="bigbatch tune batch")
+    pairs: list[Pair] = [
+        (record["signal"], record["global_squared_norm"])
+        for record in read_records(run.metrics)
+        if record["kind"] == KIND
+    ]
+    if not pairs:
+        command = ["bigbatch", "train", "--config", str(run.path), "--run.directory", "FOLDER", f"--{KEY}", "1"]
+        raise RunFolderError(
+            f"{run.path} has no noise scale ({KEY}={config.run.noise_scale_every_steps}): record it by "
+            f"{shlex.join(command)}, or by bigbatch tune batch {shlex.quote(str(run.path))} --epochs N --out FOLDER"
+        )
+    if len(pairs) < FEWEST:
+        raise TuneError(f"{run.path} has {len(pairs)} measurements of the noise scale: {FEWEST} are the fewest to read")
+    return make_answer(
+        pairs,
+        run=run.path,
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+    )
+
+
+def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """Return the command of a short run that measures. Raises: ConfigError."""
+    if arguments.epochs < 1:
+        raise ConfigError(f"--epochs {arguments.epochs} must be at least 1")
+    words = ["--config", arguments.what, *overrides]
+    base = load_config(words, prog="bigbatch tune batch")
+    try:
+        launch_words = shlex.split(arguments.launch or "")
+    except ValueError as error:
+        raise ConfigError(f"--launch {arguments.launch!r} is no command line: {error}") from error
+    launch = parse_launch(launch_words)
+    short = shorten(base, epochs=arguments.epochs, evaluate_each=False, directory=arguments.out)
+    every = base.run.noise_scale_every_steps or 1
+    short = dataclasses.replace(short, run=dataclasses.replace(short.run, noise_scale_every_steps=every))
+    options = [*overrides, *differences(base, short)]
+    return train_argv(options, base=Path(arguments.what), launch=launch, gpus=())
+
+
+def _train(command: Sequence[str]) -> int:
+    """Train; 130 where it was stopped. Raises: TuneError where it failed."""
+    process = subprocess.Popen(command)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # which the training has got, too, and saves a checkpoint
+        code = process.wait()
+    if code not in (0, INTERRUPTED):
+        raise TuneError(f"the training ended with exit code {code}; what it said stands above")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch tune batch",
+        usage="bigbatch tune batch RUN | bigbatch tune batch CONFIG --epochs N --out FOLDER [--launch WORDS] "
+        "[--section.key VALUE ...]",
+        description="Recommend a global batch from the gradient noise scale: of a run that measured it "
+        f"({KEY}), or of a short run that is trained first. Leaves batch.json and batch.png in the run's folder.",
+        epilog="example: bigbatch tune batch quickstart --epochs 6 --out runs/batch",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("what", metavar="RUN | CONFIG", help="run folder; with --out a YAML file, or name of a packaged experiment")
+    add("--epochs", type=int, metavar="N", help="train for so many, with a schedule that is shortened in proportion")
+    add("--out", type=Path, metavar="FOLDER", help="run folder of that training")
+    add("--launch", metavar="WORDS", help="of bigbatch launch, such as 'mpirun --ranks 8'; one process without")
+    return parser

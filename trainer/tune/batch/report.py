@@ -1,0 +1,147 @@
+"""What a recommendation of a batch shows and leaves: batch.json, the answer in words, a picture."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.colours import COLOURS
+from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
+from bigbatch.trainer.tune.batch.critical import (
+    Pair,
+    Row,
+    critical_batch,
+    is_in_doubt,
+    rate_factor,
+    recommended,
+    segments,
+    thirds,
+    trade,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Holds what a run says of its batch."""
+
+    run: Path
+    global_batch_size: int
+    microbatch_size: int
+    num_measurements: int
+    critical: NoiseScale
+    thirds: tuple[NoiseScale, ...]
+
+    @property
+    def recommended(self) -> int | None:
+        """Return the global batch to take; None where the signal drowned in noise."""
+        estimate = self.critical.estimate
+        return None if estimate is None else recommended(estimate, microbatch_size=self.microbatch_size)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Return what batches around it cost."""
+        estimate = self.critical.estimate
+        own, microbatch = self.global_batch_size, self.microbatch_size
+        return [] if estimate is None else trade(estimate, microbatch_size=microbatch, own=own)
+
+    @property
+    def rate_factor(self) -> float | None:
+        """Return by what SGD's best rate changes with the recommended batch."""
+        if self.critical.estimate is None or self.recommended is None:
+            return None
+        return rate_factor(self.critical.estimate, old=self.global_batch_size, new=self.recommended)
+
+    def record(self) -> dict[str, Any]:
+        """Make what batch.json states."""
+        low, high = self.critical.low, self.critical.high
+        return {
+            "critical_batch": self.critical.estimate,
+            "critical_batch_low": low,
+            "critical_batch_high": high,
+            "in_doubt": is_in_doubt(self.critical),
+            "recommended_batch": self.recommended,
+            "sgd_rate_factor": self.rate_factor,
+            "batches": [asdict(row) for row in self.rows],
+            "noise_scale_by_third": [each.record() for each in self.thirds],
+            "measurements": self.num_measurements,
+            "run": str(self.run),
+            "global_batch_size": self.global_batch_size,
+            "microbatch_size": self.microbatch_size,
+        }
+
+
+def make_answer(pairs: Sequence[Pair], *, run: Path, global_batch_size: int, microbatch_size: int) -> Answer:
+    """Read the measurements of a run, of which there are enough for a figure."""
+    critical = critical_batch(segments(pairs), global_batch_size=global_batch_size)
+    course = thirds(pairs, global_batch_size=global_batch_size)
+    return Answer(run, global_batch_size, microbatch_size, len(pairs), critical, tuple(course))
+
+
+def explain(answer: Answer) -> list[str]:
+    """Say what to take, what it costs, and how sure that is."""
+    lines = [
+        f"critical batch {describe_noise_scale(answer.critical.record())} images, of {answer.num_measurements} "
+        f"measurements at a global batch of {answer.global_batch_size}"
+    ]
+    if answer.thirds:
+        course = zip(("early", "in the middle", "late"), answer.thirds, strict=False)
+        lines.append(
+            "noise scale " + "; ".join(f"{when} {describe_noise_scale(each.record())}" for when, each in course)
+        )
+    if answer.recommended is None:
+        return [*lines, _more(answer)]
+    lines.append(
+        f"recommended: a global batch of {answer.recommended}, --batch.global_batch_size {answer.recommended}; a "
+        "larger one trades images for fewer steps (time), a smaller one steps for fewer images (compute):"
+    )
+    lines += [f"  {line}" for line in _table(answer)]
+    if answer.recommended != answer.global_batch_size:
+        lines.append(
+            f"the rate that suits it is {answer.rate_factor:.2f} times this run's for SGD; with another optimizer, "
+            "search around that"
+        )
+    return [*lines, _more(answer)] if is_in_doubt(answer.critical) else lines
+
+
+def _table(answer: Answer) -> list[str]:
+    named = {answer.recommended: "recommended", answer.global_batch_size: "this run's"}
+    if answer.recommended == answer.global_batch_size:
+        named = {answer.recommended: "recommended, and this run's"}
+    lines = [f"{'batch':>9}  {'steps':>7}  {'images':>7}"]
+    for row in answer.rows:
+        mark = f"  {named[row.global_batch_size]}" if row.global_batch_size in named else ""
+        lines.append(f"{row.global_batch_size:>9}  {row.steps:>6.2f}x  {row.images:>6.2f}x{mark}")
+    return [*lines, "x: the fewest steps, or images, with which any batch comes to the same loss"]
+
+
+def _more(answer: Answer) -> str:
+    again = shlex.join(["bigbatch", "tune", "batch", str(answer.run), "--epochs", "N", "--out", "FOLDER"])
+    why = "in doubt, as the band is wide: measure more steps, or at a larger batch"
+    return f"{why}: {again} --batch.global_batch_size B"
+
+
+def plot_answer(answer: Answer, path: Path) -> None:
+    """Plot steps and images over the batch, beside the fewest of each, with the critical batch's band, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    batches = [row.global_batch_size for row in answer.rows]
+    axes.plot(batches, [row.steps for row in answer.rows], "o-", color=COLOURS[0], label="steps")
+    axes.plot(batches, [row.images for row in answer.rows], "s-", color=COLOURS[1], label="images")
+    axes.set(xscale="log", yscale="log", xlabel="global batch", ylabel="beside the fewest there can be")
+    axes.set_xticks(batches, [str(batch) for batch in batches], rotation=45, minor=False)
+    axes.minorticks_off()
+    low, high = axes.get_xlim()
+    band = (max(low, answer.critical.low), min(high, answer.critical.high or high))
+    axes.axvspan(*band, color="0.85", label="critical batch, 95% band")
+    if answer.recommended is not None:
+        axes.axvline(answer.recommended, color="0.3", linestyle="--", linewidth=1, label="recommended")
+    axes.set_xlim(low, high)
+    axes.set_title(f"Steps against images: {answer.run}", fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    with writing(path):
+        figure.savefig(path, dpi=120)
