@@ -230,6 +230,9 @@ SMALLER = {  # benchmark: the same with sizes for a test
     f".venv/bin/python -m benchmarks.largebatch.plot_ablations {ABLATIONS} --out docs/ablations.png": (
         f"largebatch.plot_ablations {' '.join(f'{ROOT}/{name}' for name in ABLATIONS.split())} --out ablations.png"
     ),
+    ".venv/bin/python -m benchmarks.largebatch.noise_scale --out benchmarks/results/noise-scale-cpu.json --plot docs/noise-scale.png": (  # noqa: E501
+        "largebatch.noise_scale --batches 32 128 --seeds 2 --per-class 10 --target 2.1 --lr 0.1 --out out.json"
+    ),
     ".venv/bin/python -m benchmarks.largebatch.exactness --out benchmarks/results/lars-exactness.json": (
         "largebatch.exactness --steps 2 --out out.json"
     ),
