@@ -1,6 +1,11 @@
 """How a job's script starts its ranks again after a loss, where --restarts asks for it: bash."""
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.launch.launchers.slurm_growth import MORE, RECALL, WATCH, WATCHED
 
 ANSWER_SECONDS = 30
 """How long a node may take to start a program, before it counts as lost."""
@@ -34,23 +39,28 @@ nodes_left() {{
   [ "$found" ] || printf '%s\\n' "$@"
 }}
 with_commas() {{ local IFS=,; echo "$*"; }}
+"""
+
+ALL = """\
 left=($(scontrol show hostnames "$SLURM_JOB_NODELIST")) code=1
-nodes=("${{left[@]}}")
+nodes=("${left[@]}")
 
 """
 
 CHOICE = """\
+# Lost nodes are given back, as Slurm puts a job into the queue one of whose nodes is down; so it does where it notices
+# first.
+if [ "${#left[@]}" -lt "${#nodes[@]}" ]; then
+  outside scontrol update JobId="$SLURM_JOB_ID" NodeList="$(with_commas "${left[@]}")"
+  nodes=("${left[@]}")
+  more_nodes @FULL && left=("${nodes[@]}")
+fi
 for count in @COUNTS 0; do [ "$count" -gt "${#left[@]}" ] || break; done   # so many nodes can share the batch
 if [ "$count" -eq 0 ]; then
   echo "bigbatch: $(date '+%F %T') back into the queue, as too few nodes are left: ${left[*]}"
   scontrol requeue "$SLURM_JOB_ID" && exec sleep 600   # Slurm ends this shell
   break
 fi
-# Lost nodes are given back, as Slurm puts a job into the queue one of whose nodes is down; so it does where it notices
-# first. Told by its environment that it runs in the job, scontrol would write files here.
-[ "${#left[@]}" -eq "${#nodes[@]}" ] || env -u SLURM_JOB_ID -u SLURM_JOBID \\
-  scontrol update JobId="$SLURM_JOB_ID" NodeList="$(with_commas "${left[@]}")"
-nodes=("${left[@]}")
 [ -z "$ranks" ] || newest >> "$starts"
 """
 
@@ -61,9 +71,11 @@ before, of which Slurm waits for a lost node's part, may still have them: --over
 ON_THE_OTHERS = """\
 # Nobody must mend anything where a rank or a node was lost: they start again at once, without the lost nodes.
 [ -z "$asked" ] && ! was_preempted || break
-case $code in @ENDED) break ;; esac
+case $code in @ENDED) [ -n "$grown" ] || break ;; esac
 left=($(nodes_left "${nodes[@]}"))
-[ "${#left[@]}" -lt "${#nodes[@]}" ] || case $code in @FINAL) break ;; esac
+if [ -z "$grown" ] && [ "${#left[@]}" -eq "${#nodes[@]}" ]; then
+  case $code in @FINAL) break ;; esac
+fi
 end_if_stuck "$code"
 echo "bigbatch: $(date '+%F %T') exit code $code: starting again; nodes that answer: ${left[*]}"
 """
@@ -74,15 +86,51 @@ def place_options(*, ranks_per_node: int) -> str:
     return PLACE.replace("@RANKS", str(ranks_per_node))
 
 
-def choose_nodes(node_counts: Sequence[int]) -> str:
-    """Return what chooses how many nodes have ranks, from the numbers that can share the batch, in falling order."""
-    first, last = node_counts[0], node_counts[-1]
-    is_range = len(node_counts) > 2 and tuple(node_counts) == tuple(range(first, last - 1, -1))
-    counts = f"{{{first}..{last}}}" if is_range else " ".join(map(str, node_counts))
-    return CHOICE.replace("@COUNTS", counts)
+@dataclass(frozen=True)
+class Shrinking:
+    """Is the parts of a script whose job goes on without lost nodes, and takes others in their place: bash.
+
+    node_counts: how many nodes can share the batch, in falling order.
+    options: of sbatch, by which Slurm chose the nodes.
+    """
+
+    node_counts: Sequence[int]
+    options: Sequence[str]
+    is_python: bool
+
+    @property
+    def before(self) -> str:
+        """Return what comes before the first start: functions, and the nodes."""
+        more = MORE.replace("@OPTIONS", " ".join(map(shlex.quote, self.options)))
+        return NODES + more + ("" if self.is_python else RECALL.replace("@COUNTS", self._counts)) + ALL
+
+    @property
+    def choice(self) -> str:
+        """Return what chooses how many nodes have ranks."""
+        return CHOICE.replace("@COUNTS", self._counts).replace("@FULL", str(self.node_counts[0]))
+
+    @property
+    def meanwhile(self) -> str:
+        """Return what is started beside the ranks; nothing beside scripts, which may die of the request to stop."""
+        return "" if self.is_python else WATCH.replace("@FULL", str(self.node_counts[0]))
+
+    @property
+    def again(self) -> str:
+        """Return what ends the loop around srun, or prepares its next round."""
+        watched = "" if self.is_python else WATCHED.replace("@STOPPED", str(INTERRUPTED))
+        return watched + _by_codes(ON_THE_OTHERS, is_python=self.is_python)
+
+    @property
+    def _counts(self) -> str:
+        first, last = self.node_counts[0], self.node_counts[-1]
+        is_range = len(self.node_counts) > 2 and tuple(self.node_counts) == tuple(range(first, last - 1, -1))
+        return f"{{{first}..{last}}}" if is_range else " ".join(map(str, self.node_counts))
 
 
-def start_again(*, is_python: bool, may_shrink: bool) -> str:
-    """Return what ends the loop around srun, or prepares its next round."""
-    text = ON_THE_OTHERS if may_shrink else ON_ALL
+def start_again(*, is_python: bool) -> str:
+    """Return what ends the loop around srun on the same nodes, or prepares its next round."""
+    return _by_codes(ON_ALL, is_python=is_python)
+
+
+def _by_codes(text: str, *, is_python: bool) -> str:
     return text.replace("@ENDED", ENDED).replace("@FINAL", FINAL_OF_SCRIPTS if is_python else FINAL)

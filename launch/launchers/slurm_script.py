@@ -15,7 +15,7 @@ from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
 from bigbatch.launch.launchers.script import FOREIGN_VARIABLES
 from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
-from bigbatch.launch.launchers.slurm_restarts import NODES, choose_nodes, place_options, start_again
+from bigbatch.launch.launchers.slurm_restarts import Shrinking, place_options, start_again
 from bigbatch.trainer.config.sections import CommConfig
 
 SIGNAL_EARLY_SECONDS = 60
@@ -29,6 +29,12 @@ REFUSED = {
     "hosts": "Slurm chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
     **dict.fromkeys(("node_rank", "master"), "the ranks find each other by Slurm's own words: leave it out"),
 }
+
+NOT_OF_NODES = (
+    *("job-name", "nodes", "time", "partition", "array", "signal"),
+    *("output", "error", "input", "open-mode", "export", "export-file", "requeue", "no-requeue", "wait"),
+)
+"""Options of sbatch that say nothing of single nodes; of the second line salloc knows none."""
 
 MARK = "# run folder: "
 """Begins the line of a script that says where its run is, as JSON, and that it heeds SIGUSR2."""
@@ -75,8 +81,11 @@ newest >> "$starts"
 MOST_STARTS = 5
 """Of a job that states no restarts, each from the queue."""
 
-RAN = """\
+STARTED = """\
 ranks=$!
+"""
+
+RAN = """\
 [ -z "$asked" ] || kill -USR1 "$ranks"   # asked before they started
 tail --pid="$ranks" --follow=name --retry --lines=0 "$logs/rank-0.log" 2>/dev/null &
 shown=$!
@@ -194,6 +203,11 @@ def directives(job: JobSpec) -> list[str]:
     return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue", *others]
 
 
+def _of_nodes(job: JobSpec) -> list[str]:
+    """Return those by which Slurm chooses a job's nodes and counts them, but for their number, partition and time."""
+    return [option for option in directives(job) if option[2:].partition("=")[0] not in NOT_OF_NODES]
+
+
 def _head(job: JobSpec, *, folder: str | None) -> str:
     shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # modules are defined by the login shell's files
     logs = shlex.quote(job.logs or "logs")
@@ -269,12 +283,14 @@ def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: 
         *(f"  {line} \\" for line in _container(job)),
         f"  {_words(_rank_words(job, python=python), job)} &",
     ]
-    text = "\n".join(lines) + "\n" + RAN
+    text = "\n".join(lines) + "\n" + STARTED
     if not job.restarts:
-        return text
-    again = start_again(is_python=job.is_python, may_shrink=bool(node_counts))
-    before, choice = (NODES, choose_nodes(node_counts)) if node_counts else ("", "")
-    return f"{before}while :; do\n{indent(choice + text + again, '  ')}done\n"
+        return text + RAN
+    if not node_counts:
+        return f"while :; do\n{indent(text + RAN + start_again(is_python=job.is_python), '  ')}done\n"
+    shrinking = Shrinking(node_counts, _of_nodes(job), is_python=job.is_python)
+    round_ = shrinking.choice + text + shrinking.meanwhile + RAN + shrinking.again
+    return f"{shrinking.before}while :; do\n{indent(round_, '  ')}done\n"
 
 
 def _ending(job: JobSpec) -> str:

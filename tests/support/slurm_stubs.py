@@ -32,18 +32,32 @@ if os.environ.get("STUB_WAITS"):
 with open(place / "srun.calls", "a") as calls:
     calls.write(".")
 codes = os.environ.get("STUB_CODE", "0").split()
-sys.exit(int(codes[min(calls_so_far, len(codes) - 1)]))
+code = codes[min(calls_so_far, len(codes) - 1)]
+if code == "wait":  # for the request to stop
+    signal.pause()
+sys.exit(int(code))
 """
 SCONTROL = """#!/bin/sh
 echo "$@${SLURM_JOB_ID:+ in a job}" >> "$STUBS/scontrol.calls"
 case "$1 $2" in
   "show hostnames") printf 'n%s\n' 0 1 2 3 ;;
+  "show config") echo "SchedulerParameters = ${STUB_GROWS:+permit_job_expansion}" ;;
+  "update JobId=78") exit "${STUB_HANDS_OVER:-0}" ;;
   "show "*) echo "JobId=77 PreemptTime=${STUB_PREEMPT:-None}" ;;
   "requeue "*) exit "${STUB_REQUEUE:-0}" ;;
 esac
 """
 SCANCEL = """#!/bin/sh
+[ "$1" != 78 ] || exec touch "$STUBS/cancelled"
 kill -TERM "$(cat "$STUBS/srun.pid")"
+"""
+SQUEUE = """#!/bin/sh
+case "$*" in *%L) echo 1:00:00 ;; *) echo "n[0-3]" ;; esac
+"""
+SALLOC = """#!/bin/sh
+echo "$@" >> "$STUBS/salloc.calls"
+[ "$(wc -l < "$STUBS/salloc.calls")" -gt "${STUB_BUSY:-0}" ] || exit 1
+echo "salloc: Granted job allocation 78" >&2
 """
 SLEEP = """#!/bin/sh
 echo "$@" >> "$STUBS/sleep.calls"
@@ -57,6 +71,7 @@ class Stubs:
         """Without shows_logs, tail does nothing: it looks once a second whether it is done."""
         self.folder = folder
         programs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "sleep": SLEEP}
+        programs |= {"squeue": SQUEUE, "salloc": SALLOC}
         if not shows_logs:
             programs["tail"] = "#!/bin/sh\n"
         for name, text in programs.items():
@@ -111,6 +126,11 @@ class Stubs:
     def scontrol_calls(self) -> list[str]:
         """Its words, and whether it was told that it runs in the job."""
         calls = self.folder / "scontrol.calls"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+    def salloc_calls(self) -> list[str]:
+        """Its words."""
+        calls = self.folder / "salloc.calls"
         return calls.read_text().splitlines() if calls.exists() else []
 
     def requeued(self) -> bool:
