@@ -1,7 +1,7 @@
 """Whom all others wait for in the end, by what torch's flight recorder kept of the ranks of a job that hangs."""
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -95,7 +95,7 @@ class _Search:
         found = []
         for group, numbers in self._job.collectives.items():
             for number in sorted(numbers):
-                if odd := _odd(numbers[number]):
+                if odd := self._odd(group, number):
                     found.append(self._finding(DIFFERS, odd, _Place(group, number)))
                     break
         return found
@@ -110,7 +110,8 @@ class _Search:
             grouped[cause.kind, cause.place] |= cause.ranks if cause.kind == DIFFERS else {rank}
         if circle := self._circle(nodes, ends):
             causes = {self._causes[rank] for rank in circle}
-            kind = CYCLE if any(each.kind != STUCK for each in causes) else STUCK
+            is_one = all(each.place.of_rank is not None for each in causes) or len(causes) == 1
+            kind = STUCK if is_one and all(each.kind == STUCK for each in causes) else CYCLE
             grouped[kind, self._causes[min(circle)].place].update(circle)
         return [self._finding(kind, ranks, place) for (kind, place), ranks in grouped.items()]
 
@@ -126,13 +127,38 @@ class _Search:
                 found.append(self._finding(UNEVEN, behind, _Place(group, next(next_ones))))
         return found
 
+    def _odd(self, group: Group, number: int) -> frozenset[int]:
+        """Return the ranks of a group that call another collective than most.
+
+        Where no call has a majority, as in a group of two, the calls of that number in groups of the same kind decide.
+        """
+        odd = _odd(self._job.collectives[group][number])
+        if odd != self._job.collectives[group][number].keys():
+            return odd
+        kind = (group.description, len(group.ranks))
+        others = {
+            rank: call
+            for other, numbers in self._job.collectives.items()
+            if other != group and (other.description, len(other.ranks)) == kind
+            for rank, call in numbers.get(number, {}).items()
+        }
+        among_all = _odd(others | self._job.collectives[group][number]) if others and not _odd(others) else frozenset()
+        return odd & among_all or odd
+
     def _is_whole(self, rank: int) -> bool:
         return rank in self._job.recordings and self._job.recordings[rank].is_whole
 
     def _waits_for(self, rank: int) -> frozenset[int]:
-        """Return whom a rank waits for in the first operation that it has not ended; nobody where it is to blame."""
+        """Return whom a rank waits for in the first operation that it has not ended; nobody where it is to blame.
+
+        Who is in that operation, too, and in another one first, keeps all others.
+        """
         cause = self._causes[rank]
-        return cause.ranks - {rank} if cause.kind == LATE or rank not in cause.ranks else frozenset()
+        if cause.kind == LATE or rank not in cause.ranks:
+            return cause.ranks - {rank}
+        if cause.kind == DIFFERS:
+            return frozenset()
+        return frozenset(each for each in cause.ranks if self._causes[each].place != cause.place)
 
     def _cause(self, rank: int, operation: Operation) -> _Cause:
         group = self._job.group_of(rank, operation)
@@ -151,7 +177,7 @@ class _Search:
             return _Cause(LATE, frozenset([*late, *unknown]), place)
         calls = self._job.collectives[group][number]
         pending = frozenset(rank for rank, each in calls.items() if not each.is_over)
-        if odd := _odd(calls):
+        if odd := self._odd(group, number):
             return _Cause(DIFFERS, odd, place)
         unstarted = frozenset(rank for rank in pending if calls[rank].state == "scheduled")
         if unstarted and unstarted != pending:
@@ -164,29 +190,35 @@ class _Search:
 
     def _cause_of_messages(self, rank: int, group: Group, operation: Operation) -> _Cause:
         place = _Place(group, operation.number, rank)
-        peers, unlike, unposted = set(), set(), set()
+        peers, unlike, unposted, unstarted = set(), set(), set(), set()
         for message, peer in self._job.peers_of(rank, operation):
-            partner, is_over = self._partner(rank, group, message, peer)
-            if partner is None:
+            partner, of = self._partner(rank, group, message, peer)
+            if partner is None or of is None:
                 unposted.add(peer)
             elif _amount(message) != _amount(partner):
                 unlike |= {rank, peer}
-            elif not is_over:
+            elif not of.is_over:
                 peers.add(peer)
+                if {of.state, operation.state} == {"scheduled", "started"}:
+                    unstarted.add(peer if of.state == "scheduled" else rank)
         if unposted:
             return _Cause(LATE, frozenset(unposted), place)
         if unlike:
             return _Cause(DIFFERS, frozenset(unlike), place)
+        if unstarted:
+            return _Cause(UNSTARTED, frozenset(unstarted), place)
         return _Cause(STUCK, frozenset(peers), place) if peers else _Cause(HELD, frozenset([rank]), place)
 
-    def _partner(self, rank: int, group: Group, message: Operation, peer: int) -> tuple[Operation | None, bool]:
-        """Return the message that the peer has posted for this one, and whether it is over; both keep one order."""
+    def _partner(
+        self, rank: int, group: Group, message: Operation, peer: int
+    ) -> tuple[Operation, Operation] | tuple[None, None]:
+        """Return the message that the peer has posted for this one, and the batch it is of; both keep one order."""
         mine = self._job.messages[rank, group, message.kind, peer]
         theirs = self._job.messages[peer, group, "recv" if message.kind == "send" else "send", rank]
         if not (self._is_whole(rank) and self._is_whole(peer)):
-            mine, theirs = ([each for each in some if not each[1]] for some in (mine, theirs))
+            mine, theirs = ([each for each in some if not each[1].is_over] for some in (mine, theirs))
         place = next(k for k, (each, _) in enumerate(mine) if each is message)
-        return theirs[place] if place < len(theirs) else (None, False)
+        return theirs[place] if place < len(theirs) else (None, None)
 
     def _earliest(self, rank: int) -> _Cause:
         """Return why others wait for a rank that waits in nothing: the operation that comes first in the program.
@@ -205,7 +237,10 @@ class _Search:
         return next(cause for cause in self._causes.values() if cause.place == first)
 
     def _circle(self, nodes: Iterable[int], ends: Iterable[int]) -> list[int]:
-        """Return ranks that wait for each other, and from which no chain leads to an end; none where all do."""
+        """Return ranks that wait for each other, and from which no chain leads to an end; none where all do.
+
+        Of several circles one in which somebody has not begun what another waits in, and of these the smallest.
+        """
         open_ends, todo = set(ends), list(ends)
         waited_by: dict[int, list[int]] = defaultdict(list)
         for rank, others in self._waits.items():
@@ -216,11 +251,26 @@ class _Search:
                 if rank not in open_ends:
                     open_ends.add(rank)
                     todo.append(rank)
-        left = set(nodes) - open_ends
-        path = [min(left)] if left else []
-        while path and (following := min(self._waits[path[-1]])) not in path:
-            path.append(following)
-        return path[path.index(following) :] if path else []
+        left = sorted(set(nodes) - open_ends)
+        circles = filter(None, (self._way_back(rank) for rank in left if self._causes[rank].kind == LATE))
+        found = min(circles, key=len, default=None) or next(filter(None, map(self._way_back, left)), [])
+        return sorted(found)
+
+    def _way_back(self, rank: int) -> list[int]:
+        """Return the fewest ranks over which a rank waits for itself, and itself; none where it does not."""
+        came_from: dict[int, int] = {}
+        todo = deque([rank])
+        while todo:
+            each = todo.popleft()
+            for other in sorted(self._waits[each] - came_from.keys()):
+                came_from[other] = each
+                todo.append(other)
+                if other == rank:
+                    way = [each]
+                    while way[-1] != rank:
+                        way.append(came_from[way[-1]])
+                    return way
+        return []
 
     def _finding(self, kind: str, ranks: Iterable[int], place: _Place) -> Finding:
         """Describe what is wrong; of ranks that are late for a collective, with those that have begun least."""
@@ -233,9 +283,11 @@ class _Search:
             ranks = [rank for rank in begun if begun[rank] == min(begun.values())]
         ranks = tuple(sorted(ranks))
         others = [rank for rank in calls if rank not in ranks]
+        example = calls[_most_common(calls, others or calls)]
+        if kind == HELD and place.of_rank is None:  # also of those whose recorders have forgotten it
+            others = [rank for rank in self._job.begun[place.group] if rank not in ranks]
         doing = calls if kind == DIFFERS else self._job.waiting
         theirs = {rank: doing[rank] for rank in ranks if rank in doing}
-        example = calls[_most_common(calls, others or calls)]
         return Finding(kind, ranks, place.group, example, tuple(sorted(others)), theirs)
 
 

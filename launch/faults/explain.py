@@ -1,10 +1,12 @@
 """`bigbatch faults explain`: who made a job hang, read from what torch's flight recorder left of its ranks."""
 
 import argparse
+import gc
 import json
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.plain_pickle import RunsCode
@@ -12,7 +14,7 @@ from bigbatch.comm.rendezvous.recording import Recording, read_recording
 from bigbatch.errors import FaultError, tell
 from bigbatch.exit_codes import FAILED
 from bigbatch.launch.faults.culprits import STUCK, find_culprits
-from bigbatch.launch.faults.verdict import headline, last_words, record, table
+from bigbatch.launch.faults.verdict import headline, last_words, nothing_wrong, record, table
 
 MOST_BYTES = 1 << 26
 """Of one dump: some fifty times what a recorder of 2,000 operations writes, with the lines that called them."""
@@ -27,12 +29,13 @@ _RANK = re.compile(r"rank[-_.]?(\d+)(?:-[a-z0-9_]{8})?$|(\d+)$")
 def main(argv: Sequence[str]) -> int:
     """Name the culprits; return 0 where nothing is wrong, else FAILED. Raises: FaultError."""
     arguments = _parser().parse_args(argv)
-    job, findings = find_culprits(read_dumps(find_dumps(arguments.dumps)))
+    with _without_collections():
+        job, findings = find_culprits(read_dumps(find_dumps(arguments.dumps)))
     if arguments.json:
         print(json.dumps(record(job, findings)))
         return FAILED if findings else 0
     if not findings:
-        print(f"nothing is wrong: all {len(job.ranks)} ranks have ended all that they began, and begun the same")
+        print(nothing_wrong(job))
     for finding in findings:
         print(headline(finding))
         for rank in finding.ranks[: MOST_SPOKEN if finding.kind != STUCK else 1]:
@@ -40,6 +43,18 @@ def main(argv: Sequence[str]) -> int:
                 print(f"  {last_words(job, rank)}")
     print(f"\n{table(job, findings[0].group if findings else None)}")
     return FAILED if findings else 0
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let Python look for no garbage meanwhile: a thousand dumps are millions of objects, and all of them stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,7 +95,7 @@ def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
     found: dict[int, list[Path]] = {}
     for path in paths:
         try:
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            files = _files_in(path) if path.is_dir() else [path]
         except OSError as error:
             raise FaultError(f"{path}: {error.strerror}") from error
         for file in files:
@@ -92,6 +107,12 @@ def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
     if not found:
         raise FaultError(f"{', '.join(map(str, paths))}: no dumps here, whose names end in a rank, as in trace_rank_3")
     return found
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return its files; where none is named as a dump, those of its folders, such as one for each node."""
+    files = sorted(each for each in folder.iterdir() if not each.is_dir())
+    return files if any(rank_of(each) is not None for each in files) else sorted(folder.glob("*/*"))
 
 
 def rank_of(path: Path) -> int | None:

@@ -21,8 +21,8 @@ class RecordedJob:
         self.begun: dict[Group, dict[int, int]] = {}
         self.collectives: dict[Group, dict[int, dict[int, Operation]]] = {}
         """Group -> number -> rank -> what it called."""
-        self.messages: dict[tuple[int, Group, str, int], list[tuple[Operation, bool]]] = defaultdict(list)
-        """Rank, group, send or recv, peer -> its messages, and whether they are over."""
+        self.messages: dict[tuple[int, Group, str, int], list[tuple[Operation, Operation]]] = defaultdict(list)
+        """Rank, group, send or recv, peer -> its messages, each with the batch that it is of, or itself."""
         for rank, recording in recordings.items():
             self._index(rank, recording)
 
@@ -66,7 +66,7 @@ class RecordedJob:
             group = self.group_of(rank, each)
             if each.is_message:
                 for part, peer in self.peers_of(rank, each):
-                    self.messages[rank, group, part.kind, peer].append((part, each.is_over))
+                    self.messages[rank, group, part.kind, peer].append((part, each))
             else:
                 self.begun.setdefault(group, {})[rank] = each.number
                 self.collectives.setdefault(group, {}).setdefault(each.number, {})[rank] = each

@@ -43,6 +43,9 @@ def headline(finding: Finding) -> str:
         return f"{names} {_have(many)} not begun {what}, in which {others} wait{_s(num_others)}"
     if finding.kind == UNEVEN:
         return f"{names} {_have(many)} begun less than others, who wait for nobody: not {what}"
+    if finding.kind == UNSTARTED and finding.operation.is_message:
+        of = "the counterpart of " if finding.waiting else ""
+        return f"{names} {_have(many)} queued {of}{what}, and the GPU has not started it, as the peer's has"
     if finding.kind == UNSTARTED:
         return (
             f"{names} {_have(many)} queued {what}, and the GPU has not started it, as it has on {others}: "
@@ -65,6 +68,15 @@ def headline(finding: Finding) -> str:
         return f"{names} wait for each other: {waits}"
     assert finding.kind == DIFFERS
     return _differing(finding, names, what)
+
+
+def nothing_wrong(job: RecordedJob) -> str:
+    """Return that there is no finding, and how far that goes."""
+    short = [rank for rank, recording in job.recordings.items() if not recording.is_whole]
+    kept = ""
+    if short:
+        kept = f", of what is kept: {name_ranks(short)} began more than a recorder holds (TORCH_FR_BUFFER_SIZE)"
+    return f"nothing is wrong: all {len(job.ranks)} ranks have ended all that they began, and begun the same{kept}"
 
 
 def _differing(finding: Finding, names: str, what: str) -> str:

@@ -15,6 +15,7 @@ class PlayedRank:
 
     def __init__(self, rank: int, groups: dict[str, list[int]], *, version: str = "2.10") -> None:
         self.rank, self.groups, self.version = rank, groups, version
+        self.descriptions: dict[str, str] = {}
         self.entries: list[Entry] = []
         self.counts: dict[tuple[str, bool], int] = {}
 
@@ -65,7 +66,7 @@ class PlayedRank:
     def dump(self) -> dict[str, Any]:
         """Return what the recorder writes."""
         groups = {
-            name: {"name": name, "desc": "default_pg" if name == "0" else f"of_{name}", "ranks": str(ranks)}
+            name: {"name": name, "desc": self._describe(name), "ranks": str(ranks)}
             for name, ranks in self.groups.items()
             if self.rank in ranks or not ranks
         }
@@ -87,6 +88,9 @@ class PlayedRank:
         path.write_text(json.dumps(dump))
         return path
 
+    def _describe(self, group: str) -> str:
+        return self.descriptions.get(group, "default_pg" if group == "0" else f"of_{group}")
+
     def _next(self, group: str, is_message: bool) -> int:
         self.counts[group, is_message] = self.counts.get((group, is_message), 0) + 1
         return self.counts[group, is_message]
@@ -104,7 +108,7 @@ class PlayedRank:
                 "frames": [LIBRARY, own],
                 "record_id": len(self.entries),
                 "pg_id": list(self.groups).index(group),
-                "process_group": (group, "default_pg" if group == "0" else f"of_{group}"),
+                "process_group": (group, self._describe(group)),
                 "collective_seq_id": self.counts.get((group, False), 0) if is_message else number,
                 "p2p_seq_id": number if is_message else self.counts.get((group, True), 0),
                 "op_id": len(self.entries) + 1,

@@ -137,6 +137,22 @@ def test_two_ranks_that_differ_have_no_majority(explain: Explain) -> None:
     )
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_of_two_ranks_that_differ_groups_of_the_same_kind_say_who_is_wrong(explain: Explain, is_over: bool) -> None:
+    """As tensor-parallel pairs do, of which one rank leaves its part out."""
+    ranks = play(6, {"1": [0, 1], "2": [2, 3], "3": [4, 5]})
+    for each in ranks:
+        each.descriptions |= dict.fromkeys("123", "mesh_tp")
+        group = str(each.rank // 2 + 1)
+        each.call(group=group).call("reduce" if each.rank == 3 else "all_gather", group=group, size=64)
+        each.call(state="completed" if is_over else "started", group=group if is_over else "0")
+    said = explain(ranks)
+    assert said.headline == (
+        "rank 3 calls nccl:reduce [64] Float as number 2 of process group 2 (mesh_tp, 2 ranks), where 1 of the others "
+        "call nccl:all_gather [64] Float"
+    )
+
+
 @pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
 def test_sizes_that_differ_by_right_are_no_mismatch(explain: Explain, name: str) -> None:
     ranks = play(3)
@@ -339,6 +355,82 @@ def test_circle_of_groups_is_named_as_one(explain: Explain) -> None:
     )
 
 
+def test_groups_that_are_queued_in_another_order_are_a_circle(explain: Explain) -> None:
+    """All have begun all, as hosts run ahead of their GPUs, which do one after the other."""
+    ranks = play(3, {"1": [0, 1], "2": [0, 1]})
+    for each in ranks:
+        each.call(times=3)
+    for each, order in zip(ranks, ("12", "21"), strict=False):
+        for group in order:
+            each.call(state="scheduled", group=group)
+    for each in ranks:
+        each.call(state="scheduled")
+    assert explain(ranks).headline == (
+        "rank 0 and rank 1 wait for each other: rank 0 in collective 1 (nccl:all_reduce [1024] Float) of group 1; "
+        "rank 1 in collective 1 (nccl:all_reduce [1024] Float) of group 2"
+    )
+
+
+def test_circle_is_shown_where_somebody_has_not_begun(explain: Explain) -> None:
+    """Rank 2 has left out its part of a pair, and goes on to messages around a ring, in which all others wait, too."""
+    ranks = play(4, {"1": [0, 1], "2": [2, 3]})
+    for each in ranks:
+        each.call(times=3)
+        if each.rank != 2:
+            each.call("reduce", "scheduled" if each.rank == 3 else "completed", group=str(each.rank // 2 + 1))
+        each.batch(("send", (each.rank + 1) % 4), ("recv", (each.rank - 1) % 4), state="scheduled")
+    said = explain(ranks)
+    assert said.headline.startswith("rank 2 and rank 3 wait for each other: rank 2 in message 1 (nccl:coalesced of")
+    assert said.headline.endswith("rank 3 in collective 1 (nccl:reduce [1024] Float) of group 2")
+
+
+def test_rank_that_waits_first_for_another_is_followed(explain: Explain) -> None:
+    """Both of a pair have queued its collective; one of them waits for rank 2 in what it has queued before."""
+    ranks = play(3, {"1": [0, 1], "2": [0, 2]})
+    for each in ranks:
+        each.call(times=3)
+    ranks[0].call("broadcast", "scheduled", group="2").call("all_gather", "scheduled", group="1")
+    ranks[1].call("all_gather", "scheduled", group="1")
+    said = explain(ranks)
+    assert said.headline.startswith(
+        "rank 2 has not begun collective 1 (nccl:broadcast [1024] Float) of process group 2"
+    )
+    assert not any("no rank is behind" in line for line in said.lines)
+
+
+def test_gpu_that_has_not_started_a_message_is_named(explain: Explain) -> None:
+    ranks = play(4)
+    for each in ranks:
+        each.call()
+    ranks[0].message("send", 1, "started")
+    ranks[1].message("recv", 0, "scheduled")
+    what = "message 1 (nccl:{} [8] Float) of process group 0 (default_pg, 4 ranks)"
+    lacks = ", and the GPU has not started it, as the peer's has"
+    assert explain(ranks).headline == f"rank 1 has queued {what.format('recv 1<-0')}{lacks}"
+    ranks[1].call(state="scheduled", group="0")  # which waits for the message
+    assert explain(ranks).headline == f"rank 1 has queued {what.format('recv 1<-0')}{lacks}"
+
+
+def test_gpu_that_has_not_started_its_part_of_a_ring_of_messages_is_named(explain: Explain) -> None:
+    ranks = play(5)
+    for each in ranks:
+        state = "scheduled" if each.rank == 3 else "started"
+        each.batch(("send", (each.rank + 1) % 5), ("recv", (each.rank - 1) % 5), state=state)
+    said = explain(ranks, "--json")
+    assert json.loads(said.headline)["culprits"] == [3]
+
+
+def test_gpu_busy_with_what_its_recorder_forgot_has_not_started_the_peers_message(explain: Explain) -> None:
+    """Rank 1 waits in the counterpart, behind something else: the peer's message alone tells."""
+    ranks = play(3, {"1": [1, 2]})
+    ranks[1].call("reduce", "scheduled", group="1")
+    ranks[2].call("reduce", "scheduled", group="1")
+    ranks[0].message("send", 1, "started")
+    ranks[1].message("recv", 0, "scheduled")
+    said = explain(ranks)
+    assert said.headline.startswith("no rank is behind: both ranks have begun collective 1 (nccl:reduce")
+
+
 def test_ring_that_ran_over(explain: Explain) -> None:
     """Ranks remember different stretches; one has only what is pending, one nothing of the group."""
     ranks = play(4, {"1": [1, 3]})
@@ -363,6 +455,28 @@ def test_rank_still_in_what_others_completed_is_named(explain: Explain) -> None:
     said = explain(ranks)
     assert said.headline.startswith("rank 2 is still in collective 7 (nccl:all_reduce [1024] Float)")
     assert said.headline.endswith("which 3 others have completed")
+
+
+def test_rank_still_in_what_others_recorders_forgot_is_named(explain: Explain) -> None:
+    ranks = play(4)
+    for each in ranks:
+        each.call(times=6).call(state="started" if each.rank == 2 else "completed")
+        if each.rank != 2:
+            each.call(times=3).forget(8)
+    said = explain(ranks)
+    assert said.headline.startswith("rank 2 is still in collective 7 (nccl:all_reduce [1024] Float)")
+    assert said.headline.endswith("which 3 others have completed")
+
+
+def test_nothing_wrong_in_what_recorders_keep_is_said_so(explain: Explain) -> None:
+    ranks = play(2)
+    for each in ranks:
+        each.call(times=6)
+    ranks[1].forget(2)
+    said = explain(ranks)
+    assert said.headline.endswith(
+        "the same, of what is kept: rank 1 began more than a recorder holds (TORCH_FR_BUFFER_SIZE)"
+    )
 
 
 def test_uneven_gather_within_a_coalesced_collective(explain: Explain) -> None:
@@ -564,3 +678,12 @@ def test_dumps_are_found_by_name(explain: Explain, tmp_path: Path, capsys: pytes
     assert "rank 0 has several dumps" in explain().error
     paths = [str(tmp_path / f"nccl_trace_rank_{rank}") for rank in range(2)]
     assert main(["faults", "explain", *paths]) == 0
+
+
+def test_dumps_are_found_in_the_folders_of_a_folder(explain: Explain, tmp_path: Path) -> None:
+    """One for each node, as they are gathered from disks of their own."""
+    for each in play(4):
+        folder = tmp_path / f"node{each.rank // 2}"
+        folder.mkdir(exist_ok=True)
+        each.call(times=1 if each.rank == 3 else 2).write(folder)
+    assert explain().headline.startswith("rank 3 has begun less than others")
