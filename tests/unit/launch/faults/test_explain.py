@@ -420,8 +420,8 @@ def test_gpu_that_has_not_started_its_part_of_a_ring_of_messages_is_named(explai
     assert json.loads(said.headline)["culprits"] == [3]
 
 
-def test_gpu_busy_with_what_its_recorder_forgot_has_not_started_the_peers_message(explain: Explain) -> None:
-    """Rank 1 waits in the counterpart, behind something else: the peer's message alone tells."""
+def test_peer_whose_gpu_has_something_else_first_is_followed(explain: Explain) -> None:
+    """Rank 1 has posted its side behind a collective that hangs."""
     ranks = play(3, {"1": [1, 2]})
     ranks[1].call("reduce", "scheduled", group="1")
     ranks[2].call("reduce", "scheduled", group="1")
