@@ -21,7 +21,7 @@ from bigbatch.errors import CheckpointError, tell
 from bigbatch.files import mode_of_own, write_whole
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.remedies import MEMORY
-from bigbatch.trainer.machine.cgroup import memory_left
+from bigbatch.trainer.machine.cgroup import free_memory
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
 from bigbatch.trainer.run.checkpoint import (
@@ -66,6 +66,7 @@ class MemoryCopies:
         self._is_keeper = communicator.rank in communicator.topology.leaders
         self._write: BackgroundWrite | None = None
         self._has_failed = False
+        self._num_bytes = 0
 
     def find(self, *, above: int) -> Found | None:
         """Find the newest copy after step above that some node has whole, and give it to all ranks. Collective."""
@@ -93,6 +94,7 @@ class MemoryCopies:
 
     def require_room(self, *, num_bytes: int) -> None:
         """Refuse a run whose state some node's memory does not hold. Collective. Raises: CheckpointError on all."""
+        self._num_bytes = num_bytes
         lacks = self._lack(num_bytes * COPIES_IN_MEMORY) if self._is_keeper else ""
         for text in self._communicator.control.gather_text(lacks, what="room for copies in memory"):
             if text:
@@ -114,6 +116,10 @@ class MemoryCopies:
             return
         self.settle()
         if self._has_failed:
+            return
+        left, needed = free_memory(), self._num_bytes * (COPIES_IN_MEMORY - 1)
+        if left is not None and left < needed:  # somebody else took it: a write beyond it would end a process
+            self._fail(MemoryError(f"{left / 1e6:.0f} MB are left, and the next copy takes {needed / 1e6:.0f} MB"))
             return
         try:
             copied = copy_to_host(state)
@@ -184,7 +190,7 @@ class MemoryCopies:
             return f"{KEY}: {self._folder} of {host} cannot be used ({error.strerror}); set it to 0"
         if not _is_own(self._folder):
             return f"{KEY}: {self._folder} of {host} is not this user's alone; remove it, or set it to 0"
-        left = memory_left()
+        left = free_memory()
         free = held + (room if left is None else min(room, left))
         if free < num_bytes:
             return (

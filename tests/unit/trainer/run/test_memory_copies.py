@@ -125,11 +125,33 @@ def test_copies_that_do_not_fit_are_refused(
     left: int, text: str, tmp_path: Path, memory: Path, communicator: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies = opened(tmp_path, communicator)
-    monkeypatch.setattr(memory_copies, "memory_left", lambda: left)
+    monkeypatch.setattr(memory_copies, "free_memory", lambda: left)
     with pytest.raises(CheckpointError, match=naming("run.memory_every_steps", ALONE.host, text, "300 MB")):
         copies.require_room(num_bytes=100_000_000)
-    monkeypatch.setattr(memory_copies, "memory_left", lambda: 300_000_000)
+    monkeypatch.setattr(memory_copies, "free_memory", lambda: 300_000_000)
     copies.require_room(num_bytes=100_000_000)
+
+
+def test_copies_end_where_others_took_the_memory_meanwhile(
+    tmp_path: Path,
+    memory: Path,
+    communicator: Communicator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In one line: the run goes on, and what is kept already stays."""
+    copies = opened(tmp_path, communicator)
+    copies.require_room(num_bytes=1_000_000)
+    keep(copies, step=5)
+    monkeypatch.setattr(memory_copies, "free_memory", lambda: 1_999_999)
+    keep(copies, step=6)
+    keep(copies, step=7)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "keeps no copy of the run in memory any more: 2 MB are left, and the next copy takes 2 MB" in said
+    found = opened(tmp_path, communicator).find(above=0)
+    assert found
+    assert found.state["step"] == 5
 
 
 def test_copies_whose_folder_was_removed_meanwhile_are_made_anew(
