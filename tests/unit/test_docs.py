@@ -1,6 +1,7 @@
 """What the pages tell people to type works, here or in a test that is named, and the files that they link to exist."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -509,6 +510,12 @@ def test_bigbatch_commands(
         with pytest.raises(SystemExit, match="0"):
             main(words)
     elif words[0] == "train":
+        if "--schedule.range_test" in words:
+            monkeypatch.chdir(tmp_path)
+            text = json.dumps({"suggested_lr": 1.0, "config": dump_config(load_config(words[1:3]))})
+            folder = Path(words[words.index("--schedule.range_test") + 1])
+            folder.mkdir(parents=True)
+            (folder / "range.json").write_text(text)
         assert accumulation_steps(load_config(words[1:]).batch, world_size=num_ranks) >= 1
     elif words[0] == "config":
         assert main(words) == 0

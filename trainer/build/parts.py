@@ -18,7 +18,7 @@ from bigbatch.trainer.build.compute import make_execution, require_capturable, s
 from bigbatch.trainer.build.job import stated_sizes
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.optimizer import make_optimizer
-from bigbatch.trainer.build.plan import make_schedule_of
+from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.schema import Config
@@ -92,13 +92,15 @@ def make_parts(
     )
     try:
         optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
+        schedule = make_schedule_of(config, plan)
         return Parts(
             model=model,
             statistics=statistics,
             precision=precision,
             accumulation=accumulation,
             optimizer=optimizer,
-            schedule=make_schedule_of(config, plan),
+            schedule=schedule,
+            momentum=make_momentum_of(config, schedule),
             reducer=reducer,
             communicator=communicator,
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),

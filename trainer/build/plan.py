@@ -5,7 +5,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.optim.schedule import Schedule, make_schedule
+from bigbatch.trainer.optim.schedule import Schedule, make_schedule, mirrored_momentum
 from bigbatch.trainer.step.divergence import GuessWatch
 from bigbatch.trainer.step.plan import Plan
 
@@ -61,17 +61,30 @@ def make_schedule_of(config: Config, plan: Plan) -> Schedule:
         "power": schedule.power,
         "gamma": schedule.gamma,
         "milestones": None if milestones is None else [round(epoch * steps) for epoch in milestones],
-        "total_steps": None if schedule.name == "step" else _schedule_steps(config, plan),
+        "total_steps": None if schedule.name in ("step", "cyclic") else _schedule_steps(config, plan),
+        "cycle_steps": None if schedule.cycle_epochs is None else schedule.cycle_epochs * steps,
+        "factor": schedule.cycle_factor,
+        "warmup_steps": None if schedule.name == "cyclic" else _warmup_steps(config, steps_per_epoch=steps),
     }
     try:
         return make_schedule(
             schedule.name,
             base_lr=schedule.base_lr,
-            warmup_steps=_warmup_steps(config, steps_per_epoch=steps),
             **{name: value for name, value in optional.items() if value is not None},
         )
     except ValueError as error:
         raise ConfigError(f"schedule: {error}") from error
+
+
+def make_momentum_of(config: Config, rate: Schedule) -> Schedule | None:
+    """Make the schedule of the momentum, which mirrors that of the rate; None where it stays as it is."""
+    schedule, high = config.schedule, config.optimizer.momentum
+    if schedule.low_momentum is None or high is None:
+        return None
+    lowest_lr = schedule.end_lr if schedule.name == "cyclic" else None
+    return mirrored_momentum(
+        rate, base_lr=schedule.base_lr, high=high, low=schedule.low_momentum, lowest_lr=lowest_lr or 0.0
+    )
 
 
 def _schedule_steps(config: Config, plan: Plan) -> int:

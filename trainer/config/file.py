@@ -13,6 +13,7 @@ import yaml
 from bigbatch.errors import ConfigError, nearest
 from bigbatch.trainer.config.fields import takes_text
 from bigbatch.trainer.config.options import parse_options
+from bigbatch.trainer.config.range_test import suggested_rate
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import in_proportion
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, Config, make_config, require_known, typed, with_defaults
@@ -96,7 +97,12 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
             epochs = stated.get("run.epochs", KEYS["run.epochs"].default)
             shorter = in_proportion(values, epochs=epochs, kept=overrides)
             raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
-    origins |= dict.fromkeys(overrides, "command line")
+        origins |= dict.fromkeys(overrides, "command line")
+        if config.schedule.range_test is not None:  # the run then states a number, and needs no file to go on
+            rate = suggested_rate(values, read_recipe=read_dumped, is_rate_stated="schedule.base_lr" in overrides)
+            origins["schedule.base_lr"] = f"range test {config.schedule.range_test}"
+            schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
+            config = dataclasses.replace(config, schedule=schedule)
     return Resolved(config, {key: origins.get(key, "default") for key in KEYS})
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
+from bigbatch.trainer.config.sections import ComputeConfig, OptimizerConfig, RunConfig, ScheduleConfig
 
 
 def decay_epochs(schedule: ScheduleConfig, *, epochs: int) -> float:
@@ -20,7 +20,13 @@ def in_proportion(values: Mapping[str, Any], *, epochs: int, kept: Container[str
     if share >= 1:
         return
     options = []
-    for key in ("schedule.warmup_epochs", "schedule.decay_epochs", "schedule.milestone_epochs", "data.train_sizes"):
+    for key in (
+        "schedule.warmup_epochs",
+        "schedule.decay_epochs",
+        "schedule.milestone_epochs",
+        "schedule.cycle_epochs",
+        "data.train_sizes",
+    ):
         value = values[key]
         if value is None or key in kept:
             continue
@@ -61,9 +67,33 @@ def check_evaluations(run: RunConfig) -> Iterator[str]:
         )
 
 
+def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute: ComputeConfig) -> Iterator[str]:
+    """Say where a momentum cannot mirror the rate."""
+    low, high = schedule.low_momentum, optimizer.momentum
+    if low is None:
+        return
+    key = f"schedule.low_momentum={low:g}"
+    if high is None:
+        yield f"{key} has no meaning with optimizer.name={optimizer.name}: set it to null"
+    elif low >= high:
+        yield f"{key} must be below optimizer.momentum={high:g}, from which the momentum falls: give less"
+    if compute.cuda_graph:
+        yield f"{key} cannot change in steps that are replayed: set compute.cuda_graph to false, or it to null"
+    if schedule.name == "cyclic" and schedule.end_lr is not None and schedule.end_lr >= schedule.base_lr:
+        yield f"{key} needs a rate that rises: set schedule.end_lr below schedule.base_lr={schedule.base_lr:g}"
+
+
 def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
     """Say where the schedule contradicts itself or a run of so many epochs."""
     warmup = schedule.warmup_epochs
+    if schedule.name == "cyclic":
+        if warmup:
+            yield (
+                f"schedule.warmup_epochs={warmup:g} has no meaning with schedule.name=cyclic, whose cycles begin by "
+                "rising: set it to 0"
+            )
+        if schedule.cycle_epochs is not None and schedule.cycle_epochs > epochs:
+            yield f"schedule.cycle_epochs={schedule.cycle_epochs:g} exceeds run.epochs={epochs}: give at most that"
     if warmup > epochs:
         yield f"schedule.warmup_epochs={warmup} is longer than run.epochs={epochs}: give at most that"
     else:
@@ -77,8 +107,8 @@ def _check_decay(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
     warmup, decay = schedule.warmup_epochs, schedule.decay_epochs
     if decay is None:
         return
-    if schedule.name == "step":
-        yield f"schedule.decay_epochs={decay:g} has no meaning with schedule.name=step: set it to null"
+    if schedule.name in ("step", "cyclic"):
+        yield f"schedule.decay_epochs={decay:g} has no meaning with schedule.name={schedule.name}: set it to null"
     elif warmup + decay > epochs:
         yield (
             f"schedule.warmup_epochs={warmup:g} and schedule.decay_epochs={decay:g} are longer than run.epochs={epochs}"

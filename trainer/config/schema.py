@@ -19,7 +19,7 @@ from bigbatch.trainer.config.optimizer import check_optimizer, check_optimizer_n
 from bigbatch.trainer.config.precision import check_average, check_precision
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.reproducible import check_reproducible
-from bigbatch.trainer.config.schedule import check_evaluations, check_schedule
+from bigbatch.trainer.config.schedule import check_evaluations, check_momentum, check_schedule
 from bigbatch.trainer.config.score import check_loss, check_metrics
 from bigbatch.trainer.config.sections import (
     AugmentConfig,
@@ -153,6 +153,7 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from check_patience(data, config.comm)
     yield from check_evaluations(run)
     yield from check_schedule(config.schedule, epochs=run.epochs)
+    yield from check_momentum(config.schedule, optimizer, config.compute)
     yield from check_comm(config.comm)
     yield from check_precision(optimizer)
     yield from check_average(optimizer)

@@ -300,27 +300,40 @@ class OptimizerConfig:
     """Double the loss scale after so many steps without overflow, halve it at each overflow; null for a static one."""
 
 
+WITH_END_LR = ("polynomial", "cosine", "one_cycle", "cyclic")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate is a pure function of the step, with a linear warm-up from 0."""
 
-    name: Literal["polynomial", "cosine", "step", "one_cycle"] = "polynomial"
-    """Form of the decay after the warm-up."""
+    name: Literal["polynomial", "cosine", "step", "one_cycle", "cyclic"] = "polynomial"
+    """Form of the decay after the warm-up; cyclic goes up and down again and again instead."""
     base_lr: Annotated[float, POSITIVE] = 1.0
-    """Learning rate at the end of the warm-up."""
+    """Learning rate at the end of the warm-up; of cyclic, in the middle of the first cycle."""
+    range_test: str | None = None
+    """Folder or range.json of bigbatch tune range, of the same recipe, whose suggestion base_lr is then; null to state
+    base_lr."""
     warmup_epochs: Annotated[float, NOT_NEGATIVE] = 5.0
     """Length of the warm-up, in epochs."""
     decay_epochs: Annotated[float | None, POSITIVE] = None
     """Length of the decay that follows, in epochs, after which end_lr stays; null for the rest of the run, and for
     step."""
-    end_lr: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", ("polynomial", "cosine", "one_cycle"))] = 0.0
-    """Learning rate at the last step; null for step."""
+    end_lr: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", WITH_END_LR)] = 0.0
+    """Learning rate at the last step; of cyclic, at the end of each cycle; null for step."""
     power: Annotated[float | None, POSITIVE, OnlyFor("name", ("polynomial",))] = 2.0
     """Exponent of the polynomial; null for every other form."""
     milestone_epochs: Annotated[tuple[float, ...] | None, NOT_NEGATIVE, OnlyFor("name", ("step",))] = None
     """Epochs at which step multiplies the rate by gamma; null for every other form."""
     gamma: Annotated[float | None, POSITIVE, OnlyFor("name", ("step",))] = 0.1
     """Factor at each milestone; null for every form but step."""
+    cycle_epochs: Annotated[float | None, POSITIVE, OnlyFor("name", ("cyclic",))] = 2.0
+    """Length of a cycle, half of it up and half down, in epochs; null for every form but cyclic."""
+    cycle_factor: Annotated[float | None, ABOVE_ZERO, OnlyFor("name", ("cyclic",))] = 1.0
+    """Height of each cycle, over that of the one before, in (0, 1]; null for every form but cyclic."""
+    low_momentum: Annotated[float | None, POSITIVE, BELOW_ONE] = None
+    """The momentum mirrors the learning rate: optimizer.momentum where that is 0 (of cyclic: end_lr), and this where it
+    is base_lr, for lars and sgd. null to keep optimizer.momentum."""
 
 
 @dataclass(frozen=True, kw_only=True)

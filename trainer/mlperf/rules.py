@@ -45,6 +45,7 @@ REFERENCE = {
     "optimizer.lr_factors": None,
     "optimizer.clip_norm": None,
     "optimizer.ema_decay": None,
+    "schedule.low_momentum": None,
 }
 """As the reference has it."""
 RECIPES = {

@@ -44,9 +44,43 @@ def cosine(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float
 def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float = 0.0) -> Schedule:
     """Go straight up to the peak base_lr, straight down to end_lr: the triangle of Page's ResNet-9 and FFCV.
 
-    Not torch's OneCycleLR, which by default follows cosines, starts above 0 and cycles the momentum too.
+    Not torch's OneCycleLR, which by default follows cosines, starts above 0 and cycles the momentum too, as
+    mirrored_momentum does.
     """
     return polynomial(base_lr=base_lr, warmup_steps=warmup_steps, total_steps=total_steps, power=1.0, end_lr=end_lr)
+
+
+def cyclic(*, base_lr: float, cycle_steps: float, end_lr: float = 0.0, factor: float = 1.0) -> Schedule:
+    """Go straight up to base_lr and down to end_lr in each cycle, each time by factor of the height before.
+
+    Smith 2017, arXiv 1506.01186: with factor 1 his triangular, with 0.5 his triangular2. Step s has gone (s + 1) /
+    cycle_steps of the cycles, so that the last step of a cycle has end_lr, and the run's first one more than that.
+    """
+    _check_base(base_lr, 0)
+    if not cycle_steps >= 2:
+        raise ValueError(f"a cycle must have at least 2 steps, not {cycle_steps}")
+    if not 0 < factor <= 1:
+        raise ValueError(f"factor must lie in (0, 1], not {factor}")
+    if not 0 <= end_lr <= base_lr:
+        raise ValueError(f"end_lr must lie between 0 and base_lr {base_lr}, not {end_lr}")
+
+    def schedule(step: int) -> float:
+        number, place = divmod((max(step, 0) + 1) / cycle_steps, 1.0)
+        return end_lr + (base_lr - end_lr) * (1 - abs(2 * place - 1)) * factor**number
+
+    return schedule
+
+
+def mirrored_momentum(rate: Schedule, *, base_lr: float, high: float, low: float, lowest_lr: float = 0.0) -> Schedule:
+    """Return the momentum that falls from high to low as the rate rises from lowest_lr to base_lr, in proportion.
+
+    Smith 2018, arXiv 1803.09820: large rates want a small momentum.
+    """
+    if not 0 < low < high < 1:
+        raise ValueError(f"the momentum must fall from below 1 to above 0, not from {high} to {low}")
+    if not lowest_lr < base_lr:
+        raise ValueError(f"the rate must rise, not from {lowest_lr} to {base_lr}")
+    return lambda step: high - (high - low) * (rate(step) - lowest_lr) / (base_lr - lowest_lr)
 
 
 def step_decay(*, base_lr: float, warmup_steps: int, milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
@@ -71,6 +105,7 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "cosine": cosine,
     "step": step_decay,
     "one_cycle": one_cycle,
+    "cyclic": cyclic,
 }
 
 

@@ -85,13 +85,20 @@ class Parts:
     average: WeightAverage = field(default_factory=NoAverage)
     energy: EnergyMeter = field(default_factory=NoEnergyMeter)
     execution: Execution = field(default_factory=EagerExecution)
+    momentum: Callable[[int], float] | None = None
+    """By step; None where it stays as it is."""
     notes: tuple[str, ...] = ()
     """Lines to say before the first step: how these parts differ from what the config asks for."""
 
     def set_lr_(self, *, step: int) -> None:
-        """Write the learning rate of a step into all groups, times the factor that a group may have of its own."""
+        """Write the learning rate of a step into all groups, times the factor that a group may have of its own.
+
+        And the momentum, where it changes with the steps.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule(step) * group.get("lr_factor", 1.0)
+            if self.momentum is not None:
+                group["momentum"] = self.momentum(step)
 
     def showing(self) -> AbstractContextManager[list[Tensor]]:
         """Show the weights that the optimizer means; the rest is as in eval_mode."""

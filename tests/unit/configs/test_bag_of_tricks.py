@@ -109,7 +109,7 @@ def test_biases_move_by_the_factor_and_decay_as_the_others(excluded: bool) -> No
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     scales = {name: t.clone() for name, t in model.state_dict().items() if is_scale(name, t)}
     optimizer = make_optimizer(config.optimizer, model, {}, lr=1.0)
-    parts: Any = SimpleNamespace(optimizer=optimizer, schedule=lambda step: LR)
+    parts: Any = SimpleNamespace(optimizer=optimizer, schedule=lambda step: LR, momentum=None)
     Parts.set_lr_(parts, step=0)
     optimizer.step()
     for name, parameter in model.named_parameters():

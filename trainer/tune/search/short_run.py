@@ -53,6 +53,7 @@ def _shorten_schedule(schedule: ScheduleConfig, *, epochs: int, share: float) ->
         warmup_epochs=warmup,
         decay_epochs=None if schedule.decay_epochs is None else min(schedule.decay_epochs * share, rest),
         milestone_epochs=None if milestones is None else tuple(each * share for each in milestones),
+        cycle_epochs=None if schedule.cycle_epochs is None else min(schedule.cycle_epochs * share, epochs),
     )
 
 

@@ -33,6 +33,7 @@ ANOTHER = {
     "optimizer.lr_factors": "{fc.*: 2}",
     "optimizer.exclude_bias_and_norm": "false",
     "optimizer.clip_norm": 1.0,
+    "schedule.low_momentum": 0.8,
     "optimizer.weight_decay": 1.5e-4,
     "optimizer.momentum": 0.91,
     "optimizer.label_smoothing": 0.2,

@@ -10,7 +10,9 @@ from error_texts import naming
 from bigbatch.trainer.optim.schedule import (
     SCHEDULES,
     cosine,
+    cyclic,
     make_schedule,
+    mirrored_momentum,
     one_cycle,
     polynomial,
     step_decay,
@@ -76,6 +78,53 @@ def test_one_cycle_is_a_triangle():
     np.testing.assert_allclose(actual, expected, atol=1e-15)
 
 
+def test_cyclic_is_smiths_triangle():
+    """Cycles of 4 steps between 0.1 and 0.5, the second with half the height: triangular2 of arXiv 1506.01186."""
+    actual = series(cyclic(base_lr=0.5, cycle_steps=4, end_lr=0.1, factor=0.5), 12)
+    expected = [0.3, 0.5, 0.3, 0.1, 0.2, 0.3, 0.2, 0.1, 0.15, 0.2, 0.15, 0.1]
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+    assert cyclic(base_lr=0.5, cycle_steps=4, end_lr=0.1)(-5) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("factor", "mode"), [(1.0, "triangular"), (0.5, "triangular2")])
+def test_cyclic_is_torchs_one_update_earlier(factor, mode):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.CyclicLR(
+            optimizer, base_lr=0.2, max_lr=2.0, step_size_up=7, mode=mode, cycle_momentum=False
+        )
+
+    expected = torch_series(scheduler, 61, lr=0.2)
+    actual = series(cyclic(base_lr=2.0, cycle_steps=14, end_lr=0.2, factor=factor), 60)
+    np.testing.assert_allclose(actual, expected[1:], rtol=1e-9)
+
+
+def test_momentum_mirrors_the_rate():
+    """One cycle from 0.95 to 0.85 and back, in steps of 0.025 up and 0.0125 down; torch's OneCycleLR does so, too."""
+    rate = one_cycle(base_lr=0.4, warmup_steps=4, total_steps=12, end_lr=0.0)
+    actual = series(mirrored_momentum(rate, base_lr=0.4, high=0.95, low=0.85), 12)
+    expected = [0.925, 0.9, 0.875, 0.85, 0.8625, 0.875, 0.8875, 0.9, 0.9125, 0.925, 0.9375, 0.95]
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+    cycles = cyclic(base_lr=0.5, cycle_steps=4, end_lr=0.1, factor=0.5)
+    mirrored = series(mirrored_momentum(cycles, base_lr=0.5, high=0.9, low=0.5, lowest_lr=0.1), 8)
+    np.testing.assert_allclose(mirrored, [0.7, 0.5, 0.7, 0.9, 0.8, 0.7, 0.8, 0.9], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: cyclic(base_lr=0.0, cycle_steps=4), ("base_lr", "0.0")),
+        (lambda: cyclic(base_lr=1.0, cycle_steps=1.9), ("at least 2 steps", "1.9")),
+        (lambda: cyclic(base_lr=1.0, cycle_steps=4, factor=1.1), ("factor", "1.1")),
+        (lambda: cyclic(base_lr=1.0, cycle_steps=4, end_lr=2.0), ("end_lr", "2.0")),
+        (lambda: mirrored_momentum(float, base_lr=1.0, high=0.5, low=0.5), ("from 0.5 to 0.5",)),
+        (lambda: mirrored_momentum(float, base_lr=1.0, high=0.5, low=0.1, lowest_lr=1.0), ("from 1.0 to 1.0",)),
+    ],
+)
+def test_cycles_refuse(make, named):
+    with pytest.raises(ValueError, match=naming(*named)):
+        make()
+
+
 def test_step_decay_series():
     actual = series(step_decay(base_lr=1.0, warmup_steps=2, milestones=[4, 6], gamma=0.1), 9)
     np.testing.assert_allclose(actual, [0.5, 1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.01], rtol=1e-12)
@@ -134,7 +183,7 @@ def test_step_decay_outside_the_run():
 
 
 def test_make_schedule_by_name():
-    assert set(SCHEDULES) == {"polynomial", "cosine", "step", "one_cycle"}
+    assert set(SCHEDULES) == {"polynomial", "cosine", "step", "one_cycle", "cyclic"}
     settings = {"base_lr": 1.0, "warmup_steps": 2, "total_steps": 10, "end_lr": 0.0}
     # at fraction 1/4: (3/4)^2, (1 + cos 45 degrees) / 2, 3/4
     expected = {"polynomial": 0.5625, "cosine": 0.5 + math.sqrt(2) / 4, "one_cycle": 0.75}
@@ -187,5 +236,5 @@ def test_step_decay_refuses_settings(wrong, name):
 
 
 def test_make_schedule_refuses_an_unknown_name():
-    with pytest.raises(ValueError, match=naming("polynomial, cosine, step, one_cycle", "'linear'")):
+    with pytest.raises(ValueError, match=naming("polynomial, cosine, step, one_cycle, cyclic", "'linear'")):
         make_schedule("linear", base_lr=1.0)

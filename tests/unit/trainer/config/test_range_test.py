@@ -1,0 +1,109 @@
+"""A peak that comes from a range test: of the same recipe, or not at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from error_texts import naming
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.file import dump_config, load_config, resolve
+from bigbatch.trainer.tune.range.curve import Suggestion
+from bigbatch.trainer.tune.range.report import range_record
+
+ONE_CYCLE = ("--config", "quickstart", "--schedule.name=one_cycle", "--schedule.power=null")
+
+
+def write_test(folder: Path, *overrides: str, rate: float | None = 2.5) -> Path:
+    """What `bigbatch tune range` leaves for the quick start with these overrides."""
+    config = load_config(["--config", "quickstart", "--run.divergence_steps=null", *overrides])
+    record = range_record([1.0, 2.0], [2.3, 2.2], Suggestion(rate, None, rate), config=dump_config(config))
+    folder.mkdir()
+    (folder / "range.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.parametrize("place", ["", "range.json"])
+def test_the_peak_is_what_the_range_test_suggests(place: str, tmp_path: Path) -> None:
+    # where it runs and how it is scheduled is no part of what a rate does
+    folder = write_test(tmp_path / "test", "--data.num_threads=3", "--batch.microbatch_size=256", "--run.seed=4")
+    found = resolve([*ONE_CYCLE, f"--schedule.range_test={folder / place}"])
+    assert found.config.schedule.base_lr == 2.5
+    assert found.config.schedule.range_test is None, "the run states a number, and needs no file to go on"
+    assert found.origins["schedule.base_lr"].startswith("range test ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["--model.width=8"], ("another recipe", "model.width=8 there and 16 here", "repeat bigbatch tune range")),
+        (["--data.mean=[0, 0, 0]"], ("data.mean=[0.0, 0.0, 0.0] there and [0.5, 0.5, 0.5] here",)),
+        (["--optimizer.momentum=0.5"], ("optimizer.momentum=0.5 there and 0.9 here",)),
+        (["--batch.global_batch_size=1024"], ("batch.global_batch_size=1024 there and 512 here",)),
+    ],
+)
+def test_a_range_test_of_another_recipe_is_refused(
+    overrides: list[str], named: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = write_test(tmp_path / "test", *overrides)
+    with pytest.raises(ConfigError, match=naming("schedule.range_test=", *named)):
+        load_config([*ONE_CYCLE, f"--schedule.range_test={folder}"])
+
+
+def test_a_rate_that_is_stated_twice_and_one_that_was_not_found_are_refused(tmp_path: Path) -> None:
+    folder = write_test(tmp_path / "test")
+    with pytest.raises(ConfigError, match=naming("schedule.base_lr both state the rate")):
+        load_config([*ONE_CYCLE, f"--schedule.range_test={folder}", "--schedule.base_lr=1"])
+    folder = write_test(tmp_path / "flat", rate=None)
+    with pytest.raises(ConfigError, match=naming("found no rate", "larger --to")):
+        load_config([*ONE_CYCLE, f"--schedule.range_test={folder}"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "[]",
+        "{}",
+        '{"suggested_lr": 1}',
+        '{"suggested_lr": 1, "config": 5}',
+        '{"suggested_lr": 1, "config": "a: ["}',
+    ],
+)
+def test_what_is_no_range_test_is_refused(content: Any, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "range.json").write_text(content)
+    with pytest.raises(ConfigError, match=naming("schedule.range_test=", "bigbatch tune range has written")):
+        load_config([*ONE_CYCLE, f"--schedule.range_test={tmp_path / 'range.json'}"])
+
+
+CYCLIC = ("--schedule.name=cyclic", "--schedule.power=null", "--schedule.warmup_epochs=0")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([*CYCLIC[:2]], ("schedule.warmup_epochs=2 has no meaning", "set it to 0")),
+        ([*CYCLIC, "--schedule.decay_epochs=3"], ("schedule.decay_epochs=3 ", "schedule.name=cyclic")),
+        ([*CYCLIC, "--schedule.cycle_epochs=13"], ("schedule.cycle_epochs=13 exceeds run.epochs=12",)),
+        (["--schedule.low_momentum=0.9"], ("schedule.low_momentum=0.9 must be below optimizer.momentum=0.9",)),
+        (["--schedule.low_momentum=0.5", "--compute.cuda_graph=true"], ("set compute.cuda_graph to false",)),
+        (
+            [*CYCLIC, "--schedule.low_momentum=0.5", "--schedule.end_lr=8"],
+            ("schedule.low_momentum=0.5 needs a rate that rises", "schedule.end_lr below schedule.base_lr=8"),
+        ),
+        (
+            [
+                *("--schedule.low_momentum=0.5", "--optimizer.name=adamw", "--optimizer.momentum=null"),
+                *("--optimizer.nesterov=null", "--optimizer.trust_coefficient=null", "--optimizer.momentum_form=null"),
+            ],
+            ("schedule.low_momentum=0.5 has no meaning with optimizer.name=adamw",),
+        ),
+    ],
+)
+def test_cycles_that_contradict_the_run_are_refused(options: list[str], named: tuple[str, ...]) -> None:
+    load_config(["--config", "quickstart", *CYCLIC, "--schedule.low_momentum=0.5"])
+    with pytest.raises(ConfigError, match=naming(*named)):
+        load_config(["--config", "quickstart", *options])

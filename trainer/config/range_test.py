@@ -1,0 +1,63 @@
+"""The learning rate that a range test suggests, as long as it is one of the same recipe."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigbatch.errors import ConfigError
+from bigbatch.files import parse_json
+
+KEY = "schedule.range_test"
+FILE = "range.json"
+"""What `bigbatch tune range` leaves in its folder."""
+OF_A_RECIPE = ("data.", "augment.", "model.", "batch.", "optimizer.")
+"""Sections whose keys decide what a learning rate does."""
+WHEREVER = (
+    *("data.loader", "data.num_threads", "data.prefetch_batches", "data.patience_seconds", "data.hardware_share"),
+    *("data.stage", "data.keep_staged", "data.bind_numa", "data.probe_seconds", "data.max_skipped"),
+    *("data.max_megapixels", "data.eval_crop_fraction", "data.eval_flip"),
+    *("batch.microbatch_size", "batch.virtual_ranks"),
+    *("optimizer.sharded", "optimizer.ema_decay", "optimizer.ema_every_steps"),
+)
+"""Keys of these that say where and how it runs, or what is evaluated."""
+
+
+def suggested_rate(
+    values: Mapping[str, Any], *, read_recipe: Callable[[str], Mapping[str, Any]], is_rate_stated: bool
+) -> float:
+    """Return what the range test in schedule.range_test suggests for an experiment of these values.
+
+    read_recipe: from the text of a dumped config to its values. is_rate_stated: on the command line, as well.
+    Raises: ConfigError for a file that is none, one that found no rate, or one of another recipe.
+    """
+    stated = f"{KEY}={values[KEY]}"
+    if is_rate_stated:
+        raise ConfigError(f"{stated} and schedule.base_lr both state the rate: leave one out")
+    path = Path(values[KEY])
+    path = path / FILE if path.is_dir() else path
+    try:
+        found = parse_json(path.read_text())
+        rate, recipe = found["suggested_lr"], read_recipe(found["config"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is no range test"
+        raise ConfigError(f"{stated}: {why}; name a {FILE} that bigbatch tune range has written") from error
+    if others := [key for key in values if _decides(key) and _plain(values[key]) != _plain(recipe.get(key))]:
+        named = ", ".join(f"{key}={_plain(recipe.get(key))} there and {_plain(values[key])} here" for key in others)
+        raise ConfigError(f"{stated} is of another recipe, with {named}: repeat bigbatch tune range with this one")
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise ConfigError(
+            f"{stated} found no rate, as the loss never fell: repeat it with a larger --to, or more --steps"
+        )
+    return float(rate)
+
+
+def _decides(key: str) -> bool:
+    return key.startswith(OF_A_RECIPE) and key not in WHEREVER
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
