@@ -18,6 +18,7 @@ extras = {
     "horovod": [f"horovod>=0.28.1; {LINUX}", f"mpi4py>=4.0; {LINUX}"],
     "tune": ["optuna>=4", "scipy>=1.11"],
     "verify": ["mlperf-logging>=4", "scipy>=1.11"],
+    "wandb": ["wandb>=0.17"],
     "energy": ["nvidia-ml-py>=12"],
     "export": ["onnx>=1.17", "onnxscript>=0.5", "safetensors>=0.4"],
     "huggingface": ["pyarrow>=15"],

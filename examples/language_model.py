@@ -2,6 +2,7 @@
 
     python examples/language_model.py
     mpirun -n 2 python examples/language_model.py --precision bf16
+    python examples/language_model.py --cell gru --epochs 30
     torchrun --nproc-per-node 2 examples/language_model.py --epochs 2
 
 The batch is global: however many ranks share it, they train the same model, up to rounding.
@@ -34,7 +35,9 @@ HELD_OUT_ROWS = 16
 
 Block = tuple[Tensor, Tensor]
 """Words and the word after each, [rows, STEP_WORDS or fewer]; the latter IGNORED beyond the end."""
-State = tuple[Tensor, Tensor]
+State = Tensor | tuple[Tensor, Tensor]
+"""What a row of text has been so far: of an LSTM two tensors."""
+CELLS = {"elman": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
 
 def read_novel(path: Path) -> tuple[Tensor, Tensor, int]:
@@ -62,23 +65,23 @@ def num_targets(block: Block) -> int:
 
 
 class WordModel(nn.Module):
-    """Puts an LSTM between an embedding and the same embedding as output layer."""
+    """Puts a recurrent layer between an embedding and the same embedding as output layer."""
 
-    def __init__(self, num_words: int) -> None:
+    def __init__(self, num_words: int, *, cell: str = "lstm") -> None:
         super().__init__()
         self.embedding = nn.Embedding(num_words, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.recurrent = CELLS[cell](WIDTH, WIDTH, batch_first=True)
         self.bias = nn.Parameter(torch.zeros(num_words))
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, block: Block, state: State | None) -> tuple[Tensor, State]:
         """Return the sum of the losses of all targets, and the state to go on from, without its gradients."""
         words_RT, targets_RT = block
-        hidden_RTC, (hidden, cell) = self.lstm(self.embedding(words_RT), state)
+        hidden_RTC, state = self.recurrent(self.embedding(words_RT), state)
         logits_RTV = linear(hidden_RTC, self.embedding.weight, self.bias)
         logits_NV, targets_N = logits_RTV.flatten(0, 1).float(), targets_RT.flatten()
         loss = cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
-        return loss, (hidden.detach(), cell.detach())
+        return loss, state.detach() if isinstance(state, Tensor) else (state[0].detach(), state[1].detach())
 
 
 def perplexity(total_1: Tensor, count: int) -> float:
@@ -114,10 +117,10 @@ def train(args: argparse.Namespace, communicator: Communicator) -> None:
     held_out = [(x.to(device), y.to(device)) for x, y in make_blocks(held_out_N, num_rows=HELD_OUT_ROWS)]
 
     torch.manual_seed(args.seed)  # the same weights on all ranks
-    model = WordModel(num_words).to(device)
+    model = WordModel(num_words, cell=args.cell).to(device)
     scaling = bigbatch.Scaling(initial=2.0**16, growth_steps=200) if args.precision == "fp16" else None
     precision = bigbatch.Precision(model, name=args.precision, device=device, scaling=scaling, clip_norm=1.0)
-    model.lstm.flatten_parameters()  # the cast moved them, and cuDNN wants them in one piece
+    model.recurrent.flatten_parameters()  # the cast moved them, and cuDNN wants them in one piece
     groups = bigbatch.param_groups(model, weight_decay=0.01, substitute=precision.masters)
     optimizer = bigbatch.LAMB(groups, lr=args.learning_rate)
     reducer = bigbatch.GradientReducer(model.named_parameters(), communicator)
@@ -154,6 +157,7 @@ def train(args: argparse.Namespace, communicator: Communicator) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the script; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", choices=tuple(CELLS), default="lstm", help="the recurrent layer (lstm)")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (fp32)")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the training words (4)")
     parser.add_argument("--batch-size", type=int, default=16, help="rows of text, of all ranks together (16)")

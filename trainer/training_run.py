@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
@@ -33,11 +31,13 @@ from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.hooks import TrainingHooks
+from bigbatch.trainer.run.loggers import require_loggers
 from bigbatch.trainer.run.memory_copies import open_copies
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
 from bigbatch.trainer.run.notice import NoticeWatch
-from bigbatch.trainer.run.output import RunOutput, bytes_of_state
+from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
+from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
 from bigbatch.trainer.run.resume import find_start, restore_
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.stopping import reason_to_end
@@ -72,6 +72,7 @@ class TrainingRun:
         self.watchers = watchers
         self.rundir = RunDir(Path(config.run.directory))
         self.is_first = communicator.rank == 0
+        require_loggers(config)
         local, staged = stage_data(config, communicator)
         self.train_split, self.eval_split = build_input.make_splits(local, communicator)
         self.placement = [line for line in (job.bound, staged) if line]
@@ -99,7 +100,7 @@ class TrainingRun:
             # restored weights bring theirs
             fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
         if self.copies:
-            self.copies.require_room(num_bytes=bytes_of_state(config, self.parts))
+            self.copies.require_room(num_bytes=checkpoint_bytes(config, self.parts))
         self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples)
         self.saver.compare(done=self.plan.first_step)
         self.digests = DigestRecorder(
@@ -211,18 +212,12 @@ class TrainingRun:
 
     def _costs(self) -> list[str]:
         """Say what is known of a run before it: its memory but for activations, and time where it has reports."""
-        state = bytes_of_state(self.config, self.parts)
-        parameters = list(self.parts.model.parameters())
-        gradients = sum(p.nbytes for p in parameters)
-        if self.parts.reducer.grid:
-            gradients += sum(p.numel() * torch.int64.itemsize for p in parameters if p.requires_grad)
-        halves = sum(p.nbytes for p in parameters if p.element_size() < 4)
         rates = [r["images_per_second"] for r in read_curves(self.rundir.metrics) if r["kind"] == "train"]
         per_epoch = self.plan.steps_per_epoch * self.plan.global_batch_size
         seconds = f"{per_epoch / statistics.median(rates):.3g} s, by its reports so far" if rates else "not known yet"
         return [
-            f"memory of a rank: {(state + gradients + halves) / 1e6:.3g} MB of weights, gradients and optimizer state, "
-            f"and activations; of a checkpoint: {state / 1e6:.3g} MB",
+            f"memory of a rank: {rank_bytes(self.config, self.parts) / 1e6:.3g} MB of weights, gradients and optimizer "
+            f"state, and activations; of a checkpoint: {checkpoint_bytes(self.config, self.parts) / 1e6:.3g} MB",
             f"time of an epoch's steps: {seconds}",
         ]
 

@@ -15,6 +15,8 @@ from bigbatch.trainer.tune.search.short_run import shorten
 
 STEP = "step"
 """What the value of a point is called."""
+RANKS = "ranks"
+"""What a step may state beside keys of the experiment: how many ranks it and those after it have."""
 OURS = ("run.directory", "run.eval_every_epochs", "run.eval_offset_epochs", "run.target_top1", "run.resume")
 """Keys that an ablation sets itself."""
 
@@ -30,11 +32,11 @@ class Ablation:
     options: dict[str, Any]
     """Keys of the experiment that are other values in all steps, as far as these do not state them."""
     steps: dict[str, dict[str, Any]]
-    """Names of steps, and the keys that each changes, which stay so in those that follow."""
+    """Names of steps, and the keys that each changes, which stay so in those that follow; `ranks` is one of them."""
     target_top1: float | None
     """Evaluate each epoch, and tell how long the training to this top-1 took; null to evaluate the last epoch alone."""
     ranks: int
-    """Of each run, on this machine."""
+    """Of each run, on this machine, as long as no step states others."""
     timeout_minutes: float
     """A run that takes longer is ended and has failed."""
 
@@ -42,10 +44,14 @@ class Ablation:
         """Check what can be checked without the experiment. Raises: LaunchOptionError."""
         if not self.steps:
             raise LaunchOptionError("steps: there is none")
-        if self.ranks < 1:
-            raise LaunchOptionError(f"ranks: {self.ranks} must be a number from 1 on")
+        for where, ranks in {
+            "": self.ranks,
+            **{f"{n}: ": s[RANKS] for n, s in self.steps.items() if RANKS in s},
+        }.items():
+            if type(ranks) is not int or ranks < 1:
+                raise LaunchOptionError(f"{where}ranks: {ranks} must be a number from 1 on")
         for where, given in {"options": self.options, **self.steps}.items():
-            check_keys(given, legal=all_keys(), where=where)
+            check_keys(given, legal=all_keys() if where == "options" else (RANKS, *all_keys()), where=where)
             if taken := [key for key in given if key in OURS]:
                 raise LaunchOptionError(f"{where}: {taken[0]}: the ablation sets it itself: leave it out")
         if odd := [name for name in self.steps if "," in name]:
@@ -75,8 +81,8 @@ class Ablation:
         )
 
     def cumulative(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each step with all that it changes, those before it included."""
-        changes = dict(self.options)
+        """Yield each step with all that it changes, those before it included; its ranks are among them."""
+        changes = {RANKS: self.ranks, **self.options}
         for name, own in self.steps.items():
             changes |= own
             yield name, dict(changes)
@@ -108,11 +114,11 @@ def make_points(
     points: list[Point] = []
     for repeat in range(seeds):
         for name, changes in ablation.cumulative():
-            number = len(points)
+            number, ranks = len(points), changes.pop(RANKS)
             words = [*(f"--{key}={as_yaml(value)}" for key, value in changes.items()), *overrides]
             try:
                 config = load_config(["--config", ablation.config, *words], prog="bigbatch ablate")
-                accumulation_steps(config.batch, world_size=ablation.ranks)
+                accumulation_steps(config.batch, world_size=ranks)
                 whole = shorten(
                     config,
                     epochs=epochs or config.run.epochs,
@@ -122,7 +128,7 @@ def make_points(
             except ConfigError as error:
                 raise ConfigError(f"step {name}: {error}") from error
             config = _with_seed(whole, whole.run.seed + repeat)
-            points.append(Point(number, {STEP: name}, repeat, ablation.ranks, ablation.ranks, 1, config))
+            points.append(Point(number, {STEP: name}, repeat, ranks, ranks, 1, config))
     return points
 
 

@@ -20,6 +20,8 @@ class RunResult:
     """Of the last evaluation."""
     reached_seconds: float | None
     """Until the first evaluation that had the target; None where none had, or none was named."""
+    evaluation_seconds: float | None = None
+    """Of the last evaluation; None where its record does not tell."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +49,32 @@ def run_result(
                 reached = seconds
     if last is None:
         raise ValueError("it has no evaluation")
-    return RunResult(seed, last["epoch"], seconds, last["top1"], reached)
+    return RunResult(seed, last["epoch"], seconds, last["top1"], reached, last.get("seconds"))
 
 
 def make_table(title: str, steps: Sequence[StepResult], *, target: float | None) -> Table:
-    """Make a table with a row for each step."""
+    """Make a table with a row for each step. A step's gain is in training seconds, over those before it."""
     head: tuple[str, ...] = ("step", "runs", "epochs", "training, median s", "lowest to highest s")
+    head += ("times as fast as the one before", "as the first", "an evaluation, median s")
     head += ("top-1, mean", "standard deviation, points")
     if target is not None:
         head += (f"to {percent(target)}, median s",)
-    return Table(title, head, tuple(_row(step, target=target) for step in steps))
+    medians = [statistics.median(run.seconds for run in step.runs) for step in steps if step.runs]
+    rows, before = [], medians[:1]
+    for step in steps:
+        if not step.runs:
+            rows.append((step.name, f"0: {'; '.join(dict.fromkeys(step.undone))}", *("",) * (len(head) - 2)))
+            continue
+        seconds = statistics.median(run.seconds for run in step.runs)
+        gains = tuple(f"{other / seconds:.2f}" for other in (before[-1], before[0]))
+        before.append(seconds)
+        rows.append(_row(step, gains=gains, target=target))
+    return Table(title, head, tuple(rows))
 
 
-def _row(step: StepResult, *, target: float | None) -> tuple[str, ...]:
-    if not step.runs:
-        blanks = ("",) * (5 if target is None else 6)
-        return (step.name, f"0: {'; '.join(dict.fromkeys(step.undone))}", *blanks)
+def _row(step: StepResult, *, gains: tuple[str, ...], target: float | None) -> tuple[str, ...]:
     seconds, top1 = [run.seconds for run in step.runs], [run.top1 for run in step.runs]
+    evaluations = [run.evaluation_seconds for run in step.runs if run.evaluation_seconds is not None]
     undone = f", {len(step.undone)} not: {'; '.join(dict.fromkeys(step.undone))}" if step.undone else ""
     row: tuple[str, ...] = (
         step.name,
@@ -71,6 +82,8 @@ def _row(step: StepResult, *, target: float | None) -> tuple[str, ...]:
         f"{step.runs[0].epochs:g}",
         f"{statistics.median(seconds):,.1f}",
         f"{min(seconds):,.1f} to {max(seconds):,.1f}",
+        *gains,
+        f"{statistics.median(evaluations):,.1f}" if evaluations else "not told",
         f"{100 * statistics.fmean(top1):.2f}%",
         f"{100 * statistics.stdev(top1):.2f}" if len(top1) > 1 else "one run",
     )

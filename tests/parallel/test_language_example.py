@@ -57,6 +57,15 @@ def test_example_learns(in_fp32: list[tuple[float, float]]) -> None:
     assert in_fp32[1][1] < in_fp32[0][1]
 
 
+@pytest.mark.parametrize("cell", ["elman", "gru"])
+def test_example_learns_with_other_cells(cell: str, script: Path) -> None:
+    code, output = alone(script, *SHORT, "--cell", cell)
+    assert code == 0, output
+    first, second = perplexities(output)
+    assert second[0] < 0.8 * first[0]
+    assert second[1] < first[1]
+
+
 @pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=needs_mpi), "torchrun"])
 def test_example_on_two_ranks_is_the_same(launcher: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
     together = perplexities(run_script(script, launcher, *SHORT, num_ranks=2))

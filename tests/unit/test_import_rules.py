@@ -78,6 +78,7 @@ DOORS = {
     "onnx": ("bigbatch.trainer.inference.formats",),
     "onnxscript": ("bigbatch.trainer.inference.formats",),
     "onnxruntime": ("bigbatch.trainer.inference.formats",),
+    "wandb": ("bigbatch.trainer.run.weights_and_biases",),
     "timm": ("bigbatch.trainer.inference.formats", "bigbatch.trainer.models.libraries"),
 }
 ENVIRONMENT_READERS = (

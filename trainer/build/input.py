@@ -146,6 +146,7 @@ def _image_split(
             image_size=data.image_size,
             microbatch_size=config.batch.microbatch_size,
             device=communicator.device,
+            is_on_host=data.resident_on == "host",
             num_threads=data.num_threads,
             patience_seconds=data.patience_seconds,
             max_pixels=max_pixels,

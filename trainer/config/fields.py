@@ -110,4 +110,6 @@ def describe(kind: Any) -> str:
         return " or ".join(describe(each) for each in inner)
     if outer is Literal:
         return "one of " + ", ".join(map(repr, inner))
+    if outer is tuple and inner[-1] is Ellipsis and get_origin(inner[0]) is Literal:
+        return "a list of " + ", ".join(map(repr, get_args(inner[0])))
     return "null" if kind is NoneType else inspect.formatannotation(kind).replace("typing.", "")

@@ -22,6 +22,8 @@ OTHERS_NAMES = {
     "dtype": "optimizer.precision",
     "img_size": "data.image_size",
     "learning_rate": "schedule.base_lr",
+    "log_wandb": "run.loggers",
+    "logger": "run.loggers",
     "log_interval": "run.log_every_steps",
     "lr": "schedule.base_lr",
     "lr_gamma": "schedule.gamma",

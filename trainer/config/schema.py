@@ -12,6 +12,7 @@ from bigbatch.trainer.config.compute import check_compute, check_cuda_graph
 from bigbatch.trainer.config.data import check_loader, check_patience, check_train_sizes
 from bigbatch.trainer.config.digests import check_digests
 from bigbatch.trainer.config.fields import Key, conform, describe, read_keys
+from bigbatch.trainer.config.loggers import check_loggers
 from bigbatch.trainer.config.model import check_model, check_model_name
 from bigbatch.trainer.config.names import ELSEWHERE, meant_name
 from bigbatch.trainer.config.noise_scale import check_noise_scale
@@ -163,6 +164,7 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from check_stopping(run, data)
     yield from check_loss(optimizer, run)
     yield from check_metrics(run.metrics)
+    yield from check_loggers(run)
 
 
 def _check_choices(config: Config) -> Iterator[str]:

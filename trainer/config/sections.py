@@ -73,6 +73,12 @@ class RunConfig:
     metrics: dict[str, Any] | None = None
     """Own figures of an evaluation: names, and the dotted name of what gives numbers for each picture, such as
     {balanced: mypackage.metrics.Balanced}, or {name, options} where it takes arguments. null for none."""
+    loggers: tuple[Literal["tensorboard", "csv", "wandb"], ...] = ("tensorboard",)
+    """What else gets the numbers of metrics.jsonl: tensorboard, csv (a table for each kind of record), wandb (Weights &
+    Biases). One that fails, or finds no network, is said once, and the run goes on. [] for none."""
+    wandb_options: dict[str, Any] | None = None
+    """Arguments of wandb.init: project, entity, group, name, job_type, tags, notes, and mode, which is online or
+    offline, such as {project: imagenet, mode: offline}. null for wandb's own settings, and without it."""
     target_top1: Annotated[float | None, ABOVE_ZERO] = None
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
     stop_metric: str | None = None
@@ -92,6 +98,9 @@ class DataConfig:
     loader: Literal["dali", "torchvision", "resident", "synthetic"] = "dali"
     """dali: decode and resize ahead, on the GPU where there is one; torchvision: the same in Pillow threads;
     resident: whole set decoded once on the device; synthetic: generated tensors, for measuring."""
+    resident_on: Annotated[Literal["device", "host"] | None, OnlyFor("loader", ("resident",))] = "device"
+    """Whose memory resident keeps the set in. host: batches are cropped there and copied to the device at each step,
+    which shows what the device's memory is worth. null but for resident."""
     root: str = "data/imagenet"
     """Folder with train/<class>/<picture> and val/<class>/<picture>, or a list of pictures by bigbatch init; unused by
     synthetic."""
@@ -279,8 +288,8 @@ class OptimizerConfig:
     clip_norm: Annotated[float | None, POSITIVE] = None
     """Largest L2 norm of all gradients together; longer ones are scaled down to it. null for none."""
     ema_decay: Annotated[float | None, BELOW_ONE] = None
-    """Share of the moving average of the weights that is kept at each of its steps, in [0, 1): the average is what is
-    evaluated. null for no average."""
+    """Share of the moving average of the weights that is kept at each of its steps, in [0, 1), and at most
+    (1 + n) / (10 + n) at the n-th: the average is what is evaluated. null for no average."""
     ema_every_steps: Annotated[int | None, POSITIVE] = None
     """Steps between two steps of the average; null without one."""
     loss: str = "cross_entropy"

@@ -26,6 +26,8 @@ MAY_DIFFER = (
     "run.digest_every_steps",
     "run.digest_layers",
     "run.noise_scale_every_steps",
+    "run.loggers",
+    "run.wandb_options",
     "run.reproducible",
     "data.root",
     "data.num_threads",

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, TensorBoard, the plot."""
+"""Where numbers go: metrics.jsonl, the loggers, the plot."""
 
 import json
 import math
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bigbatch.colours import COLOURS
 from bigbatch.files import replacing
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
+from bigbatch.trainer.run.loggers import Guarded, figures_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,16 +20,15 @@ TRAIN_COLOUR, EVAL_COLOUR = COLOURS[:2]
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl and their numbers to TensorBoard.
+    """Appends records to metrics.jsonl, and hands their numbers to the loggers.
 
     A resumed run first drops the records after the step it resumes from, and those that earlier starts from this step
     left at once, so that none stands twice.
     """
 
     def __init__(self, rundir: RunDir, *, from_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._path, self._events = rundir.metrics, rundir.tensorboard
+        self.loggers: list[Guarded] = []
+        self._path = rundir.metrics
         with writing(self._path):
             rundir.path.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as file:  # line by line: it may be longer than memory
@@ -36,8 +36,6 @@ class MetricsLog:
                     if _stays(record, from_step=from_step):
                         file.write((json.dumps(record) + "\n").encode())
             self._file = self._path.open("a")
-        with writing(self._events):
-            self._tensorboard = SummaryWriter(str(self._events), purge_step=from_step + 1)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Log one record: start, train, eval, noise, input, hint or skipped. It holds at least step.
@@ -48,18 +46,16 @@ class MetricsLog:
             self._file.write(json.dumps({"kind": kind, "time": time.time(), **record}) + "\n")
             # a record is whole in the file before the next one, whatever then ends the process
             self._file.flush()
-        own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
-        with writing(self._events):  # a thread of TensorBoard's writes, and what it met is raised by a later call
-            for name, value in {**record, **own}.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._tensorboard.add_scalar(f"{kind}/{name}", value, record["step"])
+        if figures := figures_of(record):
+            for logger in self.loggers:
+                logger.write(kind, record["step"], figures)
 
     def close(self) -> None:
-        """Flush both. Raises: RunFolderError."""
+        """Flush the file, and close the loggers. Raises: RunFolderError."""
         with writing(self._path):
             self._file.close()
-        with writing(self._events):
-            self._tensorboard.close()
+        for logger in self.loggers:
+            logger.close()
 
 
 def _stays(record: dict[str, Any], *, from_step: int) -> bool:

@@ -12,7 +12,6 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import tell
 from bigbatch.files import parse_json
 from bigbatch.trainer.config.file import dump_config
-from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.score import CROSS_ENTROPY
 from bigbatch.trainer.input.report import MeasuredInput
@@ -25,8 +24,10 @@ from bigbatch.trainer.run.checkpoint import (
 )
 from bigbatch.trainer.run.cost import spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, writing
+from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, Silent, make_reporter
+from bigbatch.trainer.run.rank_memory import checkpoint_bytes
 from bigbatch.trainer.run.resume import Start, changes
 from bigbatch.trainer.run.summary import make_hints, make_summary
 from bigbatch.trainer.run.sums import describe_sums, sums_notes
@@ -69,7 +70,7 @@ class RunOutput:
     def open_folder(self, parts: Parts, start: Start) -> None:
         """Write all that is written before the first step. Raises: CheckpointError; RunFolderError."""
         config, rundir = self._config, self._rundir
-        one_checkpoint = bytes_of_state(config, parts)
+        one_checkpoint = checkpoint_bytes(config, parts)
         num_kept = config.run.keep_checkpoints + 2  # the best, and the one that is being written
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
         if start.config and (changed := changes(start.config, dump_config(config))):
@@ -90,6 +91,7 @@ class RunOutput:
             # a summary says that a run is finished, which one with steps left is not
             rundir.summary.unlink(missing_ok=True)
         self._log = MetricsLog(rundir, from_step=self._plan.first_step)
+        self._log.loggers = open_loggers(config, rundir, from_step=self._plan.first_step, say=self.say)
         for path, why in damaged.items():
             self.log("damaged", {"step": self._plan.first_step, "set_aside": str(path), "reason": why})
 
@@ -198,14 +200,6 @@ class RunOutput:
         """Flush the records. Raises: RunFolderError."""
         if self._log:
             self._log.close()
-
-
-def bytes_of_state(config: Config, parts: Parts) -> int:
-    """Return how many bytes a checkpoint takes: masters, moments and average, all in fp32."""
-    optimizer = config.optimizer
-    has_two = optimizer.betas is not None or is_foreign(optimizer.name)  # others' may have more, and seldom less
-    num_copies = 1 + (2 if has_two else 1) + (optimizer.ema_decay is not None)
-    return 4 * num_copies * sum(p.numel() for p in parts.model.parameters())
 
 
 def _throw_away_output() -> None:

@@ -20,6 +20,7 @@ from bigbatch.trainer.machine.gpu_driver import compute_capability
 from bigbatch.trainer.models.exchange import head_of
 from bigbatch.trainer.run.checkpoint import Checkpoint
 from bigbatch.trainer.run.cost import Spent
+from bigbatch.trainer.run.rank_memory import sharded_notes
 from bigbatch.trainer.run.sums import summing_algorithms
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stragglers import straggler_hint
@@ -47,6 +48,7 @@ def introduction(
         *str(parts.reducer.plan).splitlines(),
         *rounding_notes(parts, is_sharded=config.optimizer.sharded),
         *optimizer_notes(config.optimizer),
+        *sharded_notes(config, parts),
         *schedule_notes(config.schedule, epochs=config.run.epochs),
         *parts.notes,
         *reproducible_notes(parts),

@@ -47,11 +47,21 @@ class NoAverage:
         """Do nothing."""
 
 
+def bounded_decay(decay: float, num_steps: int) -> float:
+    """Return the decay of an average's n-th step: at most (1 + n) / (10 + n), which looks back over a ninth of n.
+
+    So a short run is not evaluated by weights of long ago. Of the step alone, so that a resumed run goes on with it.
+    Source: num_updates of TensorFlow's tf.train.ExponentialMovingAverage.
+    """
+    return min(decay, (1 + num_steps) / (10 + num_steps))
+
+
 class MovingAverage:
     """Keeps average = decay * average + (1 - decay) * weights, every so many steps; at first, the weights as they are.
 
-    tensors: fp32 weights and running statistics of batch norm, by name; on_change is called after they were exchanged.
-    The average follows the weights, whether or not the update before was skipped for an overflow.
+    decay: in the long run, as bounded_decay says. tensors: fp32 weights and running statistics of batch norm, by name;
+    on_change is called after they were exchanged. The average follows the weights, whether or not the update before
+    was skipped for an overflow.
     """
 
     def __init__(
@@ -72,7 +82,8 @@ class MovingAverage:
         if done == self._every_steps:  # nothing sees an average that was made in a step which did not count
             torch._foreach_copy_(self._average, self._tensors)
             return
-        share = torch.where(skip_1, 0.0, 1 - self._decay).view(())
+        decay = bounded_decay(self._decay, done // self._every_steps)
+        share = torch.where(skip_1, 0.0, 1 - decay).view(())
         # a + share * (w - a): share is on the device, so that the host need not look at skip_1
         differences = torch._foreach_sub(self._tensors, self._average)
         torch._foreach_mul_(differences, share)

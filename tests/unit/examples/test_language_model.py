@@ -42,15 +42,38 @@ def test_perplexity_of_a_model_that_knows_nothing_is_the_number_of_words(num_row
     assert language_model.evaluate(model, blocks) == pytest.approx(50, rel=1e-6)
 
 
-def test_the_state_goes_from_block_to_block() -> None:
+@pytest.mark.parametrize("cell", language_model.CELLS)
+def test_the_state_goes_from_block_to_block(cell: str) -> None:
     """In one row, cutting into steps changes nothing: the loss is that of the text in one piece."""
     torch.manual_seed(1)
-    model = language_model.WordModel(20)
+    model = language_model.WordModel(20, cell=cell)
     words_N = torch.randint(20, (101,))
     whole = model((words_N[None, :-1], words_N[None, 1:]), None)[0].item()
     blocks = language_model.make_blocks(words_N, num_rows=1)
     assert len(blocks) == 4
     assert language_model.evaluate(model, blocks) == pytest.approx(math.exp(whole / 100), rel=1e-5)
+
+
+@pytest.mark.parametrize("cell", language_model.CELLS)
+def test_gradients_reach_no_further_back_than_a_block(cell: str) -> None:
+    model = language_model.WordModel(20, cell=cell)
+    words_N = torch.randint(20, (65,), generator=torch.Generator().manual_seed(0))
+    first, second = language_model.make_blocks(words_N, num_rows=1)
+    _, state = model(first, None)
+    states = state if isinstance(state, tuple) else (state,)
+    assert len(states) == (2 if cell == "lstm" else 1)
+    assert not any(tensor.requires_grad for tensor in states)
+    model(second, state)[0].backward()
+
+
+def test_cells_are_those_of_their_papers_by_size() -> None:
+    """Gates of an Elman network, a GRU and an LSTM: 1, 3 and 4, each of a square matrix of inputs and one of states."""
+    sizes = {
+        cell: sum(p.numel() for p in language_model.WordModel(7, cell=cell).recurrent.parameters())
+        for cell in language_model.CELLS
+    }
+    gate = 2 * language_model.WIDTH**2 + 2 * language_model.WIDTH
+    assert sizes == {"elman": gate, "gru": 3 * gate, "lstm": 4 * gate}
 
 
 def test_perplexity_of_unigrams_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""The whole split decoded once into the device's memory: for small pictures, as those of CIFAR."""
+"""The whole split decoded once, into the device's memory or the host's: for small pictures, as those of CIFAR."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -30,18 +30,22 @@ class ResidentLoader:
         image_size: int,
         microbatch_size: int,
         device: torch.device | str,
+        is_on_host: bool = False,
         num_threads: int = 4,
         patience_seconds: float = 20.0,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        """Decode the set. patience_seconds: a picture that cannot be read is tried again for so long.
+        """Decode the set. is_on_host: it stays in the host's memory, and batches are made there, for the device.
+
+        patience_seconds: a picture that cannot be read is tried again for so long.
 
         max_pixels: a picture that states more is not decoded.
         Raises: DataError naming the first picture that is not image_size x image_size, or one that cannot be read.
         """
         reads = PatientReads(index, patience_seconds=patience_seconds, num_threads=num_threads)
         images_NHWC = _decode_all(index, reads, image_size=image_size, num_threads=num_threads, max_pixels=max_pixels)
-        self._images_NHWC = images_NHWC.to(device)
+        self._device = torch.device(device)
+        self._images_NHWC = images_NHWC if is_on_host else images_NHWC.to(self._device)
         self._labels_N = index.labels_N
         self._crop = crop
         self._microbatch_size = microbatch_size
@@ -76,7 +80,7 @@ class ResidentLoader:
             raise ValueError(f"the resident loader does not resize: every box must be {size} x {size}")
         images_BHWC = shifted(self._images_NHWC, indices_B=indices_B, tops_lefts_B2=boxes_B4[:, :2], flips_B=flips_B)
         return Batch(
-            images_BCHW=images_BHWC.permute(0, 3, 1, 2),
+            images_BCHW=on_device(images_BHWC, self._device).permute(0, 3, 1, 2),
             labels_B=torch.from_numpy(self._labels_N[indices_B]),
             valid_B=torch.from_numpy(request.valid_B),
             request=request,

@@ -65,6 +65,15 @@ def test_ablation_step_keeps_the_changes_of_those_before_it(file: str) -> None:
     assert {point.config.run.eval_every_epochs for point in points} == {1}, "a target is looked for"
 
 
+def test_ablation_ranks_are_those_of_a_step_and_of_those_that_follow(file: str) -> None:
+    steps = {"alone": {}, "two": {"ranks": 2}, "smooth": {"optimizer.label_smoothing": 0.2}}
+    points = make_points(
+        find_ablation(write(Path(file), steps=steps)), folder=Path("out"), epochs=None, seeds=1, overrides=[]
+    )
+    assert [point.ranks for point in points] == [1, 2, 2]
+    assert {point.config.batch.global_batch_size for point in points} == {512}, "the batch is global"
+
+
 def test_ablation_epochs_are_those_of_all_steps_and_without_a_target_the_last_one_is_evaluated(file: str) -> None:
     ablation = find_ablation(write(Path(file), target_top1=None))
     points = make_points(ablation, folder=Path("out"), epochs=3, seeds=1, overrides=[])
@@ -111,6 +120,7 @@ def refusal(name: str) -> str:
         ({"options": {"run.directory": "x"}}, "options: run.directory: the ablation sets it itself: leave it out"),
         ({"target_top1": 94}, "target_top1: 94 must be a share of right answers, such as 0.94"),
         ({"ranks": 0}, "ranks: 0 must be a number from 1 on"),
+        ({"steps": {"a": {"ranks": 0.5}}}, "a: ranks: 0.5 must be a number from 1 on"),
         ({"name": "a b"}, "name 'a b' must be letters"),
     ],
 )
@@ -163,10 +173,10 @@ def test_ablation_seconds_are_of_training_until_the_evaluation() -> None:
         {"kind": "train", "step": 15, "images_per_second": 250.0},
         {"kind": "eval", "step": 15, "epoch": 1.5, "top1": 0.7},
         {"kind": "train", "step": 30, "images_per_second": 1000.0},
-        {"kind": "eval", "step": 30, "epoch": 3.0, "top1": 0.6},
+        {"kind": "eval", "step": 30, "epoch": 3.0, "top1": 0.6, "seconds": 0.25},
     ]
     stated = {"seed": 4, "global_batch_size": 100}
-    assert run_result(records, **stated, target=0.5) == RunResult(4, 3.0, 5.5, 0.6, 4.0)
+    assert run_result(records, **stated, target=0.5) == RunResult(4, 3.0, 5.5, 0.6, 4.0, 0.25)
     assert run_result(records, **stated, target=0.3).reached_seconds == 2.0
     assert run_result(records, **stated, target=0.8).reached_seconds is None
     assert run_result(records, **stated, target=None).reached_seconds is None
@@ -176,19 +186,22 @@ def test_ablation_seconds_are_of_training_until_the_evaluation() -> None:
 
 def test_ablation_table_by_hand() -> None:
     runs = tuple(RunResult(i, 10.0, s, t, r) for i, (s, t, r) in enumerate([(30.0, 0.9, 20.0), (10.0, 0.94, None)]))
-    three = (*runs, RunResult(2, 10.0, 20.0, 0.92, 18.0))
+    three = (*runs, RunResult(2, 10.0, 20.0, 0.92, 18.0, evaluation_seconds=2.5))
     steps = [
         StepResult("a", {}, three, ()),
         StepResult("b", {}, runs[1:], ("out of memory", "out of memory")),
         StepResult("c", {}, (), ("missing",)),
+        StepResult("d", {}, (RunResult(0, 10.0, 40.0, 0.5, None),), ()),
     ]
+    two = ("2.00", "2.00", "not told")  # of the step before, and of the first
     assert make_table("t", steps, target=0.93).rows == (
-        ("a", "3", "10", "20.0", "10.0 to 30.0", "92.00%", "2.00", "19.0, 2 of 3 runs"),
-        ("b", "1, 2 not: out of memory", "10", "10.0", "10.0 to 10.0", "94.00%", "one run", "not reached"),
-        ("c", "0: missing", "", "", "", "", "", ""),
+        ("a", "3", "10", "20.0", "10.0 to 30.0", "1.00", "1.00", "2.5", "92.00%", "2.00", "19.0, 2 of 3 runs"),
+        ("b", "1, 2 not: out of memory", "10", "10.0", "10.0 to 10.0", *two, "94.00%", "one run", "not reached"),
+        ("c", "0: missing", *[""] * 9),
+        ("d", "1", "10", "40.0", "40.0 to 40.0", "0.25", "0.50", "not told", "50.00%", "one run", "not reached"),
     )
     plain = make_table("t", steps, target=None)
-    assert {len(row) for row in (plain.head, *plain.rows)} == {7}
+    assert {len(row) for row in (plain.head, *plain.rows)} == {10}
 
 
 @pytest.mark.long

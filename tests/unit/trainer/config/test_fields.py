@@ -86,3 +86,4 @@ def test_types_in_words():
     assert describe(Literal["a", "b"] | None) == "one of 'a', 'b' or null"
     assert describe(tuple[tuple[int, int], ...] | None) == "tuple[tuple[int, int], ...] or null"
     assert describe(dict[str, Any]) == "dict[str, Any]"
+    assert describe(tuple[Literal["a", "b"], ...]) == "a list of 'a', 'b'"

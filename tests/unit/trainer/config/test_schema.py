@@ -33,6 +33,7 @@ BASE = with_defaults(
         "run.log_every_steps": 1,
         "run.keep_checkpoints": 1,
         "run.resume": "never",
+        "data.resident_on": None,
         "data.loader": "torchvision",
         "data.root": "data/test",
         "data.num_classes": 10,
@@ -76,7 +77,7 @@ TUNED = {
     "comm.algorithm": "hybrid",
 }
 HALF_WIRE = {"comm.wire_dtype": "float16", "comm.predivide": 8.0, "comm.timeline_steps": (3, 3)}
-RESIDENT = {"data.loader": "resident", "data.crop": "padded", "data.crop_area_min": None}
+RESIDENT = {"data.loader": "resident", "data.resident_on": "device", "data.crop": "padded", "data.crop_area_min": None}
 
 
 def make_config(changes: dict[str, object] | None = None) -> Config:
@@ -272,7 +273,9 @@ def test_config_key_that_the_choice_does_not_know(changes, key, decider):
 
 
 def test_loader_and_crop_go_together():
-    assert "data.crop=resized does not go with data.loader=resident" in refusal({"data.loader": "resident"})
+    assert "data.crop=resized does not go with data.loader=resident" in refusal(
+        {"data.loader": "resident", "data.resident_on": "device"}
+    )
     padded = {"data.crop": "padded", "data.crop_area_min": None}
     assert "data.crop=padded does not go with data.loader=torchvision" in refusal(padded)
     message = refusal({**RESIDENT, "data.eval_crop_fraction": 0.875})

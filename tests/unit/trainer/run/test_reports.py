@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +60,6 @@ def test_report_resumed_log_drops_what_comes_after_its_step(tmp_path: Path) -> N
     log.write("eval", {**EVAL_RECORD, "step": 3})
     log.close()
     assert [(r["kind"], r["step"]) for r in read_records(rundir.metrics)] == [("train", 1), ("train", 2), ("eval", 3)]
-    assert list(rundir.tensorboard.glob("events.*"))
 
 
 def test_report_records_say_when_they_were_written(tmp_path: Path) -> None:
@@ -410,22 +408,6 @@ def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> Non
             log.write("train", TRAIN_RECORD)
         with pytest.raises(RunFolderError, match=r"metrics\.jsonl"):
             log.close()
-
-
-def test_report_events_that_cannot_be_written_are_one_line_that_names_their_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)  # of TensorBoard's own thread
-    rundir = RunDir(tmp_path)
-    log = MetricsLog(rundir, from_step=0)
-    shutil.rmtree(rundir.tensorboard)
-
-    def write() -> None:
-        log.write("train", TRAIN_RECORD)
-        log.close()
-
-    with pytest.raises(RunFolderError, match=naming(rundir.tensorboard, "No such file")):
-        write()
 
 
 def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.step.ema import MovingAverage, NoAverage, evaluated_weights
+from bigbatch.trainer.step.ema import MovingAverage, NoAverage, bounded_decay, evaluated_weights
 from bigbatch.trainer.step.loop import train
 from bigbatch.trainer.step.plan import Parts
 
@@ -18,17 +19,19 @@ NO, YES = torch.tensor([False]), torch.tensor([True])
 DECAY = 0.75
 
 
-def make_average(tensors: dict[str, torch.Tensor], *, every_steps: int = 1) -> tuple[MovingAverage, list[str]]:
+def make_average(
+    tensors: dict[str, torch.Tensor], *, every_steps: int = 1, decay: float = DECAY
+) -> tuple[MovingAverage, list[str]]:
     """And what happened."""
     events: list[str] = []
     average = MovingAverage(
-        tensors, decay=DECAY, every_steps=every_steps, on_change=lambda: events.append("weights were exchanged")
+        tensors, decay=decay, every_steps=every_steps, on_change=lambda: events.append("weights were exchanged")
     )
     return average, events
 
 
 def test_average_is_the_closed_form() -> None:
-    """Powers of two, so that nothing is rounded: average = 0.75 * average + 0.25 * weights, from the first weights."""
+    """From the first weights on, average = d * average + (1 - d) * weights, with d = min(0.75, (1 + n) / (10 + n))."""
     weights = torch.tensor([100.0, -5.0])
     average, _ = make_average({"w": weights}, every_steps=2)
     seen = []
@@ -36,18 +39,30 @@ def test_average_is_the_closed_form() -> None:
         weights.copy_(torch.tensor([64.0 * done, -64.0]))
         average.update_(done, skip_1=NO)
         seen.append(average.state_dict(done).get("w", torch.tensor([])).tolist())
-    at_2, at_4 = 128.0, 0.75 * 128 + 0.25 * 256
-    at_6 = 0.75 * at_4 + 0.25 * 384
-    at_8 = 0.75 * at_6 + 0.25 * 512
-    assert seen == [[], *([value, -64.0] for value in (at_2, at_2, at_4, at_4, at_6, at_6, at_8))]
+    at_2 = Fraction(128)
+    at_4 = Fraction(3, 12) * at_2 + Fraction(9, 12) * 256
+    at_6 = Fraction(4, 13) * at_4 + Fraction(9, 13) * 384
+    at_8 = Fraction(5, 14) * at_6 + Fraction(9, 14) * 512
+    assert seen[0] == []
+    for found, value in zip(seen[1:], (at_2, at_2, at_4, at_4, at_6, at_6, at_8), strict=True):
+        assert found == pytest.approx([float(value), -64.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.951, 0.9999])
+def test_average_looks_back_over_a_ninth_of_its_steps_until_its_decay_is_reached(decay: float) -> None:
+    found = [bounded_decay(decay, n) for n in range(1, 2000)]
+    assert found == sorted(found)
+    assert max(found) <= decay
+    for n, each in enumerate(found, start=1):
+        assert each == decay or 1 / (1 - each) == pytest.approx((10 + n) / 9)
 
 
 def test_average_is_that_of_torch() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.2), use_buffers=True)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
-    ours, _ = make_average(tensors)
+    ours, _ = make_average(tensors, decay=0.2)  # below what it may be from the second step on
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for done in range(1, 12):
         optimizer.zero_grad()

@@ -413,6 +413,19 @@ def test_loaders_resident_crops_as_a_padded_numpy_image(small_index):
     assert seen == {False, True}
 
 
+def test_loaders_resident_on_the_host_makes_batches_there_for_the_device(small_index):
+    crop = padded_crop(seed=1, size=32, padding=4)
+    common = {"index": small_index, "crop": crop, "image_size": 32, "microbatch_size": 4}
+    here, beside = (ResidentLoader(**common, device="cpu", is_on_host=is_on_host) for is_on_host in (False, True))
+    for one, other in zip(here.load(requests(small_index)), beside.load(requests(small_index)), strict=True):
+        assert torch.equal(one.images_BCHW, other.images_BCHW)
+        assert other.images_BCHW.is_contiguous(memory_format=torch.channels_last)
+    # a device whose memory holds nothing: only batches get there
+    away = ResidentLoader(**common, device="meta", is_on_host=True)
+    assert {batch.images_BCHW.device.type for batch in away.load(requests(small_index))} == {"meta"}
+    assert away._images_NHWC.device.type == "cpu"
+
+
 def test_loaders_resident_evaluates_whole_images(small_index):
     loader = ResidentLoader(
         index=small_index, crop=center_crop(fraction=1.0), image_size=32, microbatch_size=4, device="cpu"

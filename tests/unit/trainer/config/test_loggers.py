@@ -1,0 +1,29 @@
+"""Which settings of the loggers go together."""
+
+import pytest
+from error_texts import naming
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.file import load_config
+
+WANDB = "--run.loggers=[wandb]"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--run.loggers=[csv,csv]"], ("run.loggers", "csv", "twice")),
+        (["--run.loggers=[mlflow]"], ("run.loggers", "mlflow", "'tensorboard', 'csv', 'wandb'")),
+        (["--run.wandb_options={project: p}"], ("run.wandb_options", "run.loggers", "null")),
+        ([WANDB, "--run.wandb_options={projekt: p}"], ("run.wandb_options", "projekt", "project")),
+        ([WANDB, "--run.wandb_options={mode: later}"], ("run.wandb_options", "later", "online, offline")),
+    ],
+)
+def test_settings_of_loggers_that_say_nothing_are_refused(words: list[str], named: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=naming(*named)):
+        load_config(["--config", "quickstart", *words])
+
+
+@pytest.mark.parametrize("words", [["--run.loggers=[]"], [WANDB, "--run.wandb_options={project: p, mode: offline}"]])
+def test_settings_of_loggers_that_go_together(words: list[str]) -> None:
+    load_config(["--config", "quickstart", *words])

@@ -1,0 +1,273 @@
+"""TensorBoard, CSV, and Weights & Biases by a package that plays it: what each gets, and that none ends a run."""
+
+import csv
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from error_texts import naming
+
+from bigbatch.errors import ConfigError
+from bigbatch.trainer import train
+from bigbatch.trainer.build import job
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.run import weights_and_biases
+from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.loggers import Csv, Guarded, TensorBoard, open_loggers, require_loggers
+from bigbatch.trainer.run.metrics import MetricsLog
+from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
+
+
+class PlayedWandb(ModuleType):
+    """Has as much of wandb as we call; init fails as often as told, and log always where told."""
+
+    def __init__(self, *, failing_inits: int = 0, log: Callable[[], None] = lambda: None) -> None:
+        super().__init__("wandb")
+        self.failing_inits, self._log = failing_inits, log
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[dict[str, float]] = []
+        self.finished = 0
+
+    def Settings(self, **settings: object) -> dict[str, object]:
+        return settings
+
+    def setup(self, settings: Mapping[str, object]) -> None:
+        assert settings == {"console": "off", "silent": True, "init_timeout": weights_and_biases.REACH_SECONDS}
+
+    def init(self, **arguments: Any) -> Any:
+        self.inits.append(arguments)
+        if len(self.inits) <= self.failing_inits:
+            raise ConnectionError("no route to host\nin detail")
+        folder = Path(arguments["dir"]) / "wandb/run-1/files"
+        return SimpleNamespace(
+            id=arguments["id"],
+            dir=str(folder),
+            offline=arguments.get("mode") == "offline",
+            url="https://wandb.invalid/run",
+            define_metric=lambda name, *, step_metric: None,
+            log=self.log,
+            finish=self.finish,
+        )
+
+    def log(self, figures: dict[str, float]) -> None:
+        self._log()
+        self.logged.append(figures)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def play(monkeypatch: pytest.MonkeyPatch, played: PlayedWandb) -> PlayedWandb:
+    monkeypatch.setitem(sys.modules, "wandb", played)
+    return played
+
+
+def send(rundir: RunDir, *, from_step: int = 0, options: Mapping[str, Any] | None = None) -> list[str]:
+    """Open wandb as a run does, send a report and an evaluation, and close it; what was said."""
+    said: list[str] = []
+
+    def make() -> WeightsAndBiases:
+        options_ = options or {}
+        return WeightsAndBiases(
+            rundir, stated={"run": {"seed": 3}}, options=options_, from_step=from_step, say=said.append
+        )
+
+    guarded = Guarded("wandb", make, say=said.append)
+    guarded.write("train", from_step + 1, {"loss": 2.5})
+    guarded.write("eval", from_step + 1, {"top1": 0.5})
+    guarded.close()
+    return said
+
+
+def read_csv(rundir: RunDir, kind: str) -> list[dict[str, str]]:
+    with (rundir.csv / f"{kind}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def logged(rundir: RunDir, *, from_step: int) -> MetricsLog:
+    log = MetricsLog(rundir, from_step=from_step)
+    log.loggers = [Guarded("csv", lambda: Csv(rundir.csv, metrics=rundir.metrics), say=pytest.fail)]
+    return log
+
+
+def test_loggers_csv_has_a_row_for_each_record_and_a_column_for_each_figure(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    log = logged(rundir, from_step=0)
+    log.write("start", {"step": 0, "job": {}})
+    log.write("train", {"step": 1, "loss": 2.5, "grad_norm": None})
+    log.write("train", {"step": 2, "loss": 2.25, "grad_norm": 1.5})
+    log.write("train", {"step": 3, "loss": 2.0, "grad_norm": None})
+    log.write("eval", {"step": 3, "top1": 0.5, "metrics": {"balanced": 0.25}})
+    log.close()
+    assert read_csv(rundir, "train") == [
+        {"step": "1", "loss": "2.5", "grad_norm": ""},
+        {"step": "2", "loss": "2.25", "grad_norm": "1.5"},
+        {"step": "3", "loss": "2.0", "grad_norm": ""},
+    ]
+    assert read_csv(rundir, "eval") == [{"step": "3", "top1": "0.5", "metrics/balanced": "0.25"}]
+    assert sorted(path.name for path in rundir.csv.iterdir()) == ["eval.csv", "train.csv"]
+
+
+def test_loggers_csv_of_a_resumed_run_has_what_its_metrics_keep(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    for from_step, last in ((0, 4), (2, 3)):
+        log = logged(rundir, from_step=from_step)
+        for step in range(from_step + 1, last + 1):
+            log.write("train", {"step": step, "loss": step / 2})
+        log.close()
+    assert [row["step"] for row in read_csv(rundir, "train")] == ["1", "2", "3"]
+
+
+def test_loggers_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for from_step, losses in ((0, (4.0, 3.0, 2.0)), (2, (1.0,))):
+        board = TensorBoard(tmp_path, from_step=from_step)
+        for step, loss in enumerate(losses, start=from_step + 1):
+            board.write("train", step, {"loss": loss})
+        board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4.0), (2, 3.0), (3, 1.0)]
+
+
+def test_loggers_that_fail_are_said_once_and_leave_the_others(tmp_path: Path) -> None:
+    said: list[str] = []
+    rundir = RunDir(tmp_path)
+
+    def refuse() -> Any:
+        raise PermissionError("read-only")
+
+    broken = SimpleNamespace(write=lambda *_: 1 / 0, close=refuse)
+    log = logged(rundir, from_step=0)
+    log.loggers = [
+        Guarded("first", refuse, say=said.append),
+        Guarded("second", lambda: broken, say=said.append),  # type: ignore[arg-type, return-value]
+        *log.loggers,
+    ]
+    for step in (1, 2):
+        log.write("train", {"step": step, "loss": 1.0})
+    log.close()
+    assert [text.partition(": ")[2].split(" failed (")[0] for text in said] == ["first", "second"]
+    assert all("the run goes on without it" in text for text in said)
+    assert len(read_csv(rundir, "train")) == len(list(read_records(rundir.metrics))) == 2
+
+
+def test_loggers_wandb_gets_config_and_figures_and_a_resumed_run_goes_on_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = RunDir(tmp_path / "night")
+    rundir.path.mkdir()
+    played = play(monkeypatch, PlayedWandb())
+    options = {"project": "imagenet", "mode": "offline", "tags": ["64k"]}
+    for from_step in (0, 7, 0):
+        said = send(rundir, from_step=from_step, options=options)
+        assert len(said) == 1
+        assert naming_all(said[0], "wandb sync", rundir.path / "wandb/run-1")
+    first, resumed, anew = played.inits
+    assert first["id"] == resumed["id"] != anew["id"]
+    for call in played.inits:
+        assert {key: call[key] for key in options} == options
+        assert (call["name"], call["config"], call["resume"]) == ("night", {"run": {"seed": 3}}, "allow")
+    assert played.logged[2:4] == [{"step": 8, "train/loss": 2.5}, {"step": 8, "eval/top1": 0.5}]
+    assert played.finished == 3
+
+
+def naming_all(text: str, *parts: object) -> bool:
+    return all(str(part) in text for part in parts)
+
+
+def test_loggers_wandb_without_network_is_logged_offline_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = play(monkeypatch, PlayedWandb(failing_inits=1))
+    said = send(RunDir(tmp_path))
+    assert [call.get("mode") for call in played.inits] == [None, "offline"]
+    assert len({call["id"] for call in played.inits}) == 2, "wandb takes the first for in use"
+    assert len(said) == 2, "what happened, and where the records are"
+    assert naming_all(said[0], "no route to host", "the run goes on")
+    assert "detail" not in said[0]
+    assert len(played.logged) == 2
+
+
+@pytest.mark.parametrize(
+    ("played", "options", "named"),
+    [
+        (PlayedWandb(failing_inits=2), {}, "no route to host"),
+        (PlayedWandb(failing_inits=1), {"mode": "offline"}, "no route to host"),
+        (PlayedWandb(log=lambda: math.sqrt(-1)), {}, "math domain"),
+    ],
+)
+def test_loggers_wandb_that_fails_is_said_once(
+    played: PlayedWandb, options: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(monkeypatch, played)
+    failures = [text for text in send(RunDir(tmp_path), options=options) if "failed" in text]
+    assert len(failures) == 1
+    assert naming_all(failures[0], "run.loggers", "wandb", named, "goes on without it")
+
+
+def test_loggers_wandb_that_hangs_holds_neither_steps_nor_the_end_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_and_biases, "CLOSE_SECONDS", 0.01)
+    play(monkeypatch, PlayedWandb(log=lambda: time.sleep(0.5)))
+    said = send(RunDir(tmp_path))
+    assert naming_all(said[-1], "wandb failed", "0.01 s after the run's end")
+
+
+@pytest.mark.parametrize("installed", [None, ModuleType("wandb")], ids=["missing", "a folder of that name"])
+def test_loggers_without_the_extra_are_refused_before_the_run(
+    installed: ModuleType | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", installed)
+    settings = ["--config", "quickstart", "--data.loader=synthetic", "--data.num_synthetic_samples=512"]
+    words = [*settings, "--run.loggers=[csv,wandb]", f"--run.directory={tmp_path / 'run'}"]
+    monkeypatch.setattr(job, "set_up_process", lambda communicator, **_: None)
+    with pytest.raises(ConfigError, match=naming("run.loggers", "wandb", "pip install 'bigbatch[wandb]'")):
+        train.main(words)
+    assert not RunDir(tmp_path / "run").metrics.exists()
+    require_loggers(load_config([*settings, "--run.loggers=[]"]))
+
+
+@pytest.mark.slow
+def test_loggers_of_a_whole_run_whose_wandb_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "set_up_process", lambda communicator, **_: None)
+    play(monkeypatch, PlayedWandb(failing_inits=2))
+    settings = {
+        "data.loader": "synthetic",
+        "data.num_synthetic_samples": 64,
+        "data.image_size": 8,
+        "data.probe_seconds": 0,
+        "model.width": 2,
+        "batch.global_batch_size": 32,
+        "batch.microbatch_size": 16,
+        "batch.bn_span": 16,
+        "run.epochs": 2,
+        "run.log_every_steps": 1,
+        "schedule.warmup_epochs": 1,
+        "run.loggers": "[csv, wandb]",
+        "run.directory": tmp_path,
+    }
+    assert train.main(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]) == 0
+    assert capsys.readouterr().out.count("wandb") == 2, "not reached, and failed"
+    rundir = RunDir(tmp_path)
+    assert [row["step"] for row in read_csv(rundir, "train")] == ["1", "2", "3", "4"]
+    records = [record for record in read_records(rundir.metrics) if record["kind"] == "eval"]
+    assert [float(row["top1"]) for row in read_csv(rundir, "eval")] == [record["top1"] for record in records]
+    assert not rundir.tensorboard.exists()
+
+
+def test_loggers_are_opened_in_the_order_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, PlayedWandb())
+    config = load_config(["--config", "quickstart", "--run.loggers=[csv,tensorboard,wandb]"])
+    opened = open_loggers(config, RunDir(tmp_path), from_step=0, say=lambda text: None)
+    assert [type(each._logger) for each in opened] == [Csv, TensorBoard, WeightsAndBiases]
+    for each in opened:
+        each.close()

@@ -1,0 +1,67 @@
+"""What a rank keeps for its update: by hand, for buffers that do not divide by the ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes, sharded_notes, update_memory
+
+SGD = ("--optimizer.name=sgd", *(f"--optimizer.{key}=null" for key in ("trust_coefficient", "eps", "momentum_form")))
+LAMB = ("--optimizer.name=lamb", "--optimizer.betas=[0.9, 0.999]", "--optimizer.eps=1e-6")
+LAMB += tuple(f"--optimizer.{key}=null" for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form"))
+
+
+def make(*words: str, num_ranks: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Config, Any]:
+    """A model of 10 weights in a buffer of 7 and one of 3."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(count, dtype=dtype)) for count in (7, 3)])
+    buffers = tuple(
+        BufferPlan((TensorSpec(str(number), parameter.numel(), parameter.element_size(), str(dtype)),))
+        for number, parameter in enumerate(model)
+    )
+    reducer = SimpleNamespace(plan=FusionPlan(buffers), grid=None)
+    parts = SimpleNamespace(communicator=SimpleNamespace(world_size=num_ranks), reducer=reducer, model=model)
+    return load_config(["--config", "quickstart", *words]), parts
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "per_weight"),
+    [
+        ((), torch.float32, 4),  # LARS: a momentum
+        (SGD, torch.float32, 4),
+        (LAMB, torch.float32, 8),  # two means
+        ((), torch.bfloat16, 12),  # a momentum, a master and its gradient
+        (LAMB, torch.float16, 16),
+    ],
+)
+def test_memory_of_an_update_is_a_share_of_each_buffer(
+    words: tuple[str, ...], dtype: torch.dtype, per_weight: int
+) -> None:
+    config, parts = make(*words, "--optimizer.sharded=true", dtype=dtype)
+    memory = update_memory(config, parts)
+    # of four ranks each has 2 of 7 weights and 1 of 3, rounded up
+    assert (memory.whole_bytes, memory.kept_bytes) == (10 * per_weight, 3 * per_weight)
+    assert (memory.gradient_bytes, memory.summed_bytes) == (10 * dtype.itemsize, 3 * dtype.itemsize)
+    (note,) = sharded_notes(config, parts)
+    assert f"4 ranks: each keeps {3 * per_weight / 1e6:.3g} MB" in note
+    whole = make(*words, dtype=dtype)
+    assert update_memory(*whole).kept_bytes == memory.whole_bytes
+    assert sharded_notes(*whole) == []
+
+
+def test_memory_of_a_rank_and_of_a_checkpoint() -> None:
+    averaged = ("--optimizer.ema_decay=0.9", "--optimizer.ema_every_steps=1")
+    # fp32: weight, gradient, momentum; a checkpoint has weight and momentum
+    assert (rank_bytes(*make()), checkpoint_bytes(*make())) == (120, 80)
+    assert (rank_bytes(*make(*averaged)), checkpoint_bytes(*make(*averaged))) == (160, 120)
+    # bf16: 2 + 2 of the model, master, its gradient and momentum
+    assert rank_bytes(*make(dtype=torch.bfloat16)) == 160
+    assert rank_bytes(*make("--optimizer.sharded=true", dtype=torch.bfloat16)) == 40 + 3 * 12
+    config, parts = make()
+    parts.reducer.grid = object()  # integers of 64 bits, in which gradients are summed
+    assert rank_bytes(config, parts) == 120 + 80

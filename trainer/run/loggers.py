@@ -1,0 +1,150 @@
+"""Who else gets the numbers of metrics.jsonl: TensorBoard, CSV, Weights & Biases, behind one small interface."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from bigbatch.errors import first_line
+from bigbatch.files import replacing
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases, require_wandb
+
+Say = Callable[[str], None]
+
+
+class Logger(Protocol):
+    """Says what a place for numbers must do. Whatever it raises takes it out of the run, which goes on."""
+
+    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """Take the figures of one record: train, eval or input. Never waits for a network."""
+        ...
+
+    def close(self) -> None:
+        """Bring all of them to where they belong."""
+        ...
+
+
+def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by their names, those of own metrics after metrics/; without its step and time."""
+    own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
+    named = {name: value for name, value in {**record, **own}.items() if isinstance(value, int | float)}
+    return {name: value for name, value in named.items() if name not in ("step", "time")}
+
+
+class TensorBoard:
+    """Writes event files; those of steps that a resumed run does again count no more."""
+
+    def __init__(self, folder: Path, *, from_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(folder), purge_step=from_step + 1)
+
+    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """Hand the figures to TensorBoard's thread; what that met is raised by a later call."""
+        for name, value in figures.items():
+            self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush."""
+        self._events.close()
+
+
+class Csv:
+    """Writes KIND.csv: a row for each record of metrics.jsonl that has figures, and a column for each figure."""
+
+    def __init__(self, folder: Path, *, metrics: Path) -> None:
+        """Begin with what the metrics file holds: the records that a resumed run goes on from."""
+        self._folder, self._metrics = folder, metrics
+        self._columns: dict[str, list[str]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.csv"):
+            old.unlink()
+        self._write_anew()
+
+    def _write_anew(self) -> None:
+        """Make every file of the metrics file, which is longer than memory at worst: it is read twice."""
+        columns: dict[str, dict[str, None]] = {}
+        for record in read_records(self._metrics):
+            if figures := figures_of(record):
+                columns.setdefault(record["kind"], {}).update(dict.fromkeys(figures))
+        self._columns = {kind: ["step", *names] for kind, names in columns.items()}
+        with ExitStack() as stack:
+            files = {kind: stack.enter_context(replacing(self._path(kind))) for kind in columns}
+            for kind, file in files.items():
+                file.write(_line(self._columns[kind]))
+            for record in read_records(self._metrics):
+                if figures := figures_of(record):
+                    files[record["kind"]].write(self._row(record["kind"], record["step"], figures))
+
+    def _path(self, kind: str) -> Path:
+        return self._folder / f"{kind}.csv"
+
+    def _row(self, kind: str, step: int, figures: Mapping[str, float]) -> bytes:
+        values = {"step": step, **figures}
+        return _line([values.get(name, "") for name in self._columns[kind]])
+
+    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """Add a row, of a record that the metrics file holds already; with a new column every row anew."""
+        if not figures.keys() <= set(self._columns.get(kind, ())):
+            self._write_anew()
+            return
+        with self._path(kind).open("ab") as file:
+            file.write(self._row(kind, step, figures))
+
+    def close(self) -> None:
+        """Do nothing: each row is written when it comes."""
+
+
+def _line(values: Sequence[object]) -> bytes:
+    # numbers and the names of keys, which no quotes need be put around
+    return (",".join(map(str, values)) + "\n").encode()
+
+
+class Guarded:
+    """Hands figures to a logger until it fails, which is said once: no logger is worth a run."""
+
+    def __init__(self, name: str, make: Callable[[], Logger], *, say: Say) -> None:
+        self._name, self._say = name, say
+        self._logger: Logger | None = None
+        self._try(lambda: setattr(self, "_logger", make()))
+
+    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
+        """Hand them on, where the logger has not failed."""
+        if logger := self._logger:
+            self._try(lambda: logger.write(kind, step, figures))
+
+    def close(self) -> None:
+        """Close the logger, where it has not failed."""
+        if logger := self._logger:
+            self._try(logger.close)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception as error:  # others' code may raise anything
+            self._logger = None
+            self._say(
+                f"run.loggers: {self._name} failed ({first_line(error)}): the run goes on without it, and "
+                "metrics.jsonl has every record"
+            )
+
+
+def require_loggers(config: Config) -> None:
+    """See that what the loggers import is installed. Raises: ConfigError naming what to install."""
+    if "wandb" in config.run.loggers:
+        require_wandb()
+
+
+def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[Guarded]:
+    """Open the loggers of run.loggers, in order."""
+    makers: dict[str, Callable[[], Logger]] = {
+        "tensorboard": lambda: TensorBoard(rundir.tensorboard, from_step=from_step),
+        "csv": lambda: Csv(rundir.csv, metrics=rundir.metrics),
+        "wandb": lambda: WeightsAndBiases(
+            rundir, stated=asdict(config), options=config.run.wandb_options or {}, from_step=from_step, say=say
+        ),
+    }
+    return [Guarded(name, makers[name], say=say) for name in config.run.loggers]

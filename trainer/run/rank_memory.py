@@ -1,0 +1,81 @@
+"""What a rank keeps in memory for its update, and what a sharded one saves of it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bigbatch.trainer.config.optimizer import is_foreign
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.step.plan import Parts
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """States bytes of a rank, beside the model and its gradients: optimizer state, fp32 masters and their gradients."""
+
+    whole_bytes: int
+    """Of all weights."""
+    kept_bytes: int
+    """Of those that the rank updates: its parts of the fusion buffers, or all."""
+    gradient_bytes: int
+    """Of the gradients in the fusion buffers, which are whole on every rank."""
+    summed_bytes: int
+    """Of those whose sums the rank gets."""
+
+
+def num_moments(config: Config) -> int:
+    """Count the fp32 numbers that an optimizer keeps for each weight; others' may keep more than two, and seldom do."""
+    optimizer = config.optimizer
+    return 2 if optimizer.betas is not None or is_foreign(optimizer.name) else 1
+
+
+def update_memory(config: Config, parts: Parts) -> UpdateMemory:
+    """Compute it from the plan of fusion buffers, of which a rank has equal parts, rounded up."""
+    num_parts = parts.communicator.world_size if config.optimizer.sharded else 1
+    whole = kept = gradients = summed = 0
+    for buffer in parts.reducer.plan.buffers:
+        element_bytes = buffer.num_bytes // buffer.num_elements
+        masters_bytes = 2 * FP32_BYTES if element_bytes < FP32_BYTES else 0
+        update_bytes = FP32_BYTES * num_moments(config) + masters_bytes
+        own = -(-buffer.num_elements // num_parts)
+        whole += buffer.num_elements * update_bytes
+        kept += own * update_bytes
+        gradients += buffer.num_bytes
+        summed += own * element_bytes
+    return UpdateMemory(whole, kept, gradients, summed)
+
+
+def sharded_notes(config: Config, parts: Parts) -> list[str]:
+    """Return what the log says of a sharded update: what is shared out, and how much of it a rank keeps."""
+    if not config.optimizer.sharded:
+        return []
+    memory = update_memory(config, parts)
+    return [
+        f"sharded over {parts.communicator.world_size} ranks: each keeps {_mb(memory.kept_bytes)} of optimizer state, "
+        f"fp32 masters and their gradients instead of {_mb(memory.whole_bytes)}, and gets the sums of "
+        f"{_mb(memory.summed_bytes)} of {_mb(memory.gradient_bytes)} of gradients; weights and gradient buffers are "
+        "whole on each"
+    ]
+
+
+def rank_bytes(config: Config, parts: Parts) -> int:
+    """Return how many bytes a rank takes but for activations: weights, gradients, what the update keeps, an average."""
+    parameters = list(parts.model.parameters())
+    weights = sum(p.nbytes for p in parameters)
+    gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+    if parts.reducer.grid:
+        gradients += sum(p.numel() * torch.int64.itemsize for p in parameters if p.requires_grad)
+    average = FP32_BYTES * sum(p.numel() for p in parameters) if config.optimizer.ema_decay is not None else 0
+    return weights + gradients + update_memory(config, parts).kept_bytes + average
+
+
+def checkpoint_bytes(config: Config, parts: Parts) -> int:
+    """Return how many bytes a checkpoint takes: masters, moments and average, all in fp32 and whole."""
+    num_copies = 1 + num_moments(config) + (config.optimizer.ema_decay is not None)
+    return FP32_BYTES * num_copies * sum(p.numel() for p in parts.model.parameters())
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.3g} MB"
