@@ -176,6 +176,8 @@ def require_every_wait(trace: Trace, *, by_place: str | None = None) -> None:
     for place in set(needed):
         if by_place is not None and by_place in place:
             del idle[place]
-    print(f"{len(needed)} of {len(waits)} waits are needed, {idle.total()} too many, in {len(trace.events)} events")
+    repeated = len(waits) - len(needed) - idle.total()
+    told = f"{len(needed)} of {len(waits)} waits are needed, {repeated} repeat one of these, {idle.total()} too many"
+    print(f"{told}, in {len(trace.events)} events")
     assert not idle, f"no objection without {idle}"
     assert waits

@@ -54,6 +54,7 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "make .venv/ready": ".ci/run::environment",
     "tests/container/run": ".ci/run::container",
     "docker build -t bigbatch .": ".ci/run::container",
+    "docker build -t bigbatch --build-arg BASE_IMAGE=python:3.12-slim-bookworm .": ".ci/run::container-3.12",
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": ".ci/run::gpu",
     "BIGBATCH_OPENREG=FOLDER .venv/bin/python -m pytest tests/openreg": ".ci/run::openreg",
     "pip install 'bigbatch[verify]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),

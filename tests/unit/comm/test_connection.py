@@ -295,6 +295,14 @@ def test_gpu_that_two_ranks_of_a_host_share_is_refused(seen: list[str], named: t
     assert ("--ranks" in str(caught.value)) == ("--ranks 1" in named), "of one host alone"
 
 
+def test_gpu_that_two_ranks_share_is_refused_as_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    second = {"rank": 1, "local_rank": 1}
+    monkeypatch.setattr(met, "gather_text", lambda text, **_: [text, json.dumps({**json.loads(text), **second})])
+    with pytest.raises(CommError, match=naming("rank 0", "rank 1", "GPU-7")):
+        meet(TWO, met, gpu="GPU-7")
+
+
 # --- a refusal leaves nothing behind ---
 
 

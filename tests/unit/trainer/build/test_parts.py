@@ -19,6 +19,7 @@ from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build import job as build_job
 from bigbatch.trainer.build import model as build_model
+from bigbatch.trainer.build import parts as build_parts
 from bigbatch.trainer.build.job import _calibrates, join_job, without_choices
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.parts import make_parts, make_precision
@@ -210,6 +211,32 @@ def test_digest_of_the_samples_is_that_of_classes_and_labels(tmp_path: Path) -> 
 
 def quickstart(*words: str) -> Config:
     return load_config(["--config", "quickstart", "--model.width=2", *(f"--{word}" for word in words)])
+
+
+@pytest.mark.parametrize(
+    ("words", "hides"),
+    [
+        ([], True),
+        (["compute.compile=default"], False),
+        (["compute.cuda_graph=true"], False),
+        (
+            [
+                "model.name=torchvision:resnet18",
+                *(f"model.{key}=null" for key in ("width", "pool_first", "logit_scale")),
+            ],
+            False,
+        ),
+    ],
+)
+def test_sharded_update_gathers_weights_behind_the_next_forward_where_that_can_wait(
+    words: list[str], hides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(["--config", "quickstart", "--optimizer.sharded=true", *(f"--{word}" for word in words)])
+    asked: list[bool] = []
+    monkeypatch.setattr(build_parts, "shard_update", lambda *_, behind_forward, **__: asked.append(behind_forward))
+    unused: Any = None
+    build_parts._make_optimizer(config, unused, unused, reducer=unused, communicator=unused)
+    assert asked == [hides]
 
 
 @pytest.mark.parametrize("zero_gamma", [True, False])
