@@ -1,8 +1,9 @@
 """Predict published rows, and set the errors beside those of two predictors that know no network.
 
 Cold: only one-node rows are given (role fit1). Warm: the next size, too (fit2). Nulls: `linear` keeps each device's
-rate of row 1; `line` is a straight line in the local batch through rows 1 and 2. Strangers: all rows of other families
-are given and none of the own, as before a system is bought.
+rate of row 1; `line` is a straight line in the local batch through rows 1 and 2. Strangers: all one-node rows of other
+families are given and none of the own, as before a system is bought. Sizes: all rows are given but those of the same
+ladder and size.
 
     python -m benchmarks.twin.published ROWS.csv --plot scatter.png
 """
@@ -63,6 +64,17 @@ def as_strangers(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         given = [each for each in rows if each.num_nodes == 1 and each["family"] != row["family"]]
+        if row["role"] == JUDGE and given:
+            found.append(_error(predict_row(row, given), {}))
+    return found
+
+
+def as_new_sizes(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Predict every row to be judged from all rows but those of its own ladder and size."""
+    found = []
+    for row in rows:
+        own = (row["ladder"], row.num_devices)
+        given = [each for each in rows if (each["ladder"], each.num_devices) != own]
         if row["role"] == JUDGE and given:
             found.append(_error(predict_row(row, given), {}))
     return found
@@ -170,9 +182,9 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--sensitivity", action="store_true", help="move each constant, too; takes a minute")
     arguments = parser.parse_args()
-    rows = read_given(arguments.rows)
+    rows = read_given(arguments.rows).rows
     found = {name: errors_of(rows, warm=name == "warm") for name in ("cold", "warm")}
-    found["strangers"] = as_strangers(rows)
+    found |= {"strangers": as_strangers(rows), "sizes": as_new_sizes(rows)}
     summaries = {name: summarise(errors) for name, errors in found.items() if errors}
     for name, summary in summaries.items():
         print_summary(name, summary)

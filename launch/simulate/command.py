@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -46,10 +47,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _predict(given: Path, questions: Path, out: Path) -> int:
-    predictions = predict_table(given, questions, out)
-    far = sum(each.is_extrapolated for each in predictions)
-    more = f", {far} of them extrapolated: no given row is of the same system" if far else ""
-    print(f"{len(predictions)} rows predicted{more}")
+    answers = predict_table(given, questions, out)
+    for line in answers.left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    far = sum(each.is_extrapolated for each in answers.predictions)
+    more = (
+        f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""
+    )
+    print(f"{len(answers.predictions)} rows predicted{more}")
     print(f"written: {out} (milliseconds of a step; low to high is to hold nine of ten measurements)")
     return 0
 

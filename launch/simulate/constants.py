@@ -22,6 +22,10 @@ class Constants:
     seconds_per_tensor: float = 22e-6
     """Of a step, whatever the batch: the least time of the four or five kernels that a parameter has in forward,
     backward and update. ASSUMED, about 5 us each; 3.5 ms for ResNet-50's 161."""
+    eager_seconds_per_tensor: float = 65e-6
+    """The same before 2021: hosts started each kernel, a convolution, its norm, the weight's norm and its update each
+    by itself. ASSUMED, about thirteen kernels; 10 ms for ResNet-50. Published forward passes of one V100 alone have
+    1.5 ms that no picture explains (NVIDIA's examples of 2020)."""
     graph_seconds_per_tensor: float = 14e-6
     """The same where software of 2023 and later replays steps as CUDA graphs. ASSUMED."""
     link_share: float = 0.8
@@ -82,6 +86,7 @@ INSIDE_BYTES_PER_SECOND = {
     "hccs": 25e9,  # ASSUMED
     "ipulink": 50e9,  # ASSUMED
     "10x100gbe": 90e9,  # as its links say
+    "torus": 150e9,  # PUBLISHED: four to six links of 62 to 82 GB/s of a TPU v2 to v4; ASSUMED half of them
     "": 15e9,  # ASSUMED, where nothing is stated
 }
 """By the beginning of the link's name as `_plain` spells it; the longest that fits counts."""
@@ -92,6 +97,7 @@ RESNET50_RATES: dict[str, tuple[float | None, float | None]] = {
     "NVIDIA P100": (212, None),  # PUBLISHED: TensorFlow's page of 2017
     "NVIDIA P40": (169, None),  # PUBLISHED: Azure Batch AI
     "NVIDIA V100S": (350, 1370),
+    "NVIDIA V100 SXM3 32GB 450 W": (None, 1560),  # of DGX-2H
     "NVIDIA V100": (350, 1370),  # PUBLISHED: DLPerf; MLPerf v0.5 to v0.7, and likewise below
     "NVIDIA A100": (None, 3240),
     "NVIDIA A10G": (None, 940),
@@ -106,6 +112,9 @@ RESNET50_RATES: dict[str, tuple[float | None, float | None]] = {
     "NVIDIA H200": (None, 7950),
     "Habana Gaudi": (None, 1640),
     "Habana Gaudi2": (None, 5740),
+    "node of 8 Xeon 8380H": (None, 819),
+    "node of 8 Xeon 8376H": (None, 734),  # ASSUMED: by the clock that its data sheet states, 2.6 of 2.9 GHz
+    "Ascend 910": (None, 1700),  # of 512, in MLPerf v0.7
     "TPU v2": (None, 550),
     "TPU v3": (None, 910),
     "TPU v4": (None, 3480),
@@ -127,7 +136,7 @@ def stated_gbit_per_s(link: str) -> float | None:
     if not rate:
         return None
     gbit_per_s = float(rate[1].replace(",", "") + (rate[2] or "")) * (8 if rate[3] == "GB/s" else 1)
-    return int(count[1] if count else 1) * gbit_per_s
+    return int(count[1] if count else 1) * gbit_per_s or None
 
 
 def resnet50_rate(accelerator: str, *, is_fp32: bool) -> float | None:

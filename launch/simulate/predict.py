@@ -21,6 +21,9 @@ TRUST = 0.5
 PRECISION = 1e-4
 """To which share the seconds of a picture are found."""
 
+WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
+"""Of what two rows do not share, as Row.alike lists it; another model counts by the doublings of its operations."""
+
 NINE_OF_TEN = 1.645
 """Standard deviations on each side that hold nine of ten errors that are normal."""
 RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
@@ -81,7 +84,7 @@ def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Comp
     assert base.seconds is not None
     found = fit_compute(base.job(constants), fixed, base.local_batch, base.seconds)
     scale = question.shape.operations / base.shape.operations
-    if _kinship(question, base) != "ladder" and base.device_rate and question.device_rate:
+    if base.device_rate and question.device_rate:
         scale *= base.device_rate / question.device_rate
     return Compute(found.seconds_per_image * scale, question.fixed_seconds(constants))
 
@@ -126,11 +129,7 @@ def _distance(question: Row, row: Row) -> tuple[float, ...]:
     kinship = ("ladder", "device", "other").index(_kinship(question, row))
     is_other_ladder = row["ladder"] not in (question["ladder"], question["null_line"])
     differences = (
-        4.0 * (question["accelerator"] != row["accelerator"])
-        + 4.0 * (question["precision"] != row["precision"])
-        + 2.0 * (question["framework"].split(",")[0] != row["framework"].split(",")[0])
-        + 2.0 * (question["input_data"] != row["input_data"])
-        + 1.0 * (question["system"] != row["system"])
+        sum(weight * (one != other) for weight, one, other in zip(WEIGHTS, question.alike, row.alike, strict=True))
         + abs(math.log2(question.shape.operations / row.shape.operations))
         + abs(math.log2(question.local_batch / row.local_batch)) / 4
         + abs((question.year or 0) - (row.year or 0) if question.year and row.year else 0) / 4

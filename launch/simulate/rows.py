@@ -2,7 +2,7 @@
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,10 @@ MEBIBYTE = 2**20
 DDP_FIRST_BYTES = MEBIBYTE
 """Of PyTorch's first bucket."""
 DEVICES_OF_UNSTATED_NODES = 8
+FIRST_YEAR_OF_GRAPHS, FIRST_NCCL_OF_GRAPHS = 2021, (2, 9)
+"""Since when software starts a step's kernels together: MLPerf v1.0."""
+MLPERF_YEARS = {"0.5": 2018, "0.6": 2019, "0.7": 2020}
+"""Of the first rounds; v1 and later are of 2021 and the years that follow."""
 UNKNOWN_SHAPE = "resnet50"
 """Stands for a model whose shape is not known; such a row is marked as extrapolated."""
 
@@ -43,7 +47,11 @@ class Row:
     stated: Mapping[str, str]
 
     def __getitem__(self, column: str) -> str:
-        return (self.stated.get(column) or "").strip()
+        return self._texts.get(column, "")
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        return {column: (text or "").strip() for column, text in self.stated.items()}
 
     @property
     def id(self) -> str:
@@ -55,6 +63,14 @@ class Row:
         """Name the needed values that are not stated."""
         has_batch = bool(self["global_batch_size"])
         return [name for name in NEEDED if not self[name] and not (name == "batch_per_accelerator" and has_batch)]
+
+    def check(self) -> None:
+        """Raise SimulationError for a needed value that is not stated, or one that cannot be."""
+        if self.missing:
+            raise SimulationError(f"row {self.id or 'without id'} states no {self.missing[0]}")
+        self.job()
+        self._number("batch_per_accelerator")
+        self._number("global_batch_size")
 
     @cached_property
     def num_devices(self) -> int:
@@ -75,11 +91,18 @@ class Row:
         """Return the pictures of an accelerator in a step."""
         return self._number("batch_per_accelerator") or (self._number("global_batch_size") or 0.0) / self.num_devices
 
+    @property
+    def is_measured(self) -> bool:
+        """Say whether a step is stated, or a rate that it follows from."""
+        return bool(self["ms_per_step"] or self["images_per_second"])
+
     @cached_property
     def seconds(self) -> float | None:
         """Return the measured step; None of a question."""
-        stated = self._number("ms_per_step")
-        return stated / 1e3 if stated else None
+        if stated := self._number("ms_per_step"):
+            return stated / 1e3
+        rate = self._number("images_per_second")
+        return self.local_batch * self.num_devices / rate if rate else None
 
     @cached_property
     def shape_name(self) -> str | None:
@@ -88,10 +111,23 @@ class Row:
         fitting = [name for name in shape_names() if words.startswith(name.replace("_", ""))]
         return max(fitting, key=len, default=None)
 
-    @property
+    @cached_property
     def shape(self) -> ModelShape:
         """Return the model's shape, or that of one in its place."""
         return load_shape(self.shape_name or UNKNOWN_SHAPE)
+
+    @cached_property
+    def alike(self) -> tuple[str, ...]:
+        """Return what two rows should share, the weightiest first: device, precision, framework, input, system."""
+        return (
+            self["accelerator"],
+            self["precision"],
+            self["framework"].split(",")[0],
+            self["input_data"],
+            self["system"],
+            # of one architecture's models, such as resnet's, operations take alike long
+            self.shape.name.rstrip("0123456789"),
+        )
 
     @cached_property
     def carrier(self) -> Carrier:
@@ -106,14 +142,16 @@ class Row:
     @cached_property
     def library_version(self) -> tuple[int, int] | None:
         """Return NCCL's version; None where it is not stated."""
-        found = re.match(r"NCCL (\d+)\.(\d+)", self["collective_library_version"])
+        found = re.match(r"NCCL (\d{1,4})\.(\d{1,4})", self["collective_library_version"])
         return (int(found[1]), int(found[2])) if found else None
 
     @cached_property
     def year(self) -> int | None:
-        """Return the year of the figure, where it begins with one."""
-        found = re.search(r"\b(20\d\d)\b", self["round_or_year"])
-        return int(found[1]) if found else None
+        """Return the year of the figure, or of its round of MLPerf."""
+        if found := re.search(r"\b(20\d\d)\b", self["round_or_year"]):
+            return int(found[1])
+        mlperf = re.search(r"MLPerf.* v(\d)(?:\.(\d))?", self["round_or_year"])
+        return (MLPERF_YEARS.get(f"0.{mlperf[2]}") if mlperf[1] == "0" else 2020 + int(mlperf[1])) if mlperf else None
 
     @property
     def has_trees(self) -> bool:
@@ -136,17 +174,33 @@ class Row:
     def fusion(self) -> Fusion:
         """Read how gradients are grouped: `threshold / groups`, `25 MiB buckets`; else by the framework's default."""
         stated = self["fusion"]
-        if groups := re.fullmatch(r"\d+ */ *(\d+)", stated):
+        if self.is_compiled:
+            return InGroups(1)
+        if groups := re.fullmatch(r"\d+ */ *(\d{1,6})", stated):
             return InGroups(max(1, int(groups[1])))
-        if buckets := re.match(r"([\d.]+) *MiB", stated):
+        if (buckets := re.match(r"(\d{1,6}(?:\.\d+)?) *MiB", stated)) and float(buckets[1]) > 0:
             return _ddp_sizes(float(buckets[1]))
         return _ddp_sizes(25) if "pytorch" in self["framework"].lower() else InCycles()
 
     def fixed_seconds(self, constants: Constants) -> float:
         """Return what a step takes whatever the batch."""
-        is_replayed = self.library_version is not None and self.library_version >= (2, 17)
-        each = constants.graph_seconds_per_tensor if is_replayed else constants.seconds_per_tensor
-        return each * len(self.shape.num_elements)
+        return self._seconds_per_tensor(constants) * len(self.shape.num_elements)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Say whether a step is one program that a compiler made, its sums among them: on TPUs."""
+        return self["accelerator"].startswith("TPU")
+
+    def _seconds_per_tensor(self, constants: Constants) -> float:
+        version, year = self.library_version, self.year
+        if self.is_compiled:
+            return constants.graph_seconds_per_tensor
+        if version is None:
+            is_old = year is not None and year < FIRST_YEAR_OF_GRAPHS
+            return constants.eager_seconds_per_tensor if is_old else constants.seconds_per_tensor
+        if version < FIRST_NCCL_OF_GRAPHS:
+            return constants.eager_seconds_per_tensor
+        return constants.graph_seconds_per_tensor if version >= (2, 17) else constants.seconds_per_tensor
 
     def job(self, constants: Constants = DEFAULTS) -> Job:
         """Return what one of its steps does."""
@@ -162,6 +216,10 @@ class Row:
         per_node = max(1, self.num_devices // self.num_nodes)
         rate = self._number("inter_node_gbit_per_s") or stated_gbit_per_s(self["inter_node_link"])
         across = across_bytes_per_second(rate, devices_per_node=per_node, constants=constants)
+        inside = inside_bytes_per_second(self["intra_node_link"])
+        if self.is_compiled:
+            inside = inside_bytes_per_second("torus")
+            across = inside * per_node
         if self.carrier == "sockets":
             is_slow = "K80" in self["accelerator"]
             unstated = constants.slow_socket_bytes_per_second if is_slow else constants.socket_bytes_per_second
@@ -172,7 +230,7 @@ class Row:
         return Network(
             self.num_nodes,
             per_node,
-            inside_bytes_per_second(self["intra_node_link"]),
+            inside,
             across,
             carrier=self.carrier,
             has_trees=self.has_trees,
@@ -200,38 +258,66 @@ class Row:
 
 
 def _ddp_sizes(mebibytes: float) -> PlanSizes:
-    size = round(mebibytes * MEBIBYTE)
+    size = max(1, round(mebibytes * MEBIBYTE))
     return PlanSizes(threshold_bytes=size, buffer_bytes=size, first_buffer_bytes=min(DDP_FIRST_BYTES, size))
 
 
-def read_given(path: Path) -> list[Row]:
-    """Read measured rows; those that lack a needed value, or that the table marks as broken, are left out.
+@dataclass(frozen=True)
+class Table:
+    """Holds the rows of a file that say what they must, and a line for each that does not."""
+
+    rows: list[Row]
+    unusable: list[str]
+
+
+def read_given(path: Path) -> Table:
+    """Read measured rows; those that state no step, or that the table marks as broken, are passed over.
 
     Raises: SimulationError for a file that is no such table, or without any measured row.
     """
-    rows = [row for row in _read(path) if not row.missing and row.seconds is not None and row["role"] != BROKEN]
-    if not rows:
-        raise SimulationError(f"{path} has no row with a measured ms_per_step: nothing can be scaled from it")
-    return rows
+    lines = [each for each in _read(path) if each[1].is_measured and each[1]["role"] != BROKEN]
+    table = _usable(path, lines, lambda row: row.seconds)
+    if not table.rows:
+        odd = f": {table.unusable[0]}" if table.unusable else ""
+        raise SimulationError(
+            f"{path} has no row with a measured ms_per_step, or images_per_second: nothing can be scaled from it{odd}"
+        )
+    return table
 
 
-def read_questions(path: Path) -> list[Row]:
-    """Read rows to be predicted. Raises: SimulationError, also for a row that lacks a needed value."""
-    rows = _read(path)
-    for number, row in enumerate(rows, start=2):
-        if row.missing:
-            raise SimulationError(f"{path}, line {number}: row {row.id or 'without id'} states no {row.missing[0]}")
-    return rows
+def read_questions(path: Path) -> Table:
+    """Read rows to be predicted. Raises: SimulationError for a file that is no such table, or with no usable row."""
+    table = _usable(path, _read(path), lambda row: row.local_batch)
+    if not table.rows:
+        raise SimulationError(table.unusable[0] if table.unusable else f"{path} has no row below its first line")
+    return table
 
 
-def _read(path: Path) -> list[Row]:
+def _usable(path: Path, lines: Sequence[tuple[int, Row]], needed: Callable[[Row], object]) -> Table:
+    """Keep the rows of which what is needed can be read."""
+    table = Table([], [])
+    for number, row in lines:
+        try:
+            row.check()
+            needed(row)
+            table.rows.append(row)
+        except SimulationError as error:
+            table.unusable.append(f"{path}, line {number}: {error}")
+    return table
+
+
+def _read(path: Path) -> list[tuple[int, Row]]:
+    """Return each row with the number of its last line."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        # spreadsheets write a mark before the first column
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
-            rows = [Row({k: v for k, v in line.items() if k and isinstance(v, str)}) for line in reader]
+            found = [
+                (reader.line_num, Row({k: v for k, v in line.items() if k and isinstance(v, str)})) for line in reader
+            ]
             columns = reader.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SimulationError(f"cannot read {path} as a table: {first_line(error)}") from error
-    if missing := [name for name in NEEDED if name not in columns]:
+    if missing := Row(dict.fromkeys(columns, "stated")).missing:
         raise SimulationError(f"{path} has no column {missing[0]}: its first line must name those of a table of rows")
-    return rows
+    return found

@@ -171,7 +171,7 @@ def metrics_of(run: Path) -> Read:
 def tables(path: Path) -> None:
     for read in (read_given, read_questions):
         with suppress(UserError):
-            for row in read(path):
+            for row in read(path).rows:
                 row.job()
 
 
