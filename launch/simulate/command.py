@@ -14,6 +14,7 @@ from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
 from bigbatch.launch.simulate.profile import read_profile
+from bigbatch.launch.simulate.run import RESTART_SECONDS, Failures
 from bigbatch.launch.simulate.scaling import Factors, Point, Question, simulate_scaling
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.simulate.table import predict_table
@@ -67,6 +68,7 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     tables = [
         show.scaling_table(points, price=_price(arguments, question)),
         show.loss_table(points),
+        show.run_table(points),
         show.sent_table(points),
     ]
     compared = _comparisons(arguments, question, counts, points)
@@ -98,8 +100,10 @@ def _question(arguments: argparse.Namespace, overrides: Sequence[str]) -> Questi
         rate = Rate(config.model.name, config.batch.microbatch_size, _above_0("--rate", arguments.rate), "--rate")
     if arguments.input_rate is not None:
         _above_0("--input-rate", arguments.input_rate)
+    failures = None
     if arguments.failure_hours is not None:
-        _above_0("--failure-hours", arguments.failure_hours)
+        restart = _above_0("--restart-seconds", arguments.restart_seconds)
+        failures = Failures(_above_0("--failure-hours", arguments.failure_hours), restart)
     return Question(
         config,
         load_cluster(arguments.cluster),
@@ -107,7 +111,7 @@ def _question(arguments: argparse.Namespace, overrides: Sequence[str]) -> Questi
         algorithm=arguments.algorithm,
         num_images=round(_above_0("--images", arguments.images)),
         input_images_per_second=arguments.input_rate,
-        failure_hours=arguments.failure_hours,
+        failures=failures,
     )
 
 
@@ -237,6 +241,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--price", type=float, help="of a GPU for an hour, in any currency: adds what it costs")
     add("--deadline", metavar="TIME", help="such as 1h: which number of GPUs is the cheapest that keeps it?")
     add("--failure-hours", type=float, help="mean time between failures of a node: adds what restarts cost")
+    seconds = f"from a failure to the first new step (default: {RESTART_SECONDS:g})"
+    add("--restart-seconds", type=float, default=RESTART_SECONDS, help=seconds)
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
     add("--what-if", metavar="X=2x", help="link, inside, rate, batch, input: so many times as large, side by side")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire; seconds")

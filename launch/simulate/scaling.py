@@ -12,6 +12,7 @@ from bigbatch.launch.simulate.cluster import Cluster, Rate
 from bigbatch.launch.simulate.epochs import epochs_to_759
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
 from bigbatch.launch.simulate.predict import RATE_SPREAD, fit_compute, reach_of
+from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
 from bigbatch.launch.simulate.sent import SentPerStep, sent_per_step
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
@@ -23,10 +24,6 @@ IMAGES = 1_281_167
 """Of ImageNet's training set."""
 MOST_CHECKED = 2048
 """Devices of the largest published row."""
-EVALUATED = 50_000
-"""Pictures of ImageNet's validation set."""
-FORWARD_SHARE = 1 / 3
-"""Of computing a training step: what an evaluation does of it."""
 PAYS = 0.5
 """The knee: beyond it, further devices add less than this share of what the first ones do."""
 
@@ -55,12 +52,10 @@ class Question:
     """None for the recipe's, which `auto` and `hybrid` leave to the fastest that is known."""
     factors: Factors = Factors()
     num_images: int = IMAGES
-    failure_hours: float | None = None
-    """Mean time between failures of one node."""
+    failures: Failures | None = None
+    """None where nodes never fail."""
     input_images_per_second: float | None = None
     """That the loaders of a node bring; None to take what the cluster states."""
-    restart_seconds: float = 60.0
-    """From a failure to the first new step. The emulated cluster of four nodes takes below 30 s."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +70,10 @@ class Point:
     step: SimulatedStep
     low_seconds: float
     high_seconds: float
-    hours: float
-    """Of the recipe's epochs, with evaluations and, where nodes fail, restarts."""
+    run: RunTime
+    """Of the recipe's epochs."""
     hours_to_759: float | None
     """Until ResNet-50 is at 75.9% top-1, by MLPerf's records of epochs at that batch; None where there are none."""
-    effective_share: float
-    """Of wall time that moves the run on, where nodes fail."""
     is_extrapolated: bool
     sent: SentPerStep
 
@@ -88,6 +81,11 @@ class Point:
     def images_per_second(self) -> float:
         """Return the rate of all devices."""
         return self.global_batch_size / self.step.seconds
+
+    @property
+    def hours(self) -> float:
+        """Return what the run takes: steps, evaluations, checkpoints and, where nodes fail, what that costs."""
+        return self.run.total
 
     @property
     def device_hours(self) -> float:
@@ -161,9 +159,16 @@ def simulate_point(question: Question, count: int) -> Point:
     algorithm = min(found, key=lambda name: found[name].seconds)
     step = found[algorithm]
     reach = reach_of(step, fixed_seconds=compute.fixed_seconds * num_microbatches, rate=RATE_SPREAD["device"])
-    effective = _effective_share(question, network.num_nodes, step.seconds)
-    each_epoch = step.seconds * question.num_images / batch.global_batch_size
-    each_epoch += FORWARD_SHARE * compute.seconds(EVALUATED / count) / config.run.eval_every_epochs
+    run = time_of_run(
+        config.run,
+        shape=job.shape,
+        compute=compute,
+        step_seconds=step.seconds,
+        steps_per_epoch=question.num_images / batch.global_batch_size,
+        num_devices=count,
+        num_nodes=network.num_nodes,
+        failures=question.failures,
+    )
     to_759 = epochs_to_759(batch.global_batch_size) if is_imagenet_resnet50(question) else None
     return Point(
         count,
@@ -174,9 +179,8 @@ def simulate_point(question: Question, count: int) -> Point:
         step,
         step.seconds / reach,
         step.seconds * reach,
-        config.run.epochs * each_epoch / effective / 3600,
-        None if to_759 is None else to_759 * each_epoch / effective / 3600,
-        effective,
+        run,
+        None if to_759 is None else run.times(to_759 / config.run.epochs).total,
         count > MOST_CHECKED,
         sent_per_step(replace(job, algorithm=algorithm), step, sums_in_fp32=config.comm.reduce_dtype == "fp32"),
     )
@@ -296,18 +300,3 @@ def _job(question: Question, network: Network, *, algorithm: str = "native") -> 
         algorithm=algorithm,
         input_images_per_second=input_rate(question),
     )
-
-
-def _effective_share(question: Question, num_nodes: int, step_seconds: float) -> float:
-    """Return 1 less the time that failures cost: a restart, and half the steps between two checkpoints, each time."""
-    if question.failure_hours is None:
-        return 1.0
-    between = question.config.run.checkpoint_every_steps or 0
-    lost = question.restart_seconds + between * step_seconds / 2
-    share = 1 - lost * num_nodes / (question.failure_hours * 3600)
-    if share <= 0:
-        raise SimulationError(
-            f"{num_nodes} nodes that fail every {question.failure_hours:g} h each never get from one checkpoint to the "
-            "next: write checkpoints more often"
-        )
-    return share

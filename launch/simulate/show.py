@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,22 @@ def loss_table(points: Sequence[Point]) -> Table:
     return Table("What is lost, as shares of the step", ("GPUs", "efficiency", "local batch", *PARTS[1:]), tuple(rows))
 
 
+def run_table(points: Sequence[Point]) -> Table:
+    """Show what the run's hours go to."""
+    rows = [
+        (
+            f"{point.num_devices:,}",
+            *(duration(part) for part in (point.run.steps, point.run.evaluations, point.run.checkpoints)),
+            duration(point.run.failures),
+            percent(point.run.effective_share),
+        )
+        for point in points
+    ]
+    return Table(
+        "The run", ("GPUs", "steps", "evaluations", "checkpoints", "failures", "moves the run on"), tuple(rows)
+    )
+
+
 def sent_table(points: Sequence[Point]) -> Table:
     """Show what a rank sends in one step, and what a node sends to others."""
     rows = [
@@ -186,10 +203,10 @@ def findings(points: Sequence[Point], *, deadline_hours: float | None) -> list[s
         lines.append(
             "?: extrapolated. The largest published step is that of 2,048 P40 at 32 pictures each (Jia et al. 2018)."
         )
-    if last.effective_share < 1:
+    if last.run.failures:
         lines.append(
-            f"With {count(last.num_nodes, 'node')} that fail, {percent(last.effective_share)} of the time moves the "
-            "run on."
+            f"With {count(last.num_nodes, 'node')} that fail, {percent(last.run.effective_share)} of the time moves "
+            "the run on."
         )
     if deadline_hours is not None:
         lines.append(_within(points, deadline_hours))
@@ -252,7 +269,8 @@ def as_json(question: Question, points: Sequence[Point]) -> str:
             "hours": point.hours,
             "gpu_hours": point.device_hours,
             "hours_to_759": point.hours_to_759,
-            "effective_share": point.effective_share,
+            "hours_by": asdict(point.run),
+            "effective_share": point.run.effective_share,
             "extrapolated": point.is_extrapolated,
             "buffers": len(point.step.transfers),
             "rank_sends_bytes": point.sent.rank_bytes,

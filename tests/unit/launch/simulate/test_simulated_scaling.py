@@ -13,8 +13,10 @@ from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
 from bigbatch.launch.simulate.command import read_counts, read_factors, read_hours
 from bigbatch.launch.simulate.epochs import epochs_to_759
 from bigbatch.launch.simulate.profile import read_profile
+from bigbatch.launch.simulate.run import Failures, effective_share
 from bigbatch.launch.simulate.scaling import (
     Factors,
+    Point,
     Question,
     advise,
     cheapest_within,
@@ -52,7 +54,8 @@ def test_paper_s_run_of_2048_gpus_lies_in_the_band():
     # what it takes beyond its training steps evaluates 50,000 pictures after each epoch: a third of a training step's
     # computing, which at 32 pictures of 2,048 GPUs each is the same 65,536
     training = 90 * 1_281_167 / 65_536 * point.step.seconds / 3600
-    assert 0 < point.hours - training < 90 * point.step.computing / 3600 / 2
+    assert point.run.steps == pytest.approx(training)
+    assert 0 < point.run.evaluations < 90 * point.step.computing / 3600 / 2
     assert (point.num_nodes, point.num_microbatches) == (256, 1)
 
 
@@ -128,14 +131,43 @@ def test_what_ifs_change_what_they_name():
     assert (half.global_batch_size, half.num_microbatches) == (32_768, plain.num_microbatches // 2)
 
 
+def test_a_run_is_its_steps_evaluations_and_checkpoints():
+    asked = ["--run.checkpoint_every_steps", "100", "--run.eval_every_epochs", "4"]
+    config = load_config(["--config", "imagenet/resnet50_64k", *asked])
+    point = simulate_point(Question(config, load_cluster("dgx_a100")), 64)
+    steps = config.run.epochs * 1_281_167 / 65_536
+    assert point.run.steps * 3600 == pytest.approx(steps * point.step.seconds)
+    # fp32 weights and momentum of 25,557,032 parameters are copied at 2.2 GB/s, every 100 steps and 4 epochs
+    copies = steps / 100 + config.run.epochs / 4
+    assert point.run.checkpoints * 3600 == pytest.approx(copies * 8 * 25_557_032 / 2.2e9)
+    assert point.run.evaluations > 0
+    assert point.run.failures == 0
+    assert point.hours == point.run.steps + point.run.evaluations + point.run.checkpoints
+
+
 def test_failures_cost_a_restart_and_half_an_interval_each():
-    config = load_config(["--config", "imagenet/resnet50_64k", "--run.checkpoint_every_steps", "100"])
-    question = Question(config, load_cluster("dgx_a100"), failure_hours=1000.0, restart_seconds=60.0)
-    point = simulate_point(question, 64)
-    lost = 60 + 50 * point.step.seconds
-    assert point.effective_share == pytest.approx(1 - lost * 8 / 3.6e6)
-    with pytest.raises(SimulationError, match="checkpoints"):
-        simulate_point(Question(config, load_cluster("dgx_a100"), failure_hours=0.01), 64)
+    # seldom: R + T/2 for each of M, to first order
+    share = effective_share(600.0, Failures(1000.0, 60.0), num_nodes=8)
+    assert share == pytest.approx(1 - (60 + 300) * 8 / 3.6e6, abs=1e-6)
+    # often: exponential failures, worked off by hand: M = 450 s, T = 900 s, R = 60 s
+    assert effective_share(900.0, Failures(1.0, 60.0), num_nodes=8) == pytest.approx(900 / (510 * 6.389056), rel=1e-6)
+    assert effective_share(1e9, Failures(0.01), num_nodes=8) == 0
+
+
+def test_failures_throw_a_run_back_to_what_it_last_saved():
+    def point_of(*asked: str, hours: float = 1000.0) -> Point:
+        config = load_config(["--config", "imagenet/resnet50_64k", "--run.eval_every_epochs", "4", *asked])
+        return simulate_point(Question(config, load_cluster("dgx_a100"), failures=Failures(hours)), 64)
+
+    epochs = point_of("--run.checkpoint_every_steps", "0")
+    steps = point_of("--run.checkpoint_every_steps", "10")
+    memory = point_of("--run.checkpoint_every_steps", "60", "--run.memory_every_steps", "10")
+    interval = 4 * 1_281_167 / 65_536 * epochs.step.seconds
+    assert epochs.run.effective_share == pytest.approx(effective_share(interval, Failures(1000.0), num_nodes=8))
+    assert steps.run.effective_share == pytest.approx(memory.run.effective_share)
+    assert epochs.run.effective_share < steps.run.effective_share < 1
+    with pytest.raises(SimulationError, match="checkpoint_every_steps"):
+        point_of(hours=0.001)
 
 
 def test_epochs_are_those_of_mlperf_s_records():

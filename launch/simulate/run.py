@@ -1,0 +1,107 @@
+"""What a run takes beside its steps: evaluations, checkpoints, and what failures cost. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from bigbatch.errors import SimulationError
+from bigbatch.launch.simulate.shapes import ModelShape
+from bigbatch.launch.simulate.step import Compute
+from bigbatch.trainer.config.sections import RunConfig
+
+EVALUATED = 50_000
+"""Pictures of ImageNet's validation set."""
+FORWARD_SHARE = 1 / 3
+"""Of computing a training step: what an evaluation does of it."""
+STATE_BYTES = 8
+"""Of a parameter in a checkpoint: its fp32 weight and its momentum."""
+COPY_BYTES_PER_SECOND = 2.2e9
+"""Of a checkpoint's copy on the first rank, for which training waits; the rest is written beside it. MEASURED on two
+busy cores: benchmarks.checkpoint, 205 MB in 92 ms."""
+RESTART_SECONDS = 60.0
+"""From a failure to the first new step. ASSUMED: emulated clusters took 7 to 34 s (docs/jobs.md), starts of GPUs and
+their library come on top."""
+LEAST_EFFECTIVE = 0.01
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Says how often a node fails, and what each time costs beside the steps that are lost."""
+
+    node_hours: float
+    """Mean time between failures of one node."""
+    restart_seconds: float = RESTART_SECONDS
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Holds the hours of a run by what they go to."""
+
+    steps: float
+    evaluations: float
+    checkpoints: float
+    failures: float = 0.0
+    """Restarts, and steps that were done again."""
+
+    @property
+    def total(self) -> float:
+        """Return all of them."""
+        return self.steps + self.evaluations + self.checkpoints + self.failures
+
+    @property
+    def effective_share(self) -> float:
+        """Return the share of the time that moves the run on."""
+        return 1 - self.failures / self.total
+
+    def times(self, factor: float) -> "RunTime":
+        """Return a run so many times as long."""
+        parts = (self.steps, self.evaluations, self.checkpoints, self.failures)
+        return RunTime(*(factor * part for part in parts))
+
+
+def time_of_run(
+    run: RunConfig,
+    *,
+    shape: ModelShape,
+    compute: Compute,
+    step_seconds: float,
+    steps_per_epoch: float,
+    num_devices: int,
+    num_nodes: int,
+    failures: Failures | None = None,
+) -> RunTime:
+    """Add up an experiment's run: its epochs, and what its settings ask for beside them.
+
+    Raises: SimulationError where so many nodes fail so often that it hardly gets on.
+    """
+    evaluations = run.epochs / run.eval_every_epochs
+    num_steps = run.epochs * steps_per_epoch
+    asked = (run.checkpoint_every_steps, run.memory_every_steps)
+    copies = evaluations + sum(num_steps / every for every in asked if every)
+    planned = RunTime(
+        num_steps * step_seconds / 3600,
+        evaluations * FORWARD_SHARE * compute.seconds(EVALUATED / num_devices) / 3600,
+        copies * STATE_BYTES * shape.num_parameters / COPY_BYTES_PER_SECOND / 3600,
+    )
+    if failures is None:
+        return planned
+    between = min([run.eval_every_epochs * steps_per_epoch, *(every for every in asked if every)])
+    effective = effective_share(between * step_seconds, failures, num_nodes=num_nodes)
+    if effective < LEAST_EFFECTIVE:
+        raise SimulationError(
+            f"{num_nodes} nodes that fail every {failures.node_hours:g} h each hardly ever get from one checkpoint to "
+            "the next: write checkpoints more often (run.checkpoint_every_steps)"
+        )
+    return RunTime(planned.steps, planned.evaluations, planned.checkpoints, planned.total * (1 / effective - 1))
+
+
+def effective_share(interval_seconds: float, failures: Failures, *, num_nodes: int) -> float:
+    """Return the share of the time that moves a run on, when nodes fail at random: T / ((M + R) (exp(T/M) - 1)).
+
+    T seconds between two checkpoints, M between two failures of any node, R of a restart; as it is the mean time to
+    work off an interval from which every failure throws one back. Source: Daly 2006, exponential failures.
+    """
+    mean = failures.node_hours * 3600 / num_nodes
+    ratio = interval_seconds / mean
+    if ratio > 700:  # exp beyond it is no float any more
+        return 0.0
+    return interval_seconds / ((mean + failures.restart_seconds) * math.expm1(ratio))
