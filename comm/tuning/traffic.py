@@ -51,7 +51,7 @@ def node_traffic(
 
 @dataclass(frozen=True)
 class Sent:
-    """Counts what the first rank sends to anyone, and its node to other nodes: nobody sends more."""
+    """Counts what the first rank sends to anyone, and its node to other nodes; no other sends an element more."""
 
     rank: Traffic
     node: Traffic

@@ -73,7 +73,7 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     ]
     compared = _comparisons(arguments, question, counts, points)
     tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
-    findings = show.findings(points, deadline_hours=hours)
+    findings = show.findings(points, model=question.config.model.name, deadline_hours=hours)
     findings += [line for point in points if arguments.advise for line in show.advice(question, point)]
     findings += [f"left out: {each.num_devices:,} GPUs: {each.why}" for each in refused]
     console = stdout_console()

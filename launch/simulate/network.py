@@ -10,6 +10,8 @@ from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
 Carrier = Literal["nccl", "sockets", "host", "servers"]
 
 ALGORITHMS = ("native", *MODELS)
+WIDENS = "doubling"
+"""The algorithm that sends partial sums of whole buffers."""
 BY_SIZE = "hybrid"
 """For each buffer the fastest of these."""
 
@@ -44,14 +46,17 @@ class Network:
             across=LinkModel(self.constants.across_latency_seconds, self.across_bytes_per_second),
         )
 
-    def seconds(self, num_bytes: float, algorithm: str = "native") -> float:
-        """Compute one all-reduce; algorithm: one of cost_model's, native, the carrier's own, or the fastest by size."""
+    def seconds(self, num_bytes: float, algorithm: str = "native", *, widened: float = 1.0) -> float:
+        """Compute one all-reduce; algorithm: one of cost_model's, native, the carrier's own, or the fastest by size.
+
+        widened: how many times these bytes partial sums have, which doubling alone sends.
+        """
         if self.num_devices == 1:
             return 0.0
         if algorithm == BY_SIZE:
-            return self.seconds(num_bytes, self.fastest(num_bytes))
+            return self.seconds(num_bytes, self.fastest(num_bytes, widened=widened), widened=widened)
         if algorithm != "native":
-            return MODELS[algorithm](num_bytes, self.cluster())
+            return MODELS[algorithm](num_bytes * (widened if algorithm == WIDENS else 1.0), self.cluster())
         if self.carrier == "servers":
             return self._servers(num_bytes)
         if self.carrier == "host":
@@ -59,9 +64,9 @@ class Network:
             return 2 * (P - 1) / P * num_bytes / self.constants.host_bytes_per_second
         return self._nccl(num_bytes)
 
-    def fastest(self, num_bytes: float) -> str:
+    def fastest(self, num_bytes: float, *, widened: float = 1.0) -> str:
         """Name the algorithm that takes the least time."""
-        return min(ALGORITHMS, key=lambda name: self.seconds(num_bytes, name))
+        return min(ALGORITHMS, key=lambda name: self.seconds(num_bytes, name, widened=widened))
 
     def _nccl(self, num_bytes: float) -> float:
         """Compute NCCL's ring or double tree, whichever is faster: pipelined, so the slowest link counts.

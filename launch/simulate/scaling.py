@@ -8,6 +8,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.tuning.plan_search import PlanChoice, search_plan
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
+from bigbatch.launch.simulate.checked import beyond_checked
 from bigbatch.launch.simulate.cluster import Cluster, Rate
 from bigbatch.launch.simulate.epochs import epochs_to_759
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
@@ -22,8 +23,6 @@ from bigbatch.trainer.config.sections import READERS
 
 IMAGES = 1_281_167
 """Of ImageNet's training set."""
-MOST_CHECKED = 2048
-"""Devices of the largest published row."""
 PAYS = 0.5
 """The knee: beyond it, further devices add less than this share of what the first ones do."""
 
@@ -74,8 +73,14 @@ class Point:
     """Of the recipe's epochs."""
     hours_to_759: float | None
     """Until ResNet-50 is at 75.9% top-1, by MLPerf's records of epochs at that batch; None where there are none."""
-    is_extrapolated: bool
+    beyond_checked: str | None
+    """What no published step has; None within what was checked."""
     sent: SentPerStep
+
+    @property
+    def is_extrapolated(self) -> bool:
+        """Say whether no published step checks such a one."""
+        return self.beyond_checked is not None
 
     @property
     def images_per_second(self) -> float:
@@ -181,8 +186,8 @@ def simulate_point(question: Question, count: int) -> Point:
         step.seconds * reach,
         run,
         None if to_759 is None else run.times(to_759 / config.run.epochs).total,
-        count > MOST_CHECKED,
-        sent_per_step(replace(job, algorithm=algorithm), step, sums_in_fp32=config.comm.reduce_dtype == "fp32"),
+        beyond_checked(config.model.name, count, local_batch / num_microbatches),
+        sent_per_step(replace(job, algorithm=algorithm), step),
     )
 
 
@@ -216,7 +221,7 @@ def advise(question: Question, point: Point) -> Advice:
     local_batch = point.global_batch_size / point.num_devices
 
     def seconds_of(num_bytes: int) -> float:
-        return network.seconds(num_bytes * job.wire_share, point.algorithm) + network.constants.launch_seconds
+        return job.sum_seconds(num_bytes) + network.constants.launch_seconds
 
     def simulated(changed: Job) -> float:
         return changed.simulate(compute, local_batch, num_microbatches=point.num_microbatches).seconds
@@ -272,7 +277,13 @@ def _compute(question: Question) -> Compute:
 
 def _algorithms(question: Question) -> tuple[str, ...]:
     stated = question.algorithm or question.config.comm.algorithm
-    if question.cluster.network.carrier != "nccl":
+    carrier = question.cluster.network.carrier
+    if carrier != "nccl":
+        if question.algorithm not in (None, "native"):
+            raise SimulationError(
+                f"cluster {question.cluster.name} sums by {carrier}, of which its own form (native) is all that is "
+                f"known: nothing can be said of {question.algorithm}. State carrier: nccl for the closed forms"
+            )
         return ("native",)
     # a recipe that leaves it open gets the fastest for all buffers; who asks for one by size gets that
     return ALGORITHMS if stated == "auto" or (stated == BY_SIZE and question.algorithm is None) else (stated,)
@@ -297,6 +308,7 @@ def _job(question: Question, network: Network, *, algorithm: str = "native") -> 
         _sizes(config),
         element_bytes=2 if has_halves else 4,
         wire_share=0.5 if is_cast else 1.0,
+        sums_in_fp32=config.comm.reduce_dtype == "fp32",
         algorithm=algorithm,
         input_images_per_second=input_rate(question),
     )

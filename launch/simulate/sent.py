@@ -3,16 +3,16 @@
 from dataclasses import astuple, dataclass
 
 from bigbatch.comm.tuning.traffic import SEGMENT_BYTES, first_sends
-from bigbatch.launch.simulate.network import BY_SIZE
-from bigbatch.launch.simulate.step import Job, SimulatedStep
-
-WIDE_BYTES = 4
-"""Of an element that doubling sends where half precision is summed in fp32: its partial sums travel."""
+from bigbatch.launch.simulate.network import WIDENS
+from bigbatch.launch.simulate.step import WIDE_BYTES, Job, SimulatedStep
 
 
 @dataclass(frozen=True)
 class SentPerStep:
-    """Counts what the first rank sends to anyone, and its node to other nodes. None: nobody knows."""
+    """Counts what the first rank sends to anyone, and its node to other nodes. None: nobody knows.
+
+    No other sends more than an element more of a buffer.
+    """
 
     rank_bytes: int | None
     rank_messages: int | None
@@ -20,7 +20,7 @@ class SentPerStep:
     node_messages: int | None
 
 
-def sent_per_step(job: Job, step: SimulatedStep, *, sums_in_fp32: bool) -> SentPerStep:
+def sent_per_step(job: Job, step: SimulatedStep) -> SentPerStep:
     """Count the gradients' sums of one step.
 
     A library of its own (native) has no messages to count; its bytes are the mean over ranks and nodes of any form
@@ -32,19 +32,19 @@ def sent_per_step(job: Job, step: SimulatedStep, *, sums_in_fp32: bool) -> SentP
     if network.carrier == "servers":
         return SentPerStep(None, None, None, None)
     counts = [each.num_bytes // job.element_bytes for each in step.transfers] or [job.shape.num_parameters]
-    every = [_one_sum(job, count, sums_in_fp32=sums_in_fp32) for count in counts]
+    every = [_one_sum(job, count) for count in counts]
     return SentPerStep(*(None if None in each else sum(each) for each in zip(*map(astuple, every), strict=True)))
 
 
-def _one_sum(job: Job, num_elements: int, *, sums_in_fp32: bool) -> SentPerStep:
+def _one_sum(job: Job, num_elements: int) -> SentPerStep:
     """Count one buffer's."""
     network, element_bytes = job.network, round(job.element_bytes * job.wire_share)
     num_bytes = num_elements * element_bytes
-    algorithm = network.fastest(num_bytes) if job.algorithm == BY_SIZE else job.algorithm
+    algorithm = job.algorithm_of(num_elements * job.element_bytes)
     if algorithm == "native":
         rank, node = (round(2 * (n - 1) * num_bytes / n) for n in (network.num_devices, network.num_nodes))
         return SentPerStep(rank, None, node, None if network.num_nodes > 1 else 0)
-    if algorithm == "doubling" and sums_in_fp32:
+    if algorithm == WIDENS and job.sums_in_fp32:
         element_bytes = max(element_bytes, WIDE_BYTES)
     sent = first_sends(
         algorithm,

@@ -11,6 +11,8 @@ from bigbatch.colours import COLOURS
 from bigbatch.errors import SimulationError, first_line
 from bigbatch.launch.efficiency import PARTS, Efficiency
 from bigbatch.launch.page import as_svg, make_page
+from bigbatch.launch.simulate.checked import nearest_checked
+from bigbatch.launch.simulate.network import BY_SIZE
 from bigbatch.launch.simulate.scaling import (
     Point,
     Question,
@@ -59,6 +61,11 @@ def assumptions(question: Question) -> list[str]:
         )
     elif question.input_images_per_second is not None:
         lines.append(f"--input-rate says nothing here, as data.loader={question.config.data.loader} reads no files")
+    stated = question.algorithm or question.config.comm.algorithm
+    if cluster.network.carrier != "nccl" and stated not in ("auto", BY_SIZE, "native"):
+        lines.append(
+            f"the recipe's {stated} is not simulated: {cluster.name} sums by {cluster.network.carrier}, in its own form"
+        )
     if cluster.assumed:
         lines.append(f"not published, but assumed in {cluster.name}: {', '.join(cluster.assumed)}")
     return lines
@@ -103,7 +110,9 @@ def scaling_table(points: Sequence[Point], *, price: float | None) -> Table:
 
 def duration(hours: float) -> str:
     """Write 0.11 -> '6.6 min', 12.3 -> '12.30 h'."""
-    return f"{hours:,.2f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+    if hours >= 1:
+        return f"{hours:,.2f} h"
+    return f"{60 * hours:.1f} min" if hours >= 1 / 60 or not hours else f"{3600 * hours:.1f} s"
 
 
 def _batch(point: Point) -> str:
@@ -177,7 +186,7 @@ def comparison_table(title: str, columns: Mapping[str, Sequence[Point]]) -> Tabl
     return Table(title, ("GPUs", *columns), tuple(rows))
 
 
-def findings(points: Sequence[Point], *, deadline_hours: float | None) -> list[str]:
+def findings(points: Sequence[Point], *, model: str, deadline_hours: float | None) -> list[str]:
     """Say the main things in plain words."""
     last, each = points[-1], efficiencies(points)[-1]
     lines = []
@@ -199,9 +208,11 @@ def findings(points: Sequence[Point], *, deadline_hours: float | None) -> list[s
             f"{percent(last.step.input / last.step.seconds)} of its time; to keep up, the loaders of a node must bring "
             f"{could:,.0f} images/s."
         )
-    if any(point.is_extrapolated for point in points):
+    lines += _extrapolated(points, model=model)
+    if last.step.slow_seconds >= (1 + WORTH_NAMING) * last.step.seconds:
         lines.append(
-            "?: extrapolated. The largest published step is that of 2,048 P40 at 32 pictures each (Jia et al. 2018)."
+            f"At {last.num_devices:,} GPUs one step in ten takes longer than {1e3 * last.step.slow_seconds:,.1f} ms: "
+            "its latest node is later than on average."
         )
     if last.run.failures:
         lines.append(
@@ -211,6 +222,20 @@ def findings(points: Sequence[Point], *, deadline_hours: float | None) -> list[s
     if deadline_hours is not None:
         lines.append(_within(points, deadline_hours))
     return lines
+
+
+def _extrapolated(points: Sequence[Point], *, model: str) -> list[str]:
+    """Say of each kind of extrapolation what is beyond, and the nearest step that was checked."""
+    lines: dict[str, str] = {}
+    for point in points:
+        if point.beyond_checked is not None:
+            batch = point.global_batch_size / point.num_devices / point.num_microbatches
+            near = nearest_checked(model, point.num_devices, batch)
+            lines[point.beyond_checked] = (
+                f"?: extrapolated, {point.beyond_checked}. Nearest checked: {near.num_devices:,} {near.system}, "
+                f"{near.model} at {near.local_batch} pictures each, {near.milliseconds:g} ms."
+            )
+    return list(lines.values())
 
 
 def advice(question: Question, point: Point) -> list[str]:
@@ -263,6 +288,7 @@ def as_json(question: Question, points: Sequence[Point]) -> str:
             "exposed_communication_seconds": point.step.communication,
             "straggler_seconds": point.step.stragglers,
             "input_wait_seconds": point.step.input,
+            "slow_step_seconds": point.step.slow_seconds,
             "images_per_second": point.images_per_second,
             "efficiency": each.efficiency,
             "losses": each.losses,
@@ -272,6 +298,7 @@ def as_json(question: Question, points: Sequence[Point]) -> str:
             "hours_by": asdict(point.run),
             "effective_share": point.run.effective_share,
             "extrapolated": point.is_extrapolated,
+            "beyond_checked": point.beyond_checked,
             "buffers": len(point.step.transfers),
             "rank_sends_bytes": point.sent.rank_bytes,
             "rank_sends_messages": point.sent.rank_messages,

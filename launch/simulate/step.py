@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.tuning.plan_search import Backward, PlannedTransfer, simulate
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE
-from bigbatch.launch.simulate.network import Network
+from bigbatch.launch.simulate.network import BY_SIZE, Network
 from bigbatch.launch.simulate.shapes import ModelShape
 
+WIDE_BYTES = 4
+"""Of an element of a partial sum in fp32."""
+SLOW_SHARE = 0.1
+"""Of steps that are slower than slow_seconds."""
+EXACT_NODES = 100
+"""Beyond which the sum of 1/n is a logarithm, to half a hundredth."""
 CYCLE_BYTES = 64 * 2**20
 """Horovod's fusion buffer."""
 
@@ -55,8 +61,11 @@ class SimulatedStep:
     computing: float
     communication: float
     stragglers: float
+    """On average; slow_seconds has their spread."""
     input: float
     """Waiting for pictures, where the loaders of a node bring fewer than its devices could train."""
+    slow_seconds: float
+    """What one step in ten takes longer than, as its latest node is later than it is on average."""
     backward: Backward
     transfers: tuple[PlannedTransfer, ...]
 
@@ -77,6 +86,8 @@ class Job:
     """Of a gradient, by which a plan cuts."""
     wire_share: float = 1.0
     """Of these bytes that travel: half, where fp32 gradients travel in half precision."""
+    sums_in_fp32: bool = False
+    """Whether what travels in half precision is summed in fp32: then doubling sends its partial sums as such."""
     algorithm: str = "native"
     reads_pictures: bool = True
     input_images_per_second: float | None = None
@@ -90,7 +101,24 @@ class Job:
         transfers = self._transfers(backward)
         exposed, stragglers = self._exposed(backward, transfers, computing), self._stragglers(computing)
         waits = self._input(local_batch, busy_seconds=computing + exposed + stragglers)
-        return SimulatedStep(computing, exposed, stragglers, waits, backward, transfers)
+        seconds = computing + exposed + stragglers + waits
+        slow = seconds + self._straggler_share / math.log(2) * lateness(self.network.num_nodes) * computing
+        return SimulatedStep(computing, exposed, stragglers, waits, slow, backward, transfers)
+
+    def sum_seconds(self, num_bytes: float) -> float:
+        """Compute the sum of a buffer of so many bytes of gradients."""
+        return self.network.seconds(num_bytes * self.wire_share, self.algorithm, widened=self._widened)
+
+    def algorithm_of(self, num_bytes: float) -> str:
+        """Name the algorithm that such a buffer takes."""
+        if self.algorithm != BY_SIZE:
+            return self.algorithm
+        return self.network.fastest(num_bytes * self.wire_share, widened=self._widened)
+
+    @property
+    def _widened(self) -> float:
+        """Return how many times the bytes of a gradient on the wire a partial sum of doubling has."""
+        return max(1.0, WIDE_BYTES / (self.element_bytes * self.wire_share)) if self.sums_in_fp32 else 1.0
 
     def _transfers(self, backward: Backward) -> tuple[PlannedTransfer, ...]:
         network, constants = self.network, self.network.constants
@@ -98,16 +126,13 @@ class Job:
             return ()
         tensors = self.shape.tensors(self.element_bytes)
 
-        def seconds_of(num_bytes: int) -> float:
-            return network.seconds(num_bytes * self.wire_share, self.algorithm)
-
         if not isinstance(self.fusion, InCycles):
-            return simulate(self.fusion.plan(tensors), backward, seconds_of)
+            return simulate(self.fusion.plan(tensors), backward, self.sum_seconds)
         per_tensor = constants.host_tensor_seconds if network.carrier == "host" else 0.0
         return in_cycles(
             tensors,
             backward,
-            lambda num_bytes, count: seconds_of(num_bytes) + per_tensor * count + constants.cycle_seconds,
+            lambda num_bytes, count: self.sum_seconds(num_bytes) + per_tensor * count + constants.cycle_seconds,
             buffer_bytes=self.fusion.buffer_bytes,
         )
 
@@ -134,12 +159,16 @@ class Job:
 
     def _stragglers(self, computing: float) -> float:
         network, constants = self.network, self.network.constants
-        is_shared = network.carrier == "servers"
-        each = constants.server_straggler_share if is_shared else constants.straggler_share
-        share = each * math.log2(network.num_nodes)
+        share = self._straggler_share * math.log2(network.num_nodes)
         if self.reads_pictures and network.num_nodes > 1:
             share += constants.input_share
         return share * computing
+
+    @property
+    def _straggler_share(self) -> float:
+        constants = self.network.constants
+        is_shared = self.network.carrier == "servers"
+        return constants.server_straggler_share if is_shared else constants.straggler_share
 
     def _input(self, local_batch: float, *, busy_seconds: float) -> float:
         """Compute what a step waits for pictures: loaders work ahead, so the slower of the two sets the pace."""
@@ -147,6 +176,17 @@ class Job:
             return 0.0
         node_pictures = local_batch * self.network.devices_per_node
         return max(0.0, node_pictures / self.input_images_per_second - busy_seconds)
+
+
+def lateness(num_nodes: int) -> float:
+    """Return how much later the latest of n nodes is in one step of ten than on average, in delays of one node.
+
+    Delays are exponential: the latest of n has the mean 1 + 1/2 + ... + 1/n, which grows by log(2) with each doubling,
+    and stays below -log(1 - q^(1/n)) with probability q.
+    """
+    slow = -math.log(-math.expm1(math.log(1 - SLOW_SHARE) / num_nodes))
+    exact = sum(1 / n for n in range(1, min(num_nodes, EXACT_NODES) + 1))
+    return slow - exact - math.log(max(1.0, num_nodes / EXACT_NODES))
 
 
 def backward_of(shape: ModelShape, seconds: float) -> Backward:

@@ -7,8 +7,10 @@ import pytest
 from error_texts import naming
 
 from bigbatch.cli import main
+from bigbatch.comm.tuning.cost_model import doubling_seconds
 from bigbatch.errors import LaunchOptionError, SimulationError
 from bigbatch.launch.simulate import show
+from bigbatch.launch.simulate.checked import CHECKED, nearest_checked
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
 from bigbatch.launch.simulate.command import read_counts, read_factors, read_hours
 from bigbatch.launch.simulate.epochs import epochs_to_759
@@ -26,7 +28,7 @@ from bigbatch.launch.simulate.scaling import (
     simulate_point,
     simulate_scaling,
 )
-from bigbatch.launch.simulate.shapes import load_shape, shape_of
+from bigbatch.launch.simulate.shapes import load_shape, shape_names, shape_of
 from bigbatch.trainer.config.file import load_config
 
 CLUSTER = """device: {value: a device, source: test}
@@ -38,6 +40,7 @@ rates:
 """
 
 
+WIRE = ("--comm.reduce_dtype", "wire")
 NO_SCALE = ("--optimizer.loss_scale", "null", "--optimizer.loss_scale_growth_steps", "null")
 
 
@@ -94,6 +97,60 @@ def test_bytes_and_messages_of_a_step_are_the_closed_forms():
     assert simulate_point(ask(algorithm="doubling"), 512).sent.node_bytes == 6 * 2 * M
     alone = simulate_point(ask(cluster="dgx_a100"), 1).sent
     assert (alone.rank_bytes, alone.rank_messages, alone.node_bytes) == (0, 0, 0)
+
+
+def test_doubling_of_halves_takes_the_time_of_its_partial_sums():
+    """Summed in fp32, the closed form of twice the bytes: what travels are partial sums."""
+    config = load_config(["--config", "imagenet/resnet50_64k", "--comm.buffer_bytes", "1000000000"])
+    wire = load_config(["--config", "imagenet/resnet50_64k", "--comm.buffer_bytes", "1000000000", *WIRE])
+    cluster = load_cluster("dgx_a100")
+    network = cluster.of_devices(512)
+    for each, bytes_of_an_element in ((config, 4), (wire, 2)):
+        (transfer,) = simulate_point(Question(each, cluster, algorithm="doubling"), 512).step.transfers[-1:]
+        took = transfer.end_seconds - transfer.start_seconds
+        num_elements = transfer.num_bytes / 2
+        assert took == pytest.approx(doubling_seconds(num_elements * bytes_of_an_element, network.cluster()))
+    # ring has no partial sums of whole buffers: the same either way
+    rings = [simulate_point(Question(each, cluster, algorithm="ring"), 512).step.seconds for each in (config, wire)]
+    assert rings[0] == rings[1]
+
+
+def test_only_what_is_simulated_is_shown_under_its_name():
+    cluster = load_cluster("v100_cloud_tcp")
+    for name in ("ring", "hybrid"):
+        with pytest.raises(SimulationError, match=naming("v100_cloud_tcp", "sockets", name)):
+            simulate_scaling(ask("v100_cloud_tcp", algorithm=name), [16, 64])
+    config = load_config(["--config", "imagenet/resnet50_64k", "--comm.algorithm", "ring"])
+    question = Question(config, cluster)
+    assert simulate_point(question, 64).algorithm == "native"
+    assert any("ring is not simulated" in line for line in show.assumptions(question))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count", "options", "said"),
+    [
+        ("imagenet/resnet50_64k", 64, (), None),
+        ("imagenet/resnet50_64k", 8192, ("--batch.microbatch_size", "8"), "so many GPUs"),
+        ("imagenet/resnet50_64k", 64, ("--batch.microbatch_size", "8"), "8 pictures at once"),
+        ("imagenet/resnet50_64k", 8, ("--model.name", "resnet18"), "resnet18"),
+    ],
+)
+def test_answer_beyond_what_was_checked_names_the_nearest_published_step(recipe, count, options, said):
+    config = load_config(["--config", recipe, *options])
+    points = [simulate_point(Question(config, load_cluster("dgx_a100")), count)]
+    assert points[0].is_extrapolated == (said is not None)
+    words = " ".join(show.findings(points, model=config.model.name, deadline_hours=None))
+    if said is None:
+        assert "extrapolated" not in words
+    else:
+        assert all(word in words for word in (said, "Nearest checked", "pictures each"))
+
+
+def test_nearest_checked_step_is_of_the_same_model_then_size_then_batch():
+    assert nearest_checked("mobilenet_v2", 2048, 32).model == "mobilenet_v2"
+    assert nearest_checked("resnet50", 2048, 32).num_devices == 2048
+    assert nearest_checked("resnet50", 64, 190).local_batch == 204
+    assert {each.model for each in CHECKED} <= set(shape_names())
 
 
 def test_hybrid_takes_for_each_buffer_the_fastest_by_size():
@@ -369,7 +426,7 @@ def test_loaders_that_cannot_keep_up_set_the_pace(tmp_path):
     assert lost.name_of("input") == "input"
     # twice as fast, but for what four devices cannot train: 1,200 images/s less what their step has beyond
     assert simulate_point(ask(str(path), input_images_per_second=600.0, factors=Factors(input=4.0)), 4).step.input == 0
-    words = show.findings(points, deadline_hours=None)
+    words = show.findings(points, model="resnet50", deadline_hours=None)
     assert any("Lost to input (" in line for line in words)
     # two nodes' busy seconds, for which loaders must bring half of 65,536 pictures each
     needed = 65_536 / 2 / (two_nodes.step.seconds - two_nodes.step.input)

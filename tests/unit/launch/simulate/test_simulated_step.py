@@ -1,6 +1,7 @@
 """One step as events: closed forms of networks, of what backward hides, and of what it does not."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from bigbatch.errors import SimulationError
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE, Constants
 from bigbatch.launch.simulate.network import Network
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
-from bigbatch.launch.simulate.step import Compute, InCycles, InGroups, Job, backward_of, in_cycles
+from bigbatch.launch.simulate.step import Compute, InCycles, InGroups, Job, backward_of, in_cycles, lateness
 
 IDEAL = Constants(
     inside_latency_seconds=0.0,
@@ -136,3 +137,21 @@ def test_plan_search_of_comm_tune_sees_what_the_step_exposes():
     assert found.exposed_seconds > 0
     step = Job(shape, ideal, found.sizes).simulate(Compute(0.15, 0.0), 1)
     assert step.communication == pytest.approx(found.exposed_seconds)
+
+
+def test_latest_of_exponential_delays_is_drawn_as_its_quantile_says():
+    """By sampling: of 64 nodes each late by an exponential delay, and of one."""
+    draw = random.Random(0)
+    for num_nodes in (1, 64):
+        latest = sorted(max(draw.expovariate(1.0) for _ in range(num_nodes)) for _ in range(10_000))
+        found = latest[9_000] - sum(latest) / len(latest)
+        assert lateness(num_nodes) == pytest.approx(found, abs=0.08)
+    # a million nodes: the distribution of extremes, -log(-log 0.9) less Euler's constant
+    assert lateness(1_000_000) == pytest.approx(2.2504 - 0.5772, abs=0.01)
+
+
+def test_one_step_in_ten_is_slower_than_its_mean_by_the_latest_node():
+    constants = replace(IDEAL, straggler_share=0.01)
+    job = Job(FOUR, Network(64, 1, 1e12, 1e9, constants=constants), InGroups(1))
+    step = job.simulate(Compute(1.0, 0.0), 1)
+    assert step.slow_seconds - step.seconds == pytest.approx(0.01 / math.log(2) * lateness(64))
