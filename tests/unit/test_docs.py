@@ -96,6 +96,9 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.twin.ranking": (
         "tests/unit/benchmarks/test_twin_ranking.py::test_benchmark_counts_the_fastest_among_the_few_and_the_loss_where_it_is_not"
     ),
+    ".venv/bin/python -m benchmarks.twin.speed ": (
+        "tests/unit/benchmarks/test_twin_speed.py::test_work_of_a_simulation_does_not_grow_with_the_number_of_gpus"
+    ),
     ".venv/bin/python -m benchmarks.twin.emulated ": (
         "tests/unit/benchmarks/test_emulated_twin.py::test_four_numbers_are_found_again_and_predict_four_nodes"
     ),
