@@ -12,6 +12,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.forks import end_with_process
 from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, introduce, let_in
 from bigbatch.errors import CommError
 
@@ -277,7 +278,7 @@ class Links:
     def _connect(self, peer: int) -> None:
         told = self._control.read(f"bigbatch/tcp/{peer}", what=f"connection to rank {peer}")
         address, port, nonce = told.split()
-        stream = socket.socket(family_of(address))
+        stream = end_with_process(socket.socket(family_of(address)))
         stream.settimeout(self._control.timeout_seconds)
         leave_bbr(stream)
         try:
@@ -298,7 +299,7 @@ class Links:
         stream = let_in(self._listener, self._send_off_the_first)
         if stream is None:
             return
-        self._callers[stream.fileno()] = stream, b"", awake_seconds()
+        self._callers[end_with_process(stream).fileno()] = stream, b"", awake_seconds()
         self._poll.register(stream, select.POLLIN)
         if len(self._callers) > self._most_callers:
             self._send_off_the_first()

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 import bigbatch
 from bigbatch.awake import awake_seconds, wait_awake
 from bigbatch.comm.rendezvous.bounded_store import NoAnswerError
+from bigbatch.comm.rendezvous.forks import end_with_process
 from bigbatch.comm.rendezvous.secret import TurnedAwayError, call, receive_exactly
 from bigbatch.comm.rendezvous.store_process import DONE, LENGTH, NAME, pack, split
 
@@ -79,7 +80,7 @@ class Line:
         return answer
 
     def _connect(self, seconds: float | None) -> socket.socket:
-        stream = socket.create_connection((self.address, self.port), timeout=seconds)
+        stream = end_with_process(socket.create_connection((self.address, self.port), timeout=seconds))
         try:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             call(stream, self._secret, NAME, rank=self._rank)

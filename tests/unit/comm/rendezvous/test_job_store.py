@@ -170,6 +170,34 @@ def test_job_store_names_ranks_whose_every_connection_has_ended(port: int, monke
     assert not store.gone()
 
 
+FORKS = """
+import multiprocessing, os, signal, time
+from datetime import timedelta
+from bigbatch.comm.rendezvous.job_store import JobStore, Line
+line = Line("127.0.0.1", {port}, {secret!r}, rank=3, timeout=timedelta(seconds=60))
+store = JobStore(line, "", timeout=timedelta(seconds=60))
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+worker.start()
+store.set("worker", str(worker.pid))  # on the connection that the worker has inherited, too
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_job_store_counts_a_rank_as_gone_whose_workers_live_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a loader's, which are forked after the rank has connected, and which nobody ends where it is killed."""
+    monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
+    store = JobStore(line_to(port), "", timeout=SECONDS)
+    killed = subprocess.run([sys.executable, "-c", FORKS.format(port=port, secret=SECRET)])
+    assert killed.returncode == -signal.SIGKILL
+    worker = psutil.Process(int(store.get("worker")))
+    try:
+        assert ends(lambda: store.gone() == {3})
+        assert worker.is_running()
+    finally:
+        worker.kill()
+
+
 def test_job_store_gives_up_a_holder_that_is_stopped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stopped, ThreadPoolExecutor(1) as pool:
         calling = pool.submit(line_to, stopped.getsockname()[1])
