@@ -1,6 +1,7 @@
 """The points of a sweep: every combination of its values, each a complete experiment. Pure but for reading configs."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +101,26 @@ def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, An
         "run.directory": str(folder / "points" / str(number) / "run"),
         "run.seed": stated.get("run.seed", base.run.seed) + repeat,
     }
+    if base.compute.cpu_threads is None and "compute.cpu_threads" not in stated:
+        own |= _same_threads(sweep)
     if sweep.steps is not None:
         own |= {"run.epochs": 1, "data.num_synthetic_samples": sweep.steps * total}
     config = load_config(["--config", sweep.config, *_options({**stated, **own})], prog="bigbatch sweep")
     accumulation_steps(config.batch, world_size=ranks)
     nodes = count_nodes(sweep.where, sweep.launch, ranks=ranks, ranks_per_node=per_node)
     return Point(number, values, repeat, ranks, per_node, nodes, config)
+
+
+def _same_threads(sweep: Sweep) -> dict[str, Any]:
+    """Return the threads that a CPU gives each rank of the most crowded point: with more, fewer ranks seem faster.
+
+    Of this host alone, as it alone is known; a GPU takes no notice.
+    """
+    if sweep.where != "local":
+        return {}
+    most = max(min(ranks, sweep.ranks_per_node) for ranks in sweep.grid["ranks"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"compute.cpu_threads": max(1, cores // most)}
 
 
 def count_nodes(where: str, launch: dict[str, Any], *, ranks: int, ranks_per_node: int) -> int:

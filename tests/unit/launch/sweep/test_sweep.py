@@ -65,6 +65,24 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- which points there are ---
 
 
+@pytest.mark.parametrize(
+    ("changes", "threads"),
+    [
+        ({}, {4}),  # 8 cores, at most 2 ranks on a host
+        ({"ranks_per_node": 4}, {2}),
+        ({"options": SWEEP["options"] | {"compute.cpu_threads": 3}}, {3}),
+        ({"grid": {"ranks": [1, 2], "compute.cpu_threads": [1, 5]}}, {1, 5}),
+        ({"where": "mpirun", "launch": {"hosts": "a:2,b:2"}}, {None}),  # of other hosts the cores are not known
+    ],
+)
+def test_sweep_points_have_the_same_threads_per_rank(
+    file: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], threads: set[int | None]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8), raising=False)
+    points = make_points(read_sweep(write(file, **changes)), folder=Path("out"))
+    assert {point.config.compute.cpu_threads for point in points} == threads
+
+
 @pytest.mark.long
 def test_sweep_points_weak_and_strong_by_hand(file: Path) -> None:
     points = make_points(read_sweep(file), folder=Path("out"))
