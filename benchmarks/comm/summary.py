@@ -199,6 +199,27 @@ def half_sums_table(record: Record) -> str:
     return f"{record['dtype']}; {_goodput(record)}; load of others at the start {load:.1f}.\n\n{table(head, lines)}"
 
 
+def exact_price_table(record: Record) -> str:
+    """Write seconds of a step with either sum, and the ratio of neighbours, by the time of backward."""
+    lines = [
+        (
+            f"{row['pace']:g}",
+            f"{row['backward_seconds']:.3f}",
+            *(f"{way['seconds']['median']:.3f} ({way['limit_seconds']:.3f})" for way in row["ways"].values()),
+            f"{row['ratio']['median']:.3f} ({row['ratio']['min']:.3f} to {row['ratio']['max']:.3f})",
+            str(row["ratio"]["n"]),
+        )
+        for row in record["rows"]
+    ]
+    ways = (f"step, {way} (limit), s" for way in record["rows"][0]["ways"])
+    head = ("backward over fp32's bytes", "backward, s", *ways, "ratio (smallest to largest)", "n")
+    load = record["conditions"]["load_average_at_start"]
+    return (
+        f"{record['model']}, {record['num_elements']:,} weights; {_goodput(record)}; load of others at the start "
+        f"{load:.1f}.\n\n{table(head, lines)}"
+    )
+
+
 def _goodput(record: Record) -> str:
     known = [f"{each / 1e6:.1f}" for each in record["goodput_bits_per_second"] if each]
     return f"goodput of a link by iperf3, before and after: {' and '.join(known)} Mbit/s" if known else "no links"
@@ -228,6 +249,7 @@ TABLES = {
     "scaling": scaling_table,
     "reducer_overhead": overhead_table,
     "half_sums": half_sums_table,
+    "exact_price": exact_price_table,
 }
 
 if __name__ == "__main__":

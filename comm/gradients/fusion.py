@@ -11,7 +11,7 @@ def round_up(count: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describes one gradient: its parameter's name, number of elements, bytes per element and dtype name."""
+    """Describes one gradient: its parameter's name, number of elements, bytes per element on the wire, dtype name."""
 
     name: str
     num_elements: int

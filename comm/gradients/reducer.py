@@ -119,7 +119,10 @@ class GradientReducer:
         ]
 
     def _make_plan(self, order: Sequence[str]) -> FusionPlan:
-        return self._plan_fusion([tensor_spec(name, self._parameters[name]) for name in order])
+        tensors = [tensor_spec(name, self._parameters[name]) for name in order]
+        if self.grid:  # sizes are of what travels
+            tensors = [replace(tensor, element_bytes=torch.int64.itemsize) for tensor in tensors]
+        return self._plan_fusion(tensors)
 
     def _lay_out(self, plan: FusionPlan) -> None:
         """Give each gradient its place in the buffers of a plan, and its value with it."""
