@@ -8,7 +8,7 @@ from torch import Tensor
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import Grid
-from bigbatch.comm.gradients.scatter_gather import own_part
+from bigbatch.comm.gradients.scatter_gather import ScatterGather, own_part
 
 
 class GridSums:
@@ -20,6 +20,8 @@ class GridSums:
 
     def __init__(self, grid: Grid, communicator: Communicator, *, scatter: bool) -> None:
         self._grid, self._communicator, self._scatter = grid, communicator, scatter
+        # a GPU reads at wait(), in its own order of work; a share, when the counts are there
+        self._reads_on_arrival = communicator.device.type == "cpu" and not scatter
         self._sums: list[Tensor] = []
         self._beyond: list[Tensor] = []
         """Of each buffer, one element."""
@@ -50,12 +52,34 @@ class GridSums:
         self._sums = []
 
     @torch.no_grad()
-    def add_(self, index: int, buffer_N: Tensor) -> Tensor:
-        """Add a microbatch's gradients to a buffer's sum; return what is to be summed over ranks."""
+    def add_(self, index: int, buffer_N: Tensor) -> None:
+        """Add a microbatch's gradients to a buffer's sum."""
         counts_2 = self._underflow_2 if self.counts_underflow else None
-        numbers_N = self._numbers(index)
-        self._grid.add_(numbers_N, buffer_N, beyond_1=self._beyond[index], counts_2=counts_2)
-        return self._sums[index]
+        self._grid.add_(self._numbers(index), buffer_N, beyond_1=self._beyond[index], counts_2=counts_2)
+
+    def start(self, index: int, buffer_N: Tensor, *, label: str) -> InFlight:
+        """Start to sum over ranks; on a CPU a sum is read into its buffer as it comes, beside backward. Collective."""
+        communicator, sums_N = self._communicator, self._sums[index]
+        if self._scatter:
+            return ScatterGather(communicator).start_reduce_scatter(sums_N, label=label)
+        if not self._reads_on_arrival:
+            return communicator.start(sums_N, label=label)
+
+        def sum_and_read_(total_N: Tensor) -> None:
+            communicator.all_reduce_(total_N)
+            self._read_(buffer_N, total_N[:-1], total_N[-1:])
+
+        return communicator.start_by(
+            sum_and_read_, sums_N, label=label, algorithm=communicator.algorithm_for(sums_N), wire=communicator.wire
+        )
+
+    @torch.no_grad()
+    def _read_(self, buffer_N: Tensor, sums_N: Tensor, beyond_1: Tensor) -> None:
+        """Write sums into a buffer, and begin new ones."""
+        self._grid.read_(buffer_N, sums_N, beyond_1=beyond_1)
+        self._num_beyond_1 += beyond_1
+        sums_N.zero_()
+        beyond_1.zero_()
 
     def _numbers(self, index: int) -> Tensor:
         return self._sums[index] if self._scatter else self._sums[index][:-1]
@@ -66,16 +90,16 @@ class GridSums:
             return None
         return self._communicator.start(self._counts_B, label="all-reduce of counts of what is beyond the grid")
 
-    @torch.no_grad()
     def read_(self, buffers: Sequence[Tensor]) -> None:
-        """Write the sums into the buffers, with scatter the own parts alone, and begin new ones."""
+        """Write what is not read yet into the buffers, with scatter the own parts alone, and begin new sums."""
+        if self._reads_on_arrival:
+            return
         rank, world_size = self._communicator.rank, self._communicator.world_size
         for index, buffer_N in enumerate(buffers):
             sums_N = self._numbers(index)
             if self._scatter:
                 buffer_N, sums_N = (own_part(each, rank=rank, world_size=world_size) for each in (buffer_N, sums_N))
-            self._grid.read_(buffer_N, sums_N, beyond_1=self._beyond[index])
-            self._num_beyond_1 += self._beyond[index]
+            self._read_(buffer_N, sums_N, self._beyond[index])
         self.zero_()
 
     def zero_(self) -> None:

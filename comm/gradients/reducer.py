@@ -189,10 +189,12 @@ class GradientReducer:
         for name in self._missing[index]:  # took no part in this backward
             self._bring_home(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
-        to_sum_N = self.buffers[index]
+        buffer_N = self.buffers[index]
         if self._grid_sums:
-            to_sum_N = self._grid_sums.add_(index, to_sum_N)
-        self._last = self._start_sum(to_sum_N, label=label)
+            self._grid_sums.add_(index, buffer_N)
+            self._last = self._grid_sums.start(index, buffer_N, label=label)
+        else:
+            self._last = self._start_sum(buffer_N, label=label)
         self._num_started += 1
 
     def fold(self) -> None:

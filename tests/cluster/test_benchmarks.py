@@ -18,6 +18,7 @@ from tests.cluster.conftest import Emulate, skip_unless_promised
 SETTING = {"ranks_per_node": "1,1", "link": "1gbit", "delay": "0", "place": "block"}
 PROGRAMS = {
     # module: (launcher, options)
+    "exact_price": ("plain", ("--model", "resnet9", "--image-size", "32", "--paces", "1")),
     "exchange": (
         "mpirun",
         ("--sizes", "1e3,1e5", "--seconds-per-size", "5", "--contestants", "hybrid,hierarchical,doubling,gloo,mpi"),
@@ -59,6 +60,11 @@ def test_benchmarks_of_comm_run_and_are_summarised(emulate: Emulate, pair: Emula
     assert set(exchange["tuned"]["hybrid"]["times"]["1024"]) >= {"hierarchical", "doubling", "ring"}
     ddp = next(row for row in records["comm-gradients"]["rows"] if row["contestant"] == "ddp")
     assert 1 < ddp["node_bytes"] / records["comm-gradients"]["num_bytes"] < 1.1  # 2(m-1)/m = 1 for two nodes; headers
+    exact = records["comm-exact_price"]
+    assert exact["num_wrong"] == {"fp32": 0, "grid": 0}
+    sent = {name: way["node_bytes"] / exact["num_elements"] for name, way in exact["rows"][0]["ways"].items()}
+    assert 4 < sent["fp32"] < 4.4  # as above, and twice as many
+    assert 8 < sent["grid"] < 8.8
     assert {row["contestant"] for row in records["comm-step"]["rows"]} == {"ours tuned", "ddp", "local"}
     text = run_benchmark("comm.summary", tmp_path, check=True, timeout=60).stdout
     verdicts = [line for line in text.splitlines() if line.startswith("| wrong values, all contestants")]

@@ -23,6 +23,7 @@ from benchmarks.comm import (
     case_run,
     cases,
     entries,
+    exact_price,
     exchange,
     gradient_sets,
     gradients,
@@ -364,6 +365,53 @@ def test_half_sums_are_summarised() -> None:
     assert verdicts({"h": record}) == {("wrong values, all contestants", "h"): True}
 
 
+def test_exact_price_contestants_sum_the_same_numbers() -> None:
+    job = join(interface=None)
+    shapes = {"a": (3,), "b": (2, 2)}
+    for name in exact_price.BYTES:
+        pace = gradient_sets.Pace([0.002, 0.001])
+        contestant, model = exact_price.make_contestant(job, name, shapes, pace, buffer_bytes=16)
+        for _ in range(2):
+            contestant.prepare()
+            contestant.run()
+            assert gradient_sets.count_wrong(model.parameters(), expected=1) == 0
+        assert gradient_sets.count_wrong(model.parameters(), expected=2) == 2
+    job.communicator.close()
+
+
+def exact_price_row(*, limits: tuple[float, float], ratio: float) -> dict[str, Any]:
+    ways = {
+        name: {"seconds": {"median": 2.5}, "limit_seconds": limit}
+        for name, limit in zip(exact_price.BYTES, limits, strict=True)
+    }
+    spread_of = {"n": 3, "median": ratio, "min": 1.0, "max": 1.5}
+    return {"pace": 2.5, "backward_seconds": 2.25, "ways": ways, "ratio": spread_of}
+
+
+def test_exact_price_is_judged_where_its_bytes_can_hide_and_summarised() -> None:
+    record = {
+        "benchmark": "exact_price",
+        "model": "resnet18",
+        "num_elements": 11_689_512,
+        "num_wrong": {"fp32": 0, "grid": 0},
+        "conditions": FACTS | {"load_average_at_start": 7.25},
+        "goodput_bits_per_second": [956e6, 955e6],
+        "rows": [
+            exact_price_row(limits=(2.0, 4.0), ratio=1.9),
+            exact_price_row(limits=(2.0, 2.04), ratio=1.14),
+            exact_price_row(limits=(2.0, 2.0), ratio=1.16),
+        ],
+    }
+    found = [(each.measured, each.is_met) for each in targets.judge_exact_price("e", record)]
+    assert found == [("0", True), ("1.140", True), ("1.160", False)]
+    text = summary.exact_price_table(record)
+    assert "| 2.5 | 2.250 | 2.500 (2.000) | 2.500 (4.000) | 1.900 (1.000 to 1.500) | 3 |" in text
+    assert "ratio 1.900 (1.000 to 1.500, n = 3)" in exact_price.show(record["rows"][0])
+    for paces in ("0,1", "x"):
+        with pytest.raises(SystemExit):
+            exact_price.parse(["--out", "x", "--paces", paces])
+
+
 @pytest.mark.long
 def test_rank_ends_with_one_line(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
@@ -500,6 +548,7 @@ def test_programs_take_the_options_of_every_case(group: tuple[cases.Case, ...]) 
         "scaling": scaling.parse,
         "reducer_overhead": reducer_overhead.parse,
         "half_sums": half_sums.parse,
+        "exact_price": exact_price.parse,
     }
     known = {*entries.CONTESTANTS, *gradients.CONTESTANTS, *step.CONTESTANTS}
     for case in group:
