@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LAMB": "bigbatch.trainer.optim.lamb",
     "LARS": "bigbatch.trainer.optim.lars",
+    "Muon": "bigbatch.trainer.optim.muon",
     "param_groups": "bigbatch.trainer.optim.param_groups",
     "Precision": "bigbatch.trainer.step.precision",
     "Scaling": "bigbatch.trainer.step.loss_scale",
@@ -24,6 +25,7 @@ __all__ = [
     "LARS",
     "DistributedOptimizer",
     "GradientReducer",
+    "Muon",
     "Precision",
     "Scaling",
     "TrainingHooks",
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from bigbatch.trainer.in_python import train
     from bigbatch.trainer.optim.lamb import LAMB
     from bigbatch.trainer.optim.lars import LARS
+    from bigbatch.trainer.optim.muon import Muon
     from bigbatch.trainer.optim.param_groups import param_groups
     from bigbatch.trainer.run.hooks import TrainingHooks
     from bigbatch.trainer.step.loss_scale import Scaling

@@ -31,6 +31,15 @@ CONSTANT = {
     "schedule.power": "null",
 }
 ADAPTIVE = {**NULLS, **CONSTANT, "optimizer.betas": "[0.9,0.99]", "optimizer.eps": 1e-6}
+MUON = {
+    **CONSTANT,
+    "optimizer.name": "muon",
+    "optimizer.trust_coefficient": "null",
+    "optimizer.momentum_form": "null",
+    "optimizer.eps": "null",
+    "optimizer.nesterov": "true",
+    "optimizer.clip_norm": 1.0,
+}
 SCHEDULE_FREE = {
     **NULLS,
     **CONSTANT,
@@ -51,13 +60,14 @@ def train(data: Path, folder: Path, settings: dict[str, object], *, ranks: int, 
         pytest.param(1, {**SCHEDULE_FREE, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
         pytest.param(1, {**ADAPTIVE, "optimizer.name": "adamw"}, marks=pytest.mark.long),
         (2, {**CONSTANT, "optimizer.sharded": "true"}),
+        pytest.param(2, {**MUON, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
         pytest.param(
             2,
             {**ADAPTIVE, "optimizer.name": "lamb", "optimizer.sharded": "true", "optimizer.precision": "bf16"},
             marks=pytest.mark.long,
         ),
     ],
-    ids=["schedulefree-bf16", "adamw", "sharded-lars", "sharded-lamb-bf16"],
+    ids=["schedulefree-bf16", "adamw", "sharded-lars", "muon-bf16", "sharded-lamb-bf16"],
 )
 def test_a_run_in_two_parts_is_the_run_in_one(
     ranks: int, settings: dict[str, object], data: Path, tmp_path: Path

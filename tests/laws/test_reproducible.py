@@ -173,6 +173,16 @@ HALF = {
 }
 
 
+MUON = {
+    "optimizer.name": "muon",
+    "optimizer.trust_coefficient": "null",
+    "optimizer.momentum_form": "null",
+    "optimizer.eps": "null",
+    "schedule.base_lr": 0.02,
+    "schedule.end_lr": 0.0,
+}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_and_all_that_follows_the_weights(precision: str, data: Path, tmp_path: Path) -> None:
@@ -184,6 +194,13 @@ def test_half_precision_and_all_that_follows_the_weights(precision: str, data: P
         run(forked(command, ranks=ranks))
     assert any(name.startswith("average/") for name in whole_state(tmp_path / "1"))
     assert_same_run(tmp_path / "4", tmp_path / "1")
+
+
+@pytest.mark.long
+def test_matrices_that_ranks_share_out(data: Path, tmp_path: Path) -> None:
+    for ranks in (1, 3):
+        run(forked(train_command(data, tmp_path / str(ranks), {**EXACT, **MUON}), ranks=ranks))
+    assert_same_run(tmp_path / "3", tmp_path / "1")
 
 
 @pytest.mark.long

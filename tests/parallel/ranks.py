@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from patient_roll_call import PATIENCE_SECONDS, await_all_but
 from ranks_contract import check_contract, connect_to_check
+from ranks_divided import check_divided_update
 from ranks_norm import lose_in_a_norm
 from ranks_sharded import check_behind_forward, check_sharded_update, lose_in_a_gather
 
@@ -189,6 +190,14 @@ def check_sharded(*backends: str) -> int:
     return passed(communicator)
 
 
+def check_divided(backend: str) -> int:
+    """Work on whole matrices that ranks share out."""
+    communicator = connect(backend=backend)
+    check_divided_update(communicator)
+    communicator.close()
+    return passed(communicator)
+
+
 def check_behind(backend: str) -> int:
     """Weights that are gathered behind the next forward."""
     communicator = connect(backend=backend)
@@ -208,6 +217,7 @@ MODES = {
     "check": check_backends,
     "sharded": check_sharded,
     "behind-forward": check_behind,
+    "divided": check_divided,
     "beside": check_beside,
     "reconnect": check_reconnect,
     "mismatch": check_mismatch,

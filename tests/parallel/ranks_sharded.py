@@ -33,6 +33,9 @@ HEAVY = {"momentum": 0.9, "nesterov": True}
 LARS = {**HEAVY, "trust_coefficient": 0.02, "eps": 0.0, "momentum_form": "lr_inside"}
 OPTIMIZERS = {"lars": (LARS, 1.0), "lamb": (ADAPTIVE, 0.01), "sgd": (HEAVY, 2.0), "adamw": (ADAPTIVE, 0.01)}
 """Settings and learning rate."""
+ORTHOGONAL = {"vector_lr_factor": 2.0, "newton_schulz_steps": 5, "newton_schulz_precision": "fp32"}
+WHOLE = {"muon": ({**HEAVY, **ORTHOGONAL}, 0.05)}
+"""The same of those that are not sharded."""
 ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
 """Of the way gone by the weights: gradients in half precision are rounded after another sum."""
 
@@ -96,7 +99,7 @@ def start(
     precision = Precision(model, name=precision_name, device=communicator.device, scaling=scaling)
     sizes = {"threshold_bytes": 400, "buffer_bytes": 300}
     reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=sharded, **sizes)
-    settings, lr = OPTIMIZERS[name]
+    settings, lr = {**OPTIMIZERS, **WHOLE}[name]
 
     def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         groups = param_groups(model, weight_decay=0.01, substitute=masters)

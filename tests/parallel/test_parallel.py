@@ -161,6 +161,11 @@ def test_sharded_update(num_ranks: int, backends: str) -> None:
     assert_all_passed(run_forked(num_ranks, ["sharded", *backends.split()]), num_ranks=num_ranks)
 
 
+@pytest.mark.parametrize(("num_ranks", "backend"), [(2, "tcp"), pytest.param(3, "gloo", marks=long)])
+def test_divided_update(num_ranks: int, backend: str) -> None:
+    assert_all_passed(run_forked(num_ranks, ["divided", backend]), num_ranks=num_ranks)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "backend"),
     [pytest.param(4, "tcp", marks=long), (2, "tcp"), pytest.param(2, "gloo", marks=long)],

@@ -30,6 +30,7 @@ from bigbatch.trainer.models.norm import (
 from bigbatch.trainer.models.own_state import refuse_own_state
 from bigbatch.trainer.run.weights import digest, load_weights_
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
+from bigbatch.trainer.step.divided_work import DividedWork
 from bigbatch.trainer.step.ema import MovingAverage, NoAverage, WeightAverage
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -138,7 +139,10 @@ def _make_optimizer(
     """Make the optimizer over all weights or, if sharded, over the share that this rank's precision then holds."""
     make = partial(make_optimizer, config.optimizer, model, lr=config.schedule.base_lr)
     if not config.optimizer.sharded:
-        return make(precision.masters)
+        optimizer = make(precision.masters)
+        if hasattr(optimizer, "divide"):
+            optimizer.divide = DividedWork(communicator, one_by_one=config.run.reproducible)
+        return optimizer
     # compiled code and a captured step leave no place to wait within a forward; others' modules may read weights of
     # submodules that they do not call, as MultiheadAttention does
     may_wait = config.compute.compile is None and not config.compute.cuda_graph

@@ -11,6 +11,10 @@ STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_
 """Arguments of an optimizer -> the keys of the config that give them."""
 
 
+SHARDED = tuple(name for name in OPTIMIZERS if name != "muon")
+"""Optimizers that work on parts of tensors, too."""
+
+
 def is_foreign(name: str) -> bool:
     """Tell whether the optimizer is a class of some package, by its dotted name."""
     return "." in name
@@ -49,7 +53,7 @@ def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.sharded:
         yield (
             f"optimizer.sharded=True does not go with optimizer.name={optimizer.name}, which may need whole tensors: "
-            f"set it to false, or take one of {', '.join(OPTIMIZERS)}"
+            f"set it to false, or take one of {', '.join(SHARDED)}"
         )
     for argument, key in STATED_ELSEWHERE.items():
         if argument in (optimizer.options or {}):
@@ -65,6 +69,11 @@ def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]
     """Refuse what a sharded update does not go with."""
     if not optimizer.sharded:
         return
+    if optimizer.name in OPTIMIZERS and optimizer.name not in SHARDED:
+        yield (
+            f"optimizer.sharded=True does not go with optimizer.name={optimizer.name}, which needs whole matrices: set "
+            "it to false, ranks share its work without it"
+        )
     if comm.wire_dtype is not None:
         yield (
             f"comm.wire_dtype={comm.wire_dtype} does not go with optimizer.sharded=True, whose gradients travel in "

@@ -17,7 +17,7 @@ from bigbatch.trainer.config.fields import (
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 MODELS = (*RESNETS, "alexnet_bn", "resnet9")
 READERS = ("dali", "torchvision")  # loaders that read pictures while training
-OPTIMIZERS = ("lars", "lamb", "sgd", "adamw")  # each is made by the module of its name in trainer/optim
+OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "muon")  # each is made by the module of its name in trainer/optim
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 
 
@@ -258,15 +258,15 @@ class OptimizerConfig:
     """These keys describe the update."""
 
     name: str = "lars"
-    """lars, lamb, sgd, adamw, or the dotted name of any other class, such as schedulefree.SGDScheduleFree."""
-    momentum: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("lars", "sgd"))] = 0.9
-    """Share of the last update that is kept, in [0, 1); null but for lars and sgd."""
-    nesterov: Annotated[bool | None, OnlyFor("name", ("lars", "sgd"))] = False
-    """Nesterov's momentum; null but for lars and sgd."""
+    """lars, lamb, sgd, adamw, muon, or the dotted name of any other class, such as schedulefree.SGDScheduleFree."""
+    momentum: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("lars", "sgd", "muon"))] = 0.9
+    """Share of the last update that is kept, in [0, 1); null but for lars, sgd and muon."""
+    nesterov: Annotated[bool | None, OnlyFor("name", ("lars", "sgd", "muon"))] = False
+    """Nesterov's momentum; null but for lars, sgd and muon."""
     betas: Annotated[tuple[float, float] | None, BELOW_ONE, OnlyFor("name", ("lamb", "adamw"))] = (0.9, 0.999)
     """Shares of the running means of gradients and of their squares that are kept; null but for lamb and adamw."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-4
-    """Decay of weights: L2 in lars and sgd, decoupled in lamb and adamw."""
+    """Decay of weights: L2 in lars and sgd, decoupled in lamb, adamw and (of matrices) muon."""
     exclude_bias_and_norm: bool = True
     """Bias and batch norm neither decay nor adapt (Jia et al. 2018: worth 1.3% top-1)."""
     bias_lr_factor: Annotated[float, POSITIVE] = 1.0
@@ -280,6 +280,13 @@ class OptimizerConfig:
     """Added to a denominator: of the trust ratio in lars, of the update in lamb and adamw; null for the others."""
     momentum_form: Annotated[Literal["lr_inside", "lr_outside"] | None, OnlyFor("name", ("lars",))] = "lr_inside"
     """lr_inside: the MLPerf reference; lr_outside: NVIDIA's; null but for lars."""
+    vector_lr_factor: Annotated[float | None, POSITIVE, OnlyFor("name", ("muon",))] = 1.0
+    """Muon: the learning rate of what is no matrix (bias, batch norm), which goes by SGD, is the schedule's times this;
+    null but for muon."""
+    newton_schulz_steps: Annotated[int | None, POSITIVE, OnlyFor("name", ("muon",))] = 5
+    """Muon: steps of the iteration that makes an update orthogonal; null but for muon."""
+    newton_schulz_precision: Annotated[Literal["fp32", "bf16"] | None, OnlyFor("name", ("muon",))] = "fp32"
+    """Muon: in what these steps compute. bf16 is the source's, for GPUs; null but for muon."""
     options: dict[str, Any] | None = None
     """Further arguments of an optimizer that is named by its dotted name; null for the others."""
     sharded: bool = False

@@ -21,17 +21,20 @@ from bigbatch.trainer.config.sections import OPTIMIZERS
 from bigbatch.trainer.optim.foreign import eval_mode, resume_training
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.step.guard import step_or_skip_
 from tests.unit.trainer.config.test_schema import make_config
 
 LR = 0.1
-NULLS = dict.fromkeys(("momentum", "nesterov", "trust_coefficient", "momentum_form", "eps", "betas", "options"))
+MUON = {"vector_lr_factor": 0.5, "newton_schulz_steps": 3, "newton_schulz_precision": "fp32"}
+NULLS = dict.fromkeys(("momentum", "nesterov", "trust_coefficient", "momentum_form", "eps", "betas", "options", *MUON))
 SETTINGS: dict[str, dict[str, Any]] = {
     "lars": {"momentum": 0.9, "nesterov": True, "trust_coefficient": 0.01, "momentum_form": "lr_outside", "eps": 0.1},
     "lamb": {"betas": (0.8, 0.9), "eps": 1e-5},
     "sgd": {"momentum": 0.9, "nesterov": False},
     "adamw": {"betas": (0.8, 0.9), "eps": 1e-5},
+    "muon": {"momentum": 0.9, "nesterov": True, **MUON},
     "schedulefree.SGDScheduleFree": {"options": {"momentum": 0.8, "warmup_steps": 3}},
     "torch.optim.Adagrad": {"options": {"lr_decay": 0.01}},
 }
@@ -67,7 +70,7 @@ def states(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def test_make_optimizer_makes_every_name_of_the_config() -> None:
     types = {name: type(make(name)[0]) for name in OPTIMIZERS}
-    assert types == {"lars": LARS, "lamb": LAMB, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    assert types == {"lars": LARS, "lamb": LAMB, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "muon": Muon}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -79,14 +82,15 @@ def test_make_optimizer_hands_settings_on(name: str) -> None:
     stated = SETTINGS[name].get("options") or SETTINGS[name]
     for group in (decaying, other):
         assert group["lr"] == LR
-        assert {key: group[key] for key in stated} == stated
+        of_groups = {key: value for key, value in stated.items() if key not in MUON}
+        assert {key: group[key] for key in of_groups} == of_groups
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_make_optimizer_decays_bias_and_norm_too_where_they_are_not_excluded(name: str) -> None:
     optimizer, weights = make(name, exclude_bias_and_norm=False)
     decaying, other = optimizer.param_groups
-    assert [len(group["params"]) for group in (decaying, other)] == [6, 0]
+    assert [len(group["params"]) for group in (decaying, other)] == ([2, 4] if name == "muon" else [6, 0])
     assert (decaying["weight_decay"], decaying["adapt"]) == (0.01, True)
     before = clones(weights)
     after = walk(optimizer, weights, steps=range(2))
@@ -120,6 +124,16 @@ def test_adamw_is_torchs_plain_one(device: str) -> None:
     torch.testing.assert_close(walk(optimizer, weights, steps=range(20)), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_muon_has_a_rate_of_its_own_for_what_is_no_matrix() -> None:
+    optimizer, _ = make("muon", bias_lr_factor=4.0, exclude_bias_and_norm=False)
+    names = [(group["names"], group["adapt"], group["lr_factor"]) for group in optimizer.param_groups]
+    assert names == [
+        (["0.weight", "2.weight"], True, 1.0),
+        (["1.weight"], False, 0.5),  # batch norm's: not a bias, but a vector
+        (["0.bias", "1.bias", "2.bias"], False, 2.0),
+    ]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("unscale_first", [False, True])
 @pytest.mark.parametrize("first", [0, 2])
@@ -143,7 +157,7 @@ def test_optimizer_keeps_no_trace_of_an_overflow(name: str, first: int, unscale_
 
 def step_scaled(scaler: Any, optimizer: Any, weights: list[Any], *, seed: int, poison: Any = None, **how: Any) -> None:
     """As scaled_step, for optimizers that write into gradients, too."""
-    own = isinstance(optimizer, LARS | LAMB)
+    own = isinstance(optimizer, LARS | LAMB | Muon)
     if own:
         scaled_step(scaler, optimizer, weights, seed=seed, poison=poison, **how)
         return

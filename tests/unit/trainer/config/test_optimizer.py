@@ -12,10 +12,19 @@ from tests.unit.trainer.config.test_schema import make_config, refusal
 NULLS = {f"optimizer.{key}": None for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form", "eps")}
 ADAMW = {**NULLS, "optimizer.name": "adamw", "optimizer.betas": (0.9, 0.999), "optimizer.eps": 1e-8}
 SGD = {**NULLS, "optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.nesterov": True}
+MUON = {
+    **NULLS,
+    "optimizer.name": "muon",
+    "optimizer.momentum": 0.95,
+    "optimizer.nesterov": True,
+    "optimizer.vector_lr_factor": 1.0,
+    "optimizer.newton_schulz_steps": 5,
+    "optimizer.newton_schulz_precision": "fp32",
+}
 FOREIGN = {**NULLS, "optimizer.name": "schedulefree.SGDScheduleFree"}
 
 
-@pytest.mark.parametrize("changes", [ADAMW, {**ADAMW, "optimizer.name": "lamb"}, SGD, FOREIGN])
+@pytest.mark.parametrize("changes", [ADAMW, {**ADAMW, "optimizer.name": "lamb"}, SGD, MUON, FOREIGN])
 def test_optimizer_config_of_each_name(changes: dict[str, object]) -> None:
     assert make_config(changes).optimizer.name == changes["optimizer.name"]
 
@@ -60,6 +69,20 @@ def test_sharded_refuses_foreign_optimizers() -> None:
     message = refusal({**FOREIGN, "optimizer.sharded": True})
     assert re.search(naming("optimizer.sharded=True ", "optimizer.name=schedulefree.SGDScheduleFree"), message)
     make_config({**SGD, "optimizer.sharded": True})
+
+
+def test_sharded_refuses_what_needs_whole_matrices() -> None:
+    message = refusal({**MUON, "optimizer.sharded": True})
+    assert re.search(naming("optimizer.sharded=True ", "optimizer.name=muon", "false"), message)
+    message = refusal({**FOREIGN, "optimizer.sharded": True})
+    assert "muon" not in message  # which would be refused next
+
+
+@pytest.mark.parametrize("key", ["vector_lr_factor", "newton_schulz_steps", "newton_schulz_precision"])
+def test_keys_of_muon_are_null_for_others(key: str) -> None:
+    value = {"newton_schulz_precision": "bf16"}.get(key, 2)
+    assert re.search(naming(f"optimizer.{key}=", "optimizer.name=lars", "null"), refusal({f"optimizer.{key}": value}))
+    make_config({**MUON, f"optimizer.{key}": value})
 
 
 @pytest.mark.parametrize(

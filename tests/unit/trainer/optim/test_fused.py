@@ -1,4 +1,4 @@
-"""What LARS and LAMB promise alike: state, groups, GradScaler, memory formats, no waits, and what they refuse."""
+"""What LARS, LAMB and Muon promise alike: state, groups, GradScaler, memory formats, no waits, and what they refuse."""
 
 import math
 import re
@@ -24,14 +24,28 @@ from bigbatch.trainer.optim import lamb, lars
 from bigbatch.trainer.optim.fused import scaled_on_gpu
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.muon import Muon
 
 torch.set_num_threads(1)
 
-KINDS = pytest.mark.parametrize("kind", [LARS, LAMB])
+
+def muon(params, **settings):
+    """Put whatever is no matrix into a group that is none."""
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    parts = [
+        {**group, "params": [p for p in group["params"] if (p.dim() > 1) is is_matrix], "adapt": is_matrix}
+        for group in groups
+        for is_matrix in (True, False)
+    ]
+    return Muon([part for part in parts if part["params"]], **{"lr": 0.1} | settings)
+
+
+KINDS = pytest.mark.parametrize("kind", [LARS, LAMB, Muon])
 MAKERS = {
     "lars inside": partial(LARS, lr=3.0, momentum_form="lr_inside"),
     "lars outside": partial(LARS, lr=3.0, momentum_form="lr_outside"),
     "lamb": partial(LAMB, lr=0.1),
+    "muon": muon,
 }
 FUSED = pytest.mark.parametrize("name", MAKERS)
 
@@ -57,6 +71,7 @@ def states(optimizer):
     [
         (partial(LARS, lr=3.0, weight_decay=1e-4, momentum_form="lr_outside", nesterov=True), partial(LARS, lr=1.0)),
         (partial(LAMB, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01), partial(LAMB, lr=1.0)),
+        (partial(muon, lr=0.1, momentum=0.8, weight_decay=0.01), partial(muon, lr=1.0)),
     ],
 )
 @BOTH_WAYS
@@ -96,6 +111,7 @@ def test_fused_parameters_without_gradient_stay_and_count_no_step(name):
         (partial(LARS, lr=1.0, trust_coefficient=0.1), [2.7, 3.6]),  # |w| = |g|: r = 0.1
         # u = (1, 1) nearly, |w| / |u| = 5 / sqrt(2)
         (partial(LAMB, lr=0.1), [3.0 - 0.5 / math.sqrt(2), 4.0 - 0.5 / math.sqrt(2)]),
+        (partial(Muon, lr=0.1, adapt=False), [3.0 - 0.1 * 1.95 * 3.0, 4.0 - 0.1 * 1.95 * 4.0]),  # g + 0.95 g
     ],
 )
 def test_fused_closure_runs_with_gradients_on_and_its_loss_returns(make, expected):
@@ -117,6 +133,7 @@ def test_fused_closure_runs_with_gradients_on_and_its_loss_returns(make, expecte
     [
         (partial(LARS, lr=3.0, weight_decay=1e-4), ("momentum_buffer",)),
         (partial(LAMB, lr=0.1, weight_decay=1e-4), ("exp_avg", "exp_avg_sq")),
+        (partial(Muon, lr=0.1, weight_decay=1e-4), ("momentum_buffer",)),
     ],
 )
 @BOTH_WAYS
@@ -197,6 +214,7 @@ def launches(num_tensors, *, name, is_scaled):
         ("lars inside", {"_foreach_norm", "_foreach_addcmul", "_fused_sgd_"}),
         ("lars outside", {"_foreach_norm", "_foreach_addcmul", "_fused_sgd_"}),
         ("lamb", {"_foreach_norm", "_foreach_addcmul", "_fused_adam_", "_fused_sgd_"}),
+        ("muon", {"baddbmm", "_foreach_mul_", "_fused_sgd_"}),
     ],
 )
 def test_fused_gpu_step_neither_syncs_nor_grows_with_the_number_of_tensors(name, kernels, is_scaled):
@@ -223,6 +241,7 @@ def test_fused_launches_of_a_loop_are_seen():
     [
         *((LARS, key) for key in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")),
         *((LAMB, key) for key in ("lr", "weight_decay", "eps")),
+        *((Muon, key) for key in ("lr", "momentum", "weight_decay")),
     ],
 )
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, None, torch.tensor(1.0)])
@@ -254,7 +273,7 @@ def test_fused_refuses_sparse_gradients(kind):
 
 @KINDS
 def test_fused_group_that_is_refused_leaves_the_optimizer_as_it_was(kind):
-    optimizer = kind(random_weights(), lr=1.0)
+    optimizer = kind(random_weights()[:2], lr=1.0)
     with pytest.raises(ValueError, match=r"^weight_decay .*-1"):
         optimizer.add_param_group({"params": random_weights(1), "weight_decay": -1.0})
     assert len(optimizer.param_groups) == 1

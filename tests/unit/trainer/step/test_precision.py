@@ -1,6 +1,7 @@
 """Half-precision weights around fp32 masters, autocast, loss scaling, and what a checkpoint holds of them."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.precision import AUTOCAST_DTYPES, COMPUTE_DTYPES, Precision, set_tf32, underflow_fraction
 
@@ -148,12 +150,18 @@ def test_precision_refuses_foreign_weights() -> None:
         precision.load_model_state({})
 
 
+def muon(weights: list[nn.Parameter]) -> Muon:
+    groups = ([w for w in weights if (w.dim() > 1) is is_matrix] for is_matrix in (True, False))
+    return Muon([{"params": some, "adapt": some[0].dim() > 1} for some in groups], lr=0.1)
+
+
 OPTIMIZERS = [
     partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
     partial(torch.optim.SGD, lr=0.1, fused=True),
     partial(LARS, lr=1.0),
     partial(LARS, lr=1.0, momentum_form="lr_outside"),
     partial(LAMB, lr=0.1),
+    muon,
 ]
 
 
@@ -168,7 +176,7 @@ def same(ours: object, theirs: object) -> bool:
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", COMPUTE_DTYPES)
 def test_precision_leaves_no_trace_of_a_skipped_update(
-    name: str, make_optimizer: "partial[torch.optim.Optimizer]"
+    name: str, make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ) -> None:
     """Twins: one is asked to skip an update in between, on whatever gradients, the other never hears of it."""
     images = torch.randn(3, 8, 3, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,199 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for matrices and convolutions, fused."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.trainer.config.sections import OptimizerConfig
+from bigbatch.trainer.optim.division import Division, undivided
+from bigbatch.trainer.optim.fused import (
+    by_device_and_dtype,
+    drop_last_group_if,
+    laid_out_like,
+    loss_of,
+    overflow_flag,
+    problem_with_number,
+    problem_with_weights,
+    unscaled_grads,
+    write_,
+)
+from bigbatch.trainer.optim.newton_schulz import cost, orthogonalised
+
+PRECISIONS = ("fp32", "bf16")
+
+
+class Muon(torch.optim.Optimizer):
+    """Follows the momentum of each weight, made orthogonal; the rest goes by Nesterov SGD.
+
+    With gradient g, weight w, momentum buffer v, and a convolution's filters as rows of a matrix (out x in * kh * kw):
+    v = momentum * v + g;  u = g + momentum * v (v without nesterov)
+    w -= lr * (sqrt(max(1, rows / columns)) * orthogonalised(u) + weight_decay * w)
+    A group with `adapt=False` (bias, batch norm, whatever has fewer than two dimensions) goes by
+    v = momentum * v + g + weight_decay * w;  w -= lr * (g + weight_decay * w + momentum * v)
+
+    orthogonalised: newton_schulz_steps of newton_schulz, in the weights' own precision ("fp32") or in bf16, where they
+    are products of matrices alone. The source keeps v as a mean, (1 - momentum) times ours: the same direction.
+    Every other setting can differ per parameter group. Gradients are only read. A GradScaler's scale and overflow flag
+    are applied on the device: step() never waits for it, and an overflow leaves weights and momentum untouched.
+    """
+
+    # GradScaler then sets grad_scale and found_inf on us instead of waiting for the flag itself
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = True,
+        newton_schulz_steps: int = 5,
+        newton_schulz_precision: str = "fp32",
+        adapt: bool = True,
+    ) -> None:
+        """Check the settings. Raises: ValueError for one that is out of range, and for a group with vectors in it."""
+        self._steps, self._precision = newton_schulz_steps, newton_schulz_precision
+        if newton_schulz_precision not in PRECISIONS:
+            raise ValueError(
+                f"newton_schulz_precision must be one of {', '.join(PRECISIONS)}, not {newton_schulz_precision!r}"
+            )
+        if type(newton_schulz_steps) is not int or newton_schulz_steps < 1:
+            raise ValueError(f"newton_schulz_steps must be a whole number of at least 1, not {newton_schulz_steps!r}")
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adapt": adapt}
+        super().__init__(params, defaults)
+        self.divide: Division = undivided
+        """Replaced where several ranks hold the same weights: each then orthogonalises a share."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, or leave all as it was. Raises: ValueError as the constructor."""
+        super().add_param_group(param_group)
+        drop_last_group_if(self, _problem_with(self.param_groups[-1]))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient, in place, without a host sync; return closure's loss.
+
+        Raises: ValueError for a gradient that is not dense.
+        """
+        loss = loss_of(closure)
+        parts = [(group, weights) for group in self.param_groups for weights in by_device_and_dtype(group["params"])]
+        matrices = [(group, weights) for group, weights in parts if group["adapt"]]
+        directions = [self._directions(weights, group) for group, weights in matrices]
+        finish = self._start([direction for some in directions for direction in some])
+        # while results of other ranks are on their way
+        for group, weights in parts:
+            if not group["adapt"]:
+                self._follow_gradient_(weights, group)
+        found = iter(finish())
+        for (group, weights), updates in zip(matrices, directions, strict=True):
+            torch._foreach_copy_(updates, [next(found) for _ in updates])
+            torch._foreach_mul_(updates, [_scale(w.shape) for w in weights])
+            overflow, decay = overflow_flag(self, weights[0].device), group["weight_decay"]
+            write_(weights, updates, [], lr=group["lr"], weight_decay=decay, overflow=overflow)
+        return loss
+
+    def _directions(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Return what is to be made orthogonal, laid out like its weights; the momentum moves on.
+
+        The kernel of SGD(fused=True), given zeros for weights and -1 for a learning rate; on overflow it leaves the
+        zeros and the momentum.
+        """
+        directions = [torch.empty_like(w) for w in weights]
+        torch._foreach_zero_(directions)
+        overflow = overflow_flag(self, weights[0].device)
+        write_(
+            directions,
+            unscaled_grads(self, weights),
+            self._momenta(weights, group),
+            lr=-1.0,
+            overflow=overflow,
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+        )
+        return directions
+
+    def _start(self, directions: list[Tensor]) -> Callable[[], list[Tensor]]:
+        if not directions:
+            return list
+        dtype = torch.bfloat16 if self._precision == "bf16" else directions[0].dtype
+        work = partial(orthogonalised, steps=self._steps, dtype=dtype)
+        return self.divide(directions, work, costs=[cost(d.shape) for d in directions], dtype=dtype)
+
+    def _follow_gradient_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        write_(
+            weights,
+            unscaled_grads(self, weights),
+            self._momenta(weights, group),
+            lr=group["lr"],
+            overflow=overflow_flag(self, weights[0].device),
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            weight_decay=group["weight_decay"],
+        )
+
+    def _momenta(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Return the buffers; none without momentum."""
+        if not group["momentum"]:
+            return []
+        for w in weights:
+            buffer = self.state[w].get("momentum_buffer")
+            # laid out anew: a loaded state can have another memory format than the model
+            buffer = torch.zeros_like(w) if buffer is None else laid_out_like(w, buffer)
+            self.state[w]["momentum_buffer"] = buffer
+        return [self.state[w]["momentum_buffer"] for w in weights]
+
+
+def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> Muon:
+    """Make a config's Muon: what has fewer than two dimensions, or does not adapt, in groups of their own rate."""
+    assert settings.momentum is not None
+    assert settings.nesterov is not None
+    assert settings.vector_lr_factor is not None
+    assert settings.newton_schulz_steps is not None
+    assert settings.newton_schulz_precision is not None
+    return Muon(
+        [part for group in groups for part in _divided(group, vector_lr_factor=settings.vector_lr_factor)],
+        lr=lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        newton_schulz_steps=settings.newton_schulz_steps,
+        newton_schulz_precision=settings.newton_schulz_precision,
+    )
+
+
+def _divided(group: dict[str, Any], *, vector_lr_factor: float) -> list[dict[str, Any]]:
+    """Divide a group into matrices and the rest; without a part that would be empty."""
+    named = list(zip(group["names"], group["params"], strict=True))
+    matrices = {name for name, tensor in named if group["adapt"] and tensor.dim() > 1}
+    parts = []
+    for is_matrix in (True, False):
+        some = [(name, tensor) for name, tensor in named if (name in matrices) is is_matrix]
+        factor = group.get("lr_factor", 1.0) * (1.0 if is_matrix else vector_lr_factor)
+        part = {"names": [n for n, _ in some], "params": [t for _, t in some], "adapt": is_matrix, "lr_factor": factor}
+        parts += [{**group, **part}] if some else []
+    return parts
+
+
+def _scale(shape: torch.Size) -> float:
+    """Return what makes a tall matrix change its outputs as much as a square one, as the source has it."""
+    return math.sqrt(max(1.0, shape[0] / math.prod(shape[1:])))
+
+
+def _problem_with(group: dict[str, Any]) -> str | None:
+    for key in ("lr", "momentum", "weight_decay"):
+        if problem := problem_with_number(key, group[key]):
+            return problem
+    if problem := problem_with_weights(group["params"], asked_by="Muon"):
+        return problem
+    for index, weight in enumerate(group["params"]):
+        if group["adapt"] and weight.dim() < 2:
+            name = group["names"][index] if "names" in group else f"parameter {index} of the group"
+            return (
+                f"Muon makes matrices orthogonal, and {name} has shape {tuple(weight.shape)}: put it into a group with "
+                "adapt=False, which goes by Nesterov SGD"
+            )
+    return None

@@ -1,0 +1,88 @@
+"""Work on whole tensors that all ranks hold alike, shared out over them: equal bits on all, by one gather."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
+from bigbatch.trainer.optim.division import Finish, Work
+
+MOST_PADDING = 2
+"""Times as many elements as there are may be gathered: as many bytes as an all-reduce of them takes."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Says which rank does which tensors, and where in a buffer of equal parts their results lie."""
+
+    owners: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """From the start of the owner's part."""
+    part: int
+    """Elements of each rank's part: those of the rank that has most."""
+
+
+def share_out(costs: Sequence[float], num_elements: Sequence[int], *, world_size: int) -> Shares:
+    """Give each tensor, the dearest first, to the rank that has least to do: the same on every rank.
+
+    At worst one takes 4/3 of the least time that is possible (Graham 1969), or as long as the dearest tensor.
+    """
+    loads, fills = [0.0] * world_size, [0] * world_size
+    owners, offsets = [0] * len(costs), [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        owner = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        owners[index], offsets[index] = owner, fills[owner]
+        loads[owner] += costs[index]
+        fills[owner] += num_elements[index]
+    return Shares(tuple(owners), tuple(offsets), max(fills))
+
+
+class DividedWork:
+    """Lets each rank do the work on some of the tensors, and gathers all results by one all-gather: a Division.
+
+    All ranks hold the same bits of the result. Where most of the gather would be padding, as with more ranks than
+    large tensors, each rank does all instead. one_by_one: each tensor by itself, so that its bits do not depend on
+    which others its rank has.
+    """
+
+    def __init__(self, communicator: Communicator, *, one_by_one: bool = False) -> None:
+        self._communicator = communicator
+        self._scatter_gather = ScatterGather(communicator)
+        self._one_by_one = one_by_one
+        self._buffers: dict[object, Tensor] = {}
+
+    def __call__(self, tensors: list[Tensor], work: Work, *, costs: list[float], dtype: torch.dtype) -> Finish:
+        """Do this rank's share, and start the gather. Collective. Finishing raises PeerLostError."""
+        world_size, rank = self._communicator.world_size, self._communicator.rank
+        shares = share_out(costs, [t.numel() for t in tensors], world_size=world_size)
+        if world_size == 1 or shares.part * world_size > MOST_PADDING * sum(t.numel() for t in tensors):
+            results = self._do(work, tensors)
+            return lambda: results
+        buffer_N = self._buffer(shares.part * world_size, dtype)
+        views = [
+            buffer_N[owner * shares.part + offset :][: tensor.numel()].as_strided(tensor.shape, tensor.stride())
+            for tensor, owner, offset in zip(tensors, shares.owners, shares.offsets, strict=True)
+        ]
+        mine = [index for index, owner in enumerate(shares.owners) if owner == rank]
+        if mine:
+            torch._foreach_copy_([views[i] for i in mine], self._do(work, [tensors[i] for i in mine]))
+        gather = self._scatter_gather.start_all_gather(buffer_N, label="all-gather of updates")
+
+        def finish() -> list[Tensor]:
+            gather.wait()
+            return views
+
+        return finish
+
+    def _do(self, work: Work, tensors: list[Tensor]) -> list[Tensor]:
+        return [work([tensor])[0] for tensor in tensors] if self._one_by_one else work(tensors)
+
+    def _buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return the buffer of that size: made at the first step, and kept. Collective."""
+        key = num_elements, dtype
+        if key not in self._buffers:
+            self._buffers[key] = self._communicator.allocate(num_elements, dtype)
+        return self._buffers[key]
