@@ -266,10 +266,18 @@ def test_statistics_beyond_the_grid_are_named(data: Path, tmp_path: Path) -> Non
     assert "run.reproducible" in said
 
 
-@pytest.mark.parametrize("sharded", ["false", pytest.param("true", marks=pytest.mark.long)])
-def test_gradient_beyond_the_grid_is_named(sharded: str, data: Path, tmp_path: Path) -> None:
-    overrides = {**EXACT, "schedule.base_lr": 2e9, "optimizer.sharded": sharded}
-    said = fails(forked(train_command(data, tmp_path, overrides), ranks=2))
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        pytest.param(SHARDED, marks=pytest.mark.long),
+        pytest.param({"comm.algorithm": "doubling"}, marks=pytest.mark.long),
+        pytest.param({"comm.backend": "gloo", "comm.algorithm": "native"}, marks=pytest.mark.long),
+    ],
+)
+def test_gradient_beyond_the_grid_is_named(overrides: dict[str, object], data: Path, tmp_path: Path) -> None:
+    command = train_command(data, tmp_path, {**EXACT, "schedule.base_lr": 2e9, **overrides})
+    said = fails(forked(command, ranks=2))
     assert "larger than 170.667" in said
     assert "run.reproducible" in said
     assert "lower schedule.base_lr" in said
