@@ -15,7 +15,7 @@ from torch import Tensor
 from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable
-from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.algorithms.wire import CODED, Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name
 from bigbatch.comm.backends.host_staging import HostStaging, Staged
 from bigbatch.comm.backends.node_memory import NodeMemory
@@ -86,9 +86,15 @@ class Communicator:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """List what can run here, but for hybrid, which needs a table."""
+        """List what can run here, over this wire, but for hybrid, which needs a table."""
+        return self._algorithms_over(self.wire)
+
+    def _algorithms_over(self, wire: Wire) -> tuple[str, ...]:
         names = tuple(name for name in ALGORITHMS if name != "hybrid")
-        return names if self.backend.capabilities.has_messages else ("native",)
+        if not self.backend.capabilities.has_messages:
+            return ("native",)
+        adds_codes = wire.dtype != CODED or self.world_size == 1
+        return names if adds_codes else tuple(name for name in names if name != "native")
 
     def with_algorithm(
         self,
@@ -108,17 +114,18 @@ class Communicator:
         why = ""
         if algorithm == AUTO:
             algorithm, why = choose_algorithm(self.backend, table=table, table_from=table_from)
-        _require_wire(wire, self.backend)
-        if algorithm in ALGORITHMS and algorithm not in (*self.algorithms, "hybrid"):
+        _require_wire(wire, self.backend, algorithm=algorithm)
+        names = self._algorithms_over(wire)
+        if algorithm in ALGORITHMS and algorithm not in (*names, "hybrid"):
             raise ValueError(
                 f"algorithm {algorithm!r} is made of messages between ranks, which {self.backend.name} has not: "
-                f"use {' or '.join(self.algorithms)}, or another backend"
+                f"use {' or '.join(names)}, or another backend"
             )
-        strange = [name for name in table.algorithms if name not in self.algorithms] if table else []
+        strange = [name for name in table.algorithms if name not in names] if table else []
         if algorithm == "hybrid" and strange:
             raise ValueError(
                 f"the table of algorithm 'hybrid' uses {', '.join(strange)}, but {self.backend.name} has "
-                f"{', '.join(self.algorithms)} only: make a table here by bigbatch comm tune, or take another backend"
+                f"{', '.join(names)} only: make a table here by bigbatch comm tune, or take another backend"
             )
         self.agree("the all-reduce", f"{algorithm}\n{wire}\n{table}\n{self.topology.groups}")
         return self._connect_algorithm(algorithm, wire=wire, table=table, why=why)
@@ -387,8 +394,14 @@ def _by_way_of_host(
     return by_way_of_host
 
 
-def _require_wire(wire: Wire, transport: Backend) -> None:
-    if wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
+def _require_wire(wire: Wire, transport: Backend, *, algorithm: str) -> None:
+    if wire.dtype == CODED:
+        if transport.world_size > 1 and (algorithm == "native" or not transport.capabilities.has_messages):
+            raise ValueError(
+                f"{transport.name}'s own sums add no int8, and would travel in fp32: choose algorithm hierarchical, "
+                "sharded or ring, on a backend that has messages between ranks, or another wire_dtype"
+            )
+    elif wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
         raise ValueError(
             f"{transport.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another backend"
         )

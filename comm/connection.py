@@ -28,7 +28,13 @@ BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
 """What torch says of a driver, and the newest CUDA that it supports: 12080 is 12.8."""
-WIRE_DTYPES = {None: None, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+WIRE_DTYPES = {
+    None: None,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
 REDUCE_DTYPES = ("fp32", "wire")
 
 
@@ -120,7 +126,8 @@ def connect(
     pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
     bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or auto: what the table says, without one NCCL's own,
     and hierarchical elsewhere; group_size cuts hosts into smaller node groups;
-    wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
+    wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide), "int8"
+    makes them a quarter;
     reduce_dtype "fp32" sums what travels in half precision in fp32, "wire" rounds partial sums at each hop;
     max_ctas bounds the thread blocks of one of NCCL's kernels; buffers "registered" or "symmetric" has it sum fusion
     buffers without a copy (see RegisteredMemory);
@@ -267,6 +274,11 @@ def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str 
         raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradients' own")
     if not 0 < predivide < float("inf"):
         raise ValueError(f"predivide={predivide} must be positive, such as the number of ranks")
+    if wire_dtype == "int8" and (reduce_dtype != "fp32" or predivide != 1.0):
+        raise ValueError(
+            f"wire_dtype 'int8' has an exponent for each block and sums in fp32: reduce_dtype {reduce_dtype!r} must be "
+            f"'fp32', and predivide {predivide:g} must be 1"
+        )
     return Wire(WIRE_DTYPES[wire_dtype], predivide, in_fp32=reduce_dtype == "fp32")
 
 

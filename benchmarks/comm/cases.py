@@ -118,6 +118,32 @@ CASES = (
         )
     ),
     Case("reducer-overhead", "reducer_overhead", seconds=25),
+    *(
+        Case(
+            f"ways-wires-{rate}mbit",
+            "ways",
+            ("--ways", "wires", "--repetitions", "7", "--goodput-mbit", f"{rate}"),
+            link=f"{rate}mbit",
+            seconds=30 + 24_000 // rate,
+            is_long=True,
+        )
+        for rate in (1000, 200, 100)
+    ),
+    *(
+        Case(
+            f"ways-paper-{model}",
+            "ways",
+            ("--ways", "paper", "--model", model, *options, "--repetitions", "5", "--goodput-mbit", "1000"),
+            link="1gbit",
+            delay="200us",
+            seconds=120,
+            is_long=True,
+        )
+        for model, options in (
+            ("resnet50", ()),
+            ("alexnet_bn", ("--contestants", "unfused ring,fused hierarchical")),  # all four want 20 GB
+        )
+    ),
     Case(
         "gradients-resnet50-200mbit-cyclic",
         "gradients",

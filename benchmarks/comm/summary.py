@@ -242,7 +242,32 @@ def _conditions(records: Mapping[str, Record]) -> list[str]:
     ]
 
 
+def ways_table(record: Record) -> str:
+    """Write seconds and bytes of each way, and how many times as fast as the first it is."""
+    lines = []
+    for row in record["rows"]:
+        ratio = row["times_as_fast"]
+        lines.append(
+            (
+                row["way"],
+                f"{row['seconds']['median']:.3f}",
+                f"{row['node_bytes'] / 1e6:.1f}",
+                f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})",
+                f"{row['cores_used']:.2f}",
+                str(row["seconds"]["n"]),
+            )
+        )
+    head = ("", "seconds", "MB over a node's link", "times as fast (quartiles)", "cores", "n")
+    setting, load = record["conditions"]["setting"], record["conditions"]["load_average_at_start"]
+    return (
+        f"{record['model']}, {record['conditions']['machine']}; ranks of each node {setting.get('ranks_per_node')}, "
+        f"links of {setting.get('link')}, delay {setting.get('delay')}; load of others at the start {load:.1f}."
+        f"\n\n{table(head, lines)}"
+    )
+
+
 TABLES = {
+    "ways": ways_table,
     "exchange": exchange_table,
     "gradients": gradients_table,
     "step": step_table,
@@ -251,6 +276,7 @@ TABLES = {
     "half_sums": half_sums_table,
     "exact_price": exact_price_table,
 }
+
 
 if __name__ == "__main__":
     main()

@@ -272,7 +272,13 @@ def show_size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def judge_ways(case: str, record: Record) -> list[Verdict]:
+    """Judge wrong gradients."""
+    return [_verdict_wrong(case, record["rows"])]
+
+
 JUDGES = {
+    "ways": judge_ways,
     "exchange": judge_exchange,
     "gradients": judge_gradients,
     "step": judge_step,

@@ -23,6 +23,8 @@ from bigbatch.trainer.config.sections import READERS
 
 IMAGES = 1_281_167
 """Of ImageNet's training set."""
+WIRE_SHARES = {"float16": 0.5, "bfloat16": 0.5, "int8": 33 / 128}
+"""Of fp32's bytes, by comm.wire_dtype; int8's blocks of 32 have a byte more."""
 PAYS = 0.5
 """The knee: beyond it, further devices add less than this share of what the first ones do."""
 
@@ -228,7 +230,7 @@ def advise(question: Question, point: Point) -> Advice:
 
     tensors, stated = job.shape.tensors(job.element_bytes), _sizes(question.config)
     plan = search_plan(tensors, point.step.backward, seconds_of, stated=stated)
-    is_half = job.element_bytes * job.wire_share == 2
+    is_half = job.element_bytes * job.wire_share <= 2
     half = None if is_half else simulated(replace(job, wire_share=0.5))
     return Advice(half, plan, simulated(replace(job, fusion=plan.sizes)))
 
@@ -301,13 +303,13 @@ def _sizes(config: Config) -> PlanSizes:
 def _job(question: Question, network: Network, *, algorithm: str = "native") -> Job:
     config = question.config
     has_halves = config.optimizer.precision in ("fp16", "bf16")
-    is_cast = config.comm.wire_dtype is not None and not has_halves
+    wire = None if has_halves else config.comm.wire_dtype
     return Job(
         shape_of(config.model),
         network,
         _sizes(config),
         element_bytes=2 if has_halves else 4,
-        wire_share=0.5 if is_cast else 1.0,
+        wire_share=WIRE_SHARES[wire] if wire else 1.0,
         sums_in_fp32=config.comm.reduce_dtype == "fp32",
         algorithm=algorithm,
         input_images_per_second=input_rate(question),

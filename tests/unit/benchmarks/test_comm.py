@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,11 +38,13 @@ from benchmarks.comm import (
     targets,
     tuning,
     turns,
+    ways,
 )
 from benchmarks.comm import run as driver
 from benchmarks.comm.job import join
 from benchmarks.record import show_record, spread, write_record
 from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.errors import CommError
 
 # --- scaling ---
@@ -349,6 +352,54 @@ def test_half_sums_of_one_rank_see_wrong_ones() -> None:
     job.communicator.close()
 
 
+def test_ways_of_one_rank_give_right_sums_and_see_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, whose sums are its own gradients: of PowerSGD, too, as these matrices are of rank 1."""
+    monkeypatch.setattr(ways, "parameter_shapes", lambda model: {"a": (5,), "b": (12, 3, 2), "c": (40, 30)})
+    job = join(interface=None)
+    for name, chosen in ways.WAYS.items():
+        settings = {way: replace(each, algorithm="ring") for way, each in chosen.items()}
+        found = ways.measure(job, "tiny", settings, repetitions=2)
+        assert [(row["way"], row["num_wrong"], row["seconds"]["n"]) for row in found["rows"]] == [
+            (way, 0, 2) for way in ways.WAYS[name]
+        ]
+        assert (found["num_tensors"], found["num_bytes"]) == (3, 4 * (5 + 72 + 1200))
+    values = gradient_sets.make_values({"a": (5,), "b": (12, 3, 2), "c": (40, 30)})
+    model = gradient_sets.CostlessModel(values, weight=1)
+    reducer = GradientReducer(model.named_parameters(), job.communicator)
+    reducer.is_active = False
+    step = ways.PowerSgdStep(reducer, rank=2)
+    model(gradient_sets.start()).backward()
+    step.wait()
+    for index, parameter in enumerate(model.parameters()):
+        expected = torch.full_like(parameter, float(gradient_sets.gradient_value(index)))
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(ways, "count_wrong", lambda parameters, expected: 2)
+    wrong = ways.measure(job, "tiny", {"ring": ways.Way("ring", None)}, repetitions=1)
+    assert wrong["rows"][0]["num_wrong"] == 2
+    job.communicator.close()
+
+
+def test_ways_are_summarised() -> None:
+    quartiles = {"n": 5, "median": 2.0, "q1": 1.9, "q3": 2.1}
+    row = {
+        "way": "int8",
+        "num_wrong": 0,
+        "seconds": quartiles,
+        "node_bytes": 4e7,
+        "times_as_fast": quartiles,
+        "cores_used": 1.5,
+    }
+    record = {
+        "benchmark": "ways",
+        "conditions": FACTS | {"load_average_at_start": 7.25},
+        "goodput_bits_per_second": [956e6, 955e6],
+        "model": "resnet50",
+        "rows": [row],
+    }
+    assert [verdict.is_met for verdict in targets.judge({"a": record})] == [True]
+    assert "| int8 | 2.000 | 40.0 | 2.00 (1.90 to 2.10) | 1.50 | 5 |" in summary.ways_table(record)
+
+
 def test_half_sums_are_summarised() -> None:
     ways = {"in fp32": {"seconds": {"median": 0.21}}, "by the hop": {"seconds": {"median": 0.2}}}
     ratio = {"n": 10, "median": 1.05, "q1": 1.01, "q3": 1.1}
@@ -549,8 +600,9 @@ def test_programs_take_the_options_of_every_case(group: tuple[cases.Case, ...]) 
         "reducer_overhead": reducer_overhead.parse,
         "half_sums": half_sums.parse,
         "exact_price": exact_price.parse,
+        "ways": ways.parse,
     }
-    known = {*entries.CONTESTANTS, *gradients.CONTESTANTS, *step.CONTESTANTS}
+    known = {*entries.CONTESTANTS, *gradients.CONTESTANTS, *step.CONTESTANTS, *ways.WAYS["paper"]}
     for case in group:
         options = parsers[case.module](["--out", "x.json", *case.options])
         assert set((getattr(options, "contestants", None) or "hybrid").split(",")) <= known

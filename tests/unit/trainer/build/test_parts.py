@@ -304,6 +304,12 @@ def test_a_cluster_is_measured_where_there_is_something_to_choose(
     assert not _calibrates(quickstart(*words), others)
 
 
+def test_without_choices_keeps_the_wire_that_is_to_be_measured() -> None:
+    for wire, algorithm in (("bfloat16", "native"), ("int8", "hierarchical")):
+        comm = without_choices(quickstart(f"comm.wire_dtype={wire}"), world_size=2).comm
+        assert (comm.wire_dtype, comm.algorithm) == (wire, algorithm)
+
+
 def test_without_choices_leaves_no_ranks_to_replay_or_to_share_with() -> None:
     """Any number of ranks evaluates a run whose ranks shared ghost batches, or stood for others."""
     config = quickstart("batch.microbatch_size=64", "batch.bn_span=128", "batch.virtual_ranks=4")
