@@ -239,6 +239,9 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.largebatch.ablations --dataset imagenette --form short --out benchmarks/results/ablations-imagenette-short.json": (  # noqa: E501
         "largebatch.ablations --dataset imagenette --form short --dry-run"
     ),
+    ".venv/bin/python -m benchmarks.largebatch.beyond --dataset cifar10 --form short --out benchmarks/results/beyond-cifar10-short.json": (  # noqa: E501
+        "largebatch.beyond --dataset cifar10 --form short --dry-run"
+    ),
     f".venv/bin/python -m benchmarks.largebatch.plot_ablations {ABLATIONS} --out docs/ablations.png": (
         f"largebatch.plot_ablations {' '.join(f'{ROOT}/{name}' for name in ABLATIONS.split())} --out ablations.png"
     ),

@@ -1,0 +1,175 @@
+"""Beyond LARS: optimizers by batch, at equal steps and at equal time, each tuned by as many trials.
+
+    python -m benchmarks.largebatch.beyond --dataset cifar10 --form short --data data/cifar10 \\
+        --out benchmarks/results/beyond-cifar10-short.json
+
+At each batch the learning rate of each optimizer is the best of as many trials, quasi-random over two decades, each as
+long as a run, on a seed of its own; then there is a run for each seed. All have the same epochs, and so the same
+steps. Where a step takes longer than Nesterov's, more runs follow with as many epochs as fit into Nesterov's time. Time
+is this process's on its CPUs, the median of steps: other work on the machine does not count. Rates are chosen by the
+validation pictures that accuracy is then reported on, for every contestant alike. All runs are in this process. A
+finished run is never repeated, an interrupted one goes on: give the same command again. Settings: beyond_cases.py.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import bigbatch
+from benchmarks.largebatch.ablation_cases import OPTIMIZERS, TUNING_SEED, Case, Form, write_experiment
+from benchmarks.largebatch.ablation_data import missing_split, write_images
+from benchmarks.largebatch.ablation_results import Run, ended, read_run, shown, summarise
+from benchmarks.largebatch.beyond_cases import (
+    COMPARED,
+    FORMS,
+    REFERENCE,
+    available,
+    case,
+    epochs_in_equal_time,
+    rates,
+)
+from benchmarks.record import conditions, version_of, write_record
+from bigbatch.errors import TrainingDiverged, UserError
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.tune.search.space import parse_axis
+
+Found = dict[str, Any]
+
+
+def main() -> None:
+    """Tune, train, write the record and the table."""
+    options = parse()
+    form = FORMS[options.dataset, options.form]
+    names = available(options.optimizers)
+    if missing := sorted(set(options.optimizers) - set(names)):
+        print(f"left out, as their packages are not installed: {', '.join(missing)}")
+    if options.dry_run:
+        count = len(names) * len(form.batches) * (form.trials + len(form.seeds))
+        print(f"{', '.join(names)} at batches {', '.join(map(str, form.batches))}:")
+        print(f"{count} runs of {form.epochs} epochs, then those in equal time")
+        return
+    source = options.data or Path("data", options.dataset)
+    if missing_folder := missing_split(source):
+        print(f"skipped: {missing_folder} is not there; --data names another folder")
+        return
+    folder = (options.runs / f"{options.dataset}-{options.form}").resolve()
+    facts = {**conditions(options), "schedulefree": version_of("schedulefree")}
+    try:
+        write_images(form.images, source, folder / "data")
+        results = compare(form, names, folder)
+    except UserError as error:
+        sys.exit(f"beyond.py: {error}")
+    table = markdown(results, title=f"{options.dataset}, form {options.form}")
+    print(table)
+    write_record(options.out, {"benchmark": "beyond", "conditions": facts, **results})
+    if options.out:
+        options.out.with_suffix(".md").write_text(table)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", choices=sorted({dataset for dataset, _ in FORMS}), required=True)
+    parser.add_argument("--form", choices=sorted({form for _, form in FORMS}), required=True)
+    parser.add_argument("--data", type=Path, help="folder with train and val of the data set (default: data/DATASET)")
+    parser.add_argument("--optimizers", nargs="+", choices=COMPARED, default=COMPARED, help="which (default: all)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/beyond"), help="folder of everything written")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be run")
+    parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
+    return parser.parse_args(argv)
+
+
+def compare(form: Form, names: Sequence[str], folder: Path) -> Found:
+    """Tune and run every optimizer at every batch; then those again that took longer, in equal time."""
+    studies, found = {}, {}
+    for batch in form.batches:
+        for name in names:
+            plain = case(form, name, batch)
+            studies[plain.study] = study = search(form, plain, folder)
+            found[plain.name] = run_seeds(form, plain, folder, base_lr=study["base_lr"])
+        if f"{REFERENCE} {batch}" not in found:
+            continue
+        reference = found[f"{REFERENCE} {batch}"]["cpu_ms_per_step"]
+        for name in names:
+            plain_found = found[f"{name} {batch}"]
+            epochs = epochs_in_equal_time(form, plain_found["cpu_ms_per_step"], reference=reference)
+            plain_found["epochs_in_equal_time"] = epochs
+            if epochs < form.epochs:
+                shorter = case(form, name, batch, epochs=epochs)
+                found[shorter.name] = run_seeds(form, shorter, folder, base_lr=studies[shorter.study]["base_lr"])
+    tuning = {"trials": form.trials, "epochs": form.tune_epochs, "studies": studies}
+    return {"pictures": vars(form.images), "num_train": form.num_train, "tuning": tuning, "cases": found}
+
+
+def search(form: Form, plain: Case, folder: Path) -> Found:
+    """Try the rates on the tuning seed, and take the one with the best accuracy: the first among equals."""
+    trials = []
+    for number, base_lr in enumerate(rates(plain.optimizer, trials=form.trials)):
+        directory = folder / "tune" / plain.study / f"trial{number}"
+        run = train(form, plain, folder, directory=directory, seed=TUNING_SEED, base_lr=base_lr)
+        trials.append({"base_lr": base_lr, "top1": run["top1"]})
+    best = max(trials, key=lambda trial: -1.0 if trial["top1"] is None else trial["top1"])["base_lr"]
+    # of a few even places in the range, the lowest and the highest have none beyond them
+    is_edge = best in (min(t["base_lr"] for t in trials), max(t["base_lr"] for t in trials))
+    axis = parse_axis(OPTIMIZERS[plain.optimizer].space)
+    return {"space": str(axis), "base_lr": best, "is_edge": is_edge, "trials": trials}
+
+
+def run_seeds(form: Form, each: Case, folder: Path, *, base_lr: float) -> Found:
+    """Run every seed, and sum up."""
+    runs = [
+        train(form, each, folder, directory=folder / "runs" / each.folder / f"seed{seed}", seed=seed, base_lr=base_lr)
+        for seed in form.seeds
+    ]
+    facts = {"family": each.family, "optimizer": each.optimizer, "batch": each.batch, "epochs": each.epochs}
+    steps = [run["cpu_ms_per_step"] for run in runs if run["cpu_ms_per_step"] is not None]
+    return {**facts, "cpu_ms_per_step": statistics.median(steps) if steps else None, **summarise(runs), "runs": runs}
+
+
+def train(form: Form, each: Case, folder: Path, *, directory: Path, seed: int, base_lr: float) -> Run:
+    """Train one run, unless it is finished; one whose weights end not finite is a result, too."""
+    times = directory / "steps.json"
+    if not times.exists():
+        shutil.rmtree(directory, ignore_errors=True)  # of an interrupted one
+        path = write_experiment(form, each, data=folder / "data", directory=directory, seed=seed, base_lr=base_lr)
+        clock = [time.process_time()]
+        hooks = bigbatch.TrainingHooks(on_step=lambda done: clock.append(time.process_time()))
+        print(f"train {directory.relative_to(folder)}", flush=True)
+        try:
+            bigbatch.train(path, hooks=hooks, quiet=True)
+        except TrainingDiverged as error:
+            (directory / "diverged.txt").write_text(f"{error}\n")
+        shutil.rmtree(RunDir(directory).checkpoints, ignore_errors=True)
+        steps = [1000 * (late - early) for early, late in pairwise(clock[1:])]  # the first makes state, too
+        times.write_text(json.dumps({"cpu_ms_per_step": statistics.median(steps) if steps else None}))
+    return {**read_run(directory, seed), **json.loads(times.read_text())}
+
+
+def markdown(results: Found, *, title: str) -> str:
+    """Write a table of all cases, and how rates were chosen."""
+    lines = [f"# Beyond LARS: {title}", ""]
+    lines += ["| case | batch | epochs | CPU ms a step | base LR | top-1 (%) | sd | smallest | largest | runs |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|---|"]
+    for name, found in results["cases"].items():
+        figures = [shown(found["top1_percent"][key]) for key in ("mean", "sd", "min", "max")]
+        rate = f"{found['runs'][0]['base_lr']:.4g}"
+        cells = [name, found["batch"], found["epochs"], shown(found["cpu_ms_per_step"]), rate, *figures, ended(found)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    tuning = results["tuning"]
+    lines += ["", f"Each rate is the best of {tuning['trials']} trials of {tuning['epochs']} epochs:", ""]
+    for name, study in tuning["studies"].items():
+        place = "the last one tried in its direction: there may be better ones" if study["is_edge"] else "inside"
+        tried = ", ".join(f"{t['base_lr']:.3g}: {shown(t['top1'] and 100 * t['top1'])}" for t in study["trials"])
+        lines.append(f"- {name}: {study['base_lr']:.4g} of {study['space']}, {place} ({tried})")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
