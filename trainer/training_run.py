@@ -306,6 +306,9 @@ class TrainingRun:
         self.output.report(record)
         if record["step"] - self.plan.first_step > self.plan.log_every_steps:  # the first steps compile and warm up
             self._watch_notice("step", self.plan.global_batch_size / record["images_per_second"], done=record["step"])
+        data = self.config.data
+        if hint := self.parts.prepare.statistics.hint(mean=data.mean, std=data.std):
+            self.output.hint(hint, step=record["step"])
         if self.guess_watch:
             self.guess_watch.see(record)
         self.watchers.on_report(record)

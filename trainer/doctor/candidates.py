@@ -23,6 +23,8 @@ class Machine:
     num_cores: int
     """That each rank may use."""
     world_size: int
+    has_cpu_bf16: bool = False
+    """The CPU multiplies bfloat16 itself: AVX-512 BF16 or AMX."""
 
     @property
     def is_gpu(self) -> bool:

@@ -33,7 +33,7 @@ from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.report import describe_input, input_record
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.gpu_driver import compute_capability
-from bigbatch.trainer.machine.host import cores_per_rank, wait_for
+from bigbatch.trainer.machine.host import cores_per_rank, has_cpu_bf16, wait_for
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts, Plan
 
@@ -116,6 +116,7 @@ class _Probe:
             "capability": compute_capability(device),
             "num_cores": self._num_cores,
             "world_size": self.communicator.world_size,
+            "has_cpu_bf16": device.type == "cpu" and has_cpu_bf16(),
         }
 
     def steps(self, *, batches: str, seconds: float) -> dict[str, Any]:

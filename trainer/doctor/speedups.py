@@ -20,6 +20,8 @@ FASTER = {
     "bf16_autocast": ("bf16",),
     "fp16_autocast": ("fp16",),
 }
+FASTER_ON_CPU = {"fp32": ("bf16_autocast", "bf16"), "bf16_autocast": ("bf16",)}
+"""The same on a CPU that multiplies bfloat16 itself."""
 FASTER_WITHOUT_BF16 = ("fp16_autocast", "fp16")
 """Than fp32."""
 HALF = ("bf16", "fp16")
@@ -94,7 +96,13 @@ def _pinning(config: Config, machine: Machine) -> Tried:
 def _precision(config: Config, machine: Machine) -> Tried:
     precision = config.optimizer.precision
     if machine.capability is None:
-        yield Unmeasured("precision", "half precision and TF32 are tried on a GPU alone")
+        faster = FASTER_ON_CPU.get(precision, ())
+        for name in faster if machine.has_cpu_bf16 else ():
+            yield Candidate("precision", {"optimizer.precision": name}, ROUNDS)
+        if not machine.has_cpu_bf16:
+            yield Unmeasured("precision", "this CPU does not multiply bfloat16 itself, and half precision is slower")
+        elif not faster:
+            yield Unmeasured("precision", f"this CPU has none that is faster than {precision}")
         return
     has_bf16 = machine.capability >= CAPABILITY["bf16"]
     faster = FASTER.get(precision, ()) if has_bf16 or precision != "fp32" else FASTER_WITHOUT_BF16

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.normalization import InputStatistics
 from bigbatch.trainer.input.on_device import on_device
 
 
@@ -46,6 +47,7 @@ class PrepareBatch:
         augment: AugmentFunction | None = None,
         mix: MixFunction | None = None,
     ) -> None:
+        self.statistics = InputStatistics()
         self._normalize = normalize
         self._device = device
         self._augment = augment
@@ -63,6 +65,7 @@ class PrepareBatch:
             images_BCHW = self._augment(images_BCHW, epoch=epoch, indices_B=indices_B)
         # augmentations take bytes, mixing takes normalised pictures: hence the order
         images_BCHW = self._normalize(images_BCHW)
+        self.statistics.add(images_BCHW)
         if self._mix is None:
             return Prepared(images_BCHW, labels_B, labels_B)
         images_BCHW, targets_BK = self._mix(images_BCHW, labels_B, epoch=epoch, indices_B=indices_B)

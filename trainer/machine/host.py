@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from pathlib import Path
 
 import torch
 
@@ -50,6 +51,15 @@ def usable_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def has_cpu_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether the CPU multiplies bfloat16 itself; where the system does not tell, it does not."""
+    try:
+        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags.split())
 
 
 def keep_freed_memory() -> None:

@@ -306,6 +306,11 @@ def test_speedups_against_the_limit_are_tried_first() -> None:
 
 
 def test_gpu_without_bf16_is_offered_fp16() -> None:
+    cpu = [each for each in find(QUICKSTART, replace(CPU, has_cpu_bf16=True))[0] if each.name == "precision"]
+    assert [each.values["optimizer.precision"] for each in cpu] == ["bf16_autocast", "bf16"]
+    half = change(QUICKSTART, {"optimizer.precision": "bf16"}, world_size=1)
+    assert isinstance(half, Config)
+    assert not any(each.name == "precision" for each in find(half, replace(CPU, has_cpu_bf16=True))[0])
     old = [each for each in find(QUICKSTART, replace(GPU, capability=(7, 0)))[0] if each.name == "precision"]
     assert old[-1].values["optimizer.precision"] == "fp16"
     assert all(each.values["optimizer.loss_scale"] == 1024.0 for each in old)

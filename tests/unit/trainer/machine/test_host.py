@@ -69,3 +69,13 @@ def test_host_a_run_does_not_import_the_compiler(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["[0, 0] []"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("fpu avx2 avx512f", False), ("fpu avx512_bf16", True), ("amx_bf16 amx_tile", True), ("avx512_bf16x", False)],
+)
+def test_a_cpu_that_multiplies_bfloat16_is_known_by_its_flags(flags: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    assert host.has_cpu_bf16(tmp_path / "cpuinfo") is expected
+    assert not host.has_cpu_bf16(tmp_path / "none")
