@@ -142,8 +142,12 @@ def without_choices(config: Config, *, world_size: int) -> Config:
         bn_span=min(config.batch.bn_span, microbatch_size),
         virtual_ranks=None,
     )
-    algorithm = "hierarchical" if config.comm.wire_dtype == "int8" else "native"  # which adds none
-    comm = replace(config.comm, algorithm=algorithm, table=None, **asdict(stated_sizes(config)))
+    comm = replace(
+        config.comm,
+        algorithm="hierarchical" if config.comm.wire_dtype == "int8" else "native",  # which adds none
+        table=None,
+        **asdict(stated_sizes(config)),
+    )
     return replace(config, batch=batch, comm=comm)
 
 

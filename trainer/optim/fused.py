@@ -119,6 +119,18 @@ def laid_out_like(weight: Tensor, tensor: Tensor) -> Tensor:
     return tensor if tensor.stride() == weight.stride() else torch.empty_like(weight).copy_(tensor)
 
 
+def momentum_buffers(optimizer: torch.optim.Optimizer, weights: list[Tensor], *, momentum: float) -> list[Tensor]:
+    """Return an optimizer's buffers of these weights, laid out as they are; none without momentum."""
+    if not momentum:
+        return []
+    for w in weights:
+        buffer = optimizer.state[w].get("momentum_buffer")
+        # laid out anew: a loaded state can have another memory format than the model
+        buffer = torch.zeros_like(w) if buffer is None else laid_out_like(w, buffer)
+        optimizer.state[w]["momentum_buffer"] = buffer
+    return [optimizer.state[w]["momentum_buffer"] for w in weights]
+
+
 def _dense_grad(weight: Tensor, *, asked_by: str) -> Tensor:
     assert weight.grad is not None
     if weight.grad.layout is not torch.strided:

@@ -11,8 +11,8 @@ from bigbatch.trainer.optim.fused import (
     Norms,
     by_device_and_dtype,
     drop_last_group_if,
-    laid_out_like,
     loss_of,
+    momentum_buffers,
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
@@ -120,7 +120,13 @@ class LARS(torch.optim.Optimizer):
         decayed = list(torch._foreach_add(grads, weights, alpha=group["weight_decay"]))
         updates = scaled(decayed, self._scales(weights, grads, group))
         overflow = overflow_flag(self, weights[0].device)
-        write_(weights, updates, self._momenta(weights, group), overflow=overflow, **_writing(group))
+        write_(
+            weights,
+            updates,
+            momentum_buffers(self, weights, momentum=group["momentum"]),
+            overflow=overflow,
+            **_writing(group),
+        )
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Do the same for what its cache holds at a time: reading scales costs nothing here, memory traffic does."""
@@ -128,7 +134,7 @@ class LARS(torch.optim.Optimizer):
         for some_weights in _portions(weights):
             grads = unscaled_grads(self, some_weights)
             scales = self._scales(some_weights, grads, group).tolist()
-            momenta = self._momenta(some_weights, group)
+            momenta = momentum_buffers(self, some_weights, momentum=group["momentum"])
             columns = (some_weights, grads, momenta) if momenta else (some_weights, grads)
             for scale, *tensors in zip(scales, *columns, strict=True):
                 # scale * (g + decay * w) by the kernel's own weight decay: one pass over w less
@@ -144,17 +150,6 @@ class LARS(torch.optim.Optimizer):
             return weights[0].new_ones(len(weights)) * inner  # a rate beyond fp32 becomes inf
         settings = {key: group[key] for key in ("weight_decay", "trust_coefficient", "eps")}
         return trust_ratios(weights, grads, norms=self.norms, **settings) * inner
-
-    def _momenta(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return the buffers; none without momentum."""
-        if not group["momentum"]:
-            return []
-        for w in weights:
-            buffer = self.state[w].get("momentum_buffer")
-            # laid out anew: a loaded state can have another memory format than the model
-            buffer = torch.zeros_like(w) if buffer is None else laid_out_like(w, buffer)
-            self.state[w]["momentum_buffer"] = buffer
-        return [self.state[w]["momentum_buffer"] for w in weights]
 
 
 def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> LARS:

@@ -13,8 +13,8 @@ from bigbatch.trainer.optim.division import Division, undivided
 from bigbatch.trainer.optim.fused import (
     by_device_and_dtype,
     drop_last_group_if,
-    laid_out_like,
     loss_of,
+    momentum_buffers,
     overflow_flag,
     problem_with_number,
     problem_with_weights,
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
         write_(
             directions,
             unscaled_grads(self, weights),
-            self._momenta(weights, group),
+            momentum_buffers(self, weights, momentum=group["momentum"]),
             lr=-1.0,
             overflow=overflow,
             momentum=group["momentum"],
@@ -128,24 +128,13 @@ class Muon(torch.optim.Optimizer):
         write_(
             weights,
             unscaled_grads(self, weights),
-            self._momenta(weights, group),
+            momentum_buffers(self, weights, momentum=group["momentum"]),
             lr=group["lr"],
             overflow=overflow_flag(self, weights[0].device),
             momentum=group["momentum"],
             nesterov=group["nesterov"],
             weight_decay=group["weight_decay"],
         )
-
-    def _momenta(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return the buffers; none without momentum."""
-        if not group["momentum"]:
-            return []
-        for w in weights:
-            buffer = self.state[w].get("momentum_buffer")
-            # laid out anew: a loaded state can have another memory format than the model
-            buffer = torch.zeros_like(w) if buffer is None else laid_out_like(w, buffer)
-            self.state[w]["momentum_buffer"] = buffer
-        return [self.state[w]["momentum_buffer"] for w in weights]
 
 
 def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> Muon:
