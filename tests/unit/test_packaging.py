@@ -68,7 +68,7 @@ def test_wheel_holds_all_rooms_as_real_files(wheel: Path) -> None:
     assert all(held[name] == path.read_bytes() for name, path in expected.items())
 
 
-EXTRAS = {"dali", "mpi", "horovod", "tune", "verify", "export", "energy", "huggingface", "docs", "dev"}
+EXTRAS = {"dali", "mpi", "horovod", "tune", "verify", "export", "energy", "huggingface", "wandb", "docs", "dev"}
 
 
 @pytest.mark.parametrize(

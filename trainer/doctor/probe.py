@@ -242,6 +242,7 @@ def with_generated(config: Config) -> Config:
         crop_area_min=1.0,
         max_skipped=None,
         stage=None,
+        resident_on=None,
     )
     return dataclasses.replace(config, data=data)
 

@@ -238,7 +238,7 @@ def test_pattern_tells_ranks_and_places_apart() -> None:
 
 def test_limit_of_refuses_unknown_dtypes() -> None:
     with pytest.raises(KeyError):
-        limit_of("int8")
+        limit_of("int16")
 
 
 @pytest.mark.parametrize("num_elements", [1, PERIOD - 1, PERIOD, 5 * PERIOD + 3, 20_000 * PERIOD])
