@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bigbatch.comm.gradients.fusion import round_up
 from bigbatch.trainer.config.optimizer import is_foreign
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.step.plan import Parts
@@ -34,15 +35,18 @@ def num_moments(config: Config) -> int:
 def update_memory(config: Config, parts: Parts) -> UpdateMemory:
     """Compute it from the plan of fusion buffers, of which a rank has equal parts, rounded up."""
     num_parts = parts.communicator.world_size if config.optimizer.sharded else 1
+    parameters = dict(parts.model.named_parameters())
     whole = kept = gradients = summed = 0
     for buffer in parts.reducer.plan.buffers:
-        element_bytes = buffer.num_bytes // buffer.num_elements
+        # a weight's: those of the plan travel, as integers of 8 bytes where sums are on a grid
+        element_bytes = parameters[buffer.tensors[0].name].element_size()
         masters_bytes = 2 * FP32_BYTES if element_bytes < FP32_BYTES else 0
         update_bytes = FP32_BYTES * num_moments(config) + masters_bytes
-        own = -(-buffer.num_elements // num_parts)
-        whole += buffer.num_elements * update_bytes
+        num_elements = sum(tensor.num_elements for tensor in buffer.tensors)
+        own = round_up(buffer.num_elements, num_parts * buffer.align) // num_parts
+        whole += num_elements * update_bytes
         kept += own * update_bytes
-        gradients += buffer.num_bytes
+        gradients += num_elements * element_bytes
         summed += own * element_bytes
     return UpdateMemory(whole, kept, gradients, summed)
 

@@ -1,5 +1,6 @@
 """What a rank keeps for its update: by hand, for buffers that do not divide by the ranks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,19 @@ def test_memory_of_an_update_is_a_share_of_each_buffer(
     whole = make(*words, dtype=dtype)
     assert update_memory(*whole).kept_bytes == memory.whole_bytes
     assert sharded_notes(*whole) == []
+
+
+def test_sums_on_a_grid_travel_as_integers_and_are_kept_as_weights_are() -> None:
+    """The plan of a grid has 8 bytes an element, and tensors at multiples of align: of a weight there is no more."""
+    config, parts = make("--optimizer.sharded=true", num_ranks=2, dtype=torch.bfloat16)
+    plan = parts.reducer.plan
+    parts.reducer.plan = FusionPlan(
+        tuple(BufferPlan(tuple(replace(t, element_bytes=8) for t in each.tensors), align=4) for each in plan.buffers)
+    )
+    memory = update_memory(config, parts)
+    # LARS: a momentum, a master and its gradient, 12 bytes; of two ranks each has 4 of the 7 in 8 places, 4 of the 3
+    assert (memory.whole_bytes, memory.kept_bytes) == (10 * 12, 8 * 12)
+    assert (memory.gradient_bytes, memory.summed_bytes) == (10 * 2, 8 * 2)
 
 
 def test_memory_of_a_rank_and_of_a_checkpoint() -> None:
