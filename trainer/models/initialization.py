@@ -33,10 +33,12 @@ def initialize_(model: nn.Module, name: str | None, *, linear_std: float | None)
 
 def _std(layer: nn.Module, name: str | None, *, linear_std: float | None) -> float | None:
     """Return the standard deviation that a layer's weights are to have; None for those that stay."""
+    weight = layer.get_parameter("weight")
+    if not weight.requires_grad:
+        return None
     if linear_std is not None and isinstance(layer, nn.Linear):
         return linear_std
-    weight = layer.get_parameter("weight")
-    if name is None or not weight.requires_grad:
+    if name is None:
         return None
     fan_in, fan_out = fans_of(weight)
     return math.sqrt(2 / {"fan_in": fan_in, "fan_out": fan_out, "xavier": fan_in + fan_out}[name])

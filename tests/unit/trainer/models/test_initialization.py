@@ -73,6 +73,10 @@ def test_init_leaves_what_is_not_trained_as_it_is() -> None:
     before = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     initialize_(model, "fan_out", linear_std=None)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+    head = net()
+    head[3].requires_grad_(False)
+    initialize_(head, "fan_in", linear_std=0.01)
+    assert torch.equal(head[3].weight, net()[3].weight)
 
 
 def test_init_of_a_model_without_such_layers_is_refused() -> None:
