@@ -53,6 +53,8 @@ RULES = {
     "optimizer.clip_norm": "null (reference)",
     "optimizer.ema_decay": "null (reference)",
     "schedule.low_momentum": "null (reference)",
+    "model.init": "null (as in the recipes)",
+    "model.linear_std": "null (as in the recipes)",
     "data.crop_area_min": "0.08 (as in the recipes)",
     "data.eval_crop_fraction": "0.875 (as in the recipes)",
     "optimizer.trust_coefficient": "0.001 (as in the recipes)",

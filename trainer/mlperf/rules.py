@@ -49,11 +49,13 @@ REFERENCE = {
 }
 """As the reference has it."""
 RECIPES = {
+    "model.init": None,
+    "model.linear_std": None,
     "data.crop_area_min": 0.08,
     "data.eval_crop_fraction": 0.875,
     "optimizer.trust_coefficient": 0.001,
 }
-"""Which rules and convergence points take for granted; as our recipes have it: the crops are torchvision's, the
+"""Which rules and convergence points take for granted; as our recipes have it: start and crops are torchvision's, the
 coefficient is LARSETA of NVIDIA's v4.0 submission."""
 
 

@@ -25,6 +25,7 @@ MAY_DIFFER = (
     "run.memory_every_steps",
     "run.digest_every_steps",
     "run.digest_layers",
+    "run.digest_values",
     "run.noise_scale_every_steps",
     "run.loggers",
     "run.wandb_options",

@@ -37,6 +37,8 @@ ANOTHER = {
     "optimizer.weight_decay": 1.5e-4,
     "optimizer.momentum": 0.91,
     "optimizer.label_smoothing": 0.2,
+    "model.init": "xavier",
+    "model.linear_std": 0.1,
     "data.crop_area_min": 0.35,
     "data.eval_crop_fraction": 1.0,
     "optimizer.trust_coefficient": 1.0,

@@ -12,6 +12,7 @@ from mlperf_runs import seeds, verified, write_run
 from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.trainer.mlperf.finished_run import read_run
 from bigbatch.trainer.mlperf.reference import RULESET
+from bigbatch.trainer.mlperf.verify import require_one_recipe
 from bigbatch.trainer.run.folder import RunDir
 
 
@@ -77,6 +78,15 @@ def test_verify_a_run_of_another_kind_is_verified_too(tmp_path: Path, capsys: py
     broken = {rule for rule, line in lines.items() if line.startswith("NO")}
     assert {"optimizer.name", "schedule.name", "model.blurpool", "data.train_sizes"} <= broken
     assert '"submission_division", "value": "open"' in (tmp_path / "run/mlperf_log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_verify_runs_may_differ_in_what_they_record(tmp_path: Path) -> None:
+    recorded = (*("--run.seed=1", "--run.digest_every_steps=1"), "--run.digest_values=[fc.weight]")
+    recorded += ("--run.noise_scale_every_steps=5", "--run.loggers=[csv]")
+    require_one_recipe(
+        [read_run(RunDir(write_run(tmp_path / "a"))), read_run(RunDir(write_run(tmp_path / "b", *recorded)))]
+    )
 
 
 @pytest.mark.long
