@@ -12,6 +12,7 @@ from bigbatch.trainer.config.file import dump_config, load_config, resolve
 from bigbatch.trainer.tune.range.curve import Suggestion
 from bigbatch.trainer.tune.range.report import range_record
 
+RESIDENT = ("--data.loader=resident", "--data.crop=padded", "--data.crop_area_min=null")
 ONE_CYCLE = ("--config", "quickstart", "--schedule.name=one_cycle", "--schedule.power=null")
 
 
@@ -32,6 +33,8 @@ def test_the_peak_is_what_the_range_test_suggests(place: str, tmp_path: Path) ->
     assert found.config.schedule.base_lr == 2.5
     assert found.config.schedule.range_test is None, "the run states a number, and needs no file to go on"
     assert found.origins["schedule.base_lr"].startswith("range test ")
+    folder = write_test(tmp_path / "beside", *RESIDENT, "--data.resident_on=host")
+    assert load_config([*ONE_CYCLE, *RESIDENT, f"--schedule.range_test={folder}"]).schedule.base_lr == 2.5
 
 
 @pytest.mark.parametrize(
