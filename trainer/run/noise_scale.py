@@ -99,7 +99,7 @@ class Moments:
         their sum squared over the sum of their squares.
         """
         number = self.weight**2 / self.weight_squared if self.weight else 0.0
-        if number < FEWEST - 1e-9 or self.square <= 0:
+        if round(number) < FEWEST or self.square <= 0:  # of a running figure a little less than were added
             return None
         mean = self.signal / self.square
         residual = self.signal_signal - 2 * mean * self.signal_square + mean**2 * self.square_square

@@ -105,6 +105,9 @@ def test_few_measurements_give_no_figure() -> None:
         assert moments.noise_scale(global_batch_size=LARGE) is None
         moments = moments.add(1.0 + number / 100, 4.0)
     assert moments.noise_scale(global_batch_size=LARGE) is not None
+    records = [{"kind": KIND, "signal": 1.0 + number / 100, "global_squared_norm": 4.0} for number in range(FEWEST)]
+    assert running(records[1:]).noise_scale(global_batch_size=LARGE) is None
+    assert running(records).noise_scale(global_batch_size=LARGE) is not None, "of a run, too, whose figure forgets"
     assert Moments().add(0.0, 0.0).share() is None
 
 
