@@ -38,14 +38,15 @@ def sent_per_step(job: Job, step: SimulatedStep) -> SentPerStep:
 
 def _one_sum(job: Job, num_elements: int) -> SentPerStep:
     """Count one buffer's."""
-    network, element_bytes = job.network, round(job.element_bytes * job.wire_share)
+    network, wire_bytes = job.network, job.element_bytes * job.wire_share
+    element_bytes = round(wire_bytes)
     num_bytes = num_elements * element_bytes
     algorithm = job.algorithm_of(num_elements * job.element_bytes)
     if algorithm == "native":
         rank, node = (round(2 * (n - 1) * num_bytes / n) for n in (network.num_devices, network.num_nodes))
         return SentPerStep(rank, None, node, None if network.num_nodes > 1 else 0)
     if algorithm == WIDENS and job.sums_in_fp32:
-        element_bytes = max(element_bytes, WIDE_BYTES)
+        element_bytes = wire_bytes = max(element_bytes, WIDE_BYTES)
     sent = first_sends(
         algorithm,
         num_elements,
@@ -54,5 +55,6 @@ def _one_sum(job: Job, num_elements: int) -> SentPerStep:
         node_size=network.devices_per_node,
         segment_bytes=SEGMENT_BYTES,
     )
-    rank_, node_ = sent.rank, sent.node
-    return SentPerStep(rank_.payload_bytes, rank_.num_messages, node_.payload_bytes, node_.num_messages)
+    # a code has its exponents beside its values; 1 for all else
+    rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (sent.rank, sent.node))
+    return SentPerStep(rank_bytes, sent.rank.num_messages, node_bytes, sent.node.num_messages)

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, TensorSpec
+from bigbatch.comm.tuning.cost_model import MODELS
 from bigbatch.comm.tuning.plan_search import Backward, PlannedTransfer, simulate
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE
-from bigbatch.launch.simulate.network import BY_SIZE, Network
+from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
 from bigbatch.launch.simulate.shapes import ModelShape
 
 WIDE_BYTES = 4
@@ -88,6 +89,8 @@ class Job:
     """Of these bytes that travel: half, where fp32 gradients travel in half precision."""
     sums_in_fp32: bool = False
     """Whether what travels in half precision is summed in fp32: then doubling sends its partial sums as such."""
+    is_coded: bool = False
+    """Whether what travels is a code that no library of its own adds."""
     algorithm: str = "native"
     reads_pictures: bool = True
     input_images_per_second: float | None = None
@@ -107,13 +110,15 @@ class Job:
 
     def sum_seconds(self, num_bytes: float) -> float:
         """Compute the sum of a buffer of so many bytes of gradients."""
-        return self.network.seconds(num_bytes * self.wire_share, self.algorithm, widened=self._widened)
+        algorithm = self.algorithm_of(num_bytes)
+        return self.network.seconds(num_bytes * self.wire_share, algorithm, widened=self._widened)
 
     def algorithm_of(self, num_bytes: float) -> str:
         """Name the algorithm that such a buffer takes."""
         if self.algorithm != BY_SIZE:
             return self.algorithm
-        return self.network.fastest(num_bytes * self.wire_share, widened=self._widened)
+        among = MODELS if self.is_coded else ALGORITHMS
+        return self.network.fastest(num_bytes * self.wire_share, widened=self._widened, among=among)
 
     @property
     def _widened(self) -> float:
