@@ -349,7 +349,7 @@ class ScheduleConfig:
     """Height of each cycle, over that of the one before, in (0, 1]; null for every form but cyclic."""
     low_momentum: Annotated[float | None, POSITIVE, BELOW_ONE] = None
     """The momentum mirrors the learning rate: optimizer.momentum where that is 0 (of cyclic: end_lr), and this where it
-    is base_lr, for lars and sgd. null to keep optimizer.momentum."""
+    is base_lr, for lars, sgd and muon. null to keep optimizer.momentum."""
 
 
 @dataclass(frozen=True, kw_only=True)
