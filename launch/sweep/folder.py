@@ -130,6 +130,7 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
     new = read_dumped(dump_config(point.config))
     if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():
         old["run.directory"] = point.config.run.directory
+    new |= {key: old.get(key) for key in point.of_machine}
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise LaunchOptionError(

@@ -30,6 +30,8 @@ class Point:
     ranks_per_node: int
     nodes: int
     config: Config
+    of_machine: tuple[str, ...] = ()
+    """Keys whose values this machine gave: a sweep goes on with those that it was begun with."""
 
     def describe(self) -> str:
         """Write its values in one line."""
@@ -101,14 +103,15 @@ def _make_point(sweep: Sweep, base: Config, *, number: int, values: dict[str, An
         "run.directory": str(folder / "points" / str(number) / "run"),
         "run.seed": stated.get("run.seed", base.run.seed) + repeat,
     }
+    threads = {}
     if base.compute.cpu_threads is None and "compute.cpu_threads" not in stated:
-        own |= _same_threads(sweep)
+        threads = _same_threads(sweep)
     if sweep.steps is not None:
         own |= {"run.epochs": 1, "data.num_synthetic_samples": sweep.steps * total}
-    config = load_config(["--config", sweep.config, *_options({**stated, **own})], prog="bigbatch sweep")
+    config = load_config(["--config", sweep.config, *_options({**stated, **own, **threads})], prog="bigbatch sweep")
     accumulation_steps(config.batch, world_size=ranks)
     nodes = count_nodes(sweep.where, sweep.launch, ranks=ranks, ranks_per_node=per_node)
-    return Point(number, values, repeat, ranks, per_node, nodes, config)
+    return Point(number, values, repeat, ranks, per_node, nodes, config, of_machine=tuple(threads))
 
 
 def _same_threads(sweep: Sweep) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +23,14 @@ from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.sweep import queueing, running
 from bigbatch.launch.sweep.complete import packaged_sweeps
-from bigbatch.launch.sweep.folder import SweepFolder, read_state
+from bigbatch.launch.sweep.folder import SweepFolder, prepare, read_state
 from bigbatch.launch.sweep.job_log import find_reason, find_times
 from bigbatch.launch.sweep.jobs import array_words, arrays, launch_words, point_command
 from bigbatch.launch.sweep.plan import dump_sweep, read_sweep
 from bigbatch.launch.sweep.points import Point, make_points
 from bigbatch.launch.sweep.sessions import processes_in, sessions_under
 from bigbatch.launch.sweep.show import print_table
-from bigbatch.trainer.config.file import PACKAGED, load_config
+from bigbatch.trainer.config.file import PACKAGED, load_config, read_dumped
 
 SWEEP: dict[str, Any] = {
     "name": "small",
@@ -81,6 +82,25 @@ def test_sweep_points_have_the_same_threads_per_rank(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8), raising=False)
     points = make_points(read_sweep(write(file, **changes)), folder=Path("out"))
     assert {point.config.compute.cpu_threads for point in points} == threads
+
+
+@pytest.mark.parametrize("cores_of_then", [None, 2])
+def test_sweep_goes_on_with_the_threads_it_was_begun_with(
+    file: Path, monkeypatch: pytest.MonkeyPatch, cores_of_then: int | None
+) -> None:
+    """As one of before points had the same, or on other cores: what its points state is what they are trained with."""
+    sweep, folder = read_sweep(file), SweepFolder(Path("out"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8), raising=False)
+    points = make_points(sweep, folder=folder.path)
+    threads = None if cores_of_then is None else cores_of_then // 2
+    compute = [replace(point.config.compute, cpu_threads=threads) for point in points]
+    then = [replace(p, config=replace(p.config, compute=c)) for p, c in zip(points, compute, strict=True)]
+    prepare(folder, sweep, then)
+    prepare(folder, sweep, points)
+    assert {read_dumped(folder.config(p.number).read_text())["compute.cpu_threads"] for p in points} == {threads}
+    stated = read_sweep(write(file, options=SWEEP["options"] | {"compute.cpu_threads": 3}))
+    with pytest.raises(LaunchOptionError, match=naming("out", "options")):
+        prepare(folder, stated, make_points(stated, folder=folder.path))
 
 
 @pytest.mark.long
