@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bigbatch.trainer.run.noise_scale import Moments, NoiseScale, Share
+from bigbatch.trainer.run.noise_scale import FEWEST, Moments, NoiseScale, Share
 
 IN_A_SEGMENT = 20
 """Measurements at least, over which the noise scale is taken to stay as it is."""
@@ -66,7 +66,9 @@ def critical_batch(shares: Sequence[Share], *, global_batch_size: int) -> NoiseS
 def thirds(pairs: Sequence[Pair], *, global_batch_size: int) -> list[NoiseScale]:
     """Return the noise scale early in the run, in its middle and late; nothing of a run too short for that."""
     third = len(pairs) // 3
-    shares = [_moments(part).share() for part in (pairs[:third], pairs[third:-third], pairs[-third:])] if third else []
+    if third < FEWEST:
+        return []
+    shares = [_moments(part).share() for part in (pairs[:third], pairs[third:-third], pairs[-third:])]
     return [share.noise_scale(global_batch_size=global_batch_size) for share in shares if share is not None]
 
 

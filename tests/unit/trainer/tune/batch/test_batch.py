@@ -69,7 +69,9 @@ def test_segments_are_even_and_few() -> None:
     assert len(segments(pairs_of([100.0] * 39))) == 1
     assert [share.num_measurements for share in segments(pairs_of([100.0] * 60))] == [20, 20, 20]
     assert len(segments(pairs_of([100.0] * 4000))) == MOST_SEGMENTS
-    assert thirds(pairs_of([100.0] * 6), global_batch_size=BATCH) == []
+    # of 11, 13 and 14 the middle alone would be long enough for a figure, and be taken for the early one
+    counts = {number: len(thirds(pairs_of([100.0] * number), global_batch_size=BATCH)) for number in range(5, 20)}
+    assert counts == {number: 3 if number >= 15 else 0 for number in range(5, 20)}
 
 
 def test_the_trade_is_one_plus_a_quotient() -> None:
