@@ -16,7 +16,7 @@ def exact_norms(pieces: Sequence[Tensor], *, most_elements: int, all_maxima: Tog
 
     Each square is rounded once to a whole number of steps, which are sums of int64 then: in any order, of any pieces.
     The step is of the largest number of a tensor, which every rank knows before, and so small that most_elements of
-    them have room: for 2**22 it is 2**-40 of the largest square, and no square is off by more than half of it.
+    them have room: below 2**22 it is 2**-40 of the largest square, and no square is off by more than half of it.
     A number that is not finite makes its norm infinite. all_maxima: fp32, of NaN is NaN; all_sums: int64. No host sync.
     """
     bits = (SUM_BITS - most_elements.bit_length()) // 2
