@@ -171,6 +171,7 @@ COMMON: Settings = {
 }
 RESIDENT: Settings = {
     "data.loader": "resident",
+    "data.resident_on": "device",
     "data.crop": "padded",
     "data.crop_area_min": None,
     "data.eval_crop_fraction": 1.0,

@@ -27,8 +27,9 @@ class InputStatistics:
             return
         self._left -= 1
         # by reductions that read the pictures as they are: a copy in fp64 would be the largest tensor of a run
-        sum_C = images_BCHW.sum((0, 2, 3), dtype=torch.float32)
-        norm_C = torch.linalg.vector_norm(images_BCHW, dim=(0, 2, 3), dtype=torch.float32)
+        others = [dim for dim in range(images_BCHW.dim()) if dim != 1]  # features of a vector are its channels
+        sum_C = images_BCHW.sum(others, dtype=torch.float32)
+        norm_C = torch.linalg.vector_norm(images_BCHW, dim=others, dtype=torch.float32)
         count_C = torch.full_like(sum_C, images_BCHW[:, 0].numel())
         sums_3C = torch.stack([sum_C, norm_C.square(), count_C]).double()
         self._sums_3C = sums_3C if self._sums_3C is None else self._sums_3C + sums_3C

@@ -8,7 +8,7 @@ from fake_ablations import TINY, FakeBigbatch
 from PIL import Image
 
 from benchmarks.largebatch import ablation_results, ablations, plot_ablations
-from benchmarks.largebatch.ablation_cases import OPTIMIZERS
+from benchmarks.largebatch.ablation_cases import ABLATED
 
 
 def run(top1):
@@ -88,6 +88,6 @@ def test_plot_draws_every_case(tmp_path, monkeypatch):
     plot_ablations.main()
     assert Image.open(tmp_path / "new/plot.png").size[0] > 1000
     axes = plot_ablations.draw([record]).axes
-    assert [line.get_label() for line in axes[0].get_lines()] == list(OPTIMIZERS)
+    assert [line.get_label() for line in axes[0].get_lines()] == list(ABLATED)
     assert len(axes[1].get_yticklabels()) == 5
     assert not axes[0].texts
