@@ -106,7 +106,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics file, one by one; each has a kind.
+    """Yield the records of a metrics file, one by one; each has a kind, which is a word.
 
     Lines that are none, such as a last one that a crash has cut short, are left out.
     """
@@ -118,7 +118,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 record = parse_json(line)
             except ValueError:
                 continue
-            if isinstance(record, dict) and "kind" in record:
+            # a word alone may become a file's name
+            if isinstance(record, dict) and isinstance(kind := record.get("kind"), str) and kind.isidentifier():
                 yield record
 
 

@@ -33,7 +33,7 @@ class MetricsLog:
             rundir.path.mkdir(parents=True, exist_ok=True)
             with replacing(self._path) as file:  # line by line: it may be longer than memory
                 for record in read_records(self._path):
-                    if _stays(record, from_step=from_step):
+                    if _is_whole(record) and _stays(record, from_step=from_step):
                         file.write((json.dumps(record) + "\n").encode())
             self._file = self._path.open("a")
 
@@ -56,6 +56,12 @@ class MetricsLog:
             self._file.close()
         for logger in self.loggers:
             logger.close()
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Tell whether it has what a run goes on from: as every record that write has made."""
+    has_times = isinstance(record.get("step"), int) and isinstance(record.get("time"), int | float)
+    return has_times and (record["kind"] != "start" or isinstance(record.get("job"), dict))
 
 
 def _stays(record: dict[str, Any], *, from_step: int) -> bool:

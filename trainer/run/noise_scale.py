@@ -8,10 +8,10 @@ without bias, so the means are taken first.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeGuard
 
 KIND = "noise"
 """Of the records of single measurements."""
@@ -20,6 +20,8 @@ KEPT = 0.98
 FEWEST = 5
 """Measurements below which there is no figure: a band of fewer would be wide beyond use."""
 CONFIDENCE = 0.95
+MOST_SQUARED = 1e100
+"""Above any squared norm in fp32, 1.2e77, and what is made of two."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,24 @@ class Moments:
         return share.noise_scale(global_batch_size=global_batch_size) if share else None
 
 
+def measured(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
+    """Yield signal and squared norm of each measurement; what no run can have made is left out."""
+    for record in records:
+        signal, square = record.get("signal"), record.get("global_squared_norm")
+        if record["kind"] == KIND and _can_be_measured(signal) and _can_be_measured(square) and square >= 0:
+            yield signal, square
+
+
+def _can_be_measured(value: object) -> TypeGuard[float]:
+    """Tell whether it is a number whose square and products are finite; NaN is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_SQUARED
+
+
 def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = None) -> Moments:
     """Add records of measurements to the sums of the running figure."""
     moments = start or Moments()
-    for record in records:
-        if record["kind"] == KIND:
-            moments = moments.add(record["signal"], record["global_squared_norm"], kept=KEPT)
+    for signal, square in measured(records):
+        moments = moments.add(signal, square, kept=KEPT)
     return moments
 
 

@@ -13,8 +13,7 @@ from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
-from bigbatch.trainer.run.noise_scale import FEWEST, KIND
-from bigbatch.trainer.tune.batch.critical import Pair
+from bigbatch.trainer.run.noise_scale import FEWEST, measured
 from bigbatch.trainer.tune.batch.report import Answer, explain, make_answer, plot_answer
 from bigbatch.trainer.tune.search.short_run import differences, parse_launch, shorten, train_argv
 
@@ -54,11 +53,7 @@ def main(argv: Sequence[str]) -> int:
 def read_answer(run: RunDir) -> Answer:
     """Read what a run measured. Raises: RunFolderError where it is none, or measured nothing; TuneError: too little."""
     config = load_run_config(run, [], prog="bigbatch tune batch")
-    pairs: list[Pair] = [
-        (record["signal"], record["global_squared_norm"])
-        for record in read_records(run.metrics)
-        if record["kind"] == KIND
-    ]
+    pairs = list(measured(read_records(run.metrics)))
     if not pairs:
         command = ["bigbatch", "train", "--config", str(run.path), "--run.directory", "FOLDER", f"--{KEY}", "1"]
         raise RunFolderError(

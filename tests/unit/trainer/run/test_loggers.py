@@ -1,6 +1,7 @@
 """TensorBoard, CSV, and Weights & Biases by a package that plays it: what each gets, and that none ends a run."""
 
 import csv
+import json
 import math
 import sys
 import time
@@ -111,6 +112,21 @@ def test_loggers_csv_has_a_row_for_each_record_and_a_column_for_each_figure(tmp_
     ]
     assert read_csv(rundir, "eval") == [{"step": "3", "top1": "0.5", "metrics/balanced": "0.25"}]
     assert sorted(path.name for path in rundir.csv.iterdir()) == ["eval.csv", "train.csv"]
+
+
+def test_loggers_csv_writes_nothing_outside_its_folder_whatever_a_record_is_called(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.path.mkdir()
+    other = tmp_path / "other.csv"
+    other.write_text("kept")
+    kinds: list[object] = ["../../other", str(tmp_path / "other"), "a/b", "", ".", ["train"], None, 3]
+    odd = [{"kind": kind, "step": 1, "time": 1.0, "loss": 1} for kind in kinds]
+    rundir.metrics.write_text("".join(json.dumps(record) + "\n" for record in odd))
+    log = logged(rundir, from_step=1)
+    log.write("train", {"step": 2, "loss": 2.5})
+    log.close()
+    assert other.read_text() == "kept"
+    assert [path.name for path in rundir.csv.iterdir()] == ["train.csv"]
 
 
 def test_loggers_csv_of_a_resumed_run_has_what_its_metrics_keep(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.run import folder, summary
-from bigbatch.trainer.run.cost import Spent
+from bigbatch.trainer.run.cost import Spent, spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
 from bigbatch.trainer.run.progress import Bar, Lines, Silent, describe, make_reporter, rows, show
@@ -99,6 +99,17 @@ def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path
     kept = [(r["kind"], r["step"]) for r in read_records(rundir.metrics)]
     first = [("start", 0), ("input", 0), ("train", 1), ("train", 2), ("skipped", 2), ("hint", 2)]
     assert kept == [*first, ("start", 2), ("input", 2), ("train", 3), ("train", 4), ("skipped", 4), ("hint", 4)]
+
+
+def test_report_a_resumed_run_drops_records_that_it_cannot_have_written(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    whole = {"kind": "train", "time": 1.0, "step": 1, "energy_joules": 0.0}
+    odd = [{"time": None}, {"time": "1"}, {"step": "1"}, {"step": None}, {"kind": "start"}, {"kind": "start", "job": 7}]
+    records = [whole, *({**whole, **change} for change in odd), {"kind": "train"}]
+    rundir.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    MetricsLog(rundir, from_step=1).close()
+    assert list(read_records(rundir.metrics)) == [whole]
+    assert spent_in_all(read_records(rundir.metrics)) == Spent()
 
 
 class Ranks:

@@ -13,8 +13,8 @@ from error_texts import naming
 
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.noise_scale import KIND, NoiseScale
+from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.noise_scale import KIND, NoiseScale, running
 from bigbatch.trainer.tune.batch import recommend
 from bigbatch.trainer.tune.batch.critical import (
     MOST_SEGMENTS,
@@ -151,6 +151,20 @@ def test_a_run_is_read_and_its_answer_left_beside_it(tmp_path: Path, capsys: pyt
     )
     assert (run.path / "batch.png").stat().st_size > 1000
     assert "recommended: a global batch of 1024" in capsys.readouterr().out
+
+
+def test_measurements_that_no_run_can_have_made_are_left_out(tmp_path: Path) -> None:
+    pairs = pairs_of([1000.0] * 10)
+    run = make_run(tmp_path / "run", pairs)
+    expected = recommend.read_answer(run)
+    signals = ['"x"', "null", "[1]", "{}", "true", "NaN", "-Infinity", "1e400", "1e308", "1" + 400 * "0"]
+    odd = [f'{{"kind": "{KIND}", "signal": {signal}, "global_squared_norm": 1}}' for signal in signals]
+    odd += [f'{{"kind": "{KIND}", "signal": 1, "global_squared_norm": {square}}}' for square in [*signals, -1]]
+    with run.metrics.open("a") as file:
+        file.write("\n".join([*odd, f'{{"kind": "{KIND}"}}']) + "\n")
+    assert recommend.read_answer(run) == expected
+    whole = ({"kind": KIND, "signal": signal, "global_squared_norm": square} for signal, square in pairs)
+    assert running(read_records(run.metrics)) == running(whole)
 
 
 @pytest.mark.parametrize(
