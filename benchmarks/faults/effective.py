@@ -99,13 +99,18 @@ def main() -> None:
     options = parse()
     facts = conditions(options)
     found: dict[str, Any] = {}
+    failed: list[str] = []
     known = ways(options)
     if unknown := [name for name in options.ways if name not in known]:
         raise UserError(f"there is no way {unknown[0]!r} here: choose among {', '.join(known)}")
     for name in options.ways or known:
         way = known[name]
-        with tempfile.TemporaryDirectory() as folder:
-            course = follow(way, Path(folder), options)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                course = follow(way, Path(folder), options)
+        except UserError as error:  # what the others took minutes to show is kept
+            failed.append(f"{way.what}: {error}")
+            continue
         share = course.effective(options.seconds)
         costs = list(course.costs())
         found[name] = {
@@ -122,9 +127,11 @@ def main() -> None:
         print(f"{way.what:45} {100 * share:5.1f}%  {len(course.strikes)} failures, {cost}", file=sys.stderr)
     if "torchft" not in known:
         print("torchft is not installed here: left out", file=sys.stderr)
-    if options.plot:
+    if options.plot and found:
         plot(found, options)
     write_record(options.out, {"benchmark": "effective time", "conditions": facts, "ways": found})
+    if failed:
+        raise UserError("\n".join(failed))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

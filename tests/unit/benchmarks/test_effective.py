@@ -1,5 +1,6 @@
 """Effective training time of courses that are known, and who is struck."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.faults import effective
 from benchmarks.faults.effective import Course
+from bigbatch.errors import UserError
 
 
 def walked(*, until: float, fails: float, down: float, lost: int) -> Course:
@@ -83,3 +85,20 @@ def test_way_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "argv", ["effective", "horovod"])
     with pytest.raises(SystemExit, match="no way 'horovod' here: choose among memory, disk"):
         effective.run(effective.main)
+
+
+def test_ways_that_were_measured_are_recorded_where_another_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def follow(way: effective.Way, folder: Path, options: object) -> Course:
+        if way.what.startswith("DDP"):
+            raise UserError("the job ended")
+        return Course([(0.0, 20.0), (10.0, 40.0)])
+
+    monkeypatch.setattr(effective, "follow", follow)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["effective", "torchrun", "disk", "--seconds", "10", "--out", str(out)])
+    with pytest.raises(UserError, match="DDP, a checkpoint every 300 steps: the job ended"):
+        effective.main()
+    ways = json.loads(out.read_text())["ways"]
+    assert {name: way["effective_share"] for name, way in ways.items()} == {"disk": 1.0}
