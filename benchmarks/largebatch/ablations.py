@@ -15,7 +15,7 @@ import argparse
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,21 @@ def main() -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", choices=sorted({dataset for dataset, _ in FORMS}), required=True)
-    parser.add_argument("--form", choices=sorted({form for _, form in FORMS}), required=True)
-    parser.add_argument("--data", type=Path, help="folder with train and val of the data set (default: data/DATASET)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/ablations"), help="folder of everything written")
+    parser = form_parser(__doc__, FORMS, runs="runs/ablations")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and how long they may take")
-    parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
     return parser.parse_args(argv)
+
+
+def form_parser(text: str | None, forms: Iterable[tuple[str, str]], *, runs: str) -> argparse.ArgumentParser:
+    """Make a parser that asks for one of some forms, where its pictures are, and where results go."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    datasets, names = (sorted(set(some)) for some in zip(*forms, strict=True))
+    parser.add_argument("--dataset", choices=datasets, required=True)
+    parser.add_argument("--form", choices=names, required=True)
+    parser.add_argument("--data", type=Path, help="folder with train and val of the data set (default: data/DATASET)")
+    parser.add_argument("--runs", type=Path, default=Path(runs), help="folder of everything written")
+    parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
+    return parser
 
 
 def run_all(form: Form, folder: Path) -> None:

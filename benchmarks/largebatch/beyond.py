@@ -26,6 +26,7 @@ import bigbatch
 from benchmarks.largebatch.ablation_cases import OPTIMIZERS, TUNING_SEED, Case, Form, write_experiment
 from benchmarks.largebatch.ablation_data import missing_split, write_images
 from benchmarks.largebatch.ablation_results import Run, ended, read_run, shown, summarise
+from benchmarks.largebatch.ablations import form_parser
 from benchmarks.largebatch.beyond_cases import (
     COMPARED,
     FORMS,
@@ -75,14 +76,9 @@ def main() -> None:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset", choices=sorted({dataset for dataset, _ in FORMS}), required=True)
-    parser.add_argument("--form", choices=sorted({form for _, form in FORMS}), required=True)
-    parser.add_argument("--data", type=Path, help="folder with train and val of the data set (default: data/DATASET)")
+    parser = form_parser(__doc__, FORMS, runs="runs/beyond")
     parser.add_argument("--optimizers", nargs="+", choices=COMPARED, default=COMPARED, help="which (default: all)")
-    parser.add_argument("--runs", type=Path, default=Path("runs/beyond"), help="folder of everything written")
     parser.add_argument("--dry-run", action="store_true", help="say what would be run")
-    parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
     return parser.parse_args(argv)
 
 
