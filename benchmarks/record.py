@@ -97,6 +97,13 @@ def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
     write_whole(path, text.encode())
 
 
+def write_record_and_table(path: Path | None, record: Mapping[str, Any], table: str) -> None:
+    """Write the record, and beside its file the table under the same name, in .md."""
+    write_record(path, record)
+    if path is not None:
+        path.with_suffix(".md").write_text(table)
+
+
 def show_record(record: Mapping[str, Any]) -> str:
     """Write JSON with a line per fact: numbers to six digits, and lists of numbers on one line."""
     text = json.dumps(_rounded(record), indent=1)

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.arguments import run as run_main
 from benchmarks.gpu.precision_case import settings
-from benchmarks.record import conditions, spread, write_record
+from benchmarks.record import conditions, spread, write_record, write_record_and_table
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
@@ -57,9 +57,8 @@ def main() -> None:
             write_record(options.out, record)
             print(record["measurements"][-1], file=sys.stderr, flush=True)
     record["rows"] = make_rows(record["measurements"])
-    write_record(options.out, record)
     text = table(record)
-    options.out.with_suffix(".md").write_text(text)
+    write_record_and_table(options.out, record, text)
     draw(record).savefig(options.out.with_suffix(".png"), dpi=120)
     print(text)
 

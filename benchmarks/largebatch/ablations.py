@@ -15,17 +15,15 @@ import argparse
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks.largebatch.ablation_cases import FORMS, OPTIMIZERS, TUNING_SEED, Case, Form, cases, write_experiment
-from benchmarks.largebatch.ablation_data import missing_split, write_images
 from benchmarks.largebatch.ablation_results import collect, markdown
-from benchmarks.record import conditions, write_record
-from bigbatch.errors import UserError
+from benchmarks.largebatch.form_command import form_folder, form_parser, record_form
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.foreground import Stopper, handling_stops
 from bigbatch.trainer.run.folder import RunDir
@@ -43,26 +41,16 @@ def main() -> None:
     """Tune, train, write the record and the table."""
     options = parse()
     form = FORMS[options.dataset, options.form]
-    folder = (options.runs / f"{options.dataset}-{options.form}").resolve()
     if options.dry_run:
-        print(describe(form, folder))
+        print(describe(form, form_folder(options)))
         return
-    source = options.data or Path("data", options.dataset)
-    if missing := missing_split(source):
-        print(f"skipped: {missing} is not there; bigbatch data prepare makes it, --data names another folder")
-        return
-    facts = conditions(options)
-    try:
-        write_images(form.images, source, folder / "data")
-        run_all(form, folder)
-    except UserError as error:
-        sys.exit(f"ablations.py: {error}")
-    results = collect(form, folder)
-    table = markdown(results, title=f"{options.dataset}, form {options.form}")
-    print(table)
-    write_record(options.out, {"benchmark": "ablations", "conditions": facts, **results})
-    if options.out:
-        options.out.with_suffix(".md").write_text(table)
+    record_form(options, form, benchmark="ablations", measure=run_and_collect, table=markdown)
+
+
+def run_and_collect(form: Form, folder: Path) -> dict[str, Any]:
+    """Run all that is missing, and collect everything."""
+    run_all(form, folder)
+    return collect(form, folder)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -70,18 +58,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = form_parser(__doc__, FORMS, runs="runs/ablations")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and how long they may take")
     return parser.parse_args(argv)
-
-
-def form_parser(text: str | None, forms: Iterable[tuple[str, str]], *, runs: str) -> argparse.ArgumentParser:
-    """Make a parser that asks for one of some forms, where its pictures are, and where results go."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    datasets, names = (sorted(set(some)) for some in zip(*forms, strict=True))
-    parser.add_argument("--dataset", choices=datasets, required=True)
-    parser.add_argument("--form", choices=names, required=True)
-    parser.add_argument("--data", type=Path, help="folder with train and val of the data set (default: data/DATASET)")
-    parser.add_argument("--runs", type=Path, default=Path(runs), help="folder of everything written")
-    parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
-    return parser
 
 
 def run_all(form: Form, folder: Path) -> None:

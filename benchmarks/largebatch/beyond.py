@@ -3,19 +3,20 @@
     python -m benchmarks.largebatch.beyond --dataset cifar10 --form short --data data/cifar10 \\
         --out benchmarks/results/beyond-cifar10-short.json
 
-At each batch the learning rate of each optimizer is the best of as many trials, quasi-random over two decades, each as
-long as a run, on a seed of its own; then there is a run for each seed. All have the same epochs, and so the same
-steps. Where a step takes longer than Nesterov's, more runs follow with as many epochs as fit into Nesterov's time. Time
-is this process's on its CPUs, the median of steps: other work on the machine does not count. Rates are chosen by the
-validation pictures that accuracy is then reported on, for every contestant alike. All runs are in this process. A
-finished run is never repeated, an interrupted one goes on: give the same command again. Settings: beyond_cases.py.
+At each batch each optimizer has as many trials of its learning rate, each as long as a run, on a seed of its own:
+three over two decades, the others beside the best so far, out of the range where that leads there. Then there is a run
+for each seed with the best. All have the same epochs, and so the same steps. Where a step takes longer than Nesterov's,
+more runs follow with as many epochs as fit into Nesterov's time. Time is this process's on its CPUs, so that other work
+on the machine counts little: the update by each optimizer in turns, and what precedes it at a batch as the median of
+its runs. Rates are chosen by the validation pictures that accuracy is then reported on, for every contestant alike. All
+runs are in this process. A finished run is never repeated, an interrupted one goes on: give the same command again.
+Settings: beyond_cases.py.
 """
 
 import argparse
 import json
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -24,20 +25,21 @@ from typing import Any
 
 import bigbatch
 from benchmarks.largebatch.ablation_cases import OPTIMIZERS, TUNING_SEED, Case, Form, write_experiment
-from benchmarks.largebatch.ablation_data import missing_split, write_images
 from benchmarks.largebatch.ablation_results import Run, ended, read_run, shown, summarise
-from benchmarks.largebatch.ablations import form_parser
 from benchmarks.largebatch.beyond_cases import (
     COMPARED,
     FORMS,
     REFERENCE,
     available,
+    best_rate,
     case,
     epochs_in_equal_time,
-    rates,
+    next_rate,
 )
-from benchmarks.record import conditions, version_of, write_record
-from bigbatch.errors import TrainingDiverged, UserError
+from benchmarks.largebatch.form_command import form_parser, record_form
+from benchmarks.largebatch.step_cost import update_milliseconds
+from benchmarks.record import version_of
+from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.tune.search.space import parse_axis
 
@@ -56,22 +58,14 @@ def main() -> None:
         print(f"{', '.join(names)} at batches {', '.join(map(str, form.batches))}:")
         print(f"{count} runs of {form.epochs} epochs, then those in equal time")
         return
-    source = options.data or Path("data", options.dataset)
-    if missing_folder := missing_split(source):
-        print(f"skipped: {missing_folder} is not there; --data names another folder")
-        return
-    folder = (options.runs / f"{options.dataset}-{options.form}").resolve()
-    facts = {**conditions(options), "schedulefree": version_of("schedulefree")}
-    try:
-        write_images(form.images, source, folder / "data")
-        results = compare(form, names, folder)
-    except UserError as error:
-        sys.exit(f"beyond.py: {error}")
-    table = markdown(results, title=f"{options.dataset}, form {options.form}")
-    print(table)
-    write_record(options.out, {"benchmark": "beyond", "conditions": facts, **results})
-    if options.out:
-        options.out.with_suffix(".md").write_text(table)
+    record_form(
+        options,
+        form,
+        benchmark="beyond",
+        measure=lambda form, folder: compare(form, names, folder),
+        table=markdown,
+        facts={"schedulefree": version_of("schedulefree")},
+    )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -83,39 +77,58 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def compare(form: Form, names: Sequence[str], folder: Path) -> Found:
-    """Tune and run every optimizer at every batch; then those again that took longer, in equal time."""
-    studies, found = {}, {}
+    """Tune and run every optimizer at every batch; then those again whose step takes longer, in equal time."""
+    update_ms = update_milliseconds(form, names, folder)
+    studies, found, before_update_ms = {}, {}, {}
     for batch in form.batches:
         for name in names:
             plain = case(form, name, batch)
             studies[plain.study] = study = search(form, plain, folder)
             found[plain.name] = run_seeds(form, plain, folder, base_lr=study["base_lr"])
-        if f"{REFERENCE} {batch}" not in found:
-            continue
-        reference = found[f"{REFERENCE} {batch}"]["cpu_ms_per_step"]
+        before_update_ms[batch] = milliseconds_before_update(found, update_ms, batch=batch)
         for name in names:
             plain_found = found[f"{name} {batch}"]
-            epochs = epochs_in_equal_time(form, plain_found["cpu_ms_per_step"], reference=reference)
-            plain_found["epochs_in_equal_time"] = epochs
+            step_ms = before_update_ms[batch] + update_ms[name]
+            reference_ms = before_update_ms[batch] + update_ms.get(REFERENCE, update_ms[name])
+            epochs = epochs_in_equal_time(form, step_ms, reference=reference_ms)
+            plain_found |= {"cpu_ms_per_step": step_ms, "epochs_in_equal_time": epochs}
             if epochs < form.epochs:
                 shorter = case(form, name, batch, epochs=epochs)
                 found[shorter.name] = run_seeds(form, shorter, folder, base_lr=studies[shorter.study]["base_lr"])
-    tuning = {"trials": form.trials, "epochs": form.tune_epochs, "studies": studies}
-    return {"pictures": vars(form.images), "num_train": form.num_train, "tuning": tuning, "cases": found}
+                found[shorter.name] |= {"cpu_ms_per_step": step_ms}
+    return {
+        "pictures": vars(form.images),
+        "num_train": form.num_train,
+        "tuning": {"trials": form.trials, "epochs": form.tune_epochs, "studies": studies},
+        "cpu_ms": {"of_an_update": update_ms, "before_it_by_batch": before_update_ms},
+        "cases": found,
+    }
+
+
+def milliseconds_before_update(found: Found, update_ms: dict[str, float], *, batch: int) -> float:
+    """Return the median over all runs at a batch of what a step takes without its update; 0 where none was timed."""
+    runs = [
+        run["cpu_ms_per_step"] - update_ms[case["optimizer"]]
+        for case in found.values()
+        if case["batch"] == batch
+        for run in case["runs"]
+        if run["cpu_ms_per_step"] is not None
+    ]
+    return max(0.0, statistics.median(runs)) if runs else 0.0
 
 
 def search(form: Form, plain: Case, folder: Path) -> Found:
-    """Try the rates on the tuning seed, and take the one with the best accuracy: the first among equals."""
-    trials = []
-    for number, base_lr in enumerate(rates(plain.optimizer, trials=form.trials)):
+    """Try rates on the tuning seed, and take the one with the best accuracy: the first among equals."""
+    tried: dict[float, float | None] = {}
+    for number in range(form.trials):
+        base_lr = next_rate(plain.optimizer, tried)
         directory = folder / "tune" / plain.study / f"trial{number}"
         run = train(form, plain, folder, directory=directory, seed=TUNING_SEED, base_lr=base_lr)
-        trials.append({"base_lr": base_lr, "top1": run["top1"]})
-    best = max(trials, key=lambda trial: -1.0 if trial["top1"] is None else trial["top1"])["base_lr"]
-    # of a few even places in the range, the lowest and the highest have none beyond them
-    is_edge = best in (min(t["base_lr"] for t in trials), max(t["base_lr"] for t in trials))
+        tried[base_lr] = run["top1"]
+    best = best_rate(tried)
+    trials = [{"base_lr": base_lr, "top1": top1} for base_lr, top1 in tried.items()]
     axis = parse_axis(OPTIMIZERS[plain.optimizer].space)
-    return {"space": str(axis), "base_lr": best, "is_edge": is_edge, "trials": trials}
+    return {"space": str(axis), "base_lr": best, "is_edge": best in (min(tried), max(tried)), "trials": trials}
 
 
 def run_seeds(form: Form, each: Case, folder: Path, *, base_lr: float) -> Found:
@@ -125,8 +138,7 @@ def run_seeds(form: Form, each: Case, folder: Path, *, base_lr: float) -> Found:
         for seed in form.seeds
     ]
     facts = {"family": each.family, "optimizer": each.optimizer, "batch": each.batch, "epochs": each.epochs}
-    steps = [run["cpu_ms_per_step"] for run in runs if run["cpu_ms_per_step"] is not None]
-    return {**facts, "cpu_ms_per_step": statistics.median(steps) if steps else None, **summarise(runs), "runs": runs}
+    return {**facts, **summarise(runs), "runs": runs}
 
 
 def train(form: Form, each: Case, folder: Path, *, directory: Path, seed: int, base_lr: float) -> Run:

@@ -1,6 +1,7 @@
 """What beyond.py compares, as data: forms of data sets, cases, and the rates that a search tries."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
 from benchmarks.largebatch.ablation_cases import OPTIMIZERS, RESIDENT, Case, Form
@@ -10,6 +11,8 @@ from bigbatch.trainer.config.optimizer import is_foreign
 COMPARED = ("lars", "lamb", "nesterov", "schedule-free", "muon", "shampoo")
 REFERENCE = "nesterov"
 """Equal time is its time for the epochs of the form."""
+FIRST_SHARES = (1 / 2, 1 / 4, 3 / 4)
+"""Of the range of rates, that every search tries at first."""
 NEAR = 1.05
 """A step that takes at most so many times the reference's has equal time in as many epochs."""
 
@@ -23,17 +26,18 @@ TINY = {
 }
 
 
-def _form(config: str, images: Images) -> Form:
-    """Make a form of ten classes for one core: 12, 3 and 1 steps an epoch, and trials as long as runs."""
+def _form(config: str, *, val_per_class: int) -> Form:
+    """Make a form of ten classes for one core: 12, 3, 2 and 1 steps an epoch, and trials as long as runs."""
+    images = Images(154, val_per_class, resize_to=8)
     return Form(
         config=config,
         images=images,
         num_train=10 * images.train_per_class,
         settings=TINY,
         epochs=10,
-        batches=(128, 512, 1536),
+        batches=(128, 512, 768, 1536),
         seeds=(0, 1, 2),
-        trials=4,
+        trials=5,
         tune_epochs=10,
         precision_batch=128,
         precision_epochs=1,
@@ -42,9 +46,9 @@ def _form(config: str, images: Images) -> Form:
 
 
 FORMS = {
-    ("cifar10", "short"): _form("cifar10", Images(154, 100, resize_to=8)),
-    ("imagenette", "short"): _form("imagenette", Images(154, 100, resize_to=8)),
-    ("shapes", "short"): _form("quickstart", Images(154, 100, resize_to=8)),
+    ("cifar10", "short"): _form("cifar10", val_per_class=200),
+    ("imagenette", "short"): _form("imagenette", val_per_class=200),
+    ("shapes", "short"): _form("quickstart", val_per_class=100),
     ("cifar10", "full"): Form(
         config="cifar10",
         images=Images(train_per_class=5000, val_per_class=1000, resize_to=None),
@@ -60,7 +64,8 @@ FORMS = {
         images_per_second=None,
     ),
 }
-"""The last batch leaves 1 step an epoch in the short forms and 3 in the full one, at which all of them are to break."""
+"""The last batch leaves 1 step an epoch in the short forms and 3 in the full one, at which all of them are to break;
+LARS and Nesterov break one batch earlier."""
 
 
 def available(names: Sequence[str] = COMPARED) -> list[str]:
@@ -78,18 +83,33 @@ def case(form: Form, optimizer: str, batch: int, *, epochs: int | None = None) -
     return Case(name, family, optimizer, batch, epochs, {"schedule.warmup_epochs": warmup})
 
 
-def rates(optimizer: str, *, trials: int) -> list[float]:
-    """List the rates that a search tries: van der Corput's sequence in the logarithm, the middle of the range first."""
-    low, high = OPTIMIZERS[optimizer].lr_low, OPTIMIZERS[optimizer].lr_high
-    shares = [sum((n >> bit & 1) / 2 ** (bit + 1) for bit in range(n.bit_length())) for n in range(1, trials + 1)]
-    return [low * (high / low) ** share for share in shares]
+def next_rate(optimizer: str, tried: Mapping[float, float | None]) -> float:
+    """Return the rate that a search tries next, by the accuracy of each so far: None where it diverged.
 
-
-def epochs_in_equal_time(form: Form, milliseconds: float | None, *, reference: float | None) -> int:
-    """Return how many epochs fit into the time of the reference's, by the times of a step; at least 1.
-
-    All of them where nothing was timed, as every run ended in its first step.
+    At first the middle and the quarters of the optimizer's range, in the logarithm. Then a step beyond the best where
+    it lies at an end of those tried, even out of the range; else halfway to the better of its neighbours.
     """
-    if milliseconds is None or reference is None or milliseconds <= NEAR * reference:
+    low, high = OPTIMIZERS[optimizer].lr_low, OPTIMIZERS[optimizer].lr_high
+    if len(tried) < len(FIRST_SHARES):
+        return low * (high / low) ** FIRST_SHARES[len(tried)]
+    accuracies = {rate: -1.0 if accuracy is None else accuracy for rate, accuracy in tried.items()}
+    rates = sorted(accuracies)
+    best = rates.index(best_rate(tried))
+    if best == 0:
+        return rates[0] ** 2 / rates[1]
+    if best == len(rates) - 1:
+        return rates[-1] ** 2 / rates[-2]
+    neighbour = max(rates[best - 1], rates[best + 1], key=accuracies.__getitem__)
+    return math.sqrt(rates[best] * neighbour)
+
+
+def best_rate(tried: Mapping[float, float | None]) -> float:
+    """Return the rate with the best accuracy, the first tried among equals."""
+    return max(tried, key=lambda rate: -1.0 if tried[rate] is None else tried[rate])  # type: ignore[arg-type,return-value]
+
+
+def epochs_in_equal_time(form: Form, milliseconds: float, *, reference: float) -> int:
+    """Return how many epochs fit into the time of the reference's, by the times of a step; at least 1."""
+    if milliseconds <= NEAR * reference:
         return form.epochs
     return max(1, round(form.epochs * reference / milliseconds))

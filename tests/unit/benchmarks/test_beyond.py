@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.largebatch import beyond
+from benchmarks.largebatch import beyond, step_cost
 from benchmarks.largebatch.ablation_cases import OPTIMIZERS, TUNING_SEED, write_experiment
-from benchmarks.largebatch.beyond_cases import COMPARED, FORMS, available, case, epochs_in_equal_time, rates
+from benchmarks.largebatch.beyond_cases import COMPARED, FORMS, available, case, epochs_in_equal_time, next_rate
 from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.config.file import load_config
 
@@ -15,17 +15,37 @@ FORM = FORMS["cifar10", "short"]
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_rates_are_even_over_the_two_decades_of_each(name: str) -> None:
+def test_a_search_begins_with_the_middle_and_the_quarters_of_two_decades(name: str) -> None:
     low, high = OPTIMIZERS[name].lr_low, OPTIMIZERS[name].lr_high
     assert math.log10(high / low) == pytest.approx(2)
-    shares = [math.log(rate / low) / math.log(high / low) for rate in rates(name, trials=7)]
-    assert shares == pytest.approx([1 / 2, 1 / 4, 3 / 4, 1 / 8, 5 / 8, 3 / 8, 7 / 8])
+    tried: dict[float, float | None] = {}
+    for share in (1 / 2, 1 / 4, 3 / 4):
+        rate = next_rate(name, tried)
+        assert math.log(rate / low) / math.log(high / low) == pytest.approx(share)
+        tried[rate] = 0.1
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "epochs"), [(10.0, 10), (10.5, 10), (20.0, 5), (11.0, 9), (1000.0, 1), (None, 10)]
+    ("accuracies", "expected"),
+    [
+        ((0.3, 0.2, 0.1), 10**-1.5),  # between the best and the better neighbour
+        ((0.3, 0.1, 0.2), 10**-0.5),
+        ((0.2, 0.3, 0.1), 0.001),  # a step beyond the end
+        ((0.2, None, 0.3), 10.0),
+        ((None, None, None), 10**-1.5),  # the first of equals, and the lower of its equal neighbours
+    ],
 )
-def test_equal_time_is_that_of_the_reference(milliseconds: float | None, epochs: int) -> None:
+def test_a_search_goes_on_beside_the_best(
+    accuracies: tuple[float | None, ...], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rates 10 ** -1, 10 ** -2 and 10 ** 0, in that order; in closed form."""
+    monkeypatch.setitem(OPTIMIZERS, "lars", replace(OPTIMIZERS["lars"], lr_low=1e-3, lr_high=10.0))
+    tried = dict(zip((0.1, 0.01, 1.0), accuracies, strict=True))
+    assert next_rate("lars", tried) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("milliseconds", "epochs"), [(10.0, 10), (10.5, 10), (20.0, 5), (11.0, 9), (1000.0, 1)])
+def test_equal_time_is_that_of_the_reference(milliseconds: float, epochs: int) -> None:
     assert epochs_in_equal_time(FORM, milliseconds, reference=10.0) == epochs
 
 
@@ -47,7 +67,7 @@ def test_experiments_are_legal(name: str, tmp_path) -> None:
 
 
 def test_compare_tunes_runs_and_repeats_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without training: each call makes two steps, and lamb diverges."""
+    """Without training: each call makes three steps, and lamb, whose update takes long, diverges."""
     calls = []
 
     def fake_train(path, *, hooks, quiet):
@@ -61,12 +81,24 @@ def test_compare_tunes_runs_and_repeats_nothing(tmp_path, monkeypatch: pytest.Mo
         (path.parent / "metrics.jsonl").write_text("")
 
     monkeypatch.setattr(beyond.bigbatch, "train", fake_train)
-    form = replace(FORM, batches=(128,))
+    monkeypatch.setattr(beyond, "update_milliseconds", lambda *_: {"lamb": 1e6, "nesterov": 1.0})
+    form = replace(FORM, batches=(128,), trials=3, seeds=(0, 1))
     results = beyond.compare(form, ["lamb", "nesterov"], tmp_path)
-    assert calls[: 4 + 3] == [("lamb", TUNING_SEED)] * 4 + [("lamb", seed) for seed in form.seeds]
+    of_lamb, of_sgd = ([(name, TUNING_SEED)] * 3 + [(name, seed) for seed in form.seeds] for name in ("lamb", "sgd"))
+    assert calls == [*of_lamb, *of_sgd, *of_lamb[3:]]
+    assert "| lamb 128, 1 epochs | 128 | 1 |" in beyond.markdown(results, title="x")
     assert results["cases"]["nesterov 128"]["top1_percent"]["mean"] == 25.0
-    assert results["cases"]["lamb 128"]["diverged"] == 3
+    assert results["cases"]["lamb 128"]["diverged"] == 2
     count = len(calls)
     beyond.compare(form, ["lamb", "nesterov"], tmp_path)
     assert len(calls) == count
     assert "| nesterov 128 | 128 | 10 |" in beyond.markdown(results, title="x")
+
+
+@pytest.mark.slow
+def test_an_update_is_timed_for_each_optimizer(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_cost, "ROUNDS", 1)
+    monkeypatch.setattr(step_cost, "UPDATES", 1)
+    found = step_cost.update_milliseconds(FORM, ["lars", "muon"], tmp_path)
+    assert list(found) == ["lars", "muon"]
+    assert all(milliseconds > 0 for milliseconds in found.values())
