@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, ranks_per_ghost
 from bigbatch.trainer.config.schema import Config
 
 MOST_MICROBATCHES = 8
+FEWEST_IMAGES = 2
+"""Of a ghost batch that is cut for a slow machine: statistics need two."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,33 @@ def part_of_step(config: Config, *, world_size: int) -> Config:
     return dataclasses.replace(
         config, batch=dataclasses.replace(config.batch, global_batch_size=size, virtual_ranks=None)
     )
+
+
+def part_of_images(config: Config, num_images: float, *, world_size: int) -> dict[str, Any]:
+    """Name the values by which a step has about so many pictures of each rank; none where it has no more.
+
+    Fewer microbatches come first, then smaller ones of whole ghost batches, then smaller ghost batches, too. Only to
+    be measured: of these values, those but for the first kind change the update.
+    """
+    batch = config.batch
+    size, span, shares = batch.microbatch_size, batch.bn_span, ranks_per_ghost(batch)
+    steps = accumulation_steps(batch, world_size=world_size)
+    if num_images >= steps * size:
+        return {}
+    kept = 1
+    if num_images >= size:
+        kept = largest_divisor(steps, int(num_images // size))
+    elif num_images >= span:  # of which a microbatch has several
+        size = span * largest_divisor(size // span, int(num_images // span))
+    else:
+        size = min(size, max(FEWEST_IMAGES, int(num_images)))
+        span = size * shares
+    return {
+        "batch.global_batch_size": world_size * kept * size,
+        "batch.microbatch_size": size,
+        "batch.bn_span": span,
+        "batch.virtual_ranks": None,
+    }
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Child:
     def __init__(self, config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> None:
         """Start it. Raises: DoctorError where it fails, or takes longer than start_seconds to its first answer."""
         folder.mkdir()
+        self._is_job = num_ranks > 1
         self._exchange = Exchange(folder)
         self._exchange.config.write_text(dump_config(config))
         self._num_answers = 0
@@ -31,7 +32,7 @@ class Child:
         try:
             self.facts: Mapping[str, Any] = self._answer(limit_seconds=start_seconds)
         except BaseException:
-            self._process.end()
+            self._end()
             raise
 
     def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
@@ -46,12 +47,19 @@ class Child:
         while self._process.exit_code() is None and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
         if self._process.exit_code() is None:
-            self._process.end()
+            self._end()
 
     def kill(self) -> None:
         """End it at once."""
         if self._process.exit_code() is None:
+            self._end()
+
+    def _end(self) -> None:
+        # a launcher needs time to end its ranks; one process has nothing to lose, and may be in the midst of a step
+        if self._is_job:
             self._process.end()
+        else:
+            self._process.kill()
 
     def _answer(self, *, limit_seconds: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_seconds

@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from bigbatch.errors import ConfigError, DoctorError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
 from bigbatch.trainer.doctor.candidates import change, part_of_step
 from bigbatch.trainer.doctor.child import Child
 from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, Findings, examine
@@ -30,8 +33,11 @@ from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS
 from bigbatch.trainer.run.folder import writing
 
-TURNS, SECONDS, LIMIT = (5, 3), (3.0, 1.0), (900.0, 300.0)
+TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 """Each: usually, and with --quick."""
+QUICK_SECONDS = 60.0
+LEAST_WITHIN = 20.0
+"""Seconds: torch takes some to start, several times."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
         return probe.main(argv[1:])
     arguments, overrides = _parser().parse_known_args(argv)
     _check(arguments)
+    budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
     whole = load_config(["--config", arguments.config, *overrides], prog="bigbatch doctor")
     if isinstance(why_not := change(whole, {}, world_size=arguments.ranks), str):
         raise ConfigError(why_not)
@@ -55,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
     try:
-        return _report(argv, arguments, overrides, config=config, whole=whole)
+        return _report(argv, arguments, overrides, config=config, whole=whole, budget=budget)
     finally:
         for path in files:
             if path.stat().st_size == 0:
@@ -63,20 +70,36 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(
-    argv: Sequence[str], arguments: argparse.Namespace, overrides: Sequence[str], *, config: Config, whole: Config
+    argv: Sequence[str],
+    arguments: argparse.Namespace,
+    overrides: Sequence[str],
+    *,
+    config: Config,
+    whole: Config,
+    budget: Budget,
 ) -> int:
     """Examine, print and write; return the exit code."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     print(introduction(config, whole, num_ranks=arguments.ranks), flush=True)
+    if budget.is_limited:
+        print(f"planned to end within {budget.seconds:g} s: what finds no time is listed at the end", flush=True)
     findings, code, load = Findings(), 0, os.getloadavg()[0]
     try:
-        _examine(arguments, findings, console, config=config, whole=whole)
+        _examine(arguments, findings, console, config=config, whole=whole, budget=budget)
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except DoctorError as error:
+        if budget.left() > LEAST_SECONDS:
+            raise
+        raise DoctorError(
+            f"{error}; {budget.seconds:g} s are too few for this config here: give --within more"
+        ) from error
     command = ["bigbatch", "train", "--config", arguments.config, *overrides]
     print_report(findings, console, config=config, command=command)
     if arguments.json:
-        record = {"conditions": _conditions(argv, load=load), "experiment": _experiment(config)}
+        measured = change(config, findings.part, world_size=arguments.ranks)
+        assert isinstance(measured, Config), "a part is legal"
+        record = {"conditions": _conditions(argv, load=load), "experiment": _experiment(measured)}
         record |= dataclasses.asdict(findings)
         with writing(arguments.json):
             arguments.json.write_text(json.dumps(record, indent=1) + "\n")
@@ -114,9 +137,15 @@ def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
 
 
 def _examine(
-    arguments: argparse.Namespace, findings: Findings, console: Console, *, config: Config, whole: Config
+    arguments: argparse.Namespace,
+    findings: Findings,
+    console: Console,
+    *,
+    config: Config,
+    whole: Config,
+    budget: Budget,
 ) -> None:
-    limit = arguments.limit or LIMIT[arguments.quick]
+    limit_seconds = partial(budget.limit, arguments.limit or LIMIT[arguments.quick])
     request = Examination(
         config=config,
         whole=whole,
@@ -124,6 +153,7 @@ def _examine(
         seconds=arguments.seconds or SECONDS[arguments.quick],
         turns=TURNS[arguments.quick],
         only=tuple(arguments.only or ()),
+        budget=budget,
     )
     numbers = count()
     with tempfile.TemporaryDirectory(prefix="bigbatch-doctor-") as place, _progress(console) as say:
@@ -133,9 +163,9 @@ def _examine(
             if isinstance(changed, str):  # together with what was taken
                 raise DoctorError(changed)
             folder = Path(place) / str(next(numbers))
-            return Child(changed, folder, num_ranks=arguments.ranks, start_seconds=limit)
+            return Child(changed, folder, num_ranks=arguments.ranks, start_seconds=limit_seconds())
 
-        probes = Probes(start, limit_seconds=limit)
+        probes = Probes(start, limit_seconds=limit_seconds)
         try:
             examine(request, probes, findings, say=say)
         finally:
@@ -167,6 +197,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{name} {value:g} is no length of time; give some seconds")
+    if arguments.within is not None and not LEAST_WITHIN <= arguments.within < math.inf:
+        raise ConfigError(f"--within {arguments.within:g} must be seconds from {LEAST_WITHIN:g} on")
     if read_process_env().world_size > 1:
         raise ConfigError("bigbatch doctor starts the ranks that it measures: run it once, without bigbatch launch")
     if arguments.ranks < 1:
@@ -191,7 +223,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", required=True, help="YAML file, or name of a packaged experiment")
-    add("--quick", action="store_true", help=f"{TURNS[1]} short turns instead of {TURNS[0]}: a rough answer, sooner")
+    add(
+        "--quick",
+        action="store_true",
+        help=f"{TURNS[1]} short turns instead of {TURNS[0]}, and --within {QUICK_SECONDS:g}: a rough answer, soon",
+    )
+    add(
+        "--within",
+        type=float,
+        metavar="SECONDS",
+        help="plan to end by then: a slow step is measured in part, the likeliest speedups come first, and those that "
+        "find no time are listed; what --only names is tried all the same",
+    )
     add("--ranks", type=int, default=1, help="on this host, as bigbatch launch local starts them (default: 1)")
     add("--generated", action="store_true", help="try speedups on generated tensors: the model alone, without input")
     add("--only", nargs="+", metavar="NAME", help=f"of {', '.join(SPEEDUPS)} (default: all)")

@@ -1,11 +1,14 @@
 """One examination, from the first probe to the advice; what was found so far stays when it is cut short."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured
+from bigbatch.trainer.doctor.budget import Budget, Pace, images_in_a_step
+from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change, part_of_images
 from bigbatch.trainer.doctor.probes import Probe, Probes
 from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, advice, measure_noise, noise_of
 from bigbatch.trainer.doctor.speedups import find_candidates
@@ -26,6 +29,8 @@ class Examination:
     seconds: float
     turns: int
     only: tuple[str, ...]
+    """Names that are tried whatever they take; none for all that the budget has room for."""
+    budget: Budget = field(default_factory=Budget)
 
 
 @dataclass
@@ -37,6 +42,12 @@ class Findings:
     steps: dict[str, Any] = field(default_factory=dict)
     input: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
+    always: dict[str, Any] = field(default_factory=dict)
+    """What fusion and pinning are worth, or why that was not measured."""
+    part: dict[str, Any] = field(default_factory=dict)
+    """Values by which a part of a step is measured, since a whole one would take too long."""
+    budget_seconds: float | None = None
+    used_seconds: float = 0.0
     rates: DoctorRates | None = None
     noise: Comparison | None = None
     rows: list[Row] = field(default_factory=list)
@@ -49,46 +60,89 @@ class Findings:
 
 def examine(request: Examination, probes: Probes, findings: Findings, *, say: Callable[[str], None]) -> None:
     """Fill in the findings. say: what goes on. Raises: DoctorError where the config itself cannot be measured."""
+    budget = request.budget
+    findings.budget_seconds = budget.seconds if budget.is_limited else None
 
     def start(values: Any) -> Probe:
         return probes.open(values, batches=request.batches, seconds=request.seconds)
 
     say("starting the config as it is")
+    before = budget.used()
     base = start({})
-    _look_at(base, request, findings, say=say)
-    assert findings.machine is not None
+    start_seconds = budget.used() - before
+    say("taking a first look at how long a picture takes")
+    glance = base.ask("glance")
+    machine = findings.machine = _machine(base, findings)
+    if budget.is_limited:
+        num_images = images_in_a_step(budget, seconds_per_image=glance["seconds_per_image"])
+        findings.part = _part(request, num_images, world_size=machine.world_size)
+    if findings.part:
+        probes.cut(base, findings.part)
+    measured = change(request.config, findings.part, world_size=machine.world_size)
+    assert isinstance(measured, Config), "a part is legal"
+    ahead = -(-measured.data.prefetch_batches // accumulation_steps(measured.batch, world_size=machine.world_size))
+    pace = Pace(
+        start_seconds=start_seconds, step_seconds=0.0, turn_seconds=request.seconds, turns=request.turns, ahead=ahead
+    )
+    pace = _look_at(base, request, findings, pace=pace, glance=glance, say=say)
     assert findings.rates is not None
+    limit = find_limit(findings.rates)
+    # where pictures limit nothing, those that were fetched ahead do not either
+    probes.flushes = not budget.is_limited or limit == "input"
+    pace = replace(pace, flushes=probes.flushes)
     candidates, findings.unmeasured = find_candidates(
-        request.config,
-        findings.machine,
-        whole=request.whole,
-        limit=find_limit(findings.rates),
-        only=request.only,
+        measured, machine, whole=request.whole, limit=limit, only=request.only
     )
     if candidates:
-        _try_all(candidates, base, start, request, findings, say=say)
+        _try_all(candidates, base, start, request, findings, pace=pace, say=say)
     base.close()
     findings.is_complete = True
+    findings.used_seconds = budget.used()
 
 
-def _look_at(base: Probe, request: Examination, findings: Findings, *, say: Callable[[str], None]) -> None:
-    """Measure the config as it is: its rates, and where its time goes."""
+def _machine(base: Probe, findings: Findings) -> Machine:
     facts = dict(base.facts)
     findings.torch = facts.pop("torch")
     capability = facts.pop("capability")
-    machine = findings.machine = Machine(capability=capability and tuple(capability), **facts)
+    return Machine(capability=capability and tuple(capability), **facts)
+
+
+def _part(request: Examination, num_images: float, *, world_size: int) -> dict[str, Any]:
+    """Return the values of a part of so many pictures, where other settings allow it."""
+    part = part_of_images(request.config, num_images, world_size=world_size)
+    return part if isinstance(change(request.config, part, world_size=world_size), Config) else {}
+
+
+def _look_at(
+    base: Probe,
+    request: Examination,
+    findings: Findings,
+    *,
+    pace: Pace,
+    glance: Mapping[str, float],
+    say: Callable[[str], None],
+) -> Pace:
+    """Measure the config as it is: its rates, and where its time goes; return how long it takes to measure it."""
+    assert findings.machine is not None
     reads = request.config.data.loader != "synthetic"
     batches = IMAGES if reads else TENSORS
     say("measuring whole steps, and the model alone, in turn")
-    turns = [[base.ask("steps", batches=each) for each in (batches, TENSORS)] for _ in range(request.turns)]
+    turns: list[list[dict[str, Any]]] = []
+    planned = request.turns
+    while len(turns) < planned:
+        turns.append([base.ask("steps", batches=each, flushes=True) for each in (batches, TENSORS)])
+        if len(turns) == 1:
+            pace = replace(pace, step_seconds=_seconds(turns[0][0]))
+            planned = pace.look_turns(request.budget)
     # the turn of median length, whole: means of its parts would not belong together
     steps, alone = (sorted(each, key=_seconds)[len(turns) // 2] for each in zip(*turns, strict=True))
     findings.steps = steps
     if reads:
         say("measuring the input alone")
         findings.input = base.ask("input")
-    say("looking at where the step's time goes")
+    say("looking at where the step's time goes, and at what is always on")
     findings.profile = base.ask("profile", batches=batches)
+    findings.always = base.ask("always")
     roof = base.ask("roofline")
     findings.rates = DoctorRates(
         together=steps["images"] / steps["seconds"],
@@ -97,9 +151,10 @@ def _look_at(base: Probe, request: Examination, findings: Findings, *, say: Call
         wait_share=steps["wait_seconds"] / steps["seconds"],
         exposed_share=None if steps["exposed_seconds"] is None else steps["exposed_seconds"] / steps["seconds"],
         busy_share=findings.profile["busy_share"],
-        flops_per_image=roof["flops_per_image"],
-        peak_flops=roof["peak_flops"] * machine.world_size,
+        flops_per_image=glance["flops_per_image"],
+        peak_flops=roof["peak_flops"] * findings.machine.world_size,
     )
+    return pace
 
 
 def _seconds(steps: dict[str, Any]) -> float:
@@ -113,14 +168,22 @@ def _try_all(
     request: Examination,
     findings: Findings,
     *,
+    pace: Pace,
     say: Callable[[str], None],
 ) -> None:
+    fits = partial(pace.fits, budget=request.budget)
+    if not request.only and not any(fits(each.name, others=1) for each in candidates):
+        findings.unmeasured += [_no_time(each, pace, request) for each in candidates]
+        return
     say("measuring the noise: the config beside itself")
     findings.noise = measure_noise(base, start, turns=request.turns)
     noise = noise_of(findings.noise)
     greedy = Greedy(base, start, turns=request.turns, noise=noise)
     for number, candidate in enumerate(candidates, 1):
         if not greedy.is_new(candidate):
+            continue
+        if not request.only and not fits(candidate.name):
+            findings.unmeasured.append(_no_time(candidate, pace, request))
             continue
         change = describe(candidate, request.config, before=greedy.taken)
         say(f"speedup {number} of {len(candidates)}, {candidate.name}: {change}")
@@ -130,6 +193,14 @@ def _try_all(
         say("verifying all that was taken beside the config as it is")
     findings.verified = greedy.verify()
     findings.advice = dict(advice(greedy.taken, findings.verified, noise=noise))
+
+
+def _no_time(candidate: Candidate, pace: Pace, request: Examination) -> Unmeasured:
+    change = describe(candidate, request.config, before={})
+    return Unmeasured(
+        candidate.name,
+        f"{change}: no time left, some {pace.trial(candidate.name):.0f} s are needed; ask by --only {candidate.name}",
+    )
 
 
 def describe(candidate: Candidate, config: Config, *, before: Mapping[str, Any]) -> str:

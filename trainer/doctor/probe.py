@@ -4,7 +4,7 @@ import dataclasses
 import json
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,9 +26,12 @@ from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.doctor.candidates import change
 from bigbatch.trainer.doctor.exchange import Exchange, is_running
+from bigbatch.trainer.doctor.pinning import measure_pinning
 from bigbatch.trainer.doctor.profile import profile_step
-from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
+from bigbatch.trainer.doctor.roofline import backward_of, flops_per_image, peak_flops
+from bigbatch.trainer.doctor.unfused import measure_update
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.report import describe_input, input_record
 from bigbatch.trainer.input.stream import InputStream
@@ -37,10 +40,13 @@ from bigbatch.trainer.machine.host import cores_per_rank, has_cpu_bf16, wait_for
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts, Plan
 
+WISHES = ("cut", "glance", "steps", "input", "profile", "roofline", "always")
 ENDLESS = 2**40
 """Steps that no measurement comes to."""
 WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
 """Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
+FIRST_IMAGES, FOURFOLD, ENOUGH_SECONDS = 2, 4, 0.15
+"""With how many pictures a glance begins, by what it grows, and how long a pass is that says enough."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,19 +72,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(probe: "_Probe", exchange: Exchange, *, doctor: int) -> None:
     is_first = probe.communicator.rank == 0
-    wishes: dict[str, Callable[..., dict[str, Any]]] = {
-        "steps": probe.steps,
-        "input": probe.input,
-        "profile": probe.profile,
-        "roofline": probe.roofline,
-    }
     if is_first:
         exchange.answer(probe.facts)
     for order in exchange.orders(goes_on=lambda: not probe.parts.stop.is_set and is_running(doctor)):
         what = order.pop("what")
         if what == "end":
             break
-        found = wishes[what](**order)
+        assert what in WISHES
+        found = getattr(probe, what)(**order)
         if is_first:
             exchange.answer(found)
     probe.close()
@@ -88,7 +89,12 @@ class _Probe:
     """Holds the parts of a run, and its batches: pictures, or tensors that are generated once."""
 
     def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
-        self.config, self.communicator = config, communicator
+        self.communicator, self._tuned = communicator, tuned
+        self._build(config)
+
+    def _build(self, config: Config) -> None:
+        communicator, tuned = self.communicator, self._tuned
+        self.config = config
         local, _ = stage_data(config, communicator)
         self.split, self._eval_split = build_input.make_splits(local, communicator)
         plan = make_plan(config, communicator, num_samples=self.split.num_samples, first_step=0)
@@ -119,10 +125,38 @@ class _Probe:
             "has_cpu_bf16": device.type == "cpu" and has_cpu_bf16(),
         }
 
-    def steps(self, *, batches: str, seconds: float) -> dict[str, Any]:
-        """Time whole updates for about so long, timed together, after some that are not. Collective."""
+    def cut(self, *, values: Mapping[str, Any], **_: object) -> dict[str, Any]:
+        """Measure the same config with these values from now on, in this process. Collective."""
+        changed = change(self.config, values, world_size=self.communicator.world_size)
+        assert isinstance(changed, Config), "the doctor has tried it"
+        self.close()
+        self._build(changed)
+        return {}
+
+    def glance(self, *, seconds: float) -> dict[str, Any]:
+        """Count the operations of a picture, and say about how long it takes, before any whole step. Collective."""
+        device, prepared = self.communicator.device, self.parts.prepare(next(self._generated()))
+        flops, size = flops_per_image(self.parts, prepared), len(prepared.labels_B)
+        # on a GPU few pictures take as long as many
+        number = size if device.type != "cpu" else min(size, FIRST_IMAGES)
+        backward_of(self.parts, prepared, num_images=number)
+        while True:
+            wait_for(device)
+            start = time.perf_counter()
+            backward_of(self.parts, prepared, num_images=number)
+            wait_for(device)
+            taken = float(self.communicator.gather_text(f"{time.perf_counter() - start}")[0])
+            if number == size or taken >= ENOUGH_SECONDS:
+                return {"flops_per_image": flops, "seconds_per_image": taken / number}
+            number = min(size, FOURFOLD * number)
+
+    def steps(self, *, batches: str, seconds: float, flushes: bool) -> dict[str, Any]:
+        """Time whole updates for about so long, timed together, after some that are not. Collective.
+
+        flushes: what was fetched while another probe had its turn is used up first.
+        """
         stream, reducer = self._streams[batches], self.parts.reducer
-        self._warm_up(batches)
+        self._warm_up(batches, seconds=seconds, flushes=flushes)
         # a step is collective: ranks that timed otherwise must still make as many
         number = self._agreed(max(1, round(seconds / self._step_seconds[batches])))
         stream.take_wait_seconds()
@@ -171,8 +205,8 @@ class _Probe:
 
     def profile(self, *, batches: str, seconds: float) -> dict[str, Any]:
         """Find where the step's time goes, on the first rank. Collective."""
-        self._warm_up(batches)
-        number = self._agreed(max(2, round(seconds / self._step_seconds[batches])))
+        self._warm_up(batches, seconds=seconds, flushes=False)
+        number = self._agreed(max(1, round(seconds / self._step_seconds[batches])))
         return profile_step(
             partial(self._timed, self._streams[batches]),
             self.communicator,
@@ -181,13 +215,16 @@ class _Probe:
         )
 
     def roofline(self, *, seconds: float) -> dict[str, Any]:
-        """Count operations of a picture, and what the device of this rank does at its best. Collective."""
-        prepared = self.parts.prepare(next(self._generated()))
+        """Measure what the device of this rank does at its best."""
+        device, precision = self.communicator.device, self.config.optimizer.precision
+        return {"peak_flops": peak_flops(device, precision=precision, seconds=seconds)}
+
+    def always(self, *, seconds: float) -> dict[str, Any]:
+        """Measure what is always on beside its opposite, on this rank: the fused update, and pinned copies."""
+        batch = next(self._generated())
         return {
-            "flops_per_image": flops_per_image(self.parts, prepared),
-            "peak_flops": peak_flops(
-                self.communicator.device, precision=self.config.optimizer.precision, seconds=seconds
-            ),
+            "update": measure_update(self.config.optimizer, self.parts, seconds=seconds / 2),
+            "pinning": measure_pinning(batch.images_BCHW.nbytes, self.communicator.device, seconds=seconds / 2),
         }
 
     def close(self) -> None:
@@ -203,17 +240,18 @@ class _Probe:
         split = self._generated_split
         return build_input.train_batches(self.config, self.communicator, split, plan=self.plan)
 
-    def _warm_up(self, batches: str) -> None:
+    def _warm_up(self, batches: str, *, seconds: float, flushes: bool) -> None:
         """Warm up, first until steps are what they stay; later only until what was fetched ahead is used up."""
         stream = self._streams[batches]
         # steps that the batches suffice for which were fetched while another probe had its turn
         ahead = -(-self.config.data.prefetch_batches // self.plan.accumulation_steps)
         if batches in self._step_seconds:
-            self._timed(stream, ahead)
+            self._timed(stream, ahead if flushes else 0)
             return
-        self._timed(stream, LEAST_WARM)
-        more = self._agreed(min(MOST_WARM, round(WARM_SECONDS / self._timed(stream, 1))))
-        self._step_seconds[batches] = self._timed(stream, max(1, more)) / max(1, more)
+        self._timed(stream, LEAST_WARM - 1)
+        taken = self._timed(stream, 1)
+        more = self._agreed(min(MOST_WARM, int(min(WARM_SECONDS, 2 * seconds) / taken)))
+        self._step_seconds[batches] = self._timed(stream, more) / more if more else taken
 
     def _agreed(self, number: int) -> int:
         """Return a value as the first rank has it."""

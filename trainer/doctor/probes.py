@@ -36,10 +36,14 @@ class Probes:
     From then on each that has its turn is started anew and alone.
     """
 
-    def __init__(self, start: Callable[[Mapping[str, Any]], Measuring], *, limit_seconds: float) -> None:
-        """Take start: values by dotted key -> a probe. Raises: DoctorError."""
+    def __init__(self, start: Callable[[Mapping[str, Any]], Measuring], *, limit_seconds: Callable[[], float]) -> None:
+        """Take start: values by dotted key -> a probe (raises DoctorError); and how long an answer may take now."""
         self._start = start
         self._limit_seconds = limit_seconds
+        self.part: Mapping[str, Any] = {}
+        """Values of every config that is opened from now on, by which a part of its step is measured."""
+        self.flushes = True
+        """Each turn uses up first what was fetched while another probe had its own."""
         self._running: dict[Probe, Measuring] = {}
         self.is_alone = False
 
@@ -55,7 +59,12 @@ class Probes:
 
     def ask(self, probe: "Probe", what: str, **details: Any) -> dict[str, Any]:
         """Ask the probe. Raises: DoctorError; what failed is ended."""
-        return self._with_room(probe, lambda process: process.ask(what, limit_seconds=self._limit_seconds, **details))
+        return self._with_room(probe, lambda process: process.ask(what, limit_seconds=self._limit_seconds(), **details))
+
+    def cut(self, probe: "Probe", part: Mapping[str, Any]) -> None:
+        """Let this one, and all that are opened from now on, measure a part of the step. Raises: DoctorError."""
+        probe.ask("cut", values=dict(part))
+        self.part = part
 
     def _with_room(self, probe: "Probe", act: Callable[[Measuring], T]) -> T:
         try:
@@ -74,7 +83,7 @@ class Probes:
         if probe not in self._running:
             if self.is_alone:
                 self._close_others()
-            self._running[probe] = self._start(probe.values)
+            self._running[probe] = self._start({**self.part, **probe.values})
         try:
             return act(self._running[probe])
         except DoctorError:
@@ -115,11 +124,11 @@ class Probe:
 
     def ask(self, what: str, **details: Any) -> dict[str, Any]:
         """Ask the probe. Raises: DoctorError."""
-        return self._probes.ask(self, what, seconds=self._seconds, **details)
+        return self._probes.ask(self, what, **{"seconds": self._seconds, **details})
 
     def run(self) -> Turn:
         """Run some steps. Raises: DoctorError."""
-        found = self.ask("steps", batches=self._batches)
+        found = self.ask("steps", batches=self._batches, flushes=self._probes.flushes)
         return Turn(found["images"] / found["seconds"], found["peak_bytes"])
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import verdict
-from bigbatch.trainer.doctor.candidates import Unmeasured
 from bigbatch.trainer.doctor.examine import Findings, describe, shown
 from bigbatch.trainer.doctor.recommend import Comparison, Row, noise_of
 from bigbatch.trainer.input.remedies import InputSettings
@@ -26,12 +25,12 @@ def print_report(findings: Findings, console: Console, *, config: Config, comman
         console.print(Text(text))
 
     if findings.rates:
-        for line in (*verdict.explain(findings.rates), *input_hints(findings)):
+        for line in (*part_lines(findings, config), *verdict.explain(findings.rates), *input_hints(findings)):
             say(line)
         say()
         console.print(_phases(findings))
         console.print(_operators(findings))
-        for line in sync_lines(findings):
+        for line in (*sync_lines(findings), *always_lines(findings)):
             say(line)
         say()
     if findings.rows:
@@ -41,11 +40,12 @@ def print_report(findings: Findings, console: Console, *, config: Config, comman
         say()
     for line in advice_lines(findings, command=command):
         say(line)
-    not_measured = [*findings.unmeasured, *(_from_profile(findings))]
-    if not_measured:
+    if findings.unmeasured:
         say("\nnot measured:")
-        for each in not_measured:
+        for each in findings.unmeasured:
             say(f"  {each.name}: {each.why}")
+    if findings.budget_seconds is not None and findings.is_complete:
+        say(f"\nended after {findings.used_seconds:.0f} of {findings.budget_seconds:g} s")
 
 
 def input_hints(findings: Findings) -> list[str]:
@@ -100,6 +100,10 @@ def advice_lines(findings: Findings, *, command: Sequence[str]) -> list[str]:
     if findings.taken:
         beside = "it failed" if findings.verified is None else f"{_gain(findings.verified)}, within the noise"
         return [f"keep the config as it is: what helped one by one does not together ({beside})"]
+    if not findings.rows and findings.budget_seconds is not None:
+        return [
+            f"no speedup found time within {findings.budget_seconds:g} s: ask by --only NAME, or give --within more"
+        ]
     return ["keep the config as it is: no known speedup that could be measured here beats the noise"]
 
 
@@ -155,9 +159,47 @@ def _to_the_right(table: Table, *, first: int = 1, last: int = -1) -> None:
         column.no_wrap = True
 
 
-def _from_profile(findings: Findings) -> Iterator[Unmeasured]:
-    """Say what is always on, by its share of the step."""
-    update = findings.profile.get("phases", {}).get("update")
-    if update is not None:
-        share = update / findings.profile["seconds"]
-        yield Unmeasured("fused update", f"always on; the whole update takes {share:.1%} of a step")
+def part_lines(findings: Findings, config: Config) -> list[str]:
+    """Say what of a step was measured, where a whole one would have taken too long."""
+    part, batch = findings.part, config.batch
+    if not part:
+        return []
+    text = (
+        f"measured on a part: steps of {part['batch.global_batch_size']} pictures instead of {batch.global_batch_size}"
+    )
+    if part["batch.microbatch_size"] == batch.microbatch_size:
+        return [f"{text}, since slow ones would leave no time"]
+    return [
+        f"{text}, microbatches of {part['batch.microbatch_size']} instead of {batch.microbatch_size}, ghost batches of "
+        f"{part['batch.bn_span']} instead of {batch.bn_span}, since slow steps would leave no time; rates of whole "
+        "microbatches are higher"
+    ]
+
+
+def always_lines(findings: Findings) -> list[str]:
+    """Say what is always on, and what it is worth here."""
+    found, update = findings.always, findings.profile.get("phases", {}).get("update")
+    if not found:
+        return []
+    share = (
+        "" if update is None else f", of which a step's whole update takes {update / findings.profile['seconds']:.1%}"
+    )
+    fused, pinned = found["update"], found["pinning"]
+    lines = ["always on:"]
+    if "why" in fused:
+        lines.append(f"  fused update: not measured, {fused['why']}")
+    else:
+        lines.append(
+            f"  fused update: {1000 * fused['fused_seconds']:.2f} ms, tensor by tensor "
+            f"{1000 * fused['unfused_seconds']:.2f} ms, {fused['times']:.1f} times as long (median of {fused['turns']} "
+            f"turns){share}"
+        )
+    if "why" in pinned:
+        lines.append(f"  pinned memory: {pinned['why']}")
+    else:
+        lines.append(
+            f"  pinned memory: a microbatch's {pinned['bytes'] / 1e6:,.1f} MB to the device in "
+            f"{1000 * pinned['pinned_seconds']:.2f} ms, from pageable memory, for which the host waits, in "
+            f"{1000 * pinned['pageable_seconds']:.2f} ms"
+        )
+    return lines

@@ -12,21 +12,33 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
 """A convolution of 3 x 3 with plenty to do for each byte."""
+COUNTED_IMAGES = 2
 
 
 def flops_per_image(parts: Parts, prepared: Prepared) -> float:
     """Count the floating-point operations of a forward and a backward of one picture: matrices and convolutions alone.
 
-    Collective where ranks share ghost batches. What torch.compile or a graph would run is run as it is written.
+    What torch.compile or a graph would run is run as it is written.
+    """
+    with FlopCounterMode(display=False) as counter:
+        number = backward_of(parts, prepared, num_images=COUNTED_IMAGES)
+    return counter.get_total_flops() / number
+
+
+def backward_of(parts: Parts, prepared: Prepared, *, num_images: int) -> int:
+    """Run a forward and a backward of the first pictures; return how many there were. No rank waits for another.
+
+    Batch norm takes its running statistics, which any number of pictures suits. Gradients are none afterwards.
     """
     # gradients of this pass are nobody's: they must not start on their way to other ranks
     parts.reducer.is_active = False
-    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
-        with parts.precision.forward():
-            logits_BK = parts.model(prepared.images_BCHW).float()
-        cross_entropy(logits_BK, prepared.targets, reduction="sum").backward()
+    parts.model.eval()
+    with torch.compiler.set_stance("force_eager"), parts.precision.forward():
+        logits_BK = parts.model(prepared.images_BCHW[:num_images]).float()
+    cross_entropy(logits_BK, prepared.targets[:num_images], reduction="sum").backward()
+    parts.model.train()
     parts.reducer.zero_grad()
-    return counter.get_total_flops() / len(prepared.labels_B)
+    return len(logits_BK)
 
 
 def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float:

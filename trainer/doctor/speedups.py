@@ -1,6 +1,7 @@
 """The known speedups: what each would change in a config, and where it cannot be measured."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
@@ -28,6 +29,14 @@ HALF = ("bf16", "fp16")
 """Precisions of gradients that need no smaller one between ranks."""
 LOSS_SCALE = {"optimizer.loss_scale": 1024.0, "optimizer.loss_scale_growth_steps": 2000}
 RECOMPUTED_BLOCKS = 4
+SWITCHES = ("layout", "cudnn")
+WORTH: Mapping[bool, Mapping[str, float]] = {
+    # on a CPU, where compiled models of the recipes were slower, and on a GPU
+    False: {"precision": 0.4, "layout": 0.3, "microbatch": 0.05, "compile": 0.02},
+    True: {"precision": 0.8, "layout": 0.3, "graph": 0.15, "cudnn": 0.1, "microbatch": 0.1, "compile": 0.1},
+}
+"""Assumed, by whether it is a GPU."""
+PART = "a part of the step is measured, in which no other size than its own fits"
 BUCKET_FACTOR = 4
 
 
@@ -40,9 +49,7 @@ def find_candidates(
     """
     candidates: list[Candidate] = []
     unmeasured: list[Unmeasured] = []
-    first = {"input": INPUT, "network": NETWORK}.get(limit, COMPUTE)
-    # stable, so that within each half they stay in order
-    for name in sorted(only or SPEEDUPS, key=lambda name: name not in first):
+    for name in only or SPEEDUPS:
         for found in SPEEDUPS[name](config, machine):
             if isinstance(found, Unmeasured):
                 unmeasured.append(found)
@@ -53,7 +60,22 @@ def find_candidates(
                 unmeasured.append(Unmeasured(name, illegal[0]))
             else:
                 candidates.append(found)
-    return candidates, unmeasured
+    if config.batch != whole.batch:
+        cut = [each for each in candidates if "batch.microbatch_size" in each.values]
+        cut = cut if config.batch.microbatch_size != whole.batch.microbatch_size else []
+        candidates = [each for each in candidates if each not in cut]
+        unmeasured = [replace(each, why=PART) if each.name == "microbatch" else each for each in unmeasured]
+        unmeasured += [Unmeasured(name, PART) for name in dict.fromkeys(each.name for each in cut)]
+    first = {"input": INPUT, "network": NETWORK}.get(limit, COMPUTE)
+    # stable, so that those of equal worth stay in order
+    return sorted(candidates, key=lambda each: (each.name not in first, -_worth(each, machine))), unmeasured
+
+
+def _worth(candidate: Candidate, machine: Machine) -> float:
+    """Return the share by which it may speed up the model's work: to try the likeliest first, nothing else."""
+    if candidate.name in SWITCHES and not all(candidate.values.values()):
+        return 0.0  # they are on, and have been for a reason
+    return WORTH[machine.is_gpu].get(candidate.name, 0.0)
 
 
 def _workers(config: Config, machine: Machine) -> Tried:
@@ -87,10 +109,6 @@ def _loader(config: Config, machine: Machine) -> Tried:
 def _binding(config: Config, machine: Machine) -> Tried:
     if not config.data.bind_numa:
         yield Candidate("binding", {"data.bind_numa": True})
-
-
-def _pinning(config: Config, machine: Machine) -> Tried:
-    yield Unmeasured("pinning", "always on for a GPU, and without one nothing is copied")
 
 
 def _precision(config: Config, machine: Machine) -> Tried:
@@ -196,7 +214,7 @@ def _wire(config: Config, machine: Machine) -> Tried:
         yield Candidate("wire", {"comm.wire_dtype": "bfloat16"}, ROUNDS)
 
 
-INPUT = {"workers": _workers, "prefetch": _prefetch, "loader": _loader, "binding": _binding, "pinning": _pinning}
+INPUT = {"workers": _workers, "prefetch": _prefetch, "loader": _loader, "binding": _binding}
 COMPUTE = {
     "precision": _precision,
     "layout": _layout,

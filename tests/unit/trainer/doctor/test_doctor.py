@@ -231,7 +231,7 @@ class Process:
 
 def test_configs_that_do_not_fit_beside_each_other_run_alone() -> None:
     Process.running = 0
-    probes = Probes(lambda values: Process(room=1), limit_seconds=1.0)
+    probes = Probes(lambda values: Process(room=1), limit_seconds=lambda: 1.0)
     one = probes.open({}, batches="pictures", seconds=1.0)
     two = probes.open({"a": 1}, batches="pictures", seconds=1.0)
     assert probes.is_alone
@@ -244,7 +244,7 @@ def test_configs_that_do_not_fit_beside_each_other_run_alone() -> None:
 def test_configs_that_do_not_fit_alone_either_fail_and_the_others_go_on_together() -> None:
     Process.running = 0
     rooms = {"small": 9, "large": 0}
-    probes = Probes(lambda values: Process(room=rooms[values["size"]]), limit_seconds=1.0)
+    probes = Probes(lambda values: Process(room=rooms[values["size"]]), limit_seconds=lambda: 1.0)
     small = probes.open({"size": "small"}, batches="pictures", seconds=1.0)
     with pytest.raises(DoctorError, match="OutOfMemory"):
         probes.open({"size": "large"}, batches="pictures", seconds=1.0)
@@ -284,10 +284,10 @@ def test_speedups_are_all_tried_or_have_a_reason() -> None:
     for machine in (CPU, GPU, replace(CPU, world_size=2), replace(GPU, world_size=2)):
         tried, reasons = find(QUICKSTART, machine)
         assert ("algorithm" in names(tried)) is (machine.world_size == 2 and not machine.is_gpu)  # else native already
-        expected = {"workers", "prefetch", "pinning", "precision", "microbatch", "buckets", "algorithm"}
+        expected = {"workers", "prefetch", "precision", "microbatch", "buckets", "algorithm"}
         assert expected <= names(tried) | names(reasons)
     tried, reasons = find(QUICKSTART, CPU)
-    assert {"precision", "cudnn", "graph", "buckets", "algorithm", "pinning"} <= names(reasons)
+    assert {"precision", "cudnn", "graph", "buckets", "algorithm"} <= names(reasons)
     assert [dict(each.values) for each in tried if each.name == "workers"] == [
         {"data.num_threads": 2},
         {"data.num_threads": 4},
@@ -405,11 +405,50 @@ def test_report_recommends_a_command_line() -> None:
     assert "nothing is recommended" in report(replace(findings, is_complete=False))
 
 
+def test_report_tells_what_is_always_on_and_what_found_no_time() -> None:
+    update = {"fused_seconds": 0.0016, "unfused_seconds": 0.0064, "times": 4.0, "turns": 24}
+    looked = Findings(
+        rates=RATES,
+        profile={"seconds": 0.1, "phases": {"update": 0.002}, "operators": [], "syncs": {}},
+        always={"update": update, "pinning": {"why": "nothing is copied"}},
+        unmeasured=[Unmeasured("compile", "no time left")],
+        budget_seconds=60.0,
+        used_seconds=41.0,
+        is_complete=True,
+    )
+    text = " ".join(report(looked).split())
+    assert "fused update: 1.60 ms, tensor by tensor 6.40 ms, 4.0 times as long (median of 24 turns)" in text
+    assert "a step's whole update takes 2.0%" in text
+    assert "pinned memory: nothing is copied" in text
+    assert "no speedup found time within 60 s" in text
+    assert "ended after 41 of 60 s" in text
+    copies = {"bytes": 3_000_000, "pinned_seconds": 0.0005, "pageable_seconds": 0.002}
+    other = replace(looked, always={"update": {"why": "muon has no other form"}, "pinning": copies}, part=PART)
+    text = " ".join(report(other).split())
+    assert "fused update: not measured, muon has no other form" in text
+    assert "3.0 MB to the device in 0.50 ms, from pageable memory, for which the host waits, in 2.00 ms" in text
+    assert "steps of 8 pictures instead of 512, microbatches of 8 instead of 128, ghost batches of 8" in text
+    fewer = {**PART, "batch.global_batch_size": 128, "batch.microbatch_size": 128}
+    assert "steps of 128 pictures instead of 512, since slow ones" in report(replace(other, part=fewer))
+
+
+PART = {"batch.global_batch_size": 8, "batch.microbatch_size": 8, "batch.bn_span": 8}
+
+
+def test_microbatches_are_not_tried_on_a_part_of_one() -> None:
+    part = of(RESNET, {"batch.global_batch_size": 8, "batch.microbatch_size": 8, "batch.bn_span": 8})
+    tried, reasons = find_candidates(part, CPU, whole=RESNET, limit="compute")
+    assert not any("batch.microbatch_size" in each.values for each in tried)
+    assert {each.why for each in reasons if each.name == "microbatch"} == {speedups.PART}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "named"),
     [
         (["--seconds", "0"], ConfigError, ("--seconds 0 ",)),
         (["--limit", "nan"], ConfigError, ("--limit nan ",)),
+        (["--within", "19"], ConfigError, ("--within 19 ", " from 20 on")),
+        (["--within", "inf"], ConfigError, ("--within inf ",)),
         (["--ranks", "0"], ConfigError, ("--ranks 0 ",)),
         (["--ranks", "3"], ConfigError, ("batch.global_batch_size=512 ", " x 3 rank")),
         (["--only", "speed"], ConfigError, ("--only speed ", " workers, prefetch")),

@@ -26,10 +26,12 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.doctor.exchange import Exchange, is_running
+from bigbatch.trainer.doctor.pinning import measure_pinning
 from bigbatch.trainer.doctor.probe import _Probe, with_generated
 from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST
 from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.doctor.syncs import FindSyncs
+from bigbatch.trainer.doctor.unfused import UNFUSED, make_step, measure_update
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.step.execution import EagerExecution, Work
 from bigbatch.trainer.step.loop import TrainStep
@@ -145,6 +147,7 @@ def test_flops_of_an_image_are_those_of_the_formula() -> None:
     # forward and the weights' gradients of both; the picture needs no gradient, what enters the matrix does
     parts: Any = SimpleNamespace(model=model, reducer=reducer, precision=SimpleNamespace(forward=nullcontext))
     assert flops_per_image(parts, prepared) == 2 * convolution + 3 * matrix  # type: ignore[arg-type]
+    assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -178,6 +181,65 @@ def test_generated_tensors_take_the_place_of_any_loader() -> None:
         assert (generated.batch, generated.model) == (config.batch, config.model)
 
 
+def parts_of(name: str) -> tuple[Any, Any]:
+    """Parts of a config of that optimizer, with gradients, and its settings."""
+    config = load_config(["--config", "quickstart", f"--optimizer.name={name}", *UNLIKE_LARS.get(name, ())])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
+    for weight in model.parameters():
+        weight.grad = torch.randn_like(weight)
+    precision = SimpleNamespace(masters=dict(model.named_parameters()))
+    return config.optimizer, SimpleNamespace(model=model, precision=precision, communicator=SimpleNamespace(device=CPU))
+
+
+NO_LARS = ("--optimizer.trust_coefficient=null", "--optimizer.momentum_form=null")
+NO_MOMENTUM = ("--optimizer.momentum=null", "--optimizer.nesterov=null", "--optimizer.betas=[0.9, 0.99]")
+UNLIKE_LARS = {
+    "sgd": (*NO_LARS, "--optimizer.eps=null"),
+    "lamb": (*NO_LARS, *NO_MOMENTUM, "--optimizer.eps=1e-6"),
+    "adamw": (*NO_LARS, *NO_MOMENTUM, "--optimizer.eps=1e-6"),
+}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("form", ["lr_inside", "lr_outside"])
+def test_lars_by_tensor_is_the_fused_one(form: str, nesterov: bool) -> None:
+    settings, parts = parts_of("lars")
+    assert_alike(replace(settings, momentum_form=form, nesterov=nesterov), parts)
+
+
+@pytest.mark.parametrize("name", [name for name in UNFUSED if name != "lars"])
+def test_update_by_tensor_is_the_fused_one(name: str) -> None:
+    assert_alike(*parts_of(name))
+
+
+def assert_alike(settings: Any, parts: Any) -> None:
+    """The fused one is tested against an oracle: here both make the same three steps, at a rate that moves weights."""
+    steps = [make_step(settings, parts, is_fused=is_fused, lr=0.5) for is_fused in (True, False)]
+    ends = []
+    for step, weights in steps:
+        for _ in range(3):
+            step()
+        ends.append(weights)
+    for name, before in parts.model.named_parameters():
+        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-4, atol=1e-6)
+        assert not torch.equal(ends[0][name], before)
+
+
+def test_always_on_is_measured_or_has_its_reason() -> None:
+    settings, parts = parts_of("lars")
+    found = measure_update(settings, parts, seconds=0.001)
+    assert found["turns"] >= 3
+    assert found["fused_seconds"] > 0
+    assert found["times"] > 0
+    assert (
+        "optimizer.name=torch.optim.RMSprop "
+        in measure_update(replace(settings, name="torch.optim.RMSprop"), parts, seconds=0.001)["why"]
+    )
+    assert "optimizer.sharded=True " in measure_update(replace(settings, sharded=True), parts, seconds=0.001)["why"]
+    assert "nothing is copied" in measure_pinning(10, CPU, seconds=0.001)["why"]
+
+
 @pytest.fixture
 def probe(options: list[str]) -> Iterator[_Probe]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
@@ -196,7 +258,7 @@ def probe(options: list[str]) -> Iterator[_Probe]:
 def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     before = {name: tensor.clone() for name, tensor in probe.parts.model.named_parameters()}
     for batches in ("pictures", "tensors", "pictures"):
-        found = probe.steps(batches=batches, seconds=0.02)
+        found = probe.steps(batches=batches, seconds=0.02, flushes=True)
         assert found["images"] == 16
         assert found["steps"] >= 1
         assert 0 <= found["wait_seconds"] < found["seconds"]
@@ -210,10 +272,14 @@ def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     assert profile["busy_share"] is None
     assert profile["syncs"] == {}  # the hot path has none
     assert probe.input(seconds=0.1)["loader_images_per_second"] > 0
-    assert probe.steps(batches="pictures", seconds=0.02)["images"] == 16  # goes on after the input alone
-    roof = probe.roofline(seconds=0.01)
-    assert 0 < roof["flops_per_image"] < roof["peak_flops"]
-    json.dumps([profile, roof, probe.facts])
+    assert probe.steps(batches="pictures", seconds=0.02, flushes=False)["images"] == 16  # goes on after the input alone
+    glance, roof = probe.glance(seconds=0.01), probe.roofline(seconds=0.01)
+    assert 0 < glance["flops_per_image"] < roof["peak_flops"]
+    always = probe.always(seconds=0.02)
+    json.dumps([profile, glance, roof, always, probe.facts])
+    values = {"batch.global_batch_size": 8, "batch.microbatch_size": 2, "batch.bn_span": 2}
+    assert probe.cut(values=values, seconds=0.02) == {}
+    assert probe.steps(batches="pictures", seconds=0.02, flushes=False)["images"] == 8
 
 
 @pytest.mark.slow
@@ -230,7 +296,7 @@ def test_captured_step_tells_no_parts(probe: _Probe) -> None:
 
     probe.parts = replace(probe.parts, execution=Captured())
     probe.train_step = TrainStep(probe.plan, probe.parts)
-    assert probe.steps(batches="pictures", seconds=0.02)["exposed_seconds"] is None
+    assert probe.steps(batches="pictures", seconds=0.02, flushes=False)["exposed_seconds"] is None
     assert probe.profile(batches="pictures", seconds=0.02)["phases"].keys() == {"wait for pictures", REPLAYED}
 
 

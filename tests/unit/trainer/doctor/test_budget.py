@@ -1,0 +1,186 @@
+"""An examination within a budget: probes of known speed, and a clock that they move; nothing is measured."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from bigbatch.errors import DoctorError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.doctor.budget import Budget, Pace
+from bigbatch.trainer.doctor.candidates import change, part_of_images
+from bigbatch.trainer.doctor.examine import IMAGES, Examination, Findings, examine
+from bigbatch.trainer.doctor.probes import Probes
+
+FACTS = {
+    "device": "cpu",
+    "device_type": "cpu",
+    "torch": "2",
+    "capability": None,
+    "num_cores": 2,
+    "world_size": 1,
+    "has_cpu_bf16": True,
+}
+CONFIGS = {name: load_config(["--config", name]) for name in ("quickstart", "cifar10_10epochs", "imagenet/resnet50_8k")}
+
+
+@dataclass
+class Machine:
+    """Starts probes on a machine of known slowness, and counts the seconds that it is kept busy."""
+
+    config: Config
+    seconds_per_image: float
+    start_seconds: float
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """By key: how many times as long a step takes with it."""
+    now: float = 0.0
+
+    def spend(self, seconds: float, *, limit: float) -> None:
+        self.now += min(seconds, limit)
+        if seconds > limit:
+            raise DoctorError(f"took longer than {limit:.0f} s, and was ended")
+
+    def start(self, values: Mapping[str, Any]) -> "Process":
+        self.spend(self.start_seconds, limit=math.inf)
+        return Process(self, values)
+
+
+class Process:
+    """Answers as a probe does, after the time that its steps take."""
+
+    facts: Mapping[str, Any] = FACTS
+
+    def __init__(self, machine: Machine, values: Mapping[str, Any]) -> None:
+        self.machine, self.values = machine, dict(values)
+        self._warm: set[str] = set()
+
+    @property
+    def step_seconds(self) -> float:
+        factor = math.prod(self.machine.factors.get(key, 1.0) for key in self.values)
+        return self.num_images * self.machine.seconds_per_image * factor
+
+    @property
+    def num_images(self) -> int:
+        batch = self.machine.config.batch
+        return int(self.values.get("batch.global_batch_size", batch.global_batch_size))
+
+    def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
+        step = self.step_seconds
+        if what == "cut":
+            self.values |= details["values"]
+            taken, found = 1.0, {}
+        elif what == "glance":
+            taken = max(0.5, 4 * self.machine.seconds_per_image)
+            found = {"flops_per_image": 1e9, "seconds_per_image": self.machine.seconds_per_image}
+        elif what == "steps":
+            warm = 0.0 if details["batches"] in self._warm else 3 * step
+            self._warm.add(details["batches"])
+            taken = warm + max(step, details["seconds"]) + 2 * details["flushes"] * step
+            found = {"images": self.num_images, "seconds": step, "wait_seconds": 0.0, "exposed_seconds": 0.0}
+            found |= {"steps": 1, "peak_bytes": 1}
+        elif what == "profile":
+            taken, found = max(4 * step, 3 * details["seconds"]), {"busy_share": None, "seconds": step}
+        else:
+            taken, found = 1.0, {"peak_flops": 1e12}
+        self.machine.spend(taken, limit=limit_seconds)
+        return found
+
+    def close(self) -> None:
+        self.machine.now += 0.3
+
+    kill = close
+
+
+def run(machine: Machine, *, seconds: float = 60.0, only: tuple[str, ...] = ()) -> Findings:
+    budget = Budget(seconds, clock=lambda: machine.now, started=0.0)
+    probes = Probes(machine.start, limit_seconds=lambda: budget.limit(300.0))
+    findings = Findings()
+    request = Examination(
+        config=machine.config, whole=machine.config, batches=IMAGES, seconds=0.5, turns=3, only=only, budget=budget
+    )
+    examine(request, probes, findings, say=lambda text: None)
+    return findings
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seconds_per_image", [1e-4, 5e-3, 0.03, 0.5])
+@pytest.mark.parametrize("start_seconds", [2.0, 6.0, 12.0])
+def test_examination_ends_within_its_budget(name: str, seconds_per_image: float, start_seconds: float) -> None:
+    machine = Machine(CONFIGS[name], seconds_per_image, start_seconds)
+    findings = run(machine)
+    assert machine.now <= 60
+    assert findings.is_complete
+    assert findings.rates is not None
+    assert findings.rates.together == pytest.approx(1 / seconds_per_image)  # however few pictures were measured
+    late = [each for each in findings.unmeasured if "no time left" in each.why]
+    assert any(each.name == "compile" and "--only compile" in each.why for each in late)
+    if start_seconds < 6:
+        assert findings.rows
+
+
+def test_likeliest_speedups_come_first() -> None:
+    findings = run(Machine(CONFIGS["quickstart"], 1e-3, 4.0, {"optimizer.precision": 0.5}))
+    assert [row.candidate.name for row in findings.rows][:2] == ["precision", "precision"]
+    assert findings.rows[0].is_taken
+    assert findings.advice["optimizer.precision"] == "bf16_autocast"  # of two as fast the first
+
+
+def test_speedup_that_is_slower_than_foreseen_is_cut_off() -> None:
+    machine = Machine(CONFIGS["quickstart"], 4e-3, 3.0, {"optimizer.precision": 100.0})
+    findings = run(machine)
+    assert machine.now <= 60
+    assert "was ended" in findings.rows[0].failure
+
+
+def test_what_only_names_is_tried_whatever_it_takes() -> None:
+    machine = Machine(CONFIGS["quickstart"], 0.03, 20.0)
+    findings = run(machine, seconds=80.0, only=("layout",))
+    assert [row.candidate.name for row in findings.rows] == ["layout"]
+    assert not any("no time left" in each.why for each in findings.unmeasured)
+
+
+def test_nothing_is_cut_or_left_out_without_a_budget() -> None:
+    findings = run(Machine(CONFIGS["quickstart"], 0.05, 20.0), seconds=math.inf)
+    assert findings.part == {}
+    assert {"compile", "recompute", "microbatch"} <= {row.candidate.name for row in findings.rows}
+    assert not any("no time left" in each.why for each in findings.unmeasured)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_images", "expected"),
+    [
+        ("quickstart", 1e9, {}),
+        ("quickstart", 300, (256, 128, 128)),  # two of four microbatches
+        ("quickstart", 127, (127, 127, 127)),  # a microbatch is one ghost batch
+        ("cifar10_10epochs", 511, (256, 256, 32)),
+        ("cifar10_10epochs", 40, (32, 32, 32)),
+        ("imagenet/resnet50_8k", 0.3, (2, 2, 2)),
+    ],
+)
+def test_part_of_a_step(name: str, num_images: float, expected: Any) -> None:
+    config = CONFIGS[name]
+    part = part_of_images(config, num_images, world_size=1)
+    cut = change(config, part, world_size=1)
+    assert isinstance(cut, Config)
+    if expected:
+        assert (cut.batch.global_batch_size, cut.batch.microbatch_size, cut.batch.bn_span) == expected
+    else:
+        assert part == expected
+    assert all(lookup(cut, key) == part[key] for key in part)
+
+
+def test_pace_predicts_by_the_steps_that_are_made() -> None:
+    pace = Pace(start_seconds=4.0, step_seconds=2.0, turn_seconds=0.5, turns=3, ahead=2, flushes=False)
+    assert pace.comparison == 3 * 2 * 2.0
+    assert pace.trial("layout") == 4.0 * 1.25 + 3 * 2.0 + 12.0
+    assert pace.trial("compile") == pace.trial("layout") + 60
+    assert replace(pace, flushes=True).turn == 6.0
+    early = Budget(60.0, clock=lambda: 0.0, started=0.0)
+    assert pace.fits("layout", early)  # 23 + 12 of 55
+    assert not pace.fits("layout", early, others=1)
+    assert not pace.fits("layout", replace(early, clock=lambda: 21.0))
+    assert pace.look_turns(early) == 1
+    assert replace(pace, step_seconds=0.1).look_turns(early) == 3
