@@ -45,10 +45,14 @@ class Line:
         self._secret, self._rank = secret, rank
         deadline = awake_seconds() + timeout.total_seconds()
         self._idle: list[socket.socket] = []
+        self._presence: socket.socket | None = None
+        """Over which nothing is asked: requests that are given up end theirs, this one only the process."""
         num_refusals = 0
         while not self._idle:
             try:
-                self._idle.append(self._connect(max(AGAIN_SECONDS, deadline - awake_seconds())))
+                left = max(AGAIN_SECONDS, deadline - awake_seconds())
+                self._presence = self._presence or self._connect(left)
+                self._idle.append(self._connect(left))
             except (OSError, TurnedAwayError) as error:
                 num_refusals += isinstance(error, TurnedAwayError)
                 if num_refusals == MOST_REFUSALS or awake_seconds() + AGAIN_SECONDS > deadline:

@@ -27,9 +27,8 @@ HELLO_SECONDS = 10.0
 """How long a caller may take to introduce itself."""
 MOST_STRANGERS = 256
 """How many may stand at the door at once beside the job's own; the one who has stood there longest goes first."""
-GONE_SECONDS = 3.0
-"""From when on a rank counts as gone whose every connection has ended. A request that is given up ends one, too; who
-lives asks again within the second or two of its stall inspector's next look."""
+GONE_SECONDS = 0.3
+"""From when on a rank counts as gone whose every connection has ended: who lives keeps one for nothing else."""
 LOOK_SECONDS = 0.2
 """Between two looks whether rank 0 is still there, and who has waited for long enough."""
 NAME = "store"

@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from bigbatch.boot import boot_id
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.plan import ClusterPlan, host, hosts_file
 from bigbatch.launch.emulate.programs import build_commands, port
-from bigbatch.launch.emulate.state import EmulatedCluster, boot_id, save, start_ticks
+from bigbatch.launch.emulate.state import EmulatedCluster, save, start_ticks
 from bigbatch.launch.emulate.switch import forward, open_port
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bigbatch.boot import boot_id
 from bigbatch.comm.rendezvous.environ import runtime_folder
 from bigbatch.errors import EmulationError
 from bigbatch.files import mode_of_own, parse_json, write_whole
@@ -78,14 +79,6 @@ def start_ticks(pid: int | str) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-def boot_id() -> str:
-    """Return the kernel's word for this boot, another one after each; empty where there is no /proc."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def is_alive(cluster: EmulatedCluster) -> bool:

@@ -115,3 +115,5 @@ def _how(returncode: int) -> str:
 def _send(running: Mapping[int, subprocess.Popen[bytes]], number: signal.Signals) -> None:
     for process in tuple(running.values()):
         process.send_signal(number)
+        if number == signal.SIGTERM:
+            process.send_signal(signal.SIGCONT)  # one that is stopped would heed it after all else only

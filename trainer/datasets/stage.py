@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from bigbatch.boot import boot_id
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import replacing, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
@@ -42,7 +43,6 @@ MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|\.staged|\..*{UNFINISHED}")
 CHUNK_BYTES = 8 << 20
 PRIVATE, OTHERS_WRITE = 0o700, stat.S_IWGRP | stat.S_IWOTH
 LOCK, USERS, NOTE = ".stage.lock", ".stage.users", ".staged"
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ANOTHER = "delete its folder to stage anew, or name another DST"
 
 
@@ -256,10 +256,7 @@ def _boot() -> bytes | None:
     Files are not synced, which would make a node wait for its disk: what a power cut takes is copied once more. But
     it may also leave a file with its full size and without its content, so sizes are only believed within one start.
     """
-    try:
-        return BOOT.read_bytes()
-    except OSError:
-        return None
+    return boot_id().encode() or None
 
 
 def _make_way(split: _Split) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from bigbatch.boot import boot_id
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ask_for_deterministic_cublas
 
@@ -37,9 +38,12 @@ def set_up_process(
 
 
 def cores_per_rank(communicator: Communicator) -> int:
-    """Return this rank's share of the cores that it may use. Collective."""
+    """Return this rank's share of the cores that it may use. Collective.
+
+    Hosts that share a kernel share its cores: containers, pods without cores of their own, emulated nodes.
+    """
     cores = usable_cores()
-    mine = f"{communicator.env.host} {cores}"
+    mine = f"{boot_id() or communicator.env.host} {cores}"
     return max(1, len(cores) // communicator.gather_text(mine).count(mine))
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from bigbatch import __version__
+from bigbatch.boot import boot_id
 from bigbatch.comm.rendezvous.release import sources_digest
 from bigbatch.comm.tuning.conditions import nccl_version, source_commit
 from bigbatch.errors import DataError
@@ -152,5 +153,4 @@ def count_images(config: Config) -> tuple[dict[str, int], str | None]:
 
 def machine_id() -> str:
     """Return what is the same for all who share a kernel."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else f"{platform.node()}-{os.getppid()}"
+    return boot_id() or f"{platform.node()}-{os.getppid()}"

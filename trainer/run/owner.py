@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Thread
 
+from bigbatch.boot import boot_id
 from bigbatch.comm.rendezvous.environ import slurm_job
 from bigbatch.errors import RunFolderError
 from bigbatch.files import parse_json, write_whole
@@ -243,8 +244,8 @@ def _user() -> str:
 def _kernel() -> str:
     """Name this boot of this machine, and what numbers its processes."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        if boot := boot_id():
+            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 

@@ -35,6 +35,12 @@ def test_run_together_ends_all_after_the_first_that_fails_with_its_code(monkeypa
     assert ended_with(waits, "import os; os.kill(os.getpid(), 9)") == 128 + 9
 
 
+def test_run_together_wakes_who_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen rank would cost a job that heals all the time that is granted to those that end by themselves."""
+    monkeypatch.setattr(together, "GRACE_SECONDS", FOREVER)
+    assert ended_with("import os; os.kill(os.getpid(), 19)", "import time; time.sleep(0.3); raise SystemExit(3)") == 3
+
+
 def test_run_together_takes_who_lost_another_rank_for_no_cause() -> None:
     """Both have ended by the first look: the code of the one that failed by itself tells whether a start may help."""
     ended = [subprocess.Popen(("sh", "-c", f"exit {code}")) for code in (LOST, 1)]

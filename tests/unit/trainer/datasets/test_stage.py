@@ -18,6 +18,7 @@ import pytest
 import sample_images
 from error_texts import naming
 
+from bigbatch import boot as boot_module
 from bigbatch import files
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError
@@ -61,7 +62,7 @@ def target(tmp_path):
 @pytest.fixture
 def boot(tmp_path, monkeypatch):
     """A machine that a test can start anew."""
-    monkeypatch.setattr(stage_module, "BOOT", sample_images.write(tmp_path, {"boot_id": b"first\n"}) / "boot_id")
+    monkeypatch.setattr(boot_module, "BOOT", sample_images.write(tmp_path, {"boot_id": b"first\n"}) / "boot_id")
     return tmp_path / "boot_id"
 
 

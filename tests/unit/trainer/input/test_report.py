@@ -352,6 +352,7 @@ def test_input_report_a_rank_that_could_not_measure_leaves_none() -> None:
 )
 def test_input_report_cores_per_rank(others: list[str], cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "usable_cores", lambda: list(range(6)))
+    monkeypatch.setattr(host, "boot_id", lambda: "")  # where the system does not tell
     communicator = SimpleNamespace(env=SimpleNamespace(host="here"), gather_text=lambda text: [text, *others])
     assert host.cores_per_rank(communicator) == cores
 

@@ -19,7 +19,7 @@ from bigbatch.trainer.machine import host
         (["here [0, 1, 2, 3]"], 2),  # one more rank on the same cores
         (["here [0, 1, 2, 3]"] * 7, 1),  # more ranks than cores
         (["here [4, 5, 6, 7]"], 4),  # bound to other cores
-        (["there [0, 1, 2, 3]"] * 3, 4),  # on other hosts
+        (["there [0, 1, 2, 3]"] * 3, 4),  # on other machines
     ],
 )
 def test_ranks_share_the_cores_that_they_have_in_common(
@@ -29,7 +29,8 @@ def test_ranks_share_the_cores_that_they_have_in_common(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
-    env = SimpleNamespace(host="here")
+    monkeypatch.setattr(host, "boot_id", lambda: "here")
+    env = SimpleNamespace(host="a pod of it")
     communicator = SimpleNamespace(device=torch.device("cpu"), gather_text=lambda text: [text, *others], env=env)
     host.set_up_process(communicator, cudnn_benchmark=True)
     assert chosen == [threads]
