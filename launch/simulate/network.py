@@ -11,8 +11,9 @@ from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
 Carrier = Literal["nccl", "sockets", "host", "servers"]
 
 ALGORITHMS = ("native", *MODELS)
-WIDENS = "doubling"
-"""The algorithm that sends partial sums of whole buffers."""
+WIDENS = ("native", "doubling")
+"""What sends sums in fp32 of half-precision terms as fp32: doubling has partial sums of whole buffers, and a library of
+its own would round each addition, so that runs give it fp32."""
 BY_SIZE = "hybrid"
 """For each buffer the fastest of these."""
 
@@ -50,14 +51,16 @@ class Network:
     def seconds(self, num_bytes: float, algorithm: str = "native", *, widened: float = 1.0) -> float:
         """Compute one all-reduce; algorithm: one of cost_model's, native, the carrier's own, or the fastest by size.
 
-        widened: how many times these bytes partial sums have, which doubling alone sends.
+        widened: how many times these bytes their sums have, which WIDENS send.
         """
         if self.num_devices == 1:
             return 0.0
         if algorithm == BY_SIZE:
             return self.seconds(num_bytes, self.fastest(num_bytes, widened=widened), widened=widened)
+        if algorithm in WIDENS:
+            num_bytes *= widened
         if algorithm != "native":
-            return MODELS[algorithm](num_bytes * (widened if algorithm == WIDENS else 1.0), self.cluster())
+            return MODELS[algorithm](num_bytes, self.cluster())
         if self.carrier == "servers":
             return self._servers(num_bytes)
         if self.carrier == "host":

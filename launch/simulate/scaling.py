@@ -216,6 +216,8 @@ class Advice:
 
     half_wire_seconds: float | None
     """With fp16 on the wire; None where gradients are halves already."""
+    half_wire_options: str
+    """Which options that takes."""
     plan: PlanChoice
     planned_seconds: float
 
@@ -235,8 +237,11 @@ def advise(question: Question, point: Point) -> Advice:
     tensors, stated = job.shape.tensors(job.element_bytes), _sizes(question.config)
     plan = search_plan(tensors, point.step.backward, seconds_of, stated=stated)
     is_half = job.element_bytes * job.wire_share <= 2
-    half = None if is_half else simulated(replace(job, wire_share=0.5))
-    return Advice(half, plan, simulated(replace(job, fusion=plan.sizes)))
+    # a library of its own is given fp32 unless its sums may round each addition
+    rounds = point.algorithm == "native"
+    half = None if is_half else simulated(replace(job, wire_share=0.5, sums_in_fp32=job.sums_in_fp32 and not rounds))
+    options = f"--comm.wire_dtype float16{' --comm.reduce_dtype wire' if rounds else ''}"
+    return Advice(half, options, plan, simulated(replace(job, fusion=plan.sizes)))
 
 
 def efficiencies(points: Sequence[Point]) -> list[Efficiency]:

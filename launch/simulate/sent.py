@@ -40,13 +40,14 @@ def _one_sum(job: Job, num_elements: int) -> SentPerStep:
     """Count one buffer's."""
     network, wire_bytes = job.network, job.element_bytes * job.wire_share
     element_bytes = round(wire_bytes)
-    num_bytes = num_elements * element_bytes
     algorithm = job.algorithm_of(num_elements * job.element_bytes)
-    if algorithm == "native":
-        rank, node = (round(2 * (n - 1) * num_bytes / n) for n in (network.num_devices, network.num_nodes))
-        return SentPerStep(rank, None, node, None if network.num_nodes > 1 else 0)
-    if algorithm == WIDENS and job.sums_in_fp32:
+    if algorithm in WIDENS and job.sums_in_fp32:
         element_bytes = wire_bytes = max(element_bytes, WIDE_BYTES)
+    if algorithm == "native":
+        rank, node = (
+            round(2 * (n - 1) * num_elements * element_bytes / n) for n in (network.num_devices, network.num_nodes)
+        )
+        return SentPerStep(rank, None, node, None if network.num_nodes > 1 else 0)
     sent = first_sends(
         algorithm,
         num_elements,

@@ -251,7 +251,7 @@ def advice(question: Question, point: Point) -> list[str]:
         )
     if found.half_wire_seconds is not None and found.half_wire_seconds < (1 - WORTH_NAMING) * now:
         lines.append(
-            f"At {point.num_devices:,} GPUs --comm.wire_dtype float16 would make it "
+            f"At {point.num_devices:,} GPUs {found.half_wire_options} would make it "
             f"{1e3 * found.half_wire_seconds:,.1f} ms."
         )
     return lines

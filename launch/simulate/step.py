@@ -88,7 +88,7 @@ class Job:
     wire_share: float = 1.0
     """Of these bytes that travel: half, where fp32 gradients travel in half precision."""
     sums_in_fp32: bool = False
-    """Whether what travels in half precision is summed in fp32: then doubling sends its partial sums as such."""
+    """Whether what travels in half precision is summed in fp32: then doubling and a library's own sums send it so."""
     is_coded: bool = False
     """Whether what travels is a code that no library of its own adds."""
     algorithm: str = "native"
@@ -122,7 +122,7 @@ class Job:
 
     @property
     def _widened(self) -> float:
-        """Return how many times the bytes of a gradient on the wire a partial sum of doubling has."""
+        """Return how many times the bytes of a gradient on the wire its sum in fp32 has."""
         return max(1.0, WIDE_BYTES / (self.element_bytes * self.wire_share)) if self.sums_in_fp32 else 1.0
 
     def _transfers(self, backward: Backward) -> tuple[PlannedTransfer, ...]:
@@ -151,10 +151,10 @@ class Job:
         num_bytes = self.shape.num_parameters * self.element_bytes * self.wire_share
         doublings = math.log2(network.num_nodes)
         if network.carrier == "servers":
-            return max(0.0, network.seconds(num_bytes) - computing)
+            return max(0.0, network.seconds(num_bytes, widened=self._widened) - computing)
         if self._is_blocking:
             fixed = constants.socket_step_seconds + constants.socket_node_seconds * doublings
-            return fixed + network.seconds(num_bytes)
+            return fixed + network.seconds(num_bytes, widened=self._widened)
         if not transfers:
             return 0.0
         exposed = max(0.0, transfers[-1].end_seconds - backward.seconds)
