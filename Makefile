@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 HASHED := --no-require-hashes -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks cluster \
+.PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks test-weekly cluster \
   cluster-links cluster-jobs test-cluster check lint docs format lock clean
 
 train: .venv/ready
@@ -32,16 +32,21 @@ test-unit: .venv/ready
 test-ranks: .venv/ready
 	$(PYTEST) tests/laws tests/parallel -n 2 --dist worksteal -m "not long"
 
-# the rest: full forms, compilers, benchmarks, launchers; jobs of ranks wait half of their time
+# the rest: full forms, compilers, benchmarks, launchers; jobs of ranks wait half of their time, and the runs that
+# several tests of a file compare with are made once where one process has the file
 test-long: test-long-unit test-long-ranks
 
 test-long-unit: .venv/ready
-	$(PYTEST) tests/unit -n 3 -m long
+	$(PYTEST) tests/unit -n 3 -m "long and not weekly"
 
 test-long-ranks: .venv/ready
-	$(PYTEST) tests/laws tests/parallel -n 4 -m long
+	$(PYTEST) tests/laws tests/parallel -n 4 --dist loadfile -m "long and not weekly"
 
-test-all: test test-long
+# minutes each for what changes seldom: once a week, and before a release (decision 117)
+test-weekly: .venv/ready
+	$(PYTEST) tests/unit tests/laws tests/parallel -n 3 -m weekly
+
+test-all: test test-long test-weekly
 
 # emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces;
 # real Slurm jobs on them: needs root, and apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge

@@ -8,6 +8,11 @@ import os
 import signal
 
 import pytest
+
+# before torch loads its OpenMP: tests run beside each other, and threads that spin while they wait for one that has no
+# core take several times the work's CPU time
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 EXPECT_GPU = os.environ.get("BIGBATCH_EXPECT_GPU") == "1"

@@ -42,15 +42,14 @@ from tests.laws.jobs import (
     wait_until,
 )
 
-EPOCHS = 12
 STEPS_PER_EPOCH = 5
-LONG = {"run.epochs": EPOCHS, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 4}
+LONG = {"run.epochs": 4, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 2}
 
 
 @pytest.mark.parametrize(
     ("launcher", "loader", "settings"),
     [
-        pytest.param(mpirun, "dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[6,32]]"}, marks=pytest.mark.long),
+        pytest.param(mpirun, "dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[3,32]]"}, marks=pytest.mark.long),
         (forked, "torchvision", {}),
     ],
     ids=["mpirun-dali-augmented", "torchvision"],

@@ -323,6 +323,7 @@ def test_mutated_input_is_refused_in_a_line(name: str, made: Callable[[str], Sur
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", NAMES)
 def test_mutated_input_is_refused_thousands_of_times(name: str, made: Callable[[str], Surface]) -> None:
     run_cases(made(name), name, CASES[name])

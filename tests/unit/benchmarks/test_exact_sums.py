@@ -10,6 +10,7 @@ from benchmarks.comm import exact_sums
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_exact_sums_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "exact.json"
     options = ["--models", "resnet18", "--image-size", "32", "--batch", "2", "--rounds", "2", "--out", str(out)]

@@ -77,6 +77,7 @@ def test_feed_names_a_run_that_fails(shapes):
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_feed(shapes, tmp_path):
     out = tmp_path / "feed.json"
     done = run_benchmark("input.feed", shapes, "--ranks", 1, "--repetitions", 1, "--out", out, "--", *OPTIONS)

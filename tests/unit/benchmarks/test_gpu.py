@@ -477,6 +477,7 @@ def test_steps_count_from_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.timeout(900)  # of one core: one to two minutes
 def test_cases_all_run_small(tmp_path: Path) -> None:
     record, stdout = run_small(tmp_path)

@@ -152,6 +152,7 @@ def test_shards_that_are_made_are_a_packed_data_set(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 @linux
 def test_startup(tmp_path):
     options = ("--num", 2000, "--repetitions", 2, "--scratch", tmp_path)
@@ -262,6 +263,7 @@ def test_simplejpeg_leaves_to_pillow_what_it_cannot_decode(images, simplejpeg):
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 @linux
 def test_decode(images, tmp_path):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")

@@ -78,6 +78,7 @@ def test_shares_of_the_bandwidth_by_hand():
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_lars_step_runs_and_names_who_is_left_out(tmp_path):
     options = ("--models", "resnet18", "--repeats", 1, "--threads", 1, "--bandwidth-mb", 1)
     done = run_benchmark("largebatch.lars_step", *options, "--out", tmp_path / "out.json")

@@ -61,6 +61,7 @@ def test_rows_by_hand() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.weekly
 def test_precision_all_of_it_at_a_tiny_size(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", train_per_class=4, val_per_class=1, side_pixels=(32, 32))
     out = tmp_path / "out.json"

@@ -106,7 +106,7 @@ def test_export_libraries_load_the_weights(form: str, tmp_path: Path, capsys: py
         pytest.param("bag of tricks", marks=pytest.mark.long),
         pytest.param("blurred", marks=pytest.mark.long),
         pytest.param("resnet18", marks=pytest.mark.long),
-        pytest.param("resnet50", marks=pytest.mark.long),
+        pytest.param("resnet50", marks=[pytest.mark.long, pytest.mark.weekly]),
     ],
 )
 def test_export_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_export_onnxruntime_computes_the_same_at_any_batch(model: str, tmp_path:
         assert_same(source, images_BCHW, torch.from_numpy(session.run(None, {"images": images_BCHW.numpy()})[0]))
 
 
-@pytest.mark.parametrize("model", ["resnet9", pytest.param("resnet50", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", ["resnet9", pytest.param("resnet50", marks=[pytest.mark.long, pytest.mark.weekly])])
 def test_exported_program_computes_the_same_at_any_batch(model: str, tmp_path: Path) -> None:
     out = tmp_path / "model.pt2"
     source, code = export(model, "torch_export", out)

@@ -35,7 +35,8 @@ FORMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "bag of tricks": ("resnet9", {"width": 4, **PAGE}, 8, 3),
     "bag of tricks, pool last": ("resnet9", {"width": 4, "pool_first": False, **PAGE}, 8, 0),
 }
-SLOW = {
+MORE = {
+    # more of the same blocks
     "resnet34": ("resnet34", {}, 36, 0),
     "resnet101": ("resnet101", {}, 104, 0),
     "resnet152": ("resnet152", {}, 155, 0),
@@ -45,7 +46,7 @@ SLOW = {
 def trained(name: str) -> nn.Module:
     """With norms that are no identity, some of their scales negative."""
     torch.manual_seed(0)
-    model, options, _, _ = (FORMS | SLOW)[name]
+    model, options, _, _ = (FORMS | MORE)[name]
     built = MODELS[model](num_classes=10, **options).eval()
     for module in built.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -63,11 +64,16 @@ def logits(model: nn.Module, images_BCHW: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet18", *(pytest.param(n, marks=pytest.mark.long) for n in (*FORMS, *SLOW) if n != "resnet18")]
+    "name",
+    [
+        "resnet18",
+        *(pytest.param(name, marks=pytest.mark.long) for name in FORMS if name != "resnet18"),
+        *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.weekly]) for name in MORE),
+    ],
 )
 def test_folding_leaves_the_function_as_it_is(name: str) -> None:
     model, images_BCHW = trained(name), torch.randn(2, 3, 64, 64)
-    _, _, norms, kept = (FORMS | SLOW)[name]
+    _, _, norms, kept = (FORMS | MORE)[name]
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     folded = fold_norms(model)
     assert (num_norms(model), num_norms(folded)) == (norms, kept)
