@@ -1,5 +1,6 @@
 """Run a launcher in the foreground: its output, its exit code, and Ctrl-C as a checkpoint."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,14 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from time import monotonic
 from types import FrameType
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.trainer.step.signals import handling
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C; kill; the terminal was closed, which without us would leave the job running unseen."""
 
+LOOK_SECONDS = 1.0
+"""Between two looks whether what a launcher has started has ended without it."""
+END_SECONDS = 1.0
+"""How long such a launcher may take to end by SIGTERM."""
 RECALL_SECONDS = 60.0
 """How often it is looked whether a job can have more."""
 
@@ -72,16 +79,21 @@ def run_in_foreground(
     environ: Mapping[str, str],
     asks_to_stop: signal.Signals,
     is_recalled: Callable[[], bool] | None = None,
+    has_left: Callable[[], bool] | None = None,
 ) -> Ended:
     """Start argv and wait for its end. is_recalled, asked every RECALL_SECONDS, tells whether to stop it before.
 
+    has_left, asked every LOOK_SECONDS, tells whether its ranks have ended long ago: then a launcher that waits for a
+    lost host, which takes a quarter of an hour where its last words to it are still on their way, is ended.
+
     The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
-    for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM.
+    for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM, the third
+    SIGKILL.
     Under nohup a closed terminal changes nothing.
     Raises: LaunchOptionError when the launcher is not installed.
     """
     started: list[subprocess.Popen[bytes]] = []
-    stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM)
+    stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
     was_recalled = False
     with handling_stops(stopper):
         process = _start(argv, environ=environ)
@@ -89,14 +101,21 @@ def run_in_foreground(
         # who asked before had nobody to ask; a launcher that hears it twice has not begun anything
         if stopper.asked:
             process.send_signal(asks_to_stop)
+        asked_at = monotonic()
         while True:
+            is_waiting = is_recalled is not None and not was_recalled
+            pauses = [RECALL_SECONDS] * is_waiting + [LOOK_SECONDS] * (has_left is not None)
             try:
-                code = process.wait(timeout=None if is_recalled is None or was_recalled else RECALL_SECONDS)
+                code = process.wait(timeout=min(pauses, default=None))
                 break
             except subprocess.TimeoutExpired:
-                was_recalled = is_recalled is not None and is_recalled()
-                if was_recalled and not stopper.asked:
-                    process.send_signal(asks_to_stop)
+                if has_left is not None and has_left():
+                    code = _end(process, argv[0])
+                    break
+                if is_recalled is not None and is_waiting and monotonic() - asked_at >= RECALL_SECONDS:
+                    was_recalled, asked_at = is_recalled(), monotonic()
+                    if was_recalled and not stopper.asked:
+                        process.send_signal(asks_to_stop)
     return Ended(shell_code(code), was_asked=stopper.asked > 0, was_recalled=was_recalled)
 
 
@@ -107,6 +126,17 @@ def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[
         raise LaunchOptionError(
             f"{argv[0]} is not installed: pip install 'bigbatch[mpi]', or use bigbatch launch torchrun"
         ) from error
+
+
+def _end(process: "subprocess.Popen[bytes]", name: str) -> int:
+    """End a launcher that has not ended after its ranks; return its code."""
+    tell(f"{Path(name).name} waits, and the job's ranks have ended: ending it")
+    process.terminate()
+    try:
+        return process.wait(timeout=END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # what it has started, such as ssh, too
+        return process.wait()
 
 
 def _send(started: "Sequence[subprocess.Popen[bytes]]", number: signal.Signals) -> None:

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from bigbatch.awake import awake_seconds
 from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import CommConfig
 from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.owner import has_ended, newest_claim
 
 OF_A_RUN = (("evaluate",), ("predict",), ("export",))
+LEFT_SECONDS = 3.0
+"""How long the other ranks, and what started them, may take to end after the first rank has."""
 SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
 """Figures of a report."""
 
@@ -99,6 +103,22 @@ def newest_checkpoint(folder: str | None) -> Path | None:
 def keeps_in_memory(folder: str) -> bool:
     """Tell whether a run has kept copies of its state in its nodes' memory, of which one may be newer."""
     return RunDir(Path(folder)).memory_name.exists()
+
+
+class RunLeft:
+    """Tells whether the job that took a run's folder has left it for LEFT_SECONDS; asked every now and then."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._since = Path(folder), newest_claim(Path(folder))
+        self._left_at: float | None = None
+
+    def __call__(self) -> bool:
+        """Look again."""
+        if not has_ended(self._folder, since=self._since):
+            self._left_at = None
+            return False
+        self._left_at = self._left_at or awake_seconds()
+        return awake_seconds() - self._left_at >= LEFT_SECONDS
 
 
 def last_report(folder: Path) -> str | None:

@@ -20,6 +20,7 @@ from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.hosts_left import on_hosts_left
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
+from bigbatch.launch.jobs.run_folder import RunLeft, find_run_folder
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
@@ -170,6 +171,7 @@ def _run_part(fit: JobSpec, *, job: JobSpec, environ: Mapping[str, str]) -> Ende
 def _run(job: JobSpec, *, environ: Mapping[str, str], is_recalled: Callable[[], bool] | None = None) -> Ended:
     if job.interface is not None:
         require_interface(job.interface)
+    folder = find_run_folder(job) if job.restarts else None
     with _file_for_the_stopped() as path:
         telling = replace(job, environment=(*job.environment, (STOPPED_VARIABLE, str(path)))) if path else job
         ended = run_in_foreground(
@@ -177,6 +179,7 @@ def _run(job: JobSpec, *, environ: Mapping[str, str], is_recalled: Callable[[], 
             environ=dict(environ) | dict(telling.variables),
             asks_to_stop=ASKS_TO_STOP,
             is_recalled=is_recalled,
+            has_left=None if folder is None else RunLeft(folder),
         )
         code = path.read_text() if path and ended.code == 0 else ""
     return replace(ended, code=int(code)) if code else ended

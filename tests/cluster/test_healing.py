@@ -22,10 +22,10 @@ SLOW = {
     "run.checkpoint_every_steps": 0,
     "run.memory_every_steps": 1,
     "run.eval_every_epochs": 400,
-    "comm.timeout_seconds": 15,
+    "comm.timeout_seconds": 6,  # shorter than mpirun needs to notice, which then waits for the lost host
     "comm.meeting_seconds": 15,
     "comm.warn_seconds": 3,
-    "data.patience_seconds": 5,
+    "data.patience_seconds": 2,
     "data.loader": "torchvision",
     "optimizer.loss": "tests.cluster.slow_loss.loss",
     "optimizer.label_smoothing": 0,
@@ -61,10 +61,16 @@ def test_job_goes_on_without_a_node_and_takes_it_back(runtime_folder: Path, tmp_
     try:
         wait_for(lambda: re.search(r"step +5 ", said.read_text()) is not None, job, said)
         clusters.cut(cluster, 3, environ=os.environ, arriving=True, leaving=True)
+        since = time.monotonic()
+        wait_for(lambda: "rank 3 on n3 has not come to it" in said.read_text(), job, said)
+        named_seconds = time.monotonic() - since
         wait_for(lambda: "starting again with 2 of 4 ranks, from " in said.read_text(), job, said)
         wait_for(
             lambda: re.search(r"going on from what n[012] kept in memory", said.read_text()) is not None, job, said
         )
+        wait_for(lambda: re.search(r"resumed after step \d+\n.*step +\d+ ", said.read_text()) is not None, job, said)
+        stepping_seconds = time.monotonic() - since
+        print(f"a node cut off: named after {named_seconds:.1f} s, stepping without it after {stepping_seconds:.1f} s")
         clusters.shape(cluster, rate=None, root=root, environ=os.environ)
         wait_for(
             lambda: re.search(r"starting again, from (?s:.*)4 ranks in 4 node", said.read_text()) is not None, job, said

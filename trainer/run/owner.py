@@ -146,6 +146,24 @@ def owning(folder: Path) -> Iterator[Owner]:
         owner.release()
 
 
+def newest_claim(folder: Path) -> int:
+    """Return the number of the newest claim of a run folder; 0 without one, and without a folder."""
+    try:
+        return max(_numbers(folder), default=0)
+    except OSError:
+        return 0
+
+
+def has_ended(folder: Path, *, since: int) -> bool:
+    """Tell whether a process that took the folder after claim since has ended: it says so, or this kernel knows.
+
+    Of one elsewhere that says nothing, it is not known: storage may stand still, and its beats with it.
+    """
+    number = newest_claim(folder)
+    owner = _read(_path(folder, number)) if number > since else None
+    return owner is not None and _lives(owner, replace(own_claim(), folder=owner.folder)) is False
+
+
 def _wait_until_gone(folder: Path, number: int, claim: Claim) -> None:
     """Return when the owner of that number has ended, or another one has come.
 

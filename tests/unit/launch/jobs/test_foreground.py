@@ -24,6 +24,23 @@ def test_foreground_exit_codes_pass_through() -> None:
     assert in_foreground([sys.executable, "-c", killed]) == 128 + signal.SIGKILL
 
 
+def test_foreground_ends_a_launcher_that_its_ranks_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As mpirun waits, deaf, for a host that is gone: no job that heals would start again before it has ended."""
+    monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(foreground, "END_SECONDS", 0.2)
+    deaf = f"trap '' TERM; touch {tmp_path}/deaf; while :; do sleep 1; done"
+    ended = run_in_foreground(
+        ["sh", "-c", deaf],
+        environ=os.environ,
+        asks_to_stop=signal.SIGUSR1,
+        has_left=(tmp_path / "deaf").exists,
+    )
+    assert (ended.code, ended.was_asked) == (128 + signal.SIGKILL, False)
+    assert "sh waits, and the job's ranks have ended: ending it" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("is_interrupted", "code"), [(True, 128 + signal.SIGUSR1), (False, 3)])
 def test_foreground_ctrl_c_that_comes_while_the_launcher_starts_is_passed_on(
     is_interrupted: bool, code: int, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from error_texts import naming
 
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.run import owner as module
-from bigbatch.trainer.run.owner import Claim, own_claim, owning, take
+from bigbatch.trainer.run.owner import Claim, has_ended, newest_claim, own_claim, owning, take
 
 HERE = own_claim()
 ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot", born="1")
@@ -124,6 +124,20 @@ def test_owner_that_dies_while_it_is_waited_for_is_replaced(clock: Clock, tmp_pa
     clock.events.append(lambda now: held.release() if now > 105 else None)
     may_take(tmp_path)
     assert 105 < clock.now < 107
+
+
+def test_owner_has_ended_where_it_says_so_or_its_kernel_knows(clock: Clock, tmp_path: Path) -> None:
+    """One elsewhere that says nothing may have storage that stands still: its job is not to be ended for that."""
+    assert not has_ended(tmp_path / "none", since=0)
+    with owning(tmp_path):
+        assert not has_ended(tmp_path, since=0)
+    assert has_ended(tmp_path, since=0)
+    assert not has_ended(tmp_path, since=newest_claim(tmp_path)), "it was of the job before"
+    lay(tmp_path, ELSEWHERE, number=2)
+    clock.now += 3600
+    assert not has_ended(tmp_path, since=1)
+    lay(tmp_path, dead_here(), number=3)
+    assert has_ended(tmp_path, since=1)
 
 
 def test_owner_of_a_folder_does_not_own_its_copy(clock: Clock, tmp_path: Path) -> None:
