@@ -85,6 +85,10 @@ GROUPS = {
                 "bigbatch.trainer.tune.batch.recommend",
                 "recommend a global batch from the gradient noise scale of a run",
             ),
+            "precision": (
+                "bigbatch.trainer.tune.precision.recommend",
+                "recommend loss scale, wire and ghost batch from the underflow of a few steps",
+            ),
         },
         "bigbatch tune range --config quickstart --from 0.1 --to 100 --steps 60 --out runs/range",
     ),

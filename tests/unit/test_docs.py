@@ -40,6 +40,7 @@ from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.tune.batch.recommend import _parser as batch_parser
 from bigbatch.trainer.tune.batch.recommend import short_run
 from bigbatch.trainer.tune.communication import _parser as tune_parser
+from bigbatch.trainer.tune.precision.recommend import main as tune_precision
 from bigbatch.trainer.tune.range.rising_rate import _parser as range_parser
 from bigbatch.trainer.tune.search.experiment import make_experiment
 from bigbatch.trainer.tune.search.options import parse_search
@@ -122,6 +123,9 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "tune range": "tests/unit/trainer/tune/range/test_range.py::test_range_of_two_ranks_finds_where_the_loss_explodes",
     "tune search": "tests/unit/trainer/tune/search/test_options.py::test_tune_search_of_real_runs_and_a_kill",
     "tune batch": "tests/unit/trainer/tune/batch/test_batch.py::test_tune_batch_trains_a_short_run_that_measures",
+    "tune precision": (
+        "tests/unit/trainer/tune/precision/test_precision.py::test_tune_precision_predicts_what_training_so_reports"
+    ),
     "comm bench": "tests/parallel/test_comm_commands.py::test_bench_finds_every_algorithm_of_every_backend_right",
     "comm verify": "tests/parallel/test_comm_commands.py::test_verify_on_uneven_nodes_of_three_ranks",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
@@ -507,6 +511,8 @@ def test_bigbatch_commands(
         arguments, overrides = batch_parser().parse_known_args(words[2:])
         if arguments.out:
             short_run(arguments, overrides)
+    elif words[:2] == ["tune", "precision"]:
+        assert tune_precision([*words[2:], "--dry-run"]) == 0
     elif words[0] == "doctor":
         arguments, overrides = doctor_parser().parse_known_args([word for word in words[1:] if word != "--help"])
         config = load_config(["--config", arguments.config, *overrides])

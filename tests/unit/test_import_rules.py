@@ -38,7 +38,7 @@ ROOMS = (
     ("trainer.build",),
     ("trainer.memory", "trainer.inference", "trainer.mlperf", "trainer.preflight"),
     ("trainer.tune.search",),
-    ("trainer.tune.range", "trainer.tune.batch"),
+    ("trainer.tune.range", "trainer.tune.batch", "trainer.tune.precision"),
     ("trainer.tune",),
     ("trainer.doctor",),
     ("trainer",),

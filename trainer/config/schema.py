@@ -1,7 +1,7 @@
 """What an experiment is: its keys, their defaults, and all checks."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from bigbatch.errors import ConfigError
@@ -70,6 +70,15 @@ def lookup(config: Config, key: str) -> object:
     """Return the value of a dotted key."""
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the config with these values by dotted key. Raises: ConfigError where they are not legal together."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{name: replace(getattr(config, name), **each) for name, each in sections.items()})
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, ranks_per_ghost
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.schema import Config, with_values
 
 MOST_MICROBATCHES = 8
 FEWEST_IMAGES = 2
@@ -96,14 +96,8 @@ class Unmeasured:
 
 def change(config: Config, values: Mapping[str, Any], *, world_size: int) -> Config | str:
     """Make the config with these values by dotted key; or why it would not be legal."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
     try:
-        changed = dataclasses.replace(
-            config, **{name: dataclasses.replace(getattr(config, name), **each) for name, each in sections.items()}
-        )
+        changed = with_values(config, values)
         accumulation_steps(changed.batch, world_size=world_size)
     except ConfigError as error:
         return str(error)

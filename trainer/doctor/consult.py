@@ -91,9 +91,9 @@ def _report(
     except DoctorError as error:
         if budget.left() > LEAST_SECONDS:
             raise
-        raise DoctorError(
-            f"{error}; {budget.seconds:g} s are too few for this config here: give --within more"
-        ) from error
+        step = findings.steps
+        slow = f"; a step of {step['images']} pictures took {step['seconds']:.1f} s" if step else ""
+        raise DoctorError(f"{error}{slow}: {budget.seconds:g} s are too few here, give --within more") from error
     command = ["bigbatch", "train", "--config", arguments.config, *overrides]
     print_report(findings, console, config=config, command=command)
     if arguments.json:

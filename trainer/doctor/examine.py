@@ -130,7 +130,8 @@ def _look_at(
     turns: list[list[dict[str, Any]]] = []
     planned = request.turns
     while len(turns) < planned:
-        turns.append([base.ask("steps", batches=each, flushes=True) for each in (batches, TENSORS)])
+        findings.steps = base.ask("steps", batches=batches, flushes=True)
+        turns.append([findings.steps, base.ask("steps", batches=TENSORS, flushes=True)])
         if len(turns) == 1:
             pace = replace(pace, step_seconds=_seconds(turns[0][0]))
             planned = pace.look_turns(request.budget)

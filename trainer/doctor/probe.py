@@ -45,8 +45,8 @@ ENDLESS = 2**40
 """Steps that no measurement comes to."""
 WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
 """Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
-FIRST_IMAGES, FOURFOLD, ENOUGH_SECONDS = 2, 4, 0.15
-"""With how many pictures a glance begins, by what it grows, and how long a pass is that says enough."""
+FIRST_IMAGES, FOURFOLD, ENOUGH_SECONDS, SLOW_SECONDS = 4, 4, 0.15, 1.5
+"""With how many pictures a glance begins, by what it grows, how long a pass is that says enough, and a first one."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -136,19 +136,23 @@ class _Probe:
     def glance(self, *, seconds: float) -> dict[str, Any]:
         """Count the operations of a picture, and say about how long it takes, before any whole step. Collective."""
         device, prepared = self.communicator.device, self.parts.prepare(next(self._generated()))
-        flops, size = flops_per_image(self.parts, prepared), len(prepared.labels_B)
+        size = len(prepared.labels_B)
         # on a GPU few pictures take as long as many
         number = size if device.type != "cpu" else min(size, FIRST_IMAGES)
-        backward_of(self.parts, prepared, num_images=number)
-        while True:
-            wait_for(device)
-            start = time.perf_counter()
-            backward_of(self.parts, prepared, num_images=number)
-            wait_for(device)
-            taken = float(self.communicator.gather_text(f"{time.perf_counter() - start}")[0])
-            if number == size or taken >= ENOUGH_SECONDS:
-                return {"flops_per_image": flops, "seconds_per_image": taken / number}
+        start = time.perf_counter()
+        flops = flops_per_image(self.parts, prepared)
+        taken, counted = self._of_first_rank(time.perf_counter() - start), 1
+        if device.type != "cpu" or taken < SLOW_SECONDS:
+            taken = 0.0  # most of it may have been the first pass's own: libraries, kernels, memory
+        while taken == 0.0 or (taken < ENOUGH_SECONDS and counted < size):
+            for _ in range(2):  # the first prepares
+                wait_for(device)
+                start = time.perf_counter()
+                backward_of(self.parts, prepared, num_images=number)
+                wait_for(device)
+            taken, counted = self._of_first_rank(time.perf_counter() - start), number
             number = min(size, FOURFOLD * number)
+        return {"flops_per_image": flops, "seconds_per_image": taken / counted}
 
     def steps(self, *, batches: str, seconds: float, flushes: bool) -> dict[str, Any]:
         """Time whole updates for about so long, timed together, after some that are not. Collective.
@@ -248,10 +252,14 @@ class _Probe:
         if batches in self._step_seconds:
             self._timed(stream, ahead if flushes else 0)
             return
-        self._timed(stream, LEAST_WARM - 1)
+        # other batches of a model that is warm need one step, to learn its length
+        self._timed(stream, 0 if self._step_seconds else LEAST_WARM - 1)
         taken = self._timed(stream, 1)
         more = self._agreed(min(MOST_WARM, int(min(WARM_SECONDS, 2 * seconds) / taken)))
         self._step_seconds[batches] = self._timed(stream, more) / more if more else taken
+
+    def _of_first_rank(self, seconds: float) -> float:
+        return float(self.communicator.gather_text(f"{seconds}")[0])
 
     def _agreed(self, number: int) -> int:
         """Return a value as the first rank has it."""

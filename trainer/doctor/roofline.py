@@ -12,7 +12,7 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
 """A convolution of 3 x 3 with plenty to do for each byte."""
-COUNTED_IMAGES = 2
+COUNTED_IMAGES = 1
 
 
 def flops_per_image(parts: Parts, prepared: Prepared) -> float:

@@ -192,10 +192,18 @@ def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor]
 
 def to_half_(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast all weights but those of norm layers, which stay fp32."""
-    for module in model.modules():
-        if not isinstance(module, _NormBase):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
+    for parameter in halved(model).values():
+        parameter.data = parameter.data.to(dtype)
+
+
+def halved(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return, by name, the parameters that half precision rounds: all but those of norm layers."""
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, module in model.named_modules()
+        if not isinstance(module, _NormBase)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
 
 
 def in_forward(name: str, *, device: torch.device) -> AbstractContextManager[Any]:

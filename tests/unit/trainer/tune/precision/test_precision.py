@@ -1,0 +1,265 @@
+"""What fp16 loses at each scale, by closed forms and by torch's own rounding; the choices; and the command."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from error_texts import naming
+
+from bigbatch.errors import ConfigError, TrainingDiverged, TuneError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.step.precision import underflow_fraction
+from bigbatch.trainer.tune.precision import recommend
+from bigbatch.trainer.tune.precision.choices import (
+    Choice,
+    Gradients,
+    SpanRow,
+    WireRow,
+    choose_predivide,
+    choose_scale,
+    scale_choice,
+    span_choice,
+    wire_choice,
+)
+from bigbatch.trainer.tune.precision.magnitudes import Magnitudes, measure
+from bigbatch.trainer.tune.precision.report import Answer, explain
+from bigbatch.trainer.tune.precision.wires import measure_wires
+
+LADDER = torch.tensor([2.0**-power for power in range(60)])
+"""1, a half, and so on to 2^-59."""
+
+
+@pytest.mark.parametrize("scale_power", [0, 8, 16, 24])
+def test_lost_are_those_below_the_smallest_number_of_fp16(scale_power: int) -> None:
+    found = measure([LADDER])
+    # 2^(s - k) < 2^-24 where k > s + 24
+    assert found.lost(scale_power=scale_power) == (60 - 1 - (scale_power + 24)) / 60
+    assert found.shortened(scale_power=scale_power) == (60 - 1 - (scale_power + 14)) / 60
+    half = (LADDER * 2.0**scale_power).half()
+    assert found.lost(scale_power=scale_power) == (half == 0).sum() / 60  # torch rounds halfway to even, to 0
+
+
+def test_short_is_what_a_run_reports_as_underflow() -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(40, 30) * 1e-5, torch.randn(500) * 1e-6, torch.zeros(7)]
+    found = measure(gradients)
+    assert (found.zeros, found.nonzero) == (7, 1700)
+    for power in (0, 3, 10):
+        half = [(each * 2.0**power).half() for each in gradients]
+        reported = underflow_fraction(half, sum_parts=lambda counts: counts)
+        # numbers just below 2^-14 are rounded up to it
+        assert found.shortened(scale_power=power) == pytest.approx(reported, abs=2e-3)
+
+
+def test_magnitudes_add_up_and_the_largest_tells_the_room() -> None:
+    found = measure([torch.tensor([3.0, -5.0, 0.0])]) + measure([torch.tensor([2.0**-140, 4.0])])
+    assert found == Magnitudes({1: 1, 2: 2, -140: 1}, zeros=1, largest=5.0)
+    assert found.headroom(scale_power=4) == pytest.approx(math.log2(65504 / 5) - 4)
+    assert measure([torch.zeros(3), torch.zeros(0)]).headroom(scale_power=24) == math.inf
+    with pytest.raises(ValueError, match="not finite"):
+        measure([torch.tensor([1.0, math.nan])])
+
+
+def even(lowest: int, highest: int) -> Magnitudes:
+    """One value at each power of two."""
+    return Magnitudes(dict.fromkeys(range(lowest, highest + 1), 1), largest=2.0**highest)
+
+
+def test_scale_is_the_smallest_that_loses_as_little_as_any() -> None:
+    # 2^-30 reaches 2^-14 with 2^16, and 2^-10 has room for that: 2^6 of at most 2^15.999
+    found = Gradients(even(-30, -10), even(-20, -12))
+    power, reason = choose_scale(found)
+    assert power == 16
+    assert "0.00%" in reason
+    assert scale_choice(found, growth_steps=500).values == {
+        "optimizer.loss_scale": 65536.0,
+        "optimizer.loss_scale_growth_steps": None,  # nearly ten powers are left
+    }
+
+
+def test_scale_stops_where_the_largest_needs_room() -> None:
+    # 2^-1 may be multiplied by 2^13 so that 3 powers are left: 2^-30 is then at 2^-17, and three of 30 are short
+    found = Gradients(even(-30, -1), even(-5, -1))
+    power, reason = choose_scale(found)
+    assert power == 13
+    assert "10.00%" in reason
+    changing = scale_choice(found, growth_steps=500).values  # since so few powers may not be enough for a whole run
+    assert changing == {"optimizer.loss_scale": 8192.0, "optimizer.loss_scale_growth_steps": 500}
+    assert scale_choice(found, growth_steps=None).values["optimizer.loss_scale_growth_steps"] == 2000
+
+
+def test_no_scale_holds_what_overflows() -> None:
+    huge = Gradients(Magnitudes({20: 1}, largest=2.0**20), even(-5, -1))
+    assert choose_scale(huge)[0] is None
+    assert scale_choice(huge, growth_steps=None).values == {}
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_ranks", "scale_power", "expected"),
+    [
+        (even(-10, -5), 1, 0, 1.0),
+        (even(-20, -15), 1, 0, 2.0**-6),  # 2^-20 to 2^-14
+        (even(-20, -15), 8, 0, 2.0**-9),  # an eighth of it, too
+        (even(-20, -15), 1, 4, 2.0**-2),  # the loss scale has done four
+        (even(-10, 14), 1, 0, 4.0),  # three powers of room for 2^14: 2^1.9993 without
+    ],
+)
+def test_predivide_is_the_mildest_that_keeps_digits_and_room(
+    weights: Magnitudes, num_ranks: int, scale_power: int, expected: float
+) -> None:
+    assert choose_predivide(weights, num_ranks=num_ranks, scale_power=scale_power) == expected
+
+
+def test_wires_lose_what_their_formats_do() -> None:
+    gradient_N = torch.full((64,), 2.0**-26)
+    gradient_N[::32] = 1.0  # one in each block of int8's shared exponents
+    plain, fp16, lifted, bf16, int8 = measure_wires(gradient_N, predivide=2.0**-4, num_ranks=1)
+    assert (plain.wire_dtype, plain.lost, plain.error, plain.num_bytes) == (None, 0.0, 0.0, 4.0)
+    assert fp16.lost == int8.lost == pytest.approx(62 / 64)
+    assert (lifted.lost, bf16.lost) == (0.0, 0.0)  # 2^-22, a subnormal; bf16 has fp32's range
+    assert lifted.headroom == pytest.approx(math.log2(65504) - 4)
+    assert int8.num_bytes == 1 + 1 / 32
+    shared = measure_wires(gradient_N * 2.0**3, predivide=1.0, num_ranks=8)
+    assert shared[1].lost == fp16.lost  # a rank's term is an eighth of the sum
+
+
+ROWS = [
+    WireRow(None, 1.0, 4.0, 0.0, 0.0, None),
+    WireRow("float16", 1.0, 2.0, 0.1, 1e-4, 10.0),
+    WireRow("float16", 0.25, 2.0, 0.0, 2e-4, 8.0),
+    WireRow("bfloat16", 1.0, 2.0, 0.0, 2e-3, None),
+    WireRow("int8", 1.0, 1.03, 0.0, 1e-5, None),
+]
+
+
+def test_wire_of_half_the_bytes_that_loses_few_with_the_least_error() -> None:
+    assert wire_choice(ROWS, num_ranks=8).values == {"comm.wire_dtype": "float16", "comm.predivide": 0.25}
+    assert wire_choice([*ROWS[:2], *ROWS[3:]], num_ranks=8).values["comm.wire_dtype"] == "bfloat16"
+    assert wire_choice(ROWS[:2], num_ranks=8).values == {}
+    assert "--num-ranks" in wire_choice(ROWS, num_ranks=1).reason
+
+
+def test_ghost_batch_changes_only_for_fewer_short_values() -> None:
+    rows = [SpanRow(32, 0.05, 9.0, 2.0), SpanRow(16, 0.0495, 9.0, 1.0), SpanRow(64, 0.08, 9.0, 2.0)]
+    assert span_choice(rows, own=32).values == {}
+    assert span_choice([*rows, SpanRow(128, 0.01, 9.0, 3.0)], own=32).values == {"batch.bn_span": 128}
+
+
+def test_failure_to_train_so_is_told() -> None:
+    answer = Answer(
+        precision="fp16",
+        num_steps=2,
+        num_ranks=8,
+        gradients=Gradients(even(-30, -10), even(-20, 20)),
+        largest=(0.1, 0.2),
+        losses=(2.0, 1.0),
+        spans=(SpanRow(32, 0.05, 9.0, 2.0),),
+        wires=tuple(ROWS),
+        choices={"wire": Choice({"comm.wire_dtype": "float16"}, "why")},
+        failure="all overflowed",
+    )
+    text = "\n".join(explain(answer))
+    assert "training so failed: all overflowed" in text
+    assert "overflows" in text
+    assert "wire: --comm.wire_dtype float16\n  why" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--steps", "0"], ("--steps 0 ",)),
+        (["--try-steps", "-1"], ("--try-steps -1: ",)),
+        (["--num-ranks", "0"], ("--num-ranks 0 ",)),
+        (["--spans", "96"], ("--spans 96: ", "batch.bn_span=96 ")),
+        (["--run.epoch", "2"], (" run.epoch;", " run.epochs")),
+    ],
+)
+def test_tune_precision_refuses_options(options: list[str], named: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=naming(*named)):
+        recommend.main(["--config", "quickstart", "--out", str(tmp_path), *options])
+
+
+def test_dry_run_says_what_would_be_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", "quickstart", "--out", str(tmp_path / "out"), "--dry-run", "--spans", "64"]
+    assert recommend.main(words) == 0
+    text = capsys.readouterr().out
+    assert "8 steps of 512 pictures in fp32, with batch.bn_span=128" in text
+    assert "with batch.bn_span=64" in text
+    assert not (tmp_path / "out").exists()
+
+
+SYNTHETIC = {
+    "data.loader": "synthetic",
+    "data.num_synthetic_samples": 64,
+    "data.image_size": 16,
+    "data.probe_seconds": 0,
+    "model.width": 2,
+    "batch.global_batch_size": 16,
+    "batch.microbatch_size": 8,
+    "batch.bn_span": 8,
+}
+OPTIONS = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
+
+
+def tune(*options: str) -> subprocess.CompletedProcess[str]:
+    words = ["tune", "precision", "--config", "quickstart", "--steps", "3", *OPTIONS, *options]
+    return subprocess.run(
+        [sys.executable, "-m", "bigbatch", *words], capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.long
+def test_tune_precision_predicts_what_training_so_reports(tmp_path: Path) -> None:
+    done = tune("--optimizer.precision=fp16", "--spans", "4", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out/precision.json").read_text())
+    scale = found["recommended"]["optimizer.loss_scale"]
+    row = next(each for each in found["loss_scales"] if each["loss_scale"] == scale)
+    assert found["tried"]["overflow_steps"] == 0
+    assert found["tried"]["underflow"] == pytest.approx([row["weights_shortened"]] * 2, abs=0.03)
+    assert found["tried"]["losses"] == pytest.approx(found["loss_fp32"][:2], rel=0.05)
+    assert [each["bn_span"] for each in found["ghost_batches"]] == [8, 4]
+    assert (tmp_path / "out/precision.png").stat().st_size > 1000
+    taken = load_config(["--config", str(tmp_path / "out/precision.yaml"), *OPTIONS, "--optimizer.precision=fp16"])
+    assert taken.optimizer.loss_scale == scale
+    assert "take it by bigbatch train --config" in done.stdout
+
+
+class First:
+    """A communicator as far as it is asked here."""
+
+    rank = 0
+
+
+def test_gradients_that_are_not_finite_in_fp32_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explodes(*_: object, **__: object) -> None:
+        measure([torch.tensor([math.inf])])
+
+    monkeypatch.setattr(recommend, "count_gradients", explodes)
+    with pytest.raises(TuneError, match=naming("bn_span=128: ", "lower schedule.base_lr")):
+        recommend.search(load_config(["--config", "quickstart"]), First(), [128], steps=1, num_ranks=1)  # type: ignore[arg-type]
+
+
+def test_choice_that_diverges_is_kept_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverges(*_: object, **__: object) -> None:
+        raise TrainingDiverged("all overflowed")
+
+    monkeypatch.setattr(recommend, "try_choice", diverges)
+    answer = Answer(
+        precision="fp32",
+        num_steps=1,
+        num_ranks=1,
+        gradients=Gradients(even(-3, -1), even(-3, -1)),
+        largest=(),
+        losses=(),
+        spans=(),
+        wires=(),
+        choices={},
+    )
+
+    config = load_config(["--config", "quickstart"])
+    assert recommend.confirm(answer, config, First(), steps=1).failure == "all overflowed"  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What a run in half precision loses at each loss scale and on each wire, and what to take."""
