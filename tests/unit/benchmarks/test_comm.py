@@ -379,6 +379,20 @@ def test_ways_of_one_rank_give_right_sums_and_see_wrong_ones(monkeypatch: pytest
     job.communicator.close()
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read as Linux tells it")
+def test_values_that_nobody_writes_take_no_memory() -> None:
+    """Eight ranks on one machine have weights of their own: AlexNet-BN's are 244 MB each."""
+
+    def own_bytes() -> int:
+        return 1024 * int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
+
+    before = own_bytes()
+    values = gradient_sets.make_values({"fc6": (4096, 4096), "scale": ()})
+    assert not values["fc6"][::512].any()
+    assert values["scale"] == 0
+    assert own_bytes() - before < values["fc6"].nbytes / 4
+
+
 def test_ways_are_summarised() -> None:
     quartiles = {"n": 5, "median": 2.0, "q1": 1.9, "q3": 2.1}
     row = {
