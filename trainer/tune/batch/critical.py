@@ -72,15 +72,21 @@ def thirds(pairs: Sequence[Pair], *, global_batch_size: int) -> list[NoiseScale]
     return [share.noise_scale(global_batch_size=global_batch_size) for share in shares if share is not None]
 
 
-def recommended(critical: float, *, microbatch_size: int) -> int:
-    """Return the microbatch doubled until it is nearest to the critical batch, by ratio."""
-    return microbatch_size * 2 ** max(0, round(math.log2(max(critical, 1.0) / microbatch_size)))
+def recommended(critical: float, *, microbatch_size: int, num_train: int | None = None) -> int:
+    """Return the microbatch doubled until it is nearest to the critical batch, by ratio, but not above num_train.
+
+    A step takes no picture twice: no batch is larger than the training set.
+    """
+    doublings = max(0, round(math.log2(max(critical, 1.0) / microbatch_size)))
+    if num_train is not None:
+        doublings = min(doublings, max(1, num_train // microbatch_size).bit_length() - 1)
+    return microbatch_size * 2**doublings
 
 
-def trade(critical: float, *, microbatch_size: int, own: int) -> list[Row]:
-    """List batches around the critical one, and the run's own, with the steps and pictures that they need."""
-    best = recommended(critical, microbatch_size=microbatch_size)
-    around = {best * 2**power for power in range(AROUND + 1)}
+def trade(critical: float, *, microbatch_size: int, own: int, num_train: int | None = None) -> list[Row]:
+    """List batches around the recommended one, and the run's own, with the steps and pictures that they need."""
+    best = recommended(critical, microbatch_size=microbatch_size, num_train=num_train)
+    around = {best * 2**power for power in range(AROUND + 1) if num_train is None or best * 2**power <= num_train}
     around |= {best // 2**power for power in range(1, AROUND + 1) if best % (microbatch_size * 2**power) == 0}
     return [Row(batch, 1 + critical / batch, 1 + batch / max(critical, 1.0)) for batch in sorted(around | {own})]
 

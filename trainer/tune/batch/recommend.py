@@ -5,8 +5,9 @@ import dataclasses
 import json
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
@@ -67,7 +68,16 @@ def read_answer(run: RunDir) -> Answer:
         run=run.path,
         global_batch_size=config.batch.global_batch_size,
         microbatch_size=config.batch.microbatch_size,
+        num_train=num_train(read_records(run.metrics)),
     )
+
+
+def num_train(records: Iterable[Mapping[str, Any]]) -> int | None:
+    """Return the pictures of the training set, as the run's last start tells; None where none does."""
+    jobs = [record.get("job") for record in records if record.get("kind") == "start"]
+    found = [job.get("train_samples") for job in jobs if isinstance(job, dict)]
+    counts = [count for count in found if type(count) is int and count > 0]
+    return counts[-1] if counts else None
 
 
 def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:

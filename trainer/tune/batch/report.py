@@ -32,19 +32,31 @@ class Answer:
     num_measurements: int
     critical: NoiseScale
     thirds: tuple[NoiseScale, ...]
+    num_train: int | None = None
+    """Pictures of the training set; None where the run does not tell."""
 
     @property
     def recommended(self) -> int | None:
         """Return the global batch to take; None where the signal drowned in noise."""
         estimate = self.critical.estimate
-        return None if estimate is None else recommended(estimate, microbatch_size=self.microbatch_size)
+        if estimate is None:
+            return None
+        return recommended(estimate, microbatch_size=self.microbatch_size, num_train=self.num_train)
+
+    @property
+    def is_capped(self) -> bool:
+        """Tell whether the training set has too few pictures for the batch that would be recommended."""
+        estimate = self.critical.estimate
+        return estimate is not None and self.recommended != recommended(estimate, microbatch_size=self.microbatch_size)
 
     @property
     def rows(self) -> list[Row]:
         """Return what batches around it cost."""
         estimate = self.critical.estimate
         own, microbatch = self.global_batch_size, self.microbatch_size
-        return [] if estimate is None else trade(estimate, microbatch_size=microbatch, own=own)
+        return (
+            [] if estimate is None else trade(estimate, microbatch_size=microbatch, own=own, num_train=self.num_train)
+        )
 
     @property
     def rate_factor(self) -> float | None:
@@ -62,6 +74,7 @@ class Answer:
             "critical_batch_high": high,
             "in_doubt": is_in_doubt(self.critical),
             "recommended_batch": self.recommended,
+            "training_images": self.num_train,
             "sgd_rate_factor": self.rate_factor,
             "batches": [asdict(row) for row in self.rows],
             "noise_scale_by_third": [each.record() for each in self.thirds],
@@ -72,11 +85,13 @@ class Answer:
         }
 
 
-def make_answer(pairs: Sequence[Pair], *, run: Path, global_batch_size: int, microbatch_size: int) -> Answer:
+def make_answer(
+    pairs: Sequence[Pair], *, run: Path, global_batch_size: int, microbatch_size: int, num_train: int | None = None
+) -> Answer:
     """Read the measurements of a run, of which there are enough for a figure."""
     critical = critical_batch(segments(pairs), global_batch_size=global_batch_size)
     course = thirds(pairs, global_batch_size=global_batch_size)
-    return Answer(run, global_batch_size, microbatch_size, len(pairs), critical, tuple(course))
+    return Answer(run, global_batch_size, microbatch_size, len(pairs), critical, tuple(course), num_train)
 
 
 def explain(answer: Answer) -> list[str]:
@@ -96,6 +111,10 @@ def explain(answer: Answer) -> list[str]:
         f"recommended: a global batch of {answer.recommended}, --batch.global_batch_size {answer.recommended}; a "
         "larger one trades images for fewer steps (time), a smaller one steps for fewer images (compute):"
     )
+    if answer.is_capped:
+        lines.append(
+            f"no batch is larger than the training set of {answer.num_train} images, so this is the largest that fits"
+        )
     lines += [f"  {line}" for line in _table(answer)]
     if answer.recommended != answer.global_batch_size:
         lines.append(

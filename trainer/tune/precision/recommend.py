@@ -59,18 +59,19 @@ def main(argv: Sequence[str]) -> int:
     bind_rank(config, env)
     communicator, _ = join_job(config, env)
     communicator.agree("the search", f"{arguments.steps} {spans} {num_ranks}")
+    answer, stop = None, None
     try:
         answer = search(config, communicator, spans, steps=arguments.steps, num_ranks=num_ranks)
         if arguments.try_steps:
             answer = confirm(answer, config, communicator, steps=arguments.try_steps)
-    except Stopped as stop:
-        _say(communicator, f"stopped by {stop}; nothing was written")
-        communicator.close()
-        return leave_stopped(env)
-    if communicator.rank == 0:
+    except Stopped as stopped:
+        stop = stopped
+    if communicator.rank == 0 and answer is not None:
         _write(answer, arguments.out, base=arguments.config, overrides=overrides)
+    if stop:
+        _say(communicator, f"stopped by {stop}; {'not tried' if answer else 'nothing was written'}")
     communicator.close()
-    return 0
+    return leave_stopped(env) if stop else 0
 
 
 def legal_spans(config: Config, asked: Sequence[int] | None, *, world_size: int) -> list[int]:
@@ -154,7 +155,7 @@ def confirm(answer: Answer, config: Config, communicator: Communicator, *, steps
     chosen = with_values(config, answer.values)
     _say(communicator, f"{steps} steps in {answer.precision} with what is recommended")
     try:
-        tried = try_choice(chosen, communicator, num_steps=steps)
+        tried = try_choice(chosen, communicator, num_steps=steps, say=lambda text: _say(communicator, f"  {text}"))
     except TrainingDiverged as error:
         return dataclasses.replace(answer, failure=str(error))
     return dataclasses.replace(answer, tried=tried)

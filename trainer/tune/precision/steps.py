@@ -80,7 +80,7 @@ def count_gradients(
 ) -> Counted:
     """Train some steps in fp32 and count their gradients: sums over ranks, and those of this rank's activations."""
     counted = Counted()
-    with _training(exact(config), communicator, num_steps=num_steps) as (parts, run):
+    with _training(exact(config), communicator, num_steps=num_steps, say=say) as (parts, run):
         names = halved(parts.model).keys()
         in_step = Magnitudes()
 
@@ -106,10 +106,10 @@ def count_gradients(
     return counted
 
 
-def try_choice(config: Config, communicator: Communicator, *, num_steps: int) -> Tried:
+def try_choice(config: Config, communicator: Communicator, *, num_steps: int, say: Callable[[str], None]) -> Tried:
     """Train as many steps as the choice says. Raises: TrainingDiverged where no step does without overflow."""
     tried = Tried()
-    with _training(config, communicator, num_steps=num_steps) as (_, run):
+    with _training(config, communicator, num_steps=num_steps, say=say) as (_, run):
         run(tried.add, lambda done: None)
     return tried
 
@@ -129,7 +129,7 @@ def _with_gradient(count: Callable[[Tensor], None]) -> Callable[..., None]:
 
 @contextmanager
 def _training(
-    config: Config, communicator: Communicator, *, num_steps: int
+    config: Config, communicator: Communicator, *, num_steps: int, say: Callable[[str], None]
 ) -> Iterator[tuple[Parts, Callable[..., None]]]:
     """Lend the parts of a training of so many steps, and what runs it: with a hook for reports, and one after steps."""
     local, _ = stage_data(config, communicator)
@@ -141,12 +141,15 @@ def _training(
         plan, num_steps=num_steps, log_every_steps=1, eval_every_steps=num_steps, checkpoint_every_steps=0
     )
 
+    def acknowledge(asked_by: str) -> None:
+        say(f"{asked_by}: will stop after this step")
+
     def run(on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None]) -> None:
         hooks = Hooks(
             on_report, evaluate=lambda done: {"top1": None}, save=lambda done, top1: None, after_step=after_step
         )
         batches = build_input.train_batches(config, communicator, train_split, plan=plan)
-        with parts.stop.watch(communicator.control, acknowledge=lambda asked_by: None):
+        with parts.stop.watch(communicator.control, acknowledge=acknowledge):
             stopped_by = train(plan, parts, hooks, batches).stopped_by
         if stopped_by:
             raise Stopped(stopped_by)

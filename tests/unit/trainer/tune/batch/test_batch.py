@@ -88,6 +88,26 @@ def test_the_nearest_doubled_microbatch_is_recommended() -> None:
     assert found == {0: 32, 20: 32, 45: 32, 46: 64, 1000: 1024, 1500: 2048}
 
 
+def test_no_batch_above_the_training_set_is_recommended() -> None:
+    capped = {most: recommended(5000, microbatch_size=128, num_train=most) for most in (100, 1000, 1024, 10**9)}
+    assert capped == {100: 128, 1000: 512, 1024: 1024, 10**9: 4096}
+    assert max(row.global_batch_size for row in trade(5000, microbatch_size=128, own=512, num_train=1000)) == 512
+    pairs = pairs_of([5000.0] * 200)
+    answer = make_answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128, num_train=1000)
+    assert (answer.recommended, answer.is_capped, answer.record()["training_images"]) == (512, True, 1000)
+    assert "larger than the training set of 1000 images" in "\n".join(explain(answer))
+    roomy = make_answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128, num_train=60_000)
+    assert not roomy.is_capped
+    assert "training set" not in "\n".join(explain(roomy))
+
+
+def test_size_of_the_training_set_is_that_of_the_last_start() -> None:
+    starts = [{"kind": "start", "job": {"train_samples": count}} for count in (10, 500, "x", True, -1)]
+    odd = [{"kind": "start"}, {"kind": "start", "job": []}, {"kind": "train", "job": {"train_samples": 7}}]
+    assert recommend.num_train([*starts, *odd]) == 500
+    assert recommend.num_train(odd) is None
+
+
 def test_the_rate_of_sgd_saturates_with_the_batch() -> None:
     """Far below the critical batch it grows with the batch, far above it does not."""
     assert rate_factor(1e9, old=100, new=200) == pytest.approx(2)
