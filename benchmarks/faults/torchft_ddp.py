@@ -6,6 +6,7 @@ is away, the others' steps have fewer pictures: what is noted are steps of the w
 """
 
 import os
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -51,7 +52,8 @@ def train() -> None:
         model.load_state_dict(kept["model"])
         sgd.load_state_dict(kept["optimizer"])
 
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    host = socket.gethostname()  # as the other groups reach it
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=15)),
         load_state_dict=load,
@@ -60,7 +62,7 @@ def train() -> None:
         timeout=timedelta(seconds=15),
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        store_addr=host,
         store_port=store.port,
         replica_id=f"rank_{rank}",
     )
