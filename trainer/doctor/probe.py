@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,6 +33,7 @@ from bigbatch.trainer.doctor.profile import profile_step
 from bigbatch.trainer.doctor.roofline import backward_of, flops_per_image, peak_flops
 from bigbatch.trainer.doctor.unfused import measure_update
 from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.report import describe_input, input_record
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.gpu_driver import compute_capability
@@ -90,16 +91,16 @@ class _Probe:
 
     def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
         self.communicator, self._tuned = communicator, tuned
-        self._build(config)
+        local, _ = stage_data(config, communicator)
+        self._build(config, build_input.make_splits(local, communicator))
+        fit_whitening_(self.parts.model, self.split, config=config, communicator=communicator)
 
-    def _build(self, config: Config) -> None:
+    def _build(self, config: Config, splits: tuple[build_input.Split, build_input.Split]) -> None:
         communicator, tuned = self.communicator, self._tuned
         self.config = config
-        local, _ = stage_data(config, communicator)
-        self.split, self._eval_split = build_input.make_splits(local, communicator)
+        self.split, self._eval_split = splits
         plan = make_plan(config, communicator, num_samples=self.split.num_samples, first_step=0)
         parts = make_parts(config, communicator, plan=plan, tuned=tuned)
-        fit_whitening_(parts.model, self.split, config=config, communicator=communicator)
         # weights that do not move: a loss that explodes would change what there is to compute
         self.parts: Parts = dataclasses.replace(parts, schedule=lambda step: 0.0)
         self.plan: Plan = dataclasses.replace(plan, num_steps=ENDLESS)
@@ -129,9 +130,30 @@ class _Probe:
         """Measure the same config with these values from now on, in this process. Collective."""
         changed = change(self.config, values, world_size=self.communicator.world_size)
         assert isinstance(changed, Config), "the doctor has tried it"
-        self.close()
-        self._build(changed)
+        self._streams = {}
+        if (size := changed.batch.microbatch_size) != self.config.batch.microbatch_size:
+            splits = self._splits_again(changed, microbatch_size=size)
+        else:
+            splits = self.split, self._eval_split
+        self.parts.close()
+        self._build(changed, splits)
         return {}
+
+    def _splits_again(self, config: Config, *, microbatch_size: int) -> tuple[build_input.Split, build_input.Split]:
+        """Return both splits in other microbatches; what lies in memory is not read again."""
+        splits = self.split, self._eval_split
+        if all(isinstance(split.loader, ResidentLoader) for split in splits):
+            first, second = (
+                dataclasses.replace(
+                    split, loader=cast(ResidentLoader, split.loader).in_microbatches_of(microbatch_size)
+                )
+                for split in splits
+            )
+            return first, second
+        for split in splits:
+            split.loader.close()
+        local, _ = stage_data(config, self.communicator)
+        return build_input.make_splits(local, self.communicator)
 
     def glance(self, *, seconds: float) -> dict[str, Any]:
         """Count the operations of a picture, and say about how long it takes, before any whole step. Collective."""

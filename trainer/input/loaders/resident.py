@@ -64,6 +64,12 @@ class ResidentLoader:
         whole._crop = center_crop(fraction=1.0)
         return whole
 
+    def in_microbatches_of(self, microbatch_size: int) -> "ResidentLoader":
+        """Return the same pictures in the same memory, in microbatches of another size."""
+        other = copy.copy(self)
+        other._microbatch_size = microbatch_size
+        return other
+
     def close(self) -> None:
         """End all iterators and let the device's memory go."""
         self._is_open = False

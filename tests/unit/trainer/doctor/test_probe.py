@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.build.input import Split
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
@@ -32,6 +33,7 @@ from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST
 from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.doctor.syncs import FindSyncs
 from bigbatch.trainer.doctor.unfused import UNFUSED, make_step, measure_update
+from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.step.execution import EagerExecution, Work
 from bigbatch.trainer.step.loop import TrainStep
@@ -238,6 +240,15 @@ def test_always_on_is_measured_or_has_its_reason() -> None:
     )
     assert "optimizer.sharded=True " in measure_update(replace(settings, sharded=True), parts, seconds=0.001)["why"]
     assert "nothing is copied" in measure_pinning(10, CPU, seconds=0.001)["why"]
+
+
+def test_resident_set_is_not_read_again_for_a_part_of_a_step() -> None:
+    loader = ResidentLoader.__new__(ResidentLoader)
+    loader._microbatch_size = 512
+    probe: Any = SimpleNamespace(split=Split(9, loader, None), _eval_split=Split(3, loader, None))
+    config = load_config(["--config", "cifar10"])  # whose folder is not there
+    train, _ = _Probe._splits_again(probe, config, microbatch_size=32)
+    assert (train.num_samples, cast(ResidentLoader, train.loader)._microbatch_size) == (9, 32)
 
 
 @pytest.fixture

@@ -439,6 +439,15 @@ def test_loaders_resident_evaluates_whole_images(small_index):
                 np.testing.assert_array_equal(image.permute(1, 2, 0), stored)
 
 
+def test_loaders_resident_in_other_microbatches_holds_the_same_memory(small_index):
+    crop = center_crop(fraction=1.0)
+    loader = ResidentLoader(index=small_index, crop=crop, image_size=32, microbatch_size=4, device="cpu")
+    other = loader.in_microbatches_of(3)
+    assert [len(batch.labels_B) for batch in other.load(requests(small_index, microbatch_size=3))] == [3, 3, 3]
+    assert [len(batch.labels_B) for batch in loader.load(requests(small_index))] == [4, 4]
+    assert other._images_NHWC.data_ptr() == loader._images_NHWC.data_ptr()
+
+
 def test_loaders_resident_refuses_what_it_cannot_do(small_index, index):
     with pytest.raises(DataError, match=r"cmyk|png|plain|444") as caught:
         ResidentLoader(index=index, crop=CROP, image_size=32, microbatch_size=1, device="cpu")
