@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 TURN_SECONDS = 0.3
 
 HELP, VERSION = ("-h", "--help"), "--version"
+NO_VALUE = re.compile("--[^=]+=--")
+"""Over which argparse stumbles before Python 3.13."""
 
 NOT_LOOKED_AT = (errno.EACCES, errno.ENAMETOOLONG)
 """What pathlib raises where it only asks whether a path is there: the user named it, and no module has to catch it."""
@@ -93,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := find_unknown(arguments[:1]):
         tell(unknown)
         return REFUSED
+    if valueless := next((word for word in before_separator(arguments) if NO_VALUE.fullmatch(word)), None):
+        tell(f"{valueless}: -- is no value: give another, or leave the option out")
+        return REFUSED
     code = _run(arguments[0], arguments[1:])
     if code:
         _tell_the_others()
@@ -107,6 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # wait for its peers or for a dead file system.
         os._exit(code)
     return code
+
+
+def before_separator(words: Sequence[str]) -> Sequence[str]:
+    """Return the words before --, behind which a job's own command stands."""
+    return words[: words.index("--")] if "--" in words else words
 
 
 def find_unknown(command: Sequence[str]) -> str | None:

@@ -14,7 +14,7 @@ from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, ru
 from bigbatch.launch.report.collect import common_conditions, differences, whole_records
 from bigbatch.launch.report.plots import plain_text
 from bigbatch.launch.report.tables import conditions_table
-from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, read_state, read_summary
+from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, damage, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.tables import Table, markdown, plain_cell
 from bigbatch.trainer.run.folder import RunDir, writing
@@ -54,7 +54,7 @@ def _read(point: Point, folder: SweepFolder, *, target: float | None) -> RunResu
     except RunFolderError as error:
         return str(error)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        return f"its files are damaged: {type(error).__name__} {error}"
+        return damage(error)
 
 
 def conditions_of(points: Sequence[Point], folder: SweepFolder) -> dict[str, Any]:

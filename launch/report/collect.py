@@ -13,7 +13,7 @@ import yaml
 from bigbatch.errors import RunFolderError, UserError
 from bigbatch.files import parse_json
 from bigbatch.launch.efficiency import MeasuredPoint, Step, Variant, median_step
-from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state
+from bigbatch.launch.sweep.folder import DONE, SweepFolder, damage, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
 from bigbatch.trainer.config.file import UNREADABLE
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -96,7 +96,7 @@ def read_sweep_results(folder: SweepFolder) -> SweepResults:
         except UserError as error:
             unmeasured.append((shown, str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            unmeasured.append((shown, f"its files are damaged: {type(error).__name__} {error}"))
+            unmeasured.append((shown, damage(error)))
         else:
             groups.setdefault(json.dumps(state["values"]), []).append(found)
     measured = tuple(

@@ -9,6 +9,7 @@ from bigbatch.errors import LaunchOptionError, RunFolderError
 from bigbatch.launch.report.accuracy import ToAccuracy, to_accuracy
 from bigbatch.launch.report.collect import RunResults, SweepResults, read_folder
 from bigbatch.launch.report.report import ScalingReport
+from bigbatch.launch.sweep.folder import damage
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,4 +54,4 @@ def _to_accuracy(run: RunResults, *, stated: float | None) -> ToAccuracy:
         own = (run.config.get("run") or {}).get("target_top1")
         return to_accuracy(run.records(), target=stated if stated is not None else own)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunFolderError(f"{run.folder}: its files are damaged: {type(error).__name__} {error}") from error
+        raise RunFolderError(f"{run.folder}: {damage(error)}") from error

@@ -195,3 +195,9 @@ def alone_in(folder: SweepFolder) -> Iterator[None]:
             text = f"{folder.path} cannot be locked ({error.strerror}): start no second sweep in it meanwhile"
             tell(text)
         yield
+
+
+def damage(error: Exception) -> str:
+    """Say what was met in a run's files, which a run writes otherwise."""
+    met = f"{error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
+    return f"its files are damaged: {met}"

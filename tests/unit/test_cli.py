@@ -75,6 +75,19 @@ def test_main_shows_the_traceback_of_a_defect_and_not_of_a_user_error(
     assert "AttributeError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argv", [["launch", "local", "--ranks=--", "--", "train"], ["simulate", "--gpus=--"]])
+def test_main_refuses_two_dashes_for_a_value(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == exit_codes.REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "=--: -- is no value" in line
+
+
+def test_main_leaves_two_dashes_to_a_job_s_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--python", "--", "examples/language_model.py", "--separator=--"]
+    assert cli.main(["launch", "local", "--ranks", "1", "--dry-run", *own]) == 0
+    assert "--separator=--" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -1,5 +1,7 @@
 """Who else gets the numbers of metrics.jsonl: TensorBoard, CSV, Weights & Biases, behind one small interface."""
 
+import csv
+import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -99,8 +101,9 @@ class Csv:
 
 
 def _line(values: Sequence[object]) -> bytes:
-    # numbers and the names of keys, which no quotes need be put around
-    return (",".join(map(str, values)) + "\n").encode()
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue().encode()
 
 
 class Guarded:

@@ -112,8 +112,9 @@ def draw_run(
         (accuracy_axes, evals, "top1", 100, "o-", EVAL_COLOUR, "top-1"),
         (rate_axes, train, "lr", 1, "-", TRAIN_COLOUR, None),
     ]
-    if any(r["top5"] < 1 for r in evals):  # of five classes or fewer it is always 1
-        lines.append((accuracy_axes, evals, "top5", 100, "s--", EVAL_COLOUR, "top-5"))
+    of_five = [r for r in evals if r.get("top5") is not None]
+    if any(r["top5"] < 1 for r in of_five):  # of five classes or fewer it is always 1
+        lines.append((accuracy_axes, of_five, "top5", 100, "s--", EVAL_COLOUR, "top-5"))
     for axes, rows, key, scale, style, color, label in lines:
         epochs, values = [r["epoch"] for r in rows], [scale * r[key] for r in rows]
         if rows:

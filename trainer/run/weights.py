@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-import pickle
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,13 @@ def _read_file(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path}: {_refused(str(error))}") from error
-    except Exception as error:  # out of damaged bytes the unpickler may raise anything
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle's protocols: what comes of the file is said below
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError) as error:
         raise _unreadable(path, error) from error
+    except Exception as error:  # out of damaged bytes the unpickler may raise anything, such as KeyError(48)
+        raise CheckpointError(f"{path}: {_refused(str(error))}") from error
 
 
 def _refused(message: str) -> str:

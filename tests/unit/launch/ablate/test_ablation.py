@@ -239,4 +239,4 @@ def test_ablation_folder_is_of_one_ablation_and_takes_more_seeds(file: str, caps
     )
     RunDir(folder.point(1)).write_text(folder.run(1).metrics, '{"kind": "train", "step": 3}\n')
     (damaged,) = outcome.collect(ablation, points[1:2], folder)
-    assert damaged.undone == ("its files are damaged: KeyError 'images_per_second'",)
+    assert damaged.undone == ("its files are damaged: 'images_per_second' is not there",)

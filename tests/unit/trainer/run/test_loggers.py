@@ -129,6 +129,14 @@ def test_loggers_csv_writes_nothing_outside_its_folder_whatever_a_record_is_call
     assert [path.name for path in rundir.csv.iterdir()] == ["train.csv"]
 
 
+def test_loggers_csv_keeps_a_column_of_any_name_in_one(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    odd = {"kind": "train", "step": 1, "time": 1.0, 'a, "b"\nc': 2.5, "loss": 1.5}
+    rundir.metrics.write_text(json.dumps(odd) + "\n")
+    Csv(rundir.csv, metrics=rundir.metrics).close()
+    assert read_csv(rundir, "train") == [{"step": "1", 'a, "b"\nc': "2.5", "loss": "1.5"}]
+
+
 def test_loggers_csv_of_a_resumed_run_has_what_its_metrics_keep(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     for from_step, last in ((0, 4), (2, 3)):

@@ -460,8 +460,10 @@ def test_report_plot_draws_each_figure_once_over_all_epochs() -> None:
     assert colors[0] != colors[1]
 
 
-def test_report_plot_has_no_top5_of_few_classes_and_no_smoothing_where_there_is_none() -> None:
-    few = [record | ({"top5": 1.0} if record["kind"] == "eval" else {}) for record in RUN]
+@pytest.mark.parametrize("top5", [1.0, None])  # None: a record without one
+def test_report_plot_has_no_top5_of_few_classes_and_no_smoothing_where_there_is_none(top5: float | None) -> None:
+    few = [{key: top5 if key == "top5" else value for key, value in record.items()} for record in RUN]
+    few = [{key: value for key, value in record.items() if value is not None} for record in few]
     loss, accuracy, _ = draw_run(few, title="a run", label_smoothing=0.0).axes
     assert [line.get_label() for line in accuracy.get_lines()] == ["top-1"]
     assert loss.get_lines()[0].get_label() == "training"

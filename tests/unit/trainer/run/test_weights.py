@@ -52,6 +52,15 @@ def loaded(path: Path, config: Config) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.parametrize("junk", [b"I0i", b"\x80\x02}]", b"0", b"]X\x80", b"\x80\x30}.", b"junk", b"12\n", b"hq"])
+def test_junk_is_said_to_hold_no_weights(junk: bytes, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Whatever the unpickler raises out of it, such as KeyError(48), and warns of."""
+    (tmp_path / "a.pt").write_bytes(junk)
+    said = refusal(tmp_path / "a.pt", small())
+    assert re.search("holds no weights that torch.load reads|it ends too soon|Invalid magic number", said), said
+    assert not recwarn.list
+
+
 def refusal(path: Path, config: Config) -> str:
     model = random_model(config, seed=2)
     before = digest(model)
