@@ -1,8 +1,10 @@
 """An examination within a budget: probes of known speed, and a clock that they move; nothing is measured."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from bigbatch.errors import DoctorError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor.budget import Budget, Pace
 from bigbatch.trainer.doctor.candidates import change, part_of_images
 from bigbatch.trainer.doctor.examine import IMAGES, Examination, Findings, examine
@@ -147,6 +150,27 @@ def test_nothing_is_cut_or_left_out_without_a_budget() -> None:
     assert findings.part == {}
     assert {"compile", "recompute", "microbatch"} <= {row.candidate.name for row in findings.rows}
     assert not any("no time left" in each.why for each in findings.unmeasured)
+
+
+@pytest.mark.parametrize(
+    ("used", "named"),
+    [
+        (19.0, ("was ended; a step of 64 pictures took 9.0 s: 20 s are too few here", "--within")),
+        (1.0, ("was ended$",)),  # another reason than the budget's end
+    ],
+)
+def test_config_that_no_budget_holds_says_what_one_step_takes(
+    used: float, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(arguments: object, findings: Findings, console: object, **_: object) -> None:
+        findings.steps = {"images": 64, "seconds": 9.0}
+        raise DoctorError("took longer than 3 s, and was ended")
+
+    monkeypatch.setattr(consult, "_examine", slow)
+    monkeypatch.setattr(consult, "Budget", partial(Budget, clock=lambda: used, started=0.0))
+    with pytest.raises(DoctorError) as caught:
+        consult.main(["--config", "quickstart", "--within", "20"])
+    assert all(re.search(words, str(caught.value)) for words in named)
 
 
 @pytest.mark.parametrize(
