@@ -3,13 +3,17 @@
 A value v times 2^s is below 2^p exactly where v is below 2^(p - s), so one histogram answers for every power of two.
 """
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from bigbatch.comm.communicator import Communicator
 
 FP16_LEAST = -24
 """Power of fp16's smallest number: what is below is 0, or rounded up to it."""
@@ -53,11 +57,28 @@ class Magnitudes:
         return sum(count for each, count in self.counts.items() if each < power)
 
 
-def measure(tensors: Iterable[Tensor]) -> Magnitudes:
-    """Count the values of fp32 tensors. Waits for the device. Raises: ValueError where one is not finite."""
+def of_all_ranks(mine: Sequence[Magnitudes], communicator: Communicator) -> list[Magnitudes]:
+    """Add up what each rank has counted, in each step. Collective; the same on all ranks."""
+    texts = communicator.gather_text(json.dumps([asdict(each) for each in mine]))
+    ranks = [[_read(each) for each in json.loads(text)] for text in texts]
+    return [sum(found, Magnitudes()) for found in zip(*ranks, strict=True)]
+
+
+def _read(record: Mapping[str, Any]) -> Magnitudes:
+    counts = {int(power): count for power, count in record["counts"].items()}  # JSON has no other keys than text
+    return Magnitudes(counts, record["zeros"], record["largest"])
+
+
+def measure(tensors: Iterable[Tensor], *, must_be_finite: bool = True) -> Magnitudes:
+    """Count the values of fp32 tensors. Waits for the device. Raises: ValueError of one that is not finite.
+
+    must_be_finite: without, such values are left out.
+    """
     found = Magnitudes()
     for tensor in tensors:
         sizes = tensor.detach().abs().flatten()
+        if not must_be_finite:
+            sizes = sizes[sizes.isfinite()]
         largest = float(sizes.max()) if sizes.numel() else 0.0
         if not math.isfinite(largest):
             raise ValueError("a gradient is not finite")

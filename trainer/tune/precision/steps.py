@@ -22,7 +22,7 @@ from bigbatch.trainer.step.plan import Hooks, Parts
 from bigbatch.trainer.step.precision import halved
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.tune.precision.choices import Gradients
-from bigbatch.trainer.tune.precision.magnitudes import Magnitudes, measure
+from bigbatch.trainer.tune.precision.magnitudes import Magnitudes, measure, of_all_ranks
 
 EXACT = {
     "optimizer.precision": "fp32",
@@ -78,7 +78,7 @@ def exact(config: Config) -> Config:
 def count_gradients(
     config: Config, communicator: Communicator, *, num_steps: int, say: Callable[[str], None]
 ) -> Counted:
-    """Train some steps in fp32 and count their gradients: sums over ranks, and those of this rank's activations."""
+    """Train some steps in fp32 and count their gradients: sums over ranks, and those of all ranks' activations."""
     counted = Counted()
     with _training(exact(config), communicator, num_steps=num_steps, say=say) as (parts, run):
         names = halved(parts.model).keys()
@@ -86,7 +86,8 @@ def count_gradients(
 
         def count(gradient: Tensor) -> None:
             nonlocal in_step
-            in_step += measure([gradient])
+            # one that is not finite makes the sums so, on which all ranks agree
+            in_step += measure([gradient], must_be_finite=False)
 
         hooks = [module.register_forward_hook(_with_gradient(count)) for module in _roundings(parts.model)]
 
@@ -103,6 +104,7 @@ def count_gradients(
         run(lambda record: counted.losses.append(record["loss"]), after_step)
         for hook in hooks:
             hook.remove()
+    counted.activations = of_all_ranks(counted.activations, communicator)
     return counted
 
 

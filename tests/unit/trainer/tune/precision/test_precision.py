@@ -25,7 +25,7 @@ from bigbatch.trainer.tune.precision.choices import (
     span_choice,
     wire_choice,
 )
-from bigbatch.trainer.tune.precision.magnitudes import Magnitudes, measure
+from bigbatch.trainer.tune.precision.magnitudes import Magnitudes, measure, of_all_ranks
 from bigbatch.trainer.tune.precision.report import Answer, explain
 from bigbatch.trainer.tune.precision.wires import measure_wires
 
@@ -62,6 +62,18 @@ def test_magnitudes_add_up_and_the_largest_tells_the_room() -> None:
     assert measure([torch.zeros(3), torch.zeros(0)]).headroom(scale_power=24) == math.inf
     with pytest.raises(ValueError, match="not finite"):
         measure([torch.tensor([1.0, math.nan])])
+
+
+def test_all_ranks_have_the_sum_of_what_each_has_counted() -> None:
+    """Else they would choose differently."""
+    one, two = measure([torch.tensor([1.0, 0.0])]), measure([torch.tensor([1.5, -8.0])])
+
+    class Both:
+        def gather_text(self, text: str) -> list[str]:
+            return [text, json.dumps([{"counts": {"0": 1, "3": 1}, "zeros": 0, "largest": 8.0}])]
+
+    assert of_all_ranks([one], Both()) == [one + two]  # type: ignore[arg-type]
+    assert measure([torch.tensor([1.0, math.nan])], must_be_finite=False) == Magnitudes({0: 1}, largest=1.0)
 
 
 def even(lowest: int, highest: int) -> Magnitudes:
