@@ -272,9 +272,11 @@ def ended_job(way: Way, folder: Path, mark: str, output: Any) -> Iterator["subpr
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(END_SECONDS)
-        for pid, _ in marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while left := [pid for pid, _ in marked(mark)]:  # some start others again meanwhile
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(LOOK_SECONDS)
         job.wait()
 
 

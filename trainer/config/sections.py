@@ -248,7 +248,7 @@ class ComputeConfig:
     """Let cuDNN try its algorithms on each new shape and keep the fastest; without effect on a CPU."""
     cpu_threads: Annotated[int | None, POSITIVE] = None
     """Threads with which a rank computes on a CPU, which decide how its sums are rounded; null for its share of the
-    host's cores, or 1 with run.reproducible."""
+    machine's cores, or 1 with run.reproducible."""
     recomputed_blocks: Annotated[int, NOT_NEGATIVE] = 0
     """Residual blocks, counted from the input, whose activations are not kept but computed again in backward."""
 
