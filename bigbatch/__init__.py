@@ -9,6 +9,7 @@ _HOMES = {
     "LAMB": "bigbatch.trainer.optim.lamb",
     "LARS": "bigbatch.trainer.optim.lars",
     "Muon": "bigbatch.trainer.optim.muon",
+    "Shampoo": "bigbatch.trainer.optim.shampoo",
     "param_groups": "bigbatch.trainer.optim.param_groups",
     "Precision": "bigbatch.trainer.step.precision",
     "Scaling": "bigbatch.trainer.step.loss_scale",
@@ -28,6 +29,7 @@ __all__ = [
     "Muon",
     "Precision",
     "Scaling",
+    "Shampoo",
     "TrainingHooks",
     "connect",
     "ddp_comm_hook",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from bigbatch.trainer.optim.lars import LARS
     from bigbatch.trainer.optim.muon import Muon
     from bigbatch.trainer.optim.param_groups import param_groups
+    from bigbatch.trainer.optim.shampoo import Shampoo
     from bigbatch.trainer.run.hooks import TrainingHooks
     from bigbatch.trainer.step.loss_scale import Scaling
     from bigbatch.trainer.step.precision import Precision

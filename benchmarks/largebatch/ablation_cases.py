@@ -93,9 +93,13 @@ OPTIMIZERS = {
     ),
     "shampoo": Optimizer(
         {
-            **NO_MOMENTUM,
-            "optimizer.name": "pytorch_optimizer.ScalableShampoo",
-            "optimizer.options": {"start_preconditioning_step": 1, "preconditioning_compute_steps": 10},
+            **LARS_ALONE,
+            "optimizer.name": "shampoo",
+            "optimizer.nesterov": True,
+            "optimizer.eps": 1e-6,
+            "optimizer.block_size": 1024,
+            "optimizer.root_every_steps": 10,
+            "optimizer.factor_decay": 0.95,
         },
         0.03,
         3.0,

@@ -5,7 +5,7 @@ python -m benchmarks.largebatch.plot_ablations benchmarks/results/ablations-cifa
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,18 @@ COLOURS = {"lars": "tab:blue", "nesterov": "tab:orange", "sgd": "tab:green"}
 
 def main() -> None:
     """Draw and write the picture."""
-    options = parse()
+    options = plot_parser(__doc__, "ablations.py").parse_args()
     records = [json.loads(path.read_text()) for path in options.records]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     draw(records).savefig(options.out, dpi=120)
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path, nargs="+", help="results of ablations.py, a row of the picture each")
+def plot_parser(text: str | None, benchmark: str) -> argparse.ArgumentParser:
+    """Make a parser that asks for records of a benchmark and for the picture's file."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, nargs="+", help=f"results of {benchmark}, a row of the picture each")
     parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
-    return parser.parse_args(argv)
+    return parser
 
 
 def draw(records: Sequence[dict[str, Any]]) -> Figure:
@@ -44,12 +44,14 @@ def draw(records: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def by_batch(axes: Axes, found: dict[str, Any], *, title: str) -> None:
+def by_batch(axes: Axes, found: dict[str, Any], *, title: str, colours: Mapping[str, str] = COLOURS) -> None:
     """Draw the mean over seeds by batch, a line per optimizer, a dot per run; crosses where some diverged."""
-    for place, (optimizer, colour) in enumerate(COLOURS.items()):
+    for place, (optimizer, colour) in enumerate(colours.items()):
         cases = [c for c in found.values() if c["family"] == "batch" and c["optimizer"] == optimizer]
         for case in cases:
             mark_incomplete(axes, case, colour=colour, place=place)
+        if not cases:
+            continue
         rows = [c for c in cases if c["top1_percent"]["mean"] is not None]
         axes.plot([c["batch"] for c in rows], [c["top1_percent"]["mean"] for c in rows], color=colour, label=optimizer)
         dots = [(c["batch"], 100 * run["top1"]) for c in rows for run in c["runs"] if run["top1"] is not None]

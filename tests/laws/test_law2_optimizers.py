@@ -40,6 +40,13 @@ MUON = {
     "optimizer.nesterov": "true",
     "optimizer.clip_norm": 1.0,
 }
+SHAMPOO = {
+    **MUON,
+    "optimizer.name": "shampoo",
+    "optimizer.eps": 1e-4,
+    "optimizer.root_every_steps": 3,
+    "optimizer.block_size": 48,
+}
 SCHEDULE_FREE = {
     **NULLS,
     **CONSTANT,
@@ -61,13 +68,14 @@ def train(data: Path, folder: Path, settings: dict[str, object], *, ranks: int, 
         pytest.param(1, {**ADAPTIVE, "optimizer.name": "adamw"}, marks=pytest.mark.long),
         (2, {**CONSTANT, "optimizer.sharded": "true"}),
         pytest.param(2, {**MUON, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
+        pytest.param(2, {**SHAMPOO, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
         pytest.param(
             2,
             {**ADAPTIVE, "optimizer.name": "lamb", "optimizer.sharded": "true", "optimizer.precision": "bf16"},
             marks=pytest.mark.long,
         ),
     ],
-    ids=["schedulefree-bf16", "adamw", "sharded-lars", "muon-bf16", "sharded-lamb-bf16"],
+    ids=["schedulefree-bf16", "adamw", "sharded-lars", "muon-bf16", "shampoo-bf16", "sharded-lamb-bf16"],
 )
 def test_a_run_in_two_parts_is_the_run_in_one(
     ranks: int, settings: dict[str, object], data: Path, tmp_path: Path

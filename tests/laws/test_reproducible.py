@@ -181,6 +181,7 @@ MUON = {
     "schedule.base_lr": 0.02,
     "schedule.end_lr": 0.0,
 }
+SHAMPOO = {**MUON, "optimizer.name": "shampoo", "optimizer.eps": 1e-4, "optimizer.root_every_steps": 2}
 
 
 @pytest.mark.long
@@ -197,9 +198,10 @@ def test_half_precision_and_all_that_follows_the_weights(precision: str, data: P
 
 
 @pytest.mark.long
-def test_matrices_that_ranks_share_out(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [MUON, SHAMPOO], ids=["muon", "shampoo"])
+def test_matrices_that_ranks_share_out(settings: dict[str, object], data: Path, tmp_path: Path) -> None:
     for ranks in (1, 3):
-        run(forked(train_command(data, tmp_path / str(ranks), {**EXACT, **MUON}), ranks=ranks))
+        run(forked(train_command(data, tmp_path / str(ranks), {**EXACT, **settings}), ranks=ranks))
     assert_same_run(tmp_path / "3", tmp_path / "1")
 
 

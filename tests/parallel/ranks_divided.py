@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 import torch
-from ranks_sharded import ROUNDING, Run, assert_same_on_all, same, start
+from ranks_sharded import ROUNDING, WHOLE, Run, assert_same_on_all, same, start
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
@@ -19,8 +19,9 @@ def check_divided_update(communicator: Communicator) -> None:
     with patch.object(divided_work, "MOST_PADDING", communicator.world_size):
         for dtype in (torch.float32, torch.bfloat16):
             check_results(communicator, dtype=dtype)
-        for precision in ROUNDING:
-            check_muon(communicator, precision=precision)
+        for name in WHOLE:
+            for precision in ROUNDING:
+                check_update(communicator, name=name, precision=precision)
     check_padding(communicator)
 
 
@@ -46,15 +47,15 @@ def check_results(communicator: Communicator, *, dtype: torch.dtype) -> None:
         assert sorted(map(float, " ".join(mine).split())) == list(range(num_tensors))
 
 
-def check_muon(communicator: Communicator, *, precision: str) -> None:
+def check_update(communicator: Communicator, *, name: str, precision: str) -> None:
     """As far as undivided, up to rounding; with each matrix by itself, bit for bit, and the same on all ranks."""
 
     def divided(*, one_by_one: bool = False) -> Run:
-        run = start("muon", precision, communicator, sharded=False)
+        run = start(name, precision, communicator, sharded=False)
         run.optimizer.divide = DividedWork(communicator, one_by_one=one_by_one)  # type: ignore[attr-defined]
         return run
 
-    whole, some, single = start("muon", precision, communicator, sharded=False), divided(), divided(one_by_one=True)
+    whole, some, single = start(name, precision, communicator, sharded=False), divided(), divided(one_by_one=True)
     before = whole.masters()
     for run in (whole, some, single):
         run.steps(0, 1)

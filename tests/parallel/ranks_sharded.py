@@ -34,7 +34,8 @@ LARS = {**HEAVY, "trust_coefficient": 0.02, "eps": 0.0, "momentum_form": "lr_ins
 OPTIMIZERS = {"lars": (LARS, 1.0), "lamb": (ADAPTIVE, 0.01), "sgd": (HEAVY, 2.0), "adamw": (ADAPTIVE, 0.01)}
 """Settings and learning rate."""
 ORTHOGONAL = {"vector_lr_factor": 2.0, "newton_schulz_steps": 5, "newton_schulz_precision": "fp32"}
-WHOLE = {"muon": ({**HEAVY, **ORTHOGONAL}, 0.05)}
+ROOTS = {"block_size": 40, "root_every_steps": 2, "factor_decay": 0.9, "eps": 1e-3}
+WHOLE = {"muon": ({**HEAVY, **ORTHOGONAL}, 0.05), "shampoo": ({**HEAVY, **ROOTS}, 1.0)}
 """The same of those that are not sharded."""
 ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
 """Of the way gone by the weights: gradients in half precision are rounded after another sum."""

@@ -42,6 +42,11 @@ def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: C
             f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}, for which the host waits every "
             "step: set compute.cuda_graph to false"
         )
+    if optimizer.name == "shampoo":
+        yield (
+            "compute.cuda_graph=True cannot capture optimizer.name=shampoo, which computes roots in some steps alone: "
+            "set it to false"
+        )
     if comm.timeline_steps is not None:
         yield (
             f"comm.timeline_steps={list(comm.timeline_steps)} cannot look into the steps of compute.cuda_graph=True: "

@@ -11,7 +11,9 @@ STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_
 """Arguments of an optimizer -> the keys of the config that give them."""
 
 
-SHARDED = tuple(name for name in OPTIMIZERS if name != "muon")
+WHOLE = ("muon", "shampoo")
+"""Optimizers that need whole matrices, whose work ranks share."""
+SHARDED = tuple(name for name in OPTIMIZERS if name not in WHOLE)
 """Optimizers that work on parts of tensors, too."""
 
 
@@ -45,7 +47,7 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
         # type(): true would count as 1
         if type(factor) not in (int, float) or not 0 < factor < math.inf:
             yield f"optimizer.lr_factors: {pattern!r} has {factor!r}: give each pattern a positive, finite number"
-    if name in ("lamb", "adamw") and optimizer.eps == 0:
+    if name in ("lamb", "adamw", "shampoo") and optimizer.eps == 0:
         yield f"optimizer.name={name} needs an optimizer.eps above 0: give a value, 1e-6 is usual"
 
 

@@ -17,7 +17,8 @@ from bigbatch.trainer.config.fields import (
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 MODELS = (*RESNETS, "alexnet_bn", "resnet9")
 READERS = ("dali", "torchvision")  # loaders that read pictures while training
-OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "muon")  # each is made by the module of its name in trainer/optim
+# each is made by the module of its name in trainer/optim
+OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 
 
@@ -258,15 +259,15 @@ class OptimizerConfig:
     """These keys describe the update."""
 
     name: str = "lars"
-    """lars, lamb, sgd, adamw, muon, or the dotted name of any other class, such as schedulefree.SGDScheduleFree."""
-    momentum: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("lars", "sgd", "muon"))] = 0.9
-    """Share of the last update that is kept, in [0, 1); null but for lars, sgd and muon."""
-    nesterov: Annotated[bool | None, OnlyFor("name", ("lars", "sgd", "muon"))] = False
-    """Nesterov's momentum; null but for lars, sgd and muon."""
+    """lars, lamb, sgd, adamw, muon, shampoo, or any other class by its dotted name, as schedulefree.SGDScheduleFree."""
+    momentum: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("lars", "sgd", "muon", "shampoo"))] = 0.9
+    """Share of the last update that is kept, in [0, 1); null but for lars, sgd, muon and shampoo."""
+    nesterov: Annotated[bool | None, OnlyFor("name", ("lars", "sgd", "muon", "shampoo"))] = False
+    """Nesterov's momentum; null but for lars, sgd, muon and shampoo."""
     betas: Annotated[tuple[float, float] | None, BELOW_ONE, OnlyFor("name", ("lamb", "adamw"))] = (0.9, 0.999)
     """Shares of the running means of gradients and of their squares that are kept; null but for lamb and adamw."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-4
-    """Decay of weights: L2 in lars and sgd, decoupled in lamb, adamw and (of matrices) muon."""
+    """Decay of weights: L2 in lars, sgd and shampoo, decoupled in lamb, adamw and (of matrices) muon."""
     exclude_bias_and_norm: bool = True
     """Bias and batch norm neither decay nor adapt (Jia et al. 2018: worth 1.3% top-1)."""
     bias_lr_factor: Annotated[float, POSITIVE] = 1.0
@@ -276,8 +277,9 @@ class OptimizerConfig:
     the first that matches counts; weights that none names have 1. null for no such factors."""
     trust_coefficient: Annotated[float | None, POSITIVE, OnlyFor("name", ("lars",))] = 0.001
     """LARS eta; null but for lars."""
-    eps: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", ("lars", "lamb", "adamw"))] = 0.0
-    """Added to a denominator: of the trust ratio in lars, of the update in lamb and adamw; null for the others."""
+    eps: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", ("lars", "lamb", "adamw", "shampoo"))] = 0.0
+    """Added to a denominator: of the trust ratio in lars, of the update in lamb and adamw. In shampoo the least that an
+    eigenvalue counts, as a share of the largest; null for the others."""
     momentum_form: Annotated[Literal["lr_inside", "lr_outside"] | None, OnlyFor("name", ("lars",))] = "lr_inside"
     """lr_inside: the MLPerf reference; lr_outside: NVIDIA's; null but for lars."""
     vector_lr_factor: Annotated[float | None, POSITIVE, OnlyFor("name", ("muon",))] = 1.0
@@ -287,6 +289,12 @@ class OptimizerConfig:
     """Muon: steps of the iteration that makes an update orthogonal; null but for muon."""
     newton_schulz_precision: Annotated[Literal["fp32", "bf16"] | None, OnlyFor("name", ("muon",))] = "fp32"
     """Muon: in what these steps compute. bf16 is the source's, for GPUs; null but for muon."""
+    block_size: Annotated[int | None, POSITIVE, OnlyFor("name", ("shampoo",))] = 1024
+    """Shampoo: rows and columns that a block of a matrix has at most; null but for shampoo."""
+    root_every_steps: Annotated[int | None, POSITIVE, OnlyFor("name", ("shampoo",))] = 10
+    """Shampoo: updates from one computation of the inverse roots to the next; null but for shampoo."""
+    factor_decay: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("shampoo",))] = 0.95
+    """Shampoo: share of the running means of G Gᵀ and Gᵀ G that is kept, in [0, 1); null but for shampoo."""
     options: dict[str, Any] | None = None
     """Further arguments of an optimizer that is named by its dotted name; null for the others."""
     sharded: bool = False
@@ -349,7 +357,7 @@ class ScheduleConfig:
     """Height of each cycle, over that of the one before, in (0, 1]; null for every form but cyclic."""
     low_momentum: Annotated[float | None, POSITIVE, BELOW_ONE] = None
     """The momentum mirrors the learning rate: optimizer.momentum where that is 0 (of cyclic: end_lr), and this where it
-    is base_lr, for lars, sgd and muon. null to keep optimizer.momentum."""
+    is base_lr, for lars, sgd, muon and shampoo. null to keep optimizer.momentum."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """What our fused optimizers share: gradients and flags as torch's fused kernels want them."""
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,54 @@ Norms = Callable[[list[Tensor]], Tensor]
 def norms_of(tensors: list[Tensor]) -> Tensor:
     """Return the L2 norm of each tensor, (N), where all of it is here."""
     return torch.stack(torch._foreach_norm(tensors))
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Checks every group, takes GradScaler's flags as they are on the device, and copies whole; its heirs update."""
+
+    # GradScaler then sets grad_scale and found_inf on us instead of waiting for the flag itself
+    _step_supports_amp_scaling = True
+    _own: ClassVar[tuple[str, ...]] = ()
+    """Attributes beside torch's: a copy has the same objects, for what joins ranks has no second one."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, or leave all as it was. Raises: ValueError as the constructor."""
+        super().add_param_group(param_group)
+        if problem := self._problem_with(self.param_groups[-1]):
+            # torch appends before anything of ours can look at the group
+            self.param_groups.pop()
+            raise ValueError(problem)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient, in place; return closure's loss.
+
+        Raises: ValueError for a gradient that is not dense.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_groups_()
+        return loss
+
+    def _problem_with(self, group: dict[str, Any]) -> str | None:
+        """Say why a group cannot be updated."""
+        raise NotImplementedError
+
+    def _update_groups_(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what torch keeps, and our own."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._own}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedOptimizer":
+        """Copy groups and state."""
+        memo.update({id(getattr(self, name)): getattr(self, name) for name in self._own})
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
 
 def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -42,22 +91,6 @@ def overflow_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> Ten
     """Return the kernels' flag, () fp32, or None: exactly 1 means skip, while GradScaler's is a sum over devices."""
     found_inf = getattr(optimizer, "found_inf", None)
     return None if found_inf is None else (found_inf > 0).to(device, torch.float32, non_blocking=True).view(())
-
-
-def loss_of(closure: Callable[[], float] | None) -> float | None:
-    """Return what step() returns: the closure's loss, with gradients on."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def drop_last_group_if(optimizer: torch.optim.Optimizer, problem: str | None) -> None:
-    """Leave the optimizer as it was before its newest group, and raise ValueError, where there is a problem with it."""
-    if problem:
-        # torch appends before anything of ours can look at the group
-        optimizer.param_groups.pop()
-        raise ValueError(problem)
 
 
 def one_where_a_norm_is_zero(ratios_N: Tensor, w_N: Tensor, u_N: Tensor) -> Tensor:

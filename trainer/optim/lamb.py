@@ -1,6 +1,5 @@
 """LAMB (You et al. 2019, arXiv 1904.00962), fused over all tensors of a group."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,11 +7,10 @@ from torch import Tensor
 
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import (
+    FusedOptimizer,
     Norms,
     by_device_and_dtype,
-    drop_last_group_if,
     laid_out_like,
-    loss_of,
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
@@ -24,7 +22,7 @@ from bigbatch.trainer.optim.fused import (
 )
 
 
-class LAMB(torch.optim.Optimizer):
+class LAMB(FusedOptimizer):
     """Follows Adam's direction with decoupled weight decay, at the length that the trust ratio gives each tensor.
 
     With gradient g, weight w, and t steps done with this one:
@@ -41,8 +39,7 @@ class LAMB(torch.optim.Optimizer):
     leaves weights, moments and the count of steps untouched.
     """
 
-    # GradScaler then sets grad_scale and found_inf on us instead of waiting for the flag itself
-    _step_supports_amp_scaling = True
+    _own = ("norms",)
 
     def __init__(
         self,
@@ -59,22 +56,21 @@ class LAMB(torch.optim.Optimizer):
         self.norms: Norms = norms_of
         """Replaced where the parameters are parts of tensors: a trust ratio is that of the whole tensor."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, or leave all as it was. Raises: ValueError as the constructor."""
-        super().add_param_group(param_group)
-        drop_last_group_if(self, _problem_with(self.param_groups[-1]))
+    def _problem_with(self, group: dict[str, Any]) -> str | None:
+        for key in ("lr", "eps", "weight_decay"):
+            if problem := problem_with_number(key, group[key]):
+                return problem
+        for beta in group["betas"]:
+            if problem := problem_with_number("betas", beta, below=1):
+                return problem
+        if group["eps"] == 0:
+            return "eps must be positive, such as 1e-6: a gradient that was always 0 is divided by it"
+        return problem_with_weights(group["params"], asked_by="LAMB")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient, in place, without a host sync; return closure's loss.
-
-        Raises: ValueError for a gradient that is not dense.
-        """
-        loss = loss_of(closure)
+    def _update_groups_(self) -> None:
         for group in self.param_groups:
             for weights in by_device_and_dtype(group["params"]):
                 self._update_(weights, group)
-        return loss
 
     def _update_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Make one update of weights that share device and dtype."""
@@ -141,15 +137,3 @@ def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) 
     assert settings.betas is not None
     assert settings.eps is not None
     return LAMB(groups, lr=lr, betas=settings.betas, eps=settings.eps)
-
-
-def _problem_with(group: dict[str, Any]) -> str | None:
-    for key in ("lr", "eps", "weight_decay"):
-        if problem := problem_with_number(key, group[key]):
-            return problem
-    for beta in group["betas"]:
-        if problem := problem_with_number("betas", beta, below=1):
-            return problem
-    if group["eps"] == 0:
-        return "eps must be positive, such as 1e-6: a gradient that was always 0 is divided by it"
-    return problem_with_weights(group["params"], asked_by="LAMB")

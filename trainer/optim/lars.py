@@ -1,6 +1,6 @@
 """LARS (You et al. 2017, arXiv 1708.03888) in the two published forms, fused over all tensors of a group."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,10 +8,9 @@ from torch import Tensor
 
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import (
+    FusedOptimizer,
     Norms,
     by_device_and_dtype,
-    drop_last_group_if,
-    loss_of,
     momentum_buffers,
     norms_of,
     one_where_a_norm_is_zero,
@@ -45,7 +44,7 @@ def trust_ratios(
     return one_where_a_norm_is_zero(ratios_N, w_N, g_N)
 
 
-class LARS(torch.optim.Optimizer):
+class LARS(FusedOptimizer):
     """Does SGD with the learning rate of each tensor scaled by its trust ratio r (see trust_ratios).
 
     With gradient g, weight w, momentum buffer v or u:
@@ -63,8 +62,7 @@ class LARS(torch.optim.Optimizer):
     mlcommons/training_results_v4.0, NVIDIA's MXNet optimizer.py.
     """
 
-    # GradScaler then sets grad_scale and found_inf on us instead of waiting for the flag itself
-    _step_supports_amp_scaling = True
+    _own = ("norms",)
 
     def __init__(
         self,
@@ -94,25 +92,21 @@ class LARS(torch.optim.Optimizer):
         self.norms: Norms = norms_of
         """Replaced where the parameters are parts of tensors: a trust ratio is that of the whole tensor."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, or leave all as it was. Raises: ValueError as the constructor."""
-        super().add_param_group(param_group)
-        drop_last_group_if(self, _problem_with(self.param_groups[-1]))
+    def _problem_with(self, group: dict[str, Any]) -> str | None:
+        for key in _NON_NEGATIVE:
+            if problem := problem_with_number(key, group[key]):
+                return problem
+        if group["momentum_form"] not in MOMENTUM_FORMS:
+            return f"momentum_form must be one of {', '.join(MOMENTUM_FORMS)}, not {group['momentum_form']!r}"
+        return problem_with_weights(group["params"], asked_by="LARS")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient, in place, without a host sync; return closure's loss.
-
-        Raises: ValueError for a gradient that is not dense.
-        """
-        loss = loss_of(closure)
+    def _update_groups_(self) -> None:
         for group in self.param_groups:
             for weights in by_device_and_dtype(group["params"]):
                 # norms over ranks are collective: as many on each rank, whatever its parts
                 is_by_portions = weights[0].device.type == "cpu" and self.norms is norms_of
                 update_ = self._update_on_cpu_ if is_by_portions else self._update_at_once_
                 update_(weights, group)
-        return loss
 
     def _update_at_once_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Make one update of weights that share device and dtype: as few kernels for many weights as for one."""
@@ -196,12 +190,3 @@ def _pieces(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         return
     flat = (t.as_strided((t.numel(),), (1,)).split(_CPU_PORTION) for t in tensors)
     yield from map(list, zip(*flat, strict=True))
-
-
-def _problem_with(group: dict[str, Any]) -> str | None:
-    for key in _NON_NEGATIVE:
-        if problem := problem_with_number(key, group[key]):
-            return problem
-    if group["momentum_form"] not in MOMENTUM_FORMS:
-        return f"momentum_form must be one of {', '.join(MOMENTUM_FORMS)}, not {group['momentum_form']!r}"
-    return problem_with_weights(group["params"], asked_by="LARS")

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for matrices and convolutions, fused."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,8 @@ from torch import Tensor
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.division import Division, undivided
 from bigbatch.trainer.optim.fused import (
+    FusedOptimizer,
     by_device_and_dtype,
-    drop_last_group_if,
-    loss_of,
     momentum_buffers,
     overflow_flag,
     problem_with_number,
@@ -21,12 +20,13 @@ from bigbatch.trainer.optim.fused import (
     unscaled_grads,
     write_,
 )
+from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_vectors
 from bigbatch.trainer.optim.newton_schulz import cost, orthogonalised
 
 PRECISIONS = ("fp32", "bf16")
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(FusedOptimizer):
     """Follows the momentum of each weight, made orthogonal; the rest goes by Nesterov SGD.
 
     With gradient g, weight w, momentum buffer v, and a convolution's filters as rows of a matrix (out x in * kh * kw):
@@ -41,8 +41,7 @@ class Muon(torch.optim.Optimizer):
     are applied on the device: step() never waits for it, and an overflow leaves weights and momentum untouched.
     """
 
-    # GradScaler then sets grad_scale and found_inf on us instead of waiting for the flag itself
-    _step_supports_amp_scaling = True
+    _own = ("divide", "_steps", "_precision")
 
     def __init__(
         self,
@@ -62,25 +61,22 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(
                 f"newton_schulz_precision must be one of {', '.join(PRECISIONS)}, not {newton_schulz_precision!r}"
             )
-        if type(newton_schulz_steps) is not int or newton_schulz_steps < 1:
-            raise ValueError(f"newton_schulz_steps must be a whole number of at least 1, not {newton_schulz_steps!r}")
+        if problem := problem_with_count("newton_schulz_steps", newton_schulz_steps):
+            raise ValueError(problem)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adapt": adapt}
         super().__init__(params, defaults)
         self.divide: Division = undivided
         """Replaced where several ranks hold the same weights: each then orthogonalises a share."""
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, or leave all as it was. Raises: ValueError as the constructor."""
-        super().add_param_group(param_group)
-        drop_last_group_if(self, _problem_with(self.param_groups[-1]))
+    def _problem_with(self, group: dict[str, Any]) -> str | None:
+        for key in ("lr", "momentum", "weight_decay"):
+            if problem := problem_with_number(key, group[key]):
+                return problem
+        return problem_with_weights(group["params"], asked_by="Muon") or problem_with_vectors(
+            group, reason="Muon makes matrices orthogonal"
+        )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient, in place, without a host sync; return closure's loss.
-
-        Raises: ValueError for a gradient that is not dense.
-        """
-        loss = loss_of(closure)
+    def _update_groups_(self) -> None:
         parts = [(group, weights) for group in self.param_groups for weights in by_device_and_dtype(group["params"])]
         matrices = [(group, weights) for group, weights in parts if group["adapt"]]
         directions = [self._directions(weights, group) for group, weights in matrices]
@@ -88,14 +84,13 @@ class Muon(torch.optim.Optimizer):
         # while results of other ranks are on their way
         for group, weights in parts:
             if not group["adapt"]:
-                self._follow_gradient_(weights, group)
+                follow_(self, weights, group)
         found = iter(finish())
         for (group, weights), updates in zip(matrices, directions, strict=True):
             torch._foreach_copy_(updates, [next(found) for _ in updates])
             torch._foreach_mul_(updates, [_scale(w.shape) for w in weights])
             overflow, decay = overflow_flag(self, weights[0].device), group["weight_decay"]
             write_(weights, updates, [], lr=group["lr"], weight_decay=decay, overflow=overflow)
-        return loss
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """Return what is to be made orthogonal, laid out like its weights; the momentum moves on.
@@ -124,17 +119,10 @@ class Muon(torch.optim.Optimizer):
         work = partial(orthogonalised, steps=self._steps, dtype=dtype)
         return self.divide(directions, work, costs=[cost(d.shape) for d in directions], dtype=dtype)
 
-    def _follow_gradient_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        write_(
-            weights,
-            unscaled_grads(self, weights),
-            momentum_buffers(self, weights, momentum=group["momentum"]),
-            lr=group["lr"],
-            overflow=overflow_flag(self, weights[0].device),
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            weight_decay=group["weight_decay"],
-        )
+
+def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list[tuple[float, int]]:
+    """List cost and elements of each of the matrices that ranks share out, by weights' shapes."""
+    return [(cost(shape), math.prod(shape)) for shape in shapes]
 
 
 def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> Muon:
@@ -145,7 +133,7 @@ def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) 
     assert settings.newton_schulz_steps is not None
     assert settings.newton_schulz_precision is not None
     return Muon(
-        [part for group in groups for part in _divided(group, vector_lr_factor=settings.vector_lr_factor)],
+        [part for group in groups for part in apart(group, vector_lr_factor=settings.vector_lr_factor)],
         lr=lr,
         momentum=settings.momentum,
         nesterov=settings.nesterov,
@@ -154,35 +142,6 @@ def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) 
     )
 
 
-def _divided(group: dict[str, Any], *, vector_lr_factor: float) -> list[dict[str, Any]]:
-    """Divide a group into matrices and the rest; without a part that would be empty."""
-    named = list(zip(group["names"], group["params"], strict=True))
-    matrices = {name for name, tensor in named if group["adapt"] and tensor.dim() > 1}
-    parts = []
-    for is_matrix in (True, False):
-        some = [(name, tensor) for name, tensor in named if (name in matrices) is is_matrix]
-        factor = group.get("lr_factor", 1.0) * (1.0 if is_matrix else vector_lr_factor)
-        part = {"names": [n for n, _ in some], "params": [t for _, t in some], "adapt": is_matrix, "lr_factor": factor}
-        parts += [{**group, **part}] if some else []
-    return parts
-
-
 def _scale(shape: torch.Size) -> float:
     """Return what makes a tall matrix change its outputs as much as a square one, as the source has it."""
     return math.sqrt(max(1.0, shape[0] / math.prod(shape[1:])))
-
-
-def _problem_with(group: dict[str, Any]) -> str | None:
-    for key in ("lr", "momentum", "weight_decay"):
-        if problem := problem_with_number(key, group[key]):
-            return problem
-    if problem := problem_with_weights(group["params"], asked_by="Muon"):
-        return problem
-    for index, weight in enumerate(group["params"]):
-        if group["adapt"] and weight.dim() < 2:
-            name = group["names"][index] if "names" in group else f"parameter {index} of the group"
-            return (
-                f"Muon makes matrices orthogonal, and {name} has shape {tuple(weight.shape)}: put it into a group with "
-                "adapt=False, which goes by Nesterov SGD"
-            )
-    return None

@@ -1,12 +1,14 @@
 """What a rank keeps in memory for its update, and what a sharded one saves of it."""
 
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
 from bigbatch.comm.gradients.fusion import round_up
-from bigbatch.trainer.config.optimizer import is_foreign
+from bigbatch.trainer.config.optimizer import WHOLE, is_foreign
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.step.divided_work import gathered_elements, share_out
 from bigbatch.trainer.step.plan import Parts
 
 FP32_BYTES = 4
@@ -64,6 +66,30 @@ def sharded_notes(config: Config, parts: Parts) -> list[str]:
     ]
 
 
+def matrix_bytes(config: Config, parts: Parts) -> int:
+    """Return the bytes that an optimizer of whole matrices keeps beside its momentum: Shampoo's factors and roots."""
+    if config.optimizer.name != "shampoo":
+        return 0
+    return 2 * FP32_BYTES * sum(elements for _, elements in _shared_work(config, parts))
+
+
+def gather_bytes(config: Config, parts: Parts) -> int:
+    """Return the bytes of the buffer in which ranks gather what each has done of the work on matrices."""
+    if config.optimizer.name not in WHOLE or not (work := _shared_work(config, parts)):
+        return 0
+    costs, num_elements = zip(*work, strict=True)
+    world_size = parts.communicator.world_size
+    shares = share_out(costs, num_elements, world_size=world_size)
+    element_bytes = FP32_BYTES // 2 if config.optimizer.newton_schulz_precision == "bf16" else FP32_BYTES
+    return element_bytes * gathered_elements(shares, num_elements, world_size=world_size)
+
+
+def _shared_work(config: Config, parts: Parts) -> list[tuple[float, int]]:
+    shapes = [p.shape for p in parts.model.parameters() if p.requires_grad and p.dim() > 1]
+    work_of = import_module(f"bigbatch.trainer.optim.{config.optimizer.name}").shared_work
+    return list(work_of(config.optimizer, shapes))
+
+
 def rank_bytes(config: Config, parts: Parts) -> int:
     """Return how many bytes a rank takes but for activations: weights, gradients, what the update keeps, an average."""
     parameters = list(parts.model.parameters())
@@ -72,13 +98,15 @@ def rank_bytes(config: Config, parts: Parts) -> int:
     if parts.reducer.grid:
         gradients += sum(p.numel() * torch.int64.itemsize for p in parameters if p.requires_grad)
     average = FP32_BYTES * sum(p.numel() for p in parameters) if config.optimizer.ema_decay is not None else 0
-    return weights + gradients + update_memory(config, parts).kept_bytes + average
+    update = update_memory(config, parts).kept_bytes + matrix_bytes(config, parts) + gather_bytes(config, parts)
+    return weights + gradients + update + average
 
 
 def checkpoint_bytes(config: Config, parts: Parts) -> int:
-    """Return how many bytes a checkpoint takes: masters, moments and average, all in fp32 and whole."""
+    """Return how many bytes a checkpoint takes: masters, the optimizer's state and average, all in fp32 and whole."""
     num_copies = 1 + num_moments(config) + (config.optimizer.ema_decay is not None)
-    return FP32_BYTES * num_copies * sum(p.numel() for p in parts.model.parameters())
+    weights = sum(p.numel() for p in parts.model.parameters())
+    return FP32_BYTES * num_copies * weights + matrix_bytes(config, parts)
 
 
 def _mb(num_bytes: int) -> str:

@@ -40,6 +40,12 @@ def share_out(costs: Sequence[float], num_elements: Sequence[int], *, world_size
     return Shares(tuple(owners), tuple(offsets), max(fills))
 
 
+def gathered_elements(shares: Shares, num_elements: Sequence[int], *, world_size: int) -> int:
+    """Count the elements that a gather brings to each rank; 0 where most were padding, and each rank does all."""
+    gathered = shares.part * world_size
+    return 0 if world_size == 1 or gathered > MOST_PADDING * sum(num_elements) else gathered
+
+
 class DividedWork:
     """Lets each rank do the work on some of the tensors, and gathers all results by one all-gather: a Division.
 
@@ -57,11 +63,13 @@ class DividedWork:
     def __call__(self, tensors: list[Tensor], work: Work, *, costs: list[float], dtype: torch.dtype) -> Finish:
         """Do this rank's share, and start the gather. Collective. Finishing raises PeerLostError."""
         world_size, rank = self._communicator.world_size, self._communicator.rank
-        shares = share_out(costs, [t.numel() for t in tensors], world_size=world_size)
-        if world_size == 1 or shares.part * world_size > MOST_PADDING * sum(t.numel() for t in tensors):
+        num_elements = [t.numel() for t in tensors]
+        shares = share_out(costs, num_elements, world_size=world_size)
+        gathered = gathered_elements(shares, num_elements, world_size=world_size)
+        if not gathered:
             results = self._do(work, tensors)
             return lambda: results
-        buffer_N = self._buffer(shares.part * world_size, dtype)
+        buffer_N = self._buffer(gathered, dtype)
         views = [
             buffer_N[owner * shares.part + offset :][: tensor.numel()].as_strided(tensor.shape, tensor.stride())
             for tensor, owner, offset in zip(tensors, shares.owners, shares.offsets, strict=True)

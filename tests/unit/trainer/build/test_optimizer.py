@@ -16,25 +16,33 @@ from torch import nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
-from bigbatch.trainer.config.optimizer import optimizer_notes
+from bigbatch.trainer.config.optimizer import WHOLE, optimizer_notes
 from bigbatch.trainer.config.sections import OPTIMIZERS
 from bigbatch.trainer.optim.foreign import eval_mode, resume_training
+from bigbatch.trainer.optim.fused import FusedOptimizer
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
+from bigbatch.trainer.optim.shampoo import Shampoo
 from bigbatch.trainer.step.guard import step_or_skip_
 from tests.unit.trainer.config.test_schema import make_config
 
 LR = 0.1
 MUON = {"vector_lr_factor": 0.5, "newton_schulz_steps": 3, "newton_schulz_precision": "fp32"}
-NULLS = dict.fromkeys(("momentum", "nesterov", "trust_coefficient", "momentum_form", "eps", "betas", "options", *MUON))
+SHAMPOO = {"block_size": 3, "root_every_steps": 2, "factor_decay": 0.9, "eps": 1e-4}
+OF_ALL = {**MUON, **SHAMPOO}
+"""Settings of the whole optimizer, not of a group."""
+NULLS = dict.fromkeys(
+    ("momentum", "nesterov", "trust_coefficient", "momentum_form", "betas", "options", *MUON, *SHAMPOO)
+)
 SETTINGS: dict[str, dict[str, Any]] = {
     "lars": {"momentum": 0.9, "nesterov": True, "trust_coefficient": 0.01, "momentum_form": "lr_outside", "eps": 0.1},
     "lamb": {"betas": (0.8, 0.9), "eps": 1e-5},
     "sgd": {"momentum": 0.9, "nesterov": False},
     "adamw": {"betas": (0.8, 0.9), "eps": 1e-5},
     "muon": {"momentum": 0.9, "nesterov": True, **MUON},
+    "shampoo": {"momentum": 0.9, "nesterov": True, **SHAMPOO},
     "schedulefree.SGDScheduleFree": {"options": {"momentum": 0.8, "warmup_steps": 3}},
     "torch.optim.Adagrad": {"options": {"lr_decay": 0.01}},
 }
@@ -70,7 +78,13 @@ def states(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def test_make_optimizer_makes_every_name_of_the_config() -> None:
     types = {name: type(make(name)[0]) for name in OPTIMIZERS}
-    assert types == {"lars": LARS, "lamb": LAMB, "sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "muon": Muon}
+    others = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    assert types == {"lars": LARS, "lamb": LAMB, "muon": Muon, "shampoo": Shampoo, **others}
+
+
+def test_make_optimizer_hands_shampoos_settings_on() -> None:
+    optimizer: Any = make("shampoo")[0]
+    assert (optimizer._block_size, optimizer._every, optimizer._factor_decay, optimizer._eps) == (3, 2, 0.9, 1e-4)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -82,7 +96,7 @@ def test_make_optimizer_hands_settings_on(name: str) -> None:
     stated = SETTINGS[name].get("options") or SETTINGS[name]
     for group in (decaying, other):
         assert group["lr"] == LR
-        of_groups = {key: value for key, value in stated.items() if key not in MUON}
+        of_groups = {key: value for key, value in stated.items() if key not in OF_ALL or key in group}
         assert {key: group[key] for key in of_groups} == of_groups
 
 
@@ -90,7 +104,7 @@ def test_make_optimizer_hands_settings_on(name: str) -> None:
 def test_make_optimizer_decays_bias_and_norm_too_where_they_are_not_excluded(name: str) -> None:
     optimizer, weights = make(name, exclude_bias_and_norm=False)
     decaying, other = optimizer.param_groups
-    assert [len(group["params"]) for group in (decaying, other)] == ([2, 4] if name == "muon" else [6, 0])
+    assert [len(group["params"]) for group in (decaying, other)] == ([2, 4] if name in WHOLE else [6, 0])
     assert (decaying["weight_decay"], decaying["adapt"]) == (0.01, True)
     before = clones(weights)
     after = walk(optimizer, weights, steps=range(2))
@@ -157,7 +171,7 @@ def test_optimizer_keeps_no_trace_of_an_overflow(name: str, first: int, unscale_
 
 def step_scaled(scaler: Any, optimizer: Any, weights: list[Any], *, seed: int, poison: Any = None, **how: Any) -> None:
     """As scaled_step, for optimizers that write into gradients, too."""
-    own = isinstance(optimizer, LARS | LAMB | Muon)
+    own = isinstance(optimizer, FusedOptimizer)
     if own:
         scaled_step(scaler, optimizer, weights, seed=seed, poison=poison, **how)
         return

@@ -21,10 +21,18 @@ MUON = {
     "optimizer.newton_schulz_steps": 5,
     "optimizer.newton_schulz_precision": "fp32",
 }
+SHAMPOO = {
+    **SGD,
+    "optimizer.name": "shampoo",
+    "optimizer.eps": 1e-6,
+    "optimizer.block_size": 512,
+    "optimizer.root_every_steps": 20,
+    "optimizer.factor_decay": 0.9,
+}
 FOREIGN = {**NULLS, "optimizer.name": "schedulefree.SGDScheduleFree"}
 
 
-@pytest.mark.parametrize("changes", [ADAMW, {**ADAMW, "optimizer.name": "lamb"}, SGD, MUON, FOREIGN])
+@pytest.mark.parametrize("changes", [ADAMW, {**ADAMW, "optimizer.name": "lamb"}, SGD, MUON, SHAMPOO, FOREIGN])
 def test_optimizer_config_of_each_name(changes: dict[str, object]) -> None:
     assert make_config(changes).optimizer.name == changes["optimizer.name"]
 
@@ -72,8 +80,10 @@ def test_sharded_refuses_foreign_optimizers() -> None:
 
 
 def test_sharded_refuses_what_needs_whole_matrices() -> None:
-    message = refusal({**MUON, "optimizer.sharded": True})
-    assert re.search(naming("optimizer.sharded=True ", "optimizer.name=muon", "false"), message)
+    for changes in (MUON, SHAMPOO):
+        message = refusal({**changes, "optimizer.sharded": True})
+        named = f"optimizer.name={changes['optimizer.name']}"
+        assert re.search(naming("optimizer.sharded=True ", named, "false"), message)
     message = refusal({**FOREIGN, "optimizer.sharded": True})
     assert "muon" not in message  # which would be refused next
 
@@ -83,6 +93,19 @@ def test_keys_of_muon_are_null_for_others(key: str) -> None:
     value = {"newton_schulz_precision": "bf16"}.get(key, 2)
     assert re.search(naming(f"optimizer.{key}=", "optimizer.name=lars", "null"), refusal({f"optimizer.{key}": value}))
     make_config({**MUON, f"optimizer.{key}": value})
+
+
+@pytest.mark.parametrize("key", ["block_size", "root_every_steps", "factor_decay"])
+def test_keys_of_shampoo_are_null_for_others(key: str) -> None:
+    assert re.search(naming(f"optimizer.{key}=", "optimizer.name=lars", "null"), refusal({f"optimizer.{key}": 0.5}))
+
+
+def test_shampoo_has_a_floor_and_is_not_captured() -> None:
+    assert re.search(
+        naming("optimizer.name=shampoo ", "optimizer.eps ", "1e-6"), refusal({**SHAMPOO, "optimizer.eps": 0.0})
+    )
+    message = refusal({**SHAMPOO, "compute.cuda_graph": True})
+    assert re.search(naming("compute.cuda_graph=True ", "optimizer.name=shampoo", "false"), message)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""What LARS, LAMB and Muon promise alike: state, groups, GradScaler, memory formats, no waits, and what they refuse."""
+"""What our fused optimizers promise alike: state, groups, GradScaler, memory formats, no waits, what they refuse."""
 
+import copy
 import math
 import re
 from functools import partial
@@ -25,11 +26,12 @@ from bigbatch.trainer.optim.fused import scaled_on_gpu
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.muon import Muon
+from bigbatch.trainer.optim.shampoo import Shampoo
 
 torch.set_num_threads(1)
 
 
-def muon(params, **settings):
+def of_matrices(kind, params, **settings):
     """Put whatever is no matrix into a group that is none."""
     groups = params if isinstance(params[0], dict) else [{"params": params}]
     parts = [
@@ -37,15 +39,20 @@ def muon(params, **settings):
         for group in groups
         for is_matrix in (True, False)
     ]
-    return Muon([part for part in parts if part["params"]], **{"lr": 0.1} | settings)
+    return kind([part for part in parts if part["params"]], **{"lr": 0.1} | settings)
 
 
-KINDS = pytest.mark.parametrize("kind", [LARS, LAMB, Muon])
+muon = partial(of_matrices, Muon)
+shampoo = partial(of_matrices, Shampoo, root_every_steps=2)
+
+
+KINDS = pytest.mark.parametrize("kind", [LARS, LAMB, Muon, Shampoo])
 MAKERS = {
     "lars inside": partial(LARS, lr=3.0, momentum_form="lr_inside"),
     "lars outside": partial(LARS, lr=3.0, momentum_form="lr_outside"),
     "lamb": partial(LAMB, lr=0.1),
     "muon": muon,
+    "shampoo": shampoo,
 }
 FUSED = pytest.mark.parametrize("name", MAKERS)
 
@@ -66,17 +73,55 @@ def states(optimizer):
     return clones(value for state in optimizer.state.values() for value in state.values())
 
 
+def is_untouched(optimizer):
+    """Roots begin as identities, all else with zeros."""
+    kept = [value for state in optimizer.state.values() for key, value in state.items() if key != "roots"]
+    return not any(value.any() for value in kept)
+
+
 @pytest.mark.parametrize(
     ("make", "resumed_as"),
     [
         (partial(LARS, lr=3.0, weight_decay=1e-4, momentum_form="lr_outside", nesterov=True), partial(LARS, lr=1.0)),
         (partial(LAMB, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01), partial(LAMB, lr=1.0)),
         (partial(muon, lr=0.1, momentum=0.8, weight_decay=0.01), partial(muon, lr=1.0)),
+        (partial(shampoo, lr=0.1, momentum=0.8, weight_decay=0.01), partial(shampoo, lr=1.0)),
     ],
 )
 @BOTH_WAYS
 def test_fused_state_dict_resumes_bit_for_bit(make, resumed_as):
     assert_state_dict_resumes(make, resumed_as=resumed_as, states=states)
+
+
+@FUSED
+def test_fused_copy_goes_on_alike_and_shares_what_joins_ranks(name):
+    weights = random_weights()
+    optimizer = MAKERS[name](weights)
+    own = "divide" if hasattr(optimizer, "divide") else "norms"
+    joined = Joined(getattr(optimizer, own))
+    setattr(optimizer, own, joined.call)
+    set_random_grads(weights, seed=0)
+    optimizer.step()
+    copied = copy.deepcopy({"weights": weights, "optimizer": optimizer})
+    assert getattr(copied["optimizer"], own) == joined.call
+    for tensors, each in (weights, optimizer), (copied["weights"], copied["optimizer"]):
+        set_random_grads(tensors, seed=1)
+        each.step()
+    assert_same_bits(copied["weights"], weights)
+    assert_same_bits(states(copied["optimizer"]), states(optimizer))
+
+
+class Joined:
+    """Stands for a communicator, of which there is no second."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def call(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied")
 
 
 @FUSED
@@ -134,6 +179,7 @@ def test_fused_closure_runs_with_gradients_on_and_its_loss_returns(make, expecte
         (partial(LARS, lr=3.0, weight_decay=1e-4), ("momentum_buffer",)),
         (partial(LAMB, lr=0.1, weight_decay=1e-4), ("exp_avg", "exp_avg_sq")),
         (partial(Muon, lr=0.1, weight_decay=1e-4), ("momentum_buffer",)),
+        (partial(Shampoo, lr=0.1, weight_decay=1e-4, block_size=5), ("momentum_buffer",)),
     ],
 )
 @BOTH_WAYS
@@ -162,7 +208,7 @@ def test_fused_overflow_leaves_every_bit_and_the_run_goes_on(name, first, poison
     assert_same_bits(clones(weights), before[0])
     if first:
         assert_same_bits(states(optimizer), before[1])
-    assert all(not state.any() for state in states(optimizer)) == (first == 0)
+    assert is_untouched(optimizer) == (first == 0)
     assert scaler.get_scale() == 2.0**9
     for seed in range(first, first + 3):
         scaled_step(scaler, optimizer, weights, seed=seed, unscale_first=unscale_first)
@@ -185,7 +231,7 @@ def test_fused_overflow_counted_on_two_devices_skips(name):
     optimizer.found_inf = torch.tensor(2.0)
     optimizer.step()
     assert_same_bits(clones(weights), before)
-    assert all(not state.any() for state in states(optimizer))
+    assert is_untouched(optimizer)
 
 
 def launches(num_tensors, *, name, is_scaled):
@@ -241,7 +287,7 @@ def test_fused_launches_of_a_loop_are_seen():
     [
         *((LARS, key) for key in ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")),
         *((LAMB, key) for key in ("lr", "weight_decay", "eps")),
-        *((Muon, key) for key in ("lr", "momentum", "weight_decay")),
+        *((kind, key) for kind in (Muon, Shampoo) for key in ("lr", "momentum", "weight_decay")),
     ],
 )
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, None, torch.tensor(1.0)])

@@ -18,6 +18,10 @@ LAMB = ("--optimizer.name=lamb", "--optimizer.betas=[0.9, 0.999]", "--optimizer.
 LAMB += tuple(f"--optimizer.{key}=null" for key in ("momentum", "nesterov", "trust_coefficient", "momentum_form"))
 
 
+MUON = ("--optimizer.name=muon", *SGD[1:])
+SHAMPOO = ("--optimizer.name=shampoo", "--optimizer.block_size=4", "--optimizer.eps=1e-6", SGD[1], SGD[3])
+
+
 def make(*words: str, num_ranks: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Config, Any]:
     """A model of 10 weights in a buffer of 7 and one of 3."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(count, dtype=dtype)) for count in (7, 3)])
@@ -79,3 +83,31 @@ def test_memory_of_a_rank_and_of_a_checkpoint() -> None:
     config, parts = make()
     parts.reducer.grid = object()  # integers of 64 bits, in which gradients are summed
     assert rank_bytes(config, parts) == 120 + 80
+
+
+def test_memory_of_work_on_matrices_that_ranks_share_out() -> None:
+    """Two matrices of 6 x 4, and a vector of 5: 53 weights with a gradient and a momentum each, in fp32."""
+
+    def make_matrices(*words: str, num_ranks: int) -> tuple[Config, Any]:
+        config, parts = make(*words, num_ranks=num_ranks)
+        model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in ((6, 4), (6, 4), (5,))])
+        names = [str(number) for number, _ in enumerate(model)]
+        tensors = tuple(TensorSpec(name, p.numel(), 4, "f") for name, p in zip(names, model, strict=True))
+        reducer = SimpleNamespace(plan=FusionPlan((BufferPlan(tensors),)), grid=None)
+        return config, SimpleNamespace(communicator=parts.communicator, reducer=reducer, model=model)
+
+    plain = 53 * 3 * 4
+    assert rank_bytes(*make_matrices(*SGD, num_ranks=2)) == plain
+    # a matrix each: 48 numbers are gathered, in half precision of half the bytes; alone there is no gather
+    assert rank_bytes(*make_matrices(*MUON, num_ranks=2)) == plain + 48 * 4
+    in_half = (*MUON, "--optimizer.newton_schulz_precision=bf16")
+    assert rank_bytes(*make_matrices(*in_half, num_ranks=2)) == plain + 48 * 2
+    assert rank_bytes(*make_matrices(*MUON, num_ranks=1)) == plain
+    # on five ranks three had padding: all do all
+    assert rank_bytes(*make_matrices(*MUON, num_ranks=5)) == plain
+    # blocks of 3 x 4, two a matrix: factors and roots of 9 + 16 numbers each
+    state = 2 * 4 * (9 + 16) * 4
+    assert rank_bytes(*make_matrices(*SHAMPOO, num_ranks=1)) == plain + state
+    assert checkpoint_bytes(*make_matrices(*SHAMPOO, num_ranks=1)) == 53 * 2 * 4 + state
+    # 4 roots of 16 and 4 of 9 in two equal parts
+    assert rank_bytes(*make_matrices(*SHAMPOO, num_ranks=2)) == plain + state + 100 * 4

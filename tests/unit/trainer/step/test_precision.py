@@ -14,6 +14,7 @@ from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.muon import Muon
+from bigbatch.trainer.optim.shampoo import Shampoo
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.precision import AUTOCAST_DTYPES, COMPUTE_DTYPES, Precision, set_tf32, underflow_fraction
 
@@ -150,9 +151,9 @@ def test_precision_refuses_foreign_weights() -> None:
         precision.load_model_state({})
 
 
-def muon(weights: list[nn.Parameter]) -> Muon:
+def of_matrices(kind: type[Muon | Shampoo], weights: list[nn.Parameter]) -> Muon | Shampoo:
     groups = ([w for w in weights if (w.dim() > 1) is is_matrix] for is_matrix in (True, False))
-    return Muon([{"params": some, "adapt": some[0].dim() > 1} for some in groups], lr=0.1)
+    return kind([{"params": some, "adapt": some[0].dim() > 1} for some in groups], lr=0.1)
 
 
 OPTIMIZERS = [
@@ -161,7 +162,8 @@ OPTIMIZERS = [
     partial(LARS, lr=1.0),
     partial(LARS, lr=1.0, momentum_form="lr_outside"),
     partial(LAMB, lr=0.1),
-    muon,
+    partial(of_matrices, Muon),
+    partial(of_matrices, Shampoo),
 ]
 
 

@@ -1,0 +1,56 @@
+"""What optimizers of whole matrices share: which weights are matrices, and SGD of the others."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.trainer.optim.fused import momentum_buffers, overflow_flag, unscaled_grads, write_
+
+
+def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
+    """Divide a group into matrices that adapt and the rest, at its own rate; without a part that would be empty."""
+    named = list(zip(group["names"], group["params"], strict=True))
+    matrices = {name for name, tensor in named if group["adapt"] and tensor.dim() > 1}
+    parts = []
+    for is_matrix in (True, False):
+        some = [(name, tensor) for name, tensor in named if (name in matrices) is is_matrix]
+        factor = group.get("lr_factor", 1.0) * (1.0 if is_matrix else vector_lr_factor)
+        part = {"names": [n for n, _ in some], "params": [t for _, t in some], "adapt": is_matrix, "lr_factor": factor}
+        parts += [{**group, **part}] if some else []
+    return parts
+
+
+def problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
+    """Say, with a reason, which weight of a group that adapts is no matrix."""
+    for index, weight in enumerate(group["params"]):
+        if group["adapt"] and weight.dim() < 2:
+            name = group["names"][index] if "names" in group else f"parameter {index} of the group"
+            return (
+                f"{reason}, and {name} has shape {tuple(weight.shape)}: put it into a group with adapt=False, which "
+                "goes by Nesterov SGD"
+            )
+    return None
+
+
+def problem_with_count(key: str, value: object) -> str | None:
+    """Say why a setting that counts something cannot have this value."""
+    if type(value) is int and value >= 1:  # type(): True would count as 1
+        return None
+    return f"{key} must be a whole number of at least 1, not {value!r}"
+
+
+def follow_(
+    optimizer: torch.optim.Optimizer, weights: list[Tensor], group: dict[str, Any], grads: list[Tensor] | None = None
+) -> None:
+    """Make a group's step of SGD along its gradients, or along others in their place."""
+    write_(
+        weights,
+        unscaled_grads(optimizer, weights) if grads is None else grads,
+        momentum_buffers(optimizer, weights, momentum=group["momentum"]),
+        lr=group["lr"],
+        overflow=overflow_flag(optimizer, weights[0].device),
+        momentum=group["momentum"],
+        nesterov=group["nesterov"],
+        weight_decay=group["weight_decay"],
+    )

@@ -1,0 +1,232 @@
+"""Shampoo (Gupta et al. 2018, arXiv 1802.09568) in blocks, grafted to SGD (Anil et al. 2020, arXiv 2002.09018)."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.trainer.config.sections import OptimizerConfig
+from bigbatch.trainer.optim.division import Division, undivided
+from bigbatch.trainer.optim.fused import (
+    FusedOptimizer,
+    by_device_and_dtype,
+    norms_of,
+    one_where_a_norm_is_zero,
+    overflow_flag,
+    problem_with_number,
+    problem_with_weights,
+    scaled,
+    unscaled_grads,
+)
+from bigbatch.trainer.optim.inverse_root import inverse_fourth_roots
+from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_vectors
+
+
+class Shampoo(FusedOptimizer):
+    """Does Nesterov SGD along gradients that are preconditioned from both sides and as long as they were.
+
+    With gradient G of a matrix W, a convolution's filters as rows (out x in * kh * kw), in blocks of at most block_size
+    rows and columns, the blocks of a side as equal as they can be:
+    L = factor_decay * L + (1 - factor_decay) * G Gᵀ;  R alike with Gᵀ G
+    P = L ** (-1/4) G R ** (-1/4);  u = P * |G| / |P|, with norms of the whole tensor (grafting to SGD)
+    v = momentum * v + u + weight_decay * W;  W -= lr * (u + weight_decay * W + momentum * v), or lr * v
+    The roots are computed in the first and then in every root_every_steps-th update, eigenvalues below eps times the
+    largest taken as that. A group with `adapt=False` (bias, batch norm, whatever has fewer than two dimensions) has
+    u = G, so that all of its settings are those of a tuned SGD.
+
+    Momentum and decay can differ per parameter group. Gradients are only read. A GradScaler's scale and overflow flag
+    are applied on the device, and an overflow leaves weights and state untouched; the host waits for the device only
+    where roots are due.
+    """
+
+    _own = ("divide", "_block_size", "_every", "_factor_decay", "_eps", "_calls_before_roots")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = True,
+        block_size: int = 1024,
+        root_every_steps: int = 10,
+        factor_decay: float = 0.95,
+        eps: float = 1e-6,
+        adapt: bool = True,
+    ) -> None:
+        """Check the settings. Raises: ValueError for one that is out of range, and for a group with vectors in it."""
+        counts = {"block_size": block_size, "root_every_steps": root_every_steps}
+        problems = [problem_with_count(key, value) for key, value in counts.items()]
+        problems += [problem_with_number("factor_decay", factor_decay, below=1), problem_with_number("eps", eps)]
+        if problem := next(filter(None, problems), None):
+            raise ValueError(problem)
+        if eps == 0:
+            raise ValueError("eps must be positive, such as 1e-6: an eigenvalue of 0 has no inverse root")
+        self._block_size, self._every, self._factor_decay, self._eps = block_size, root_every_steps, factor_decay, eps
+        self._calls_before_roots = 0
+        """That certainly come before roots are due; 0 where the device has to be asked."""
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adapt": adapt}
+        super().__init__(params, defaults)
+        self.divide: Division = undivided
+        """Replaced where several ranks hold the same weights: each then computes a share of the roots."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it; the next call counts from what was loaded."""
+        super().load_state_dict(state_dict)
+        self._calls_before_roots = 0
+
+    def _problem_with(self, group: dict[str, Any]) -> str | None:
+        for key in ("lr", "momentum", "weight_decay"):
+            if problem := problem_with_number(key, group[key]):
+                return problem
+        return problem_with_weights(group["params"], asked_by="Shampoo") or problem_with_vectors(
+            group, reason="Shampoo preconditions matrices"
+        )
+
+    def _update_groups_(self) -> None:
+        parts = [(group, weights) for group in self.param_groups for weights in by_device_and_dtype(group["params"])]
+        matrices = [(group, weights, unscaled_grads(self, weights)) for group, weights in parts if group["adapt"]]
+        for _, weights, grads in matrices:
+            self._make_state(weights)
+            self._follow_factors_(weights, grads)
+        finish = self._start_roots([w for _, weights, _ in matrices for w in weights])
+        # while roots of other ranks are on their way
+        for group, weights in parts:
+            if not group["adapt"]:
+                follow_(self, weights, group)
+        finish()
+        for group, weights, grads in matrices:
+            follow_(self, weights, group, self._grafted(weights, grads))
+
+    def _make_state(self, weights: list[Tensor]) -> None:
+        """Make factors of zeros and, for roots, identities: until roots are due, a weight goes by SGD."""
+        for w in weights:
+            state = self.state[w]
+            if "factors" not in state:
+                state["factors"] = w.new_zeros(num_factor_elements(w.shape, block_size=self._block_size))
+                state["roots"] = torch.zeros_like(state["factors"])
+                for root_NN in self._squares(w, "roots"):
+                    root_NN.fill_diagonal_(1.0)
+            # load_state_dict leaves a step where it was loaded
+            step = state["step"] if "step" in state else torch.zeros((), device=w.device)
+            state["step"] = step.to(w.device, torch.float32)
+
+    def _squares(self, weight: Tensor, name: str) -> list[Tensor]:
+        """Return the left and the right square of each block, as views of what lies in one vector."""
+        sizes = [size for shape in block_shapes(weight.shape, block_size=self._block_size) for size in shape]
+        parts = self.state[weight][name].split([size**2 for size in sizes])
+        return [part.view(size, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _blocks(self, tensor: Tensor) -> list[Tensor]:
+        """Return the blocks of a tensor as a matrix: views where its memory allows it."""
+        return blocks(tensor.reshape(len(tensor), -1), block_size=self._block_size)
+
+    def _follow_factors_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Let the factors follow the gradient, and count the update; neither on overflow."""
+        overflow = overflow_flag(self, weights[0].device)
+        share = torch.full((), 1 - self._factor_decay, dtype=weights[0].dtype, device=weights[0].device)
+        if overflow is not None:
+            share = share * (1 - overflow).to(share.dtype)
+            # 0 times infinity would get into the factors
+            grads = [torch.where(overflow > 0, torch.zeros_like(g), g) for g in grads]
+        for weight, grad in zip(weights, grads, strict=True):
+            squares = iter(self._squares(weight, "factors"))
+            for block_MN in self._blocks(grad):
+                next(squares).lerp_(block_MN @ block_MN.mT, share)
+                next(squares).lerp_(block_MN.mT @ block_MN, share)
+        torch._foreach_add_([self.state[w]["step"] for w in weights], 1.0 if overflow is None else 1 - overflow)
+
+    def _start_roots(self, weights: list[Tensor]) -> Callable[[], None]:
+        """Start on new roots where they are due; what is returned waits for them."""
+        if not weights or not self._are_roots_due(weights):
+            return lambda: None
+        factors = [square for w in weights for square in self._squares(w, "factors")]
+        roots = [square for w in weights for square in self._squares(w, "roots")]
+        costs = [root_cost(len(factor)) for factor in factors]
+        finish = self.divide(factors, partial(inverse_fourth_roots, eps=self._eps), costs=costs, dtype=factors[0].dtype)
+
+        def finish_() -> None:
+            torch._foreach_copy_(roots, finish())
+
+        return finish_
+
+    def _are_roots_due(self, weights: list[Tensor]) -> bool:
+        """Tell whether this is update 1, 1 + root_every_steps and so on: skipped calls are none."""
+        if self._calls_before_roots:
+            self._calls_before_roots -= 1
+            return False
+        overflow = overflow_flag(self, weights[0].device)
+        # as many on every rank: the counts and the flag are
+        is_skipped = overflow is not None and bool(overflow)
+        since = (max(int(self.state[w]["step"]) for w in weights) - 1) % self._every
+        if is_skipped or since:
+            self._calls_before_roots = 0 if is_skipped else self._every - 1 - since
+            return False
+        self._calls_before_roots = self._every - 1
+        return True
+
+    def _grafted(self, weights: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        """Return the preconditioned gradients, each as long as its gradient, laid out like the weights."""
+        directions = []
+        for weight, grad in zip(weights, grads, strict=True):
+            direction_MN = torch.empty((len(weight), math.prod(weight.shape[1:])), dtype=grad.dtype, device=grad.device)
+            roots = iter(self._squares(weight, "roots"))
+            for block_MN, out_MN in zip(self._blocks(grad), self._blocks(direction_MN), strict=True):
+                out_MN.copy_(next(roots) @ block_MN @ next(roots))
+            directions.append(torch.empty_like(weight).copy_(direction_MN.view(weight.shape)))
+        g_N, p_N = norms_of([*grads, *directions]).view(2, -1)
+        return scaled(directions, one_where_a_norm_is_zero(g_N / p_N, g_N, p_N))
+
+
+def blocks(matrix_MN: Tensor, *, block_size: int) -> list[Tensor]:
+    """Cut a matrix into blocks of at most so many rows and columns, row by row: views."""
+    num_rows, num_columns = (-(-size // block_size) for size in matrix_MN.shape)
+    return [part for rows in matrix_MN.tensor_split(num_rows) for part in rows.tensor_split(num_columns, dim=1)]
+
+
+def block_shapes(shape: Iterable[int], *, block_size: int) -> list[tuple[int, int]]:
+    """List rows and columns of each block of a weight."""
+    rows, *others = shape
+    matrix_MN = torch.empty((rows, math.prod(others)), device="meta")
+    return [(part.size(0), part.size(1)) for part in blocks(matrix_MN, block_size=block_size)]
+
+
+def num_factor_elements(shape: Iterable[int], *, block_size: int) -> int:
+    """Count the elements of a weight's factors, and of their roots."""
+    return sum(rows**2 + columns**2 for rows, columns in block_shapes(shape, block_size=block_size))
+
+
+def root_cost(size: int) -> float:
+    """Return the operations of a root, up to a factor that all have."""
+    return float(size) ** 3
+
+
+def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list[tuple[float, int]]:
+    """List cost and elements of each of the roots that ranks share out, by weights' shapes."""
+    assert settings.block_size is not None
+    sizes = (size for each in shapes for block in block_shapes(each, block_size=settings.block_size) for size in block)
+    return [(root_cost(size), size**2) for size in sizes]
+
+
+def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> Shampoo:
+    """Make a config's Shampoo: what has fewer than two dimensions, or does not adapt, in groups of its own."""
+    assert settings.momentum is not None
+    assert settings.nesterov is not None
+    assert settings.eps is not None
+    assert settings.block_size is not None
+    assert settings.root_every_steps is not None
+    assert settings.factor_decay is not None
+    return Shampoo(
+        [part for group in groups for part in apart(group)],
+        lr=lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        block_size=settings.block_size,
+        root_every_steps=settings.root_every_steps,
+        factor_decay=settings.factor_decay,
+        eps=settings.eps,
+    )
