@@ -27,7 +27,7 @@ TINY = {
 
 
 def _form(config: str, *, val_per_class: int, trials: int) -> Form:
-    """Make a form of ten classes for one core: 12, 2 and 1 steps an epoch, and trials as long as runs."""
+    """Make a form of ten classes for one core: 12, 3 and 1 steps an epoch, and trials as long as runs."""
     images = Images(154, val_per_class, resize_to=8)
     return Form(
         config=config,
@@ -35,7 +35,7 @@ def _form(config: str, *, val_per_class: int, trials: int) -> Form:
         num_train=10 * images.train_per_class,
         settings=TINY,
         epochs=10,
-        batches=(128, 768, 1536),
+        batches=(128, 512, 1536),
         seeds=(0, 1, 2),
         trials=trials,
         tune_epochs=10,

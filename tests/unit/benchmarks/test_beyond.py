@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.largebatch import beyond, step_cost
+from benchmarks.largebatch import beyond, plot_beyond, step_cost
 from benchmarks.largebatch.ablation_cases import OPTIMIZERS, TUNING_SEED, write_experiment
 from benchmarks.largebatch.beyond_cases import COMPARED, FORMS, available, case, epochs_in_equal_time, next_rate
 from bigbatch.errors import TrainingDiverged
@@ -51,7 +51,7 @@ def test_equal_time_is_that_of_the_reference(milliseconds: float, epochs: int) -
 
 def test_available_leaves_out_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.largebatch.beyond_cases.find_spec", lambda name: None)
-    assert available() == ["lars", "lamb", "nesterov", "muon"]
+    assert available() == ["lars", "lamb", "nesterov", "muon", "shampoo"]
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -93,6 +93,25 @@ def test_compare_tunes_runs_and_repeats_nothing(tmp_path, monkeypatch: pytest.Mo
     beyond.compare(form, ["lamb", "nesterov"], tmp_path)
     assert len(calls) == count
     assert "| nesterov 128 | 128 | 10 |" in beyond.markdown(results, title="x")
+
+
+def test_the_picture_has_a_panel_of_equal_time() -> None:
+    """In which the case of fewer epochs takes the place of its optimizer's, and the others stay."""
+
+    def found(optimizer: str, family: str, percent: float) -> dict[str, object]:
+        runs = [{"top1": percent / 100}]
+        figures = {"top1_percent": {"mean": percent, "n": 1}, "diverged": 0, "runs": runs}
+        return {"optimizer": optimizer, "family": family, "batch": 128, **figures}
+
+    cases = {
+        "n": found("nesterov", "batch", 30.0),
+        "m": found("muon", "batch", 40.0),
+        "m 5": found("muon", "time", 35.0),
+    }
+    record = {"conditions": {"options": {"dataset": "shapes"}}, "cases": cases}
+    panels = plot_beyond.draw([record]).axes
+    heights = [{line.get_label(): line.get_ydata()[0] for line in axes.lines} for axes in panels]
+    assert heights == [{"nesterov": 30.0, "muon": 40.0}, {"nesterov": 30.0, "muon": 35.0}]
 
 
 @pytest.mark.slow
