@@ -166,14 +166,16 @@ def plot_answer(answer: Answer, path: Path, *, title: str) -> None:
         total = max(1, found.nonzero)
         sizes.step([*counts], [count / total for count in counts.values()], where="post", color=color, label=name)
         lost = [found.lost(scale_power=power) for power in POWERS]
-        scales.plot([*POWERS], lost, "o-", markersize=3, color=color, label=f"{name}: lost")
+        short = [found.shortened(scale_power=power) for power in POWERS]
+        scales.plot([*POWERS], short, "o-", markersize=3, color=color, label=f"{name}: short")
+        scales.plot([*POWERS], lost, ":", color=color, label=f"{name}: lost")
     for power, label in ((FP16_LEAST, "fp16's smallest"), (FP16_WHOLE, "with all digits")):
         sizes.axvline(power, color="0.4", linestyle="--", linewidth=1)
         sizes.annotate(label, (power, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
     if answer.scale_power is not None:
         scales.axvline(answer.scale_power, color="0.3", linestyle="--", linewidth=1, label="recommended")
     sizes.set(xlabel="power of two of a gradient", ylabel="share of the values")
-    scales.set(xlabel="power of two of the loss scale", ylabel="share of the values that fp16 loses")
+    scales.set(xlabel="power of two of the loss scale", ylabel="share of the values in fp16")
     for axes in (sizes, scales):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
