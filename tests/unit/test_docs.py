@@ -182,7 +182,7 @@ RECOMPUTE = (
     "--out out.json --plot out.png"
 )
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
-BEYOND = "benchmarks/results/beyond-shapes-short.json benchmarks/results/beyond-imagenette-short.json"
+BEYOND = "benchmarks/results/beyond-cifar10-short.json"
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.run --out benchmarks/results": GPU,
     ".venv/bin/python -m benchmarks.gpu.run --guard --out benchmarks/results": GPU,
@@ -254,7 +254,7 @@ SMALLER = {  # benchmark: the same with sizes for a test
         for dataset in ("imagenette", "shapes")
     },
     f".venv/bin/python -m benchmarks.largebatch.plot_beyond {BEYOND} --out docs/optimizers.png": (
-        f"largebatch.plot_beyond {' '.join(f'{ROOT}/{name}' for name in BEYOND.split())} --out optimizers.png"
+        f"largebatch.plot_beyond {ROOT}/{BEYOND} --out optimizers.png"
     ),
     f".venv/bin/python -m benchmarks.largebatch.plot_ablations {ABLATIONS} --out docs/ablations.png": (
         f"largebatch.plot_ablations {' '.join(f'{ROOT}/{name}' for name in ABLATIONS.split())} --out ablations.png"

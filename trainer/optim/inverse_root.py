@@ -10,17 +10,17 @@ def inverse_fourth_root(matrices_BNN: Tensor, *, eps: float) -> Tensor:
     """Return A ** (-1/4) of each positive semidefinite A, whose eigenvalues count as eps times the largest at least.
 
     A matrix of zeros has eps ** (-1/4) times the identity; one that is not finite has NaN, which whoever looks for a
-    diverged run will see, where LAPACK would raise.
+    diverged run will see, where LAPACK would raise. Eigenvalues are found in fp64: in fp32 LAPACK does not converge
+    where rows are zero and rank is low, as where a convolution sees nothing but padding.
     """
     is_finite_B11 = matrices_BNN.isfinite().all(dim=(1, 2), keepdim=True)
-    identity_NN = torch.eye(matrices_BNN.size(-1), dtype=matrices_BNN.dtype, device=matrices_BNN.device)
-    values_BN, vectors_BNN = torch.linalg.eigh(torch.where(is_finite_B11, matrices_BNN, identity_NN))
+    identity_NN = torch.eye(matrices_BNN.size(-1), dtype=torch.float64, device=matrices_BNN.device)
+    values_BN, vectors_BNN = torch.linalg.eigh(torch.where(is_finite_B11, matrices_BNN.double(), identity_NN))
     largest_B1 = values_BN[:, -1:]
     largest_B1 = torch.where(largest_B1 > 0, largest_B1, torch.ones_like(largest_B1))
-    # in two factors: gradients as small as 1e-15 have squares whose shares of eps would be no fp32 numbers
     powers_BN = (values_BN / largest_B1).clamp(min=eps).pow(-0.25) * largest_B1.pow(-0.25)
     roots_BNN = (vectors_BNN * powers_BN.unsqueeze(1)) @ vectors_BNN.mT
-    return torch.where(is_finite_B11, roots_BNN, torch.full_like(identity_NN, torch.nan))
+    return torch.where(is_finite_B11, roots_BNN, torch.full_like(identity_NN, torch.nan)).to(matrices_BNN.dtype)
 
 
 def inverse_fourth_roots(tensors: list[Tensor], *, eps: float) -> list[Tensor]:

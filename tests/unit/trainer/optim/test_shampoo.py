@@ -102,6 +102,18 @@ def test_inverse_fourth_root_of_a_matrix_without_full_rank_has_a_floor():
     torch.testing.assert_close(found_NN, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_inverse_fourth_root_of_what_sees_padding_alone():
+    """Of 9 places of a kernel one has gradients: in fp32 LAPACK's eigenvalues do not converge."""
+    generator = torch.Generator().manual_seed(0)
+    grad_MN = torch.randn(64, 64, 9, generator=generator)
+    grad_MN[:, :, 1:] = 0
+    factor_NN = grad_MN.flatten(1).mT @ grad_MN.flatten(1)
+    values, vectors = np.linalg.eigh(factor_NN.double().numpy())
+    expected = torch.tensor((vectors * np.maximum(values, 1e-6 * values.max()) ** -0.25) @ vectors.T)
+    found_NN = inverse_fourth_root(factor_NN[None], eps=1e-6)[0].double()
+    torch.testing.assert_close(found_NN, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+
+
 def test_inverse_fourth_roots_of_zeros_and_of_what_is_not_finite():
     bad_NN = torch.eye(2)
     bad_NN[0, 1] = torch.nan
