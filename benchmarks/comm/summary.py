@@ -37,7 +37,7 @@ def summarise(records: Mapping[str, Record]) -> str:
     """Write all of it."""
     parts = ["# All-reduce of gradients, measured", *_conditions(records), "## Targets", verdict_table(judge(records))]
     for case, record in records.items():
-        parts += [f"## {case}", f"Commit {record['conditions']['commit']}.", TABLES[record["benchmark"]](record)]
+        parts += [f"## {case}", _origin(record), TABLES[record["benchmark"]](record)]
     return "\n\n".join(parts)
 
 
@@ -225,18 +225,29 @@ def _goodput(record: Record) -> str:
     return f"goodput of a link by iperf3, before and after: {' and '.join(known)} Mbit/s" if known else "no links"
 
 
+def _origin(record: Record) -> str:
+    """Say what a case was measured on, which others need not be."""
+    facts = record["conditions"]
+    day = str(facts.get("date") or "")[:10]
+    return ", ".join(filter(None, (f"Commit {facts['commit']}", day, facts.get("machine")))) + "."
+
+
 def _conditions(records: Mapping[str, Record]) -> list[str]:
     facts = [record["conditions"] for record in records.values() if record["benchmark"] != "reducer_overhead"]
     if not facts:
         return []
-    first = facts[0]
-    commits = ", ".join(sorted({str(each["commit"]) for each in facts}))
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
+
+    def stated(text: str) -> str:
+        """Fill the text with each record's facts, once for those that are alike."""
+        return ", ".join(sorted({text.format_map(each) for each in facts}))
+
+    versions = sorted({f"{name} {version}" for each in facts for name, version in each["versions"].items() if version})
+    days = sorted({each["date"][:10] for each in facts})
     return [
-        f"Commit {commits}; {first['cores'][0]} cores of {first['machine']}, {first['memory_gib']} GiB, "
-        f"{first['kernel']}, Python {first['python']}, torch {first['torch']}, {versions}; "
-        f"TCP {first['congestion_control']['system']} ({first['congestion_control']['backend tcp']} in backend tcp); "
-        f"{first['date'][:10]}. "
+        f"Commit {stated('{commit}')}; {stated('{cores[0]} cores of {machine}, {memory_gib} GiB')}; "
+        f"{stated('{kernel}')}; Python {stated('{python}')}; torch {stated('{torch}')}; {', '.join(versions)}; "
+        f"TCP {stated('{congestion_control[system]} ({congestion_control[backend tcp]} in backend tcp)')}; "
+        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}. "
         "All ranks of a case share these cores. Times are medians of the slowest rank's; [ ] marks what there was time "
         "for only once."
     ]

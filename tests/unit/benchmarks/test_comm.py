@@ -749,9 +749,18 @@ def test_summary_has_every_case_and_verdict(tmp_path: Path) -> None:
     assert "| ours tuned against ddp | gradients-resnet50-1gbit | at least 1.25 times faster | 1.20 " in text
     assert text.count("**not met**") == 1
     assert "Commit abc; 2 cores of an EPYC" in text
-    assert text.count("Commit abc.") == 2, "of each case: they may differ"
+    assert text.count("Commit abc, 2026-01-02, an EPYC.") == 2, "of each case: they may differ"
     assert "mpi4py 4" in text
     assert "horovod" not in text.split("## Targets")[0]
+
+
+def test_summary_names_every_machine_and_day() -> None:
+    later = {**FACTS, "machine": "a Xeon", "date": "2026-01-09T03:04:05", "versions": {"horovod": "0.28"}}
+    records = {str(n): {**exchange_record(), "conditions": facts} for n, facts in enumerate((later, FACTS))}
+    head = summary.summarise(records).split("## Targets")[0]
+    assert "2 cores of a Xeon, 24 GiB, 2 cores of an EPYC, 24 GiB" in head
+    assert "horovod 0.28, mpi4py 4" in head
+    assert "2026-01-02 to 2026-01-09." in head
 
 
 def test_sizes_to_read() -> None:
