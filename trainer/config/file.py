@@ -33,8 +33,23 @@ UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """What PyYAML raises for text that it cannot read: ValueError for 2026-13-45 and 0x_, RecursionError for deep nests."""
 
 
+MOST_ALIASES = 16
+
+
 class StrictLoader(yaml.SafeLoader):
     """Refuses a key that is stated twice; YAML itself would let the last one win."""
+
+    _num_aliases = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse many aliases: of aliases of aliases a short file is a structure without end."""
+        if self.check_event(yaml.AliasEvent):
+            self._num_aliases += 1
+            if self._num_aliases > MOST_ALIASES:
+                mark = self.peek_event().start_mark
+                raise yaml.MarkedYAMLError(problem=f"more than {MOST_ALIASES} aliases", problem_mark=mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]

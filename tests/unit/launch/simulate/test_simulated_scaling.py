@@ -450,6 +450,14 @@ def test_page_escapes_what_others_wrote(tmp_path, capsys):
     assert "&lt;script&gt;" in page.read_text()
 
 
+def test_aliases_of_aliases_are_refused(tmp_path):
+    """Of which the message that refuses the key would have had a hundred million."""
+    layers = "".join(f", &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9))
+    (tmp_path / "a.yaml").write_text(CLUSTER.replace("model: resnet50", f"model: [&a0 [1]{layers}]"))
+    with pytest.raises(SimulationError, match="more than 16 aliases"):
+        load_cluster(str(tmp_path / "a.yaml"))
+
+
 def test_loaders_that_cannot_keep_up_set_the_pace(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(CLUSTER)
