@@ -260,6 +260,11 @@ def slurm_job(environ: Mapping[str, str] | None = None) -> tuple[str, int] | Non
     return f"{number} of {cluster}" if cluster else number, int(restarts) if restarts.isdecimal() else 0
 
 
+def start_of_launcher() -> str:
+    """Return what tells one start of a launcher from all others, the same for its ranks; empty where none tells."""
+    return os.environ.get(STOPPED_VARIABLE, "")
+
+
 def outside_of_jobs(environ: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
     """Return variables without those of a Slurm job around this process, and the names of sbatch's that were left out.
 

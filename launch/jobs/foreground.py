@@ -83,8 +83,8 @@ def run_in_foreground(
 ) -> Ended:
     """Start argv and wait for its end. is_recalled, asked every RECALL_SECONDS, tells whether to stop it before.
 
-    has_left, asked every LOOK_SECONDS, tells whether its ranks have ended long ago: then a launcher that waits for a
-    lost host, which takes a quarter of an hour where its last words to it are still on their way, is ended.
+    has_left, asked every LOOK_SECONDS, tells whether its first rank has failed some time ago: then a launcher that
+    waits for a lost host, which takes a quarter of an hour where its last words to it are still on their way, is ended.
 
     The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
     for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM, the third
@@ -130,7 +130,7 @@ def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[
 
 def _end(process: "subprocess.Popen[bytes]", name: str) -> int:
     """End a launcher that has not ended after its ranks; return its code."""
-    tell(f"{Path(name).name} waits, and the job's ranks have ended: ending it")
+    tell(f"{Path(name).name} waits, and the job's first rank has failed: ending it")
     process.terminate()
     try:
         return process.wait(timeout=END_SECONDS)

@@ -5,19 +5,20 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
-from bigbatch.awake import awake_seconds
 from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import CommConfig
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.owner import has_ended, newest_claim
+from bigbatch.trainer.run.owner import has_failed
 
 OF_A_RUN = (("evaluate",), ("predict",), ("export",))
-LEFT_SECONDS = 3.0
-"""How long the other ranks, and what started them, may take to end after the first rank has."""
+LEFT_LOOKS = 3
+"""So many more the other ranks, and what started them, may take to end after the first rank has failed. By looks, as
+none goes by while this process is stopped with its job."""
 SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
 """Figures of a report."""
 
@@ -106,19 +107,27 @@ def keeps_in_memory(folder: str) -> bool:
 
 
 class RunLeft:
-    """Tells whether the job that took a run's folder has left it for LEFT_SECONDS; asked every now and then."""
+    """Tells whether the first rank of a start has failed, and LEFT_LOOKS have gone by; asked every now and then.
 
-    def __init__(self, folder: str) -> None:
-        self._folder, self._since = Path(folder), newest_claim(Path(folder))
-        self._left_at: float | None = None
+    Storage that does not answer holds nobody up: a thread looks, and while it waits nothing is known.
+    """
+
+    def __init__(self, folder: str, *, start: str) -> None:
+        """start: what the start's ranks have as STOPPED_VARIABLE."""
+        self._folder, self._start = Path(folder), start
+        self._num_looks = 0
+        self._looking: Thread | None = None
 
     def __call__(self) -> bool:
-        """Look again."""
-        if not has_ended(self._folder, since=self._since):
-            self._left_at = None
-            return False
-        self._left_at = self._left_at or awake_seconds()
-        return awake_seconds() - self._left_at >= LEFT_SECONDS
+        """Tell by the looks so far, and look again."""
+        has_left = self._num_looks > LEFT_LOOKS
+        if self._looking is None or not self._looking.is_alive():
+            self._looking = Thread(target=self._look, name="bigbatch-run-left", daemon=True)
+            self._looking.start()
+        return has_left
+
+    def _look(self) -> None:
+        self._num_looks = self._num_looks + 1 if has_failed(self._folder, start=self._start) else 0
 
 
 def last_report(folder: Path) -> str | None:

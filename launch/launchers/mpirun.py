@@ -179,7 +179,7 @@ def _run(job: JobSpec, *, environ: Mapping[str, str], is_recalled: Callable[[], 
             environ=dict(environ) | dict(telling.variables),
             asks_to_stop=ASKS_TO_STOP,
             is_recalled=is_recalled,
-            has_left=None if folder is None else RunLeft(folder),
+            has_left=RunLeft(folder, start=str(path)) if folder and path else None,
         )
         code = path.read_text() if path and ended.code == 0 else ""
     return replace(ended, code=int(code)) if code else ended

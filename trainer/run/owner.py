@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from bigbatch.boot import boot_id
-from bigbatch.comm.rendezvous.environ import slurm_job
+from bigbatch.comm.rendezvous.environ import slurm_job, start_of_launcher
 from bigbatch.errors import RunFolderError
 from bigbatch.files import parse_json, write_whole
 from bigbatch.trainer.run.folder import writing
@@ -53,6 +53,9 @@ class Claim:
     folder: int = 0
     """The number of the run folder on its file system: a copy, made while it was owned, is nobody's."""
     has_ended: bool = False
+    has_failed: bool = False
+    start: str = ""
+    """By what launcher, which knows its own by that; empty where it tells none."""
 
     def __post_init__(self) -> None:
         if odd := [each.name for each in fields(self) if type(getattr(self, each.name)) is not each.type]:
@@ -75,6 +78,7 @@ def own_claim() -> Claim:
         kernel=_kernel(),
         job=job,
         restart=restart,
+        start=start_of_launcher(),
     )
 
 
@@ -97,14 +101,14 @@ class Owner:
                 f"{STALE_SECONDS:g} s: it writes nothing more there"
             )
 
-    def release(self) -> None:
-        """Let the next job have the folder."""
+    def release(self, *, has_failed: bool = False) -> None:
+        """Let the next job have the folder. has_failed: this one's work is not done, and it was not asked to stop."""
         self._released.set()
         self._beating.join()
         path = _path(self._folder, self._number)
         with suppress(OSError):  # the folder may be gone, and a claim without an owner goes stale
             if path.exists():
-                write_whole(path, _text(replace(self._claim, has_ended=True)))
+                write_whole(path, _text(replace(self._claim, has_ended=True, has_failed=has_failed)))
 
     def _beat(self) -> None:
         path = _path(self._folder, self._number)
@@ -142,26 +146,27 @@ def owning(folder: Path) -> Iterator[Owner]:
     owner = take(folder, own_claim())
     try:
         yield owner
-    finally:
-        owner.release()
+    except BaseException:
+        owner.release(has_failed=True)
+        raise
+    owner.release()
 
 
-def newest_claim(folder: Path) -> int:
-    """Return the number of the newest claim of a run folder; 0 without one, and without a folder."""
-    try:
-        return max(_numbers(folder), default=0)
-    except OSError:
-        return 0
+def has_failed(folder: Path, *, start: str) -> bool:
+    """Tell whether the process that owns the folder for that start has failed: it says so, or this kernel knows.
 
-
-def has_ended(folder: Path, *, since: int) -> bool:
-    """Tell whether a process that took the folder after claim since has ended: it says so, or this kernel knows.
-
-    Of one elsewhere that says nothing, it is not known: storage may stand still, and its beats with it.
+    Of one elsewhere that says nothing, it is not known: storage may stand still, and its beats with it. One that has
+    ended well leaves others of its job that may need their time; and what another job's owner does is not asked.
     """
-    number = newest_claim(folder)
-    owner = _read(_path(folder, number)) if number > since else None
-    return owner is not None and _lives(owner, replace(own_claim(), folder=owner.folder)) is False
+    try:
+        owner = _read(_path(folder, max(_numbers(folder), default=0)))
+    except OSError:  # no folder yet, or storage that does not answer
+        return False
+    if owner is None or owner.start != start:
+        return False
+    if owner.has_ended:
+        return owner.has_failed
+    return _lives(owner, replace(own_claim(), folder=owner.folder)) is False
 
 
 def _wait_until_gone(folder: Path, number: int, claim: Claim) -> None:

@@ -1,26 +1,67 @@
 """What a launcher sees of the run that it has started."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from bigbatch.launch.jobs import run_folder
-from bigbatch.launch.jobs.run_folder import LEFT_SECONDS, RunLeft
+from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
+from bigbatch.launch.jobs.run_folder import LEFT_LOOKS, RunLeft
 from bigbatch.trainer.run.owner import owning
 
 
-def test_run_is_left_some_time_after_its_owner_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks may take theirs; and what another start has left there before is not this one's."""
-    now = 100.0
-    monkeypatch.setattr(run_folder, "awake_seconds", lambda: now)
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(STOPPED_VARIABLE, "start 1")
+    return "start 1"
+
+
+def look(has_left: RunLeft) -> bool:
+    """Ask, and let the look at storage end."""
+    told = has_left()
+    assert has_left._looking is not None
+    has_left._looking.join()
+    return told
+
+
+def fail(folder: Path) -> None:
+    with suppress(ZeroDivisionError), owning(folder):
+        raise ZeroDivisionError
+
+
+def test_run_is_left_some_looks_after_its_owner_has_failed(tmp_path: Path, start: str) -> None:
+    """The other ranks may take theirs to end."""
+    has_left = RunLeft(str(tmp_path / "run"), start=start)
+    assert not any(look(has_left) for _ in range(9)), "nobody has the folder yet"
+    with owning(tmp_path / "run"):
+        assert not any(look(has_left) for _ in range(9))
+    fail(tmp_path / "run")
+    assert [look(has_left) for _ in range(LEFT_LOOKS + 2)] == [False] * (LEFT_LOOKS + 1) + [True]
+
+
+def test_run_that_ended_well_is_not_left(tmp_path: Path, start: str) -> None:
+    """Other ranks may take long to end: whoever ended them would have a run that is done start again."""
     with owning(tmp_path):
         pass
-    has_left = RunLeft(str(tmp_path))
-    assert not has_left()
-    with owning(tmp_path):
-        assert not has_left()
-    assert not has_left()
-    now += LEFT_SECONDS / 2
-    assert not has_left()
-    now += LEFT_SECONDS
-    assert has_left()
+    has_left = RunLeft(str(tmp_path), start=start)
+    assert not any(look(has_left) for _ in range(9))
+
+
+def test_run_is_not_left_for_the_failure_of_another_job(
+    tmp_path: Path, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that had the folder, and ended, while this one's ranks still import."""
+    has_left = RunLeft(str(tmp_path), start=start)
+    for other in ("start 2", ""):
+        monkeypatch.setenv(STOPPED_VARIABLE, other)
+        fail(tmp_path)
+        assert not any(look(has_left) for _ in range(9))
+
+
+def test_storage_that_does_not_answer_holds_no_launcher_up(tmp_path: Path, start: str) -> None:
+    """It must hear Ctrl-C, and see the launcher end."""
+    os.mkfifo(tmp_path / ".owner-1")
+    has_left = RunLeft(str(tmp_path), start=start)
+    assert not any(has_left() for _ in range(9))
+    os.close(os.open(tmp_path / ".owner-1", os.O_RDWR | os.O_NONBLOCK))  # lets the thread go

@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from error_texts import naming
 
+from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.run import owner as module
-from bigbatch.trainer.run.owner import Claim, has_ended, newest_claim, own_claim, owning, take
+from bigbatch.trainer.run.owner import Claim, has_failed, own_claim, owning, take
 
 HERE = own_claim()
 ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot", born="1")
@@ -126,18 +128,24 @@ def test_owner_that_dies_while_it_is_waited_for_is_replaced(clock: Clock, tmp_pa
     assert 105 < clock.now < 107
 
 
-def test_owner_has_ended_where_it_says_so_or_its_kernel_knows(clock: Clock, tmp_path: Path) -> None:
+def test_owner_has_failed_where_it_says_so_or_its_kernel_knows(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One elsewhere that says nothing may have storage that stands still: its job is not to be ended for that."""
-    assert not has_ended(tmp_path / "none", since=0)
+    monkeypatch.setenv(STOPPED_VARIABLE, "mine")
+    assert not has_failed(tmp_path / "none", start="mine")
     with owning(tmp_path):
-        assert not has_ended(tmp_path, since=0)
-    assert has_ended(tmp_path, since=0)
-    assert not has_ended(tmp_path, since=newest_claim(tmp_path)), "it was of the job before"
-    lay(tmp_path, ELSEWHERE, number=2)
+        assert not has_failed(tmp_path, start="mine")
+    assert not has_failed(tmp_path, start="mine"), "it ended well"
+    with suppress(ZeroDivisionError), owning(tmp_path):
+        raise ZeroDivisionError
+    assert has_failed(tmp_path, start="mine")
+    assert not has_failed(tmp_path, start="another's")
+    lay(tmp_path, replace(ELSEWHERE, start="mine"), number=3)
     clock.now += 3600
-    assert not has_ended(tmp_path, since=1)
-    lay(tmp_path, dead_here(), number=3)
-    assert has_ended(tmp_path, since=1)
+    assert not has_failed(tmp_path, start="mine")
+    lay(tmp_path, dead_here(), number=4)
+    assert has_failed(tmp_path, start="mine")
 
 
 def test_owner_of_a_folder_does_not_own_its_copy(clock: Clock, tmp_path: Path) -> None:
