@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +319,7 @@ def plot(found: dict[str, Any], options: argparse.Namespace) -> None:
     axes = figure.subplots()
     for way in found.values():
         seconds, steps = zip(*way["steps"], strict=True)
+        seconds = list(accumulate(seconds, max))  # what a job goes back to was reported before
         done = [(step - steps[0]) * way["step_seconds"] for step in steps]
         (line,) = axes.plot(seconds, done, label=f"{way['what']}: {100 * way['effective_share']:.0f}%")
         for when, _ in way["strikes"]:
