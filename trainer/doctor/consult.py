@@ -57,14 +57,17 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(why_not)
     config = part_of_step(whole, world_size=arguments.ranks)
     files = [path for path in (arguments.json, arguments.out) if path]
+    made = []
     for path in files:  # before anything takes long
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                made.append(path)
             path.open("a").close()
     try:
         return _report(argv, arguments, overrides, config=config, whole=whole, budget=budget)
     finally:
-        for path in files:
+        for path in made:  # /dev/null, and whatever else was there, stays
             if path.stat().st_size == 0:
                 path.unlink()
 

@@ -4,7 +4,9 @@ import argparse
 import dataclasses
 import json
 import shlex
+import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -14,10 +16,11 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.batch import accumulation_steps
-from bigbatch.trainer.config.file import find_config, load_config
+from bigbatch.trainer.config.file import as_yaml, find_config, load_config
 from bigbatch.trainer.config.schema import Config, with_values
 from bigbatch.trainer.config.sections import SCALED
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.checkpoint import write_on_first
+from bigbatch.trainer.run.folder import RunDir, writing
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 from bigbatch.trainer.step.stop_request import Stopped, leave_stopped
 from bigbatch.trainer.tune.precision.choices import (
@@ -59,6 +62,13 @@ def main(argv: Sequence[str]) -> int:
     bind_rank(config, env)
     communicator, _ = join_job(config, env)
     communicator.agree("the search", f"{arguments.steps} {spans} {num_ranks}")
+    writes = partial(
+        write_on_first,
+        control=communicator.control,
+        what="precision.json",
+        timeout_seconds=config.run.checkpoint_timeout_seconds,
+    )
+    writes(partial(_require_folder, arguments.out))
     answer, stop = None, None
     try:
         answer = search(config, communicator, spans, steps=arguments.steps, num_ranks=num_ranks)
@@ -66,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
             answer = confirm(answer, config, communicator, steps=arguments.try_steps)
     except Stopped as stopped:
         stop = stopped
-    if communicator.rank == 0 and answer is not None:
-        _write(answer, arguments.out, base=arguments.config, overrides=overrides)
+    if answer is not None:
+        writes(partial(_write, answer, arguments.out, base=arguments.config, overrides=overrides))
     if stop:
         _say(communicator, f"stopped by {stop}; {'not tried' if answer else 'nothing was written'}")
     communicator.close()
@@ -161,6 +171,13 @@ def confirm(answer: Answer, config: Config, communicator: Communicator, *, steps
     return dataclasses.replace(answer, tried=tried)
 
 
+def _require_folder(out: Path) -> None:
+    """Make it, before anything takes long. Raises: RunFolderError where nothing can be written there."""
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+
+
 def _write(answer: Answer, out: Path, *, base: str, overrides: Sequence[str]) -> None:
     """Write precision.json, .png and .yaml, and print the answer. Raises: RunFolderError."""
     folder = RunDir(out)
@@ -176,6 +193,10 @@ def _write(answer: Answer, out: Path, *, base: str, overrides: Sequence[str]) ->
     for line in explain(answer):
         print(line)
     words = ["bigbatch", "train", "--config", str(folder.path / "precision.yaml"), *overrides]
+    stated = {word.partition("=")[0] for word in overrides}
+    for key, value in answer.values.items():
+        if f"--{key}" in stated:  # and would go before the file's
+            words += [f"--{key}", as_yaml(value)]
     print(f"left in {folder.path}: precision.yaml, precision.json, precision.png")
     print(f"take it by {shlex.join(words)}")
 

@@ -4,6 +4,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from bigbatch.errors import ConfigError, DoctorError, RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, all_keys
-from bigbatch.trainer.doctor import speedups, verdict
+from bigbatch.trainer.doctor import consult, speedups, verdict
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change, part_of_step
 from bigbatch.trainer.doctor.consult import main
 from bigbatch.trainer.doctor.examine import Findings, describe
@@ -460,6 +461,20 @@ def test_microbatches_are_not_tried_on_a_part_of_one() -> None:
 def test_doctor_refuses_options(options: list[str], error: type[Exception], named: tuple[str, ...]) -> None:
     with pytest.raises(error, match=naming(*named)):
         main(["--config", "quickstart", *options])
+
+
+def test_doctor_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it finds nothing to write it takes out what it has made, and not /dev/null, which is as empty."""
+
+    def fails(*_: object, **__: object) -> int:
+        raise DoctorError("nothing can be measured")
+
+    monkeypatch.setattr(consult, "_report", fails)
+    (tmp_path / "there.json").touch()
+    for path in ("there.json", "made.json"):
+        with pytest.raises(DoctorError):
+            main(["--config", "quickstart", "--json", str(tmp_path / path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["there.json"]
 
 
 def test_job_of_doctors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 from error_texts import naming
 
-from bigbatch.errors import ConfigError, TrainingDiverged, TuneError
+from bigbatch.errors import ConfigError, RunFolderError, TrainingDiverged, TuneError
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.step.precision import underflow_fraction
 from bigbatch.trainer.tune.precision import recommend
 from bigbatch.trainer.tune.precision.choices import (
@@ -161,8 +163,8 @@ def test_ghost_batch_changes_only_for_fewer_short_values() -> None:
     assert span_choice([*rows, SpanRow(128, 0.01, 9.0, 3.0)], own=32).values == {"batch.bn_span": 128}
 
 
-def test_failure_to_train_so_is_told() -> None:
-    answer = Answer(
+def answer_of(choice: Choice, *, failure: str = "") -> Answer:
+    return Answer(
         precision="fp16",
         num_steps=2,
         num_ranks=8,
@@ -171,13 +173,17 @@ def test_failure_to_train_so_is_told() -> None:
         losses=(2.0, 1.0),
         spans=(SpanRow(32, 0.05, 9.0, 2.0),),
         wires=tuple(ROWS),
-        choices={"wire": Choice({"comm.wire_dtype": "float16"}, "why")},
-        failure="all overflowed",
+        choices={"choice": choice},
+        failure=failure,
     )
+
+
+def test_failure_to_train_so_is_told() -> None:
+    answer = answer_of(Choice({"comm.wire_dtype": "float16"}, "why"), failure="all overflowed")
     text = "\n".join(explain(answer))
     assert "training so failed: all overflowed" in text
     assert "overflows" in text
-    assert "wire: --comm.wire_dtype float16\n  why" in text
+    assert "choice: --comm.wire_dtype float16\n  why" in text
 
 
 @pytest.mark.parametrize(
@@ -239,6 +245,31 @@ def test_tune_precision_predicts_what_training_so_reports(tmp_path: Path) -> Non
     taken = load_config(["--config", str(tmp_path / "out/precision.yaml"), *OPTIONS, "--optimizer.precision=fp16"])
     assert taken.optimizer.loss_scale == scale
     assert "take it by bigbatch train --config" in done.stdout
+
+
+def test_folder_that_takes_nothing_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[object] = []
+    monkeypatch.setattr(recommend, "search", lambda *_, **__: trained.append(0))
+    with pytest.raises(RunFolderError, match=naming(" /proc/none: ")):
+        recommend.main(["--config", "quickstart", *OPTIONS, "--out", "/proc/none"])
+    assert not trained
+
+
+def test_command_takes_what_is_recommended_though_another_value_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An override goes before the file's value: the command would train with what was to be improved."""
+    best = {"optimizer.loss_scale": 256.0, "optimizer.loss_scale_growth_steps": None}
+    overrides = [
+        "--optimizer.precision=fp16",
+        "--optimizer.loss_scale",
+        "1024",
+        "--optimizer.loss_scale_growth_steps=50",
+    ]
+    recommend._write(answer_of(Choice(best, "why")), tmp_path, base="quickstart", overrides=overrides)
+    command = shlex.split(capsys.readouterr().out.rpartition("take it by bigbatch train ")[2])
+    taken = load_config(command)
+    assert {key: lookup(taken, key) for key in best} == best
 
 
 class First:
