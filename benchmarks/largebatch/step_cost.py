@@ -1,4 +1,4 @@
-"""CPU time of a training step's two parts: the update by each optimizer, in turns, and all that comes before it."""
+"""CPU time of the update that ends a training step, by each optimizer in turns."""
 
 import statistics
 import time

@@ -45,7 +45,7 @@ class Budget:
         return self.seconds - RESERVE_SECONDS - self.used()
 
     def limit(self, seconds: float) -> float:
-        """Return how long something may take at most, that nobody plans to take more than seconds."""
+        """Return so many seconds, or what is left where that is less."""
         return min(seconds, max(LEAST_SECONDS, self.left()))
 
 

@@ -186,8 +186,8 @@ def _try_all(
         if not request.only and not fits(candidate.name):
             findings.unmeasured.append(_no_time(candidate, pace, request))
             continue
-        change = describe(candidate, request.config, before=greedy.taken)
-        say(f"speedup {number} of {len(candidates)}, {candidate.name}: {change}")
+        tried = describe(candidate, request.config, before=greedy.taken)
+        say(f"speedup {number} of {len(candidates)}, {candidate.name}: {tried}")
         findings.rows.append(greedy.consider(candidate))
         findings.taken = dict(greedy.taken)
     if greedy.taken:
@@ -197,10 +197,10 @@ def _try_all(
 
 
 def _no_time(candidate: Candidate, pace: Pace, request: Examination) -> Unmeasured:
-    change = describe(candidate, request.config, before={})
+    untried = describe(candidate, request.config, before={})
     return Unmeasured(
         candidate.name,
-        f"{change}: no time left, some {pace.trial(candidate.name):.0f} s are needed; ask by --only {candidate.name}",
+        f"{untried}: no time left, some {pace.trial(candidate.name):.0f} s are needed; ask by --only {candidate.name}",
     )
 
 

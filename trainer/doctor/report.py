@@ -181,9 +181,7 @@ def always_lines(findings: Findings) -> list[str]:
     found, update = findings.always, findings.profile.get("phases", {}).get("update")
     if not found:
         return []
-    share = (
-        "" if update is None else f", of which a step's whole update takes {update / findings.profile['seconds']:.1%}"
-    )
+    share = "" if update is None else f"; the whole update is {update / findings.profile['seconds']:.1%} of a step"
     fused, pinned = found["update"], found["pinning"]
     lines = ["always on:"]
     if "why" in fused:

@@ -24,7 +24,7 @@ SAFE_HEADROOM = 8.0
 
 @dataclass(frozen=True)
 class Gradients:
-    """Holds what some steps have shown: summed gradients of half-precision weights, of activations, and wires."""
+    """Holds what some steps have shown: summed gradients of half-precision weights, and those of activations."""
 
     weights: Magnitudes
     activations: Magnitudes

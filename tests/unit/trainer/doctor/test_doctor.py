@@ -419,7 +419,7 @@ def test_report_tells_what_is_always_on_and_what_found_no_time() -> None:
     )
     text = " ".join(report(looked).split())
     assert "fused update: 1.60 ms, tensor by tensor 6.40 ms, 4.0 times as long (median of 24 turns)" in text
-    assert "a step's whole update takes 2.0%" in text
+    assert "(median of 24 turns); the whole update is 2.0% of a step" in text
     assert "pinned memory: nothing is copied" in text
     assert "no speedup found time within 60 s" in text
     assert "ended after 41 of 60 s" in text

@@ -12,9 +12,11 @@ import torch
 from error_texts import naming
 
 from bigbatch.errors import ConfigError, RunFolderError, TrainingDiverged, TuneError
+from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.step.precision import underflow_fraction
+from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.tune.precision import recommend
 from bigbatch.trainer.tune.precision.choices import (
     Choice,
@@ -276,6 +278,31 @@ class First:
     """A communicator as far as it is asked here."""
 
     rank = 0
+    control = None
+
+    def agree(self, what: str, text: str) -> None:
+        """Nobody else may differ."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize(("stops", "has_answer"), [("search", False), ("confirm", True)])
+def test_what_was_measured_is_kept_where_the_trial_is_stopped(
+    stops: str, has_answer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def is_stopped(*_: object, **__: object) -> None:
+        raise Stopped("SIGINT")
+
+    monkeypatch.setattr(recommend, "bind_rank", lambda *_: None)
+    monkeypatch.setattr(recommend, "join_job", lambda *_: (First(), None))
+    monkeypatch.setattr(recommend, "write_on_first", lambda write, **_: write())
+    monkeypatch.setattr(recommend, "plot_answer", lambda *_, **__: None)
+    monkeypatch.setattr(recommend, "search", lambda *_, **__: answer_of(Choice({}, "why")))
+    monkeypatch.setattr(recommend, stops, is_stopped)
+    assert recommend.main(["--config", "quickstart", "--out", str(tmp_path / "out")]) == INTERRUPTED
+    assert (tmp_path / "out/precision.json").exists() == has_answer
+    assert ("stopped by SIGINT; not tried" in capsys.readouterr().out) == has_answer
 
 
 def test_gradients_that_are_not_finite_in_fp32_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,17 +319,6 @@ def test_choice_that_diverges_is_kept_with_its_reason(monkeypatch: pytest.Monkey
         raise TrainingDiverged("all overflowed")
 
     monkeypatch.setattr(recommend, "try_choice", diverges)
-    answer = Answer(
-        precision="fp32",
-        num_steps=1,
-        num_ranks=1,
-        gradients=Gradients(even(-3, -1), even(-3, -1)),
-        largest=(),
-        losses=(),
-        spans=(),
-        wires=(),
-        choices={},
-    )
-
+    answer = answer_of(Choice({}, "why"))
     config = load_config(["--config", "quickstart"])
     assert recommend.confirm(answer, config, First(), steps=1).failure == "all overflowed"  # type: ignore[arg-type]
