@@ -23,6 +23,10 @@ FP16_LARGEST = 65504.0
 FP32_LEAST = -149
 
 
+class NotFiniteError(ValueError):
+    """A gradient has an infinity or NaN, in fp32."""
+
+
 @dataclass(frozen=True)
 class Magnitudes:
     """Holds how many values v have 2^power <= |v| < 2^(power + 1), by power, and how many are 0."""
@@ -70,7 +74,7 @@ def _read(record: Mapping[str, Any]) -> Magnitudes:
 
 
 def measure(tensors: Iterable[Tensor], *, must_be_finite: bool = True) -> Magnitudes:
-    """Count the values of fp32 tensors. Waits for the device. Raises: ValueError of one that is not finite.
+    """Count the values of fp32 tensors. Waits for the device. Raises: NotFiniteError.
 
     must_be_finite: without, such values are left out.
     """
@@ -81,7 +85,7 @@ def measure(tensors: Iterable[Tensor], *, must_be_finite: bool = True) -> Magnit
             sizes = sizes[sizes.isfinite()]
         largest = float(sizes.max()) if sizes.numel() else 0.0
         if not math.isfinite(largest):
-            raise ValueError("a gradient is not finite")
+            raise NotFiniteError("a gradient is not finite")
         some = sizes[sizes > 0]
         # frexp: a fraction from a half up to 1, times 2^exponent
         powers = torch.frexp(some).exponent.long() - 1

@@ -32,6 +32,7 @@ from bigbatch.trainer.tune.precision.choices import (
     span_choice,
     wire_choice,
 )
+from bigbatch.trainer.tune.precision.magnitudes import NotFiniteError
 from bigbatch.trainer.tune.precision.report import Answer, explain, plot_answer
 from bigbatch.trainer.tune.precision.steps import Counted, count_gradients, try_choice
 from bigbatch.trainer.tune.precision.wires import measure_wires
@@ -119,7 +120,7 @@ def search(config: Config, communicator: Communicator, spans: Sequence[int], *, 
             counted[span] = count_gradients(
                 changed, communicator, num_steps=steps, say=lambda text: _say(communicator, f"  {text}")
             )
-        except ValueError as error:
+        except NotFiniteError as error:
             raise TuneError(f"{error} in fp32 with batch.bn_span={span}: lower schedule.base_lr") from error
     own, precision = spans[0], config.optimizer.precision
     gradients = {span: each.gradients for span, each in counted.items()}

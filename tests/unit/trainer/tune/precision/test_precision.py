@@ -314,6 +314,17 @@ def test_gradients_that_are_not_finite_in_fp32_are_an_error(monkeypatch: pytest.
         recommend.search(load_config(["--config", "quickstart"]), First(), [128], steps=1, num_ranks=1)  # type: ignore[arg-type]
 
 
+def test_config_that_is_refused_as_its_parts_are_made_is_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of more pictures in a batch than there are, which no lower rate mends."""
+
+    def refuses(*_: object, **__: object) -> None:
+        raise ConfigError("too few pictures")
+
+    monkeypatch.setattr(recommend, "count_gradients", refuses)
+    with pytest.raises(ConfigError, match=r"^too few pictures$"):
+        recommend.search(load_config(["--config", "quickstart"]), First(), [128], steps=1, num_ranks=1)  # type: ignore[arg-type]
+
+
 def test_choice_that_diverges_is_kept_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def diverges(*_: object, **__: object) -> None:
         raise TrainingDiverged("all overflowed")
