@@ -86,6 +86,25 @@ def _serve(probe: "_Probe", exchange: Exchange, *, doctor: int) -> None:
     probe.close()
 
 
+Splits = tuple[build_input.Split, build_input.Split]
+
+
+def splits_again(splits: Splits, config: Config, communicator: Communicator) -> Splits:
+    """Return both splits in the config's microbatches, others than before; what lies in memory is not read again."""
+    if all(isinstance(split.loader, ResidentLoader) for split in splits):
+        first, second = (
+            dataclasses.replace(
+                split, loader=cast(ResidentLoader, split.loader).in_microbatches_of(config.batch.microbatch_size)
+            )
+            for split in splits
+        )
+        return first, second
+    for split in splits:
+        split.loader.close()
+    local, _ = stage_data(config, communicator)
+    return build_input.make_splits(local, communicator)
+
+
 class _Probe:
     """Holds the parts of a run, and its batches: pictures, or tensors that are generated once."""
 
@@ -95,7 +114,7 @@ class _Probe:
         self._build(config, build_input.make_splits(local, communicator))
         fit_whitening_(self.parts.model, self.split, config=config, communicator=communicator)
 
-    def _build(self, config: Config, splits: tuple[build_input.Split, build_input.Split]) -> None:
+    def _build(self, config: Config, splits: Splits) -> None:
         communicator, tuned = self.communicator, self._tuned
         self.config = config
         self.split, self._eval_split = splits
@@ -131,29 +150,12 @@ class _Probe:
         changed = change(self.config, values, world_size=self.communicator.world_size)
         assert isinstance(changed, Config), "the doctor has tried it"
         self._streams = {}
-        if (size := changed.batch.microbatch_size) != self.config.batch.microbatch_size:
-            splits = self._splits_again(changed, microbatch_size=size)
-        else:
-            splits = self.split, self._eval_split
+        splits = self.split, self._eval_split
+        if changed.batch.microbatch_size != self.config.batch.microbatch_size:
+            splits = splits_again(splits, changed, self.communicator)
         self.parts.close()
         self._build(changed, splits)
         return {}
-
-    def _splits_again(self, config: Config, *, microbatch_size: int) -> tuple[build_input.Split, build_input.Split]:
-        """Return both splits in other microbatches; what lies in memory is not read again."""
-        splits = self.split, self._eval_split
-        if all(isinstance(split.loader, ResidentLoader) for split in splits):
-            first, second = (
-                dataclasses.replace(
-                    split, loader=cast(ResidentLoader, split.loader).in_microbatches_of(microbatch_size)
-                )
-                for split in splits
-            )
-            return first, second
-        for split in splits:
-            split.loader.close()
-        local, _ = stage_data(config, self.communicator)
-        return build_input.make_splits(local, self.communicator)
 
     def glance(self, *, seconds: float) -> dict[str, Any]:
         """Count the operations of a picture, and say about how long it takes, before any whole step. Collective."""

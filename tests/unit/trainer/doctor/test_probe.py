@@ -20,6 +20,7 @@ from small_run import CPU
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build.input import Split
 from bigbatch.trainer.build.job import join_job
@@ -28,7 +29,7 @@ from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.doctor.exchange import Exchange, is_running
 from bigbatch.trainer.doctor.pinning import measure_pinning
-from bigbatch.trainer.doctor.probe import _Probe, with_generated
+from bigbatch.trainer.doctor.probe import _Probe, splits_again, with_generated
 from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST
 from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.doctor.syncs import FindSyncs
@@ -245,9 +246,10 @@ def test_always_on_is_measured_or_has_its_reason() -> None:
 def test_resident_set_is_not_read_again_for_a_part_of_a_step() -> None:
     loader = ResidentLoader.__new__(ResidentLoader)
     loader._microbatch_size = 512
-    probe: Any = SimpleNamespace(split=Split(9, loader, None), _eval_split=Split(3, loader, None))
-    config = load_config(["--config", "cifar10"])  # whose folder is not there
-    train, _ = _Probe._splits_again(probe, config, microbatch_size=32)
+    splits = Split(9, loader, None), Split(3, loader, None)
+    words = ["--batch.global_batch_size=32", "--batch.microbatch_size=32", "--batch.bn_span=32"]
+    config = load_config(["--config", "cifar10", *words])  # whose folder is not there
+    train, _ = splits_again(splits, config, cast(Communicator, None))
     assert (train.num_samples, cast(ResidentLoader, train.loader)._microbatch_size) == (9, 32)
 
 

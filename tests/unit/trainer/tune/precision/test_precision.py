@@ -258,9 +258,10 @@ def test_folder_that_takes_nothing_is_refused_before_training(monkeypatch: pytes
 
 
 def test_command_takes_what_is_recommended_though_another_value_was_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An override goes before the file's value: the command would train with what was to be improved."""
+    monkeypatch.setattr(recommend, "plot_answer", lambda *_, **__: None)  # takes a second
     best = {"optimizer.loss_scale": 256.0, "optimizer.loss_scale_growth_steps": None}
     overrides = [
         "--optimizer.precision=fp16",
