@@ -10,17 +10,34 @@ def inverse_fourth_root(matrices_BNN: Tensor, *, eps: float) -> Tensor:
     """Return A ** (-1/4) of each positive semidefinite A, whose eigenvalues count as eps times the largest at least.
 
     A matrix of zeros has eps ** (-1/4) times the identity; one that is not finite has NaN, which whoever looks for a
-    diverged run will see, where LAPACK would raise. Eigenvalues are found in fp64: in fp32 LAPACK does not converge
-    where rows are zero and rank is low, as where a convolution sees nothing but padding.
+    diverged run will see, where LAPACK would raise.
     """
     is_finite_B11 = matrices_BNN.isfinite().all(dim=(1, 2), keepdim=True)
     identity_NN = torch.eye(matrices_BNN.size(-1), dtype=torch.float64, device=matrices_BNN.device)
-    values_BN, vectors_BNN = torch.linalg.eigh(torch.where(is_finite_B11, matrices_BNN.double(), identity_NN))
+    doubled_BNN = torch.where(is_finite_B11, matrices_BNN.double(), identity_NN)
+    scale_B11 = doubled_BNN.abs().amax(dim=(1, 2), keepdim=True)
+    scale_B11 = torch.where(scale_B11 > 0, scale_B11, torch.ones_like(scale_B11))
+    values_BN, vectors_BNN = _eigh(doubled_BNN / scale_B11)
     largest_B1 = values_BN[:, -1:]
     largest_B1 = torch.where(largest_B1 > 0, largest_B1, torch.ones_like(largest_B1))
-    powers_BN = (values_BN / largest_B1).clamp(min=eps).pow(-0.25) * largest_B1.pow(-0.25)
+    powers_BN = (values_BN / largest_B1).clamp(min=eps).pow(-0.25) * (largest_B1 * scale_B11.squeeze(2)).pow(-0.25)
     roots_BNN = (vectors_BNN * powers_BN.unsqueeze(1)) @ vectors_BNN.mT
     return torch.where(is_finite_B11, roots_BNN, torch.full_like(identity_NN, torch.nan)).to(matrices_BNN.dtype)
+
+
+def _eigh(matrices_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of matrices in fp64 whose largest element is 1.
+
+    LAPACK does not converge for some of low rank with rows of zeros, as where a convolution sees nothing but padding:
+    in fp32 for many, in fp64 for few, and by chance. With 1 added on the diagonal they have the same vectors.
+    """
+    try:
+        values_BN, vectors_BNN = torch.linalg.eigh(matrices_BNN)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # its stub lacks the name
+        identity_NN = torch.eye(matrices_BNN.size(-1), dtype=matrices_BNN.dtype, device=matrices_BNN.device)
+        values_BN, vectors_BNN = torch.linalg.eigh(matrices_BNN + identity_NN)
+        values_BN = values_BN - 1
+    return values_BN, vectors_BNN
 
 
 def inverse_fourth_roots(tensors: list[Tensor], *, eps: float) -> list[Tensor]:

@@ -114,6 +114,23 @@ def test_inverse_fourth_root_of_what_sees_padding_alone():
     torch.testing.assert_close(found_NN, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
 
 
+def test_inverse_fourth_root_where_lapack_does_not_converge(monkeypatch):
+    """By chance, with rows of zeros: which, another LAPACK decides, so that it is played."""
+    decompose, calls = torch.linalg.eigh, []
+
+    def eigh(matrices):
+        calls.append(matrices)
+        if len(calls) == 1:
+            raise torch.linalg.LinAlgError("failed to converge")
+        return decompose(matrices)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    roots_BNN = inverse_fourth_root(torch.diag_embed(torch.tensor([[16e-8, 1e-8, 0.0], [0.0, 0.0, 81.0]])), eps=1e-4)
+    expected_BN = [[1e2 / 2, 1e2, 1e3 / 2], [10 / 3, 10 / 3, 1 / 3]]  # the floor is a ten-thousandth of the largest
+    np.testing.assert_allclose(roots_BNN, torch.diag_embed(torch.tensor(expected_BN)), rtol=1e-5, atol=1e-9)
+    assert len(calls) == 2
+
+
 def test_inverse_fourth_roots_of_zeros_and_of_what_is_not_finite():
     bad_NN = torch.eye(2)
     bad_NN[0, 1] = torch.nan
