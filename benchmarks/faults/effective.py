@@ -318,8 +318,8 @@ def plot(found: dict[str, Any], options: argparse.Namespace) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for way in found.values():
-        seconds, steps = zip(*way["steps"], strict=True)
-        seconds = list(accumulate(seconds, max))  # what a job goes back to was reported before
+        times, steps = zip(*way["steps"], strict=True)
+        seconds = list(accumulate(times, max))  # what a job goes back to was reported before
         done = [(step - steps[0]) * way["step_seconds"] for step in steps]
         (line,) = axes.plot(seconds, done, label=f"{way['what']}: {100 * way['effective_share']:.0f}%")
         for when, _ in way["strikes"]:
