@@ -67,15 +67,20 @@ class Course:
         return (self.steps[-1][1] - self.steps[0][1]) * self.step_seconds / max(seconds, self.steps[-1][0])
 
     @property
-    def steps_again(self) -> bool:
-        """Tell whether the job has stepped since the last strike, beside the step that was under way."""
-        return not self.strikes or self.steps[-1][0] > self.strikes[-1][0] + self.step_seconds
+    def has_made_good(self) -> bool:
+        """Tell whether the job is further than at the last strike, beside the step that was under way."""
+        if not self.strikes:
+            return True
+        return self.steps[-1][1] > self._last_before(self.strikes[-1][0])
+
+    def _last_before(self, strike_seconds: float) -> float:
+        """Return the furthest step until a strike; the others may end the one that is under way."""
+        return max(step for seconds, step in self.steps if seconds <= strike_seconds + self.step_seconds)
 
     def costs(self) -> Iterator[tuple[float, float]]:
         """Yield, of each strike that no other one followed too soon, seconds until it was made good, and steps lost."""
         for (when, _), (end, _) in pairwise([*self.strikes, (float("inf"), 0)]):
-            noticed = when + self.step_seconds  # the others may end the step that is under way
-            before = max(step for seconds, step in self.steps if seconds <= noticed)
+            noticed, before = when + self.step_seconds, self._last_before(when)
             after = [(seconds, step) for seconds, step in self.steps if noticed < seconds <= end]
             made_good = next((seconds for seconds, step in after if step > before), None)
             if made_good is not None:
@@ -236,7 +241,7 @@ def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
     course, began = Course(), 0.0
     with (folder / "output").open("w") as output, ended_job(way, folder, mark, output) as job:
         deadline = time.time() + START_SECONDS
-        while (now := time.time()) < deadline or (not course.steps_again and now < deadline + END_SECONDS):
+        while (now := time.time()) < deadline or (not course.has_made_good and now < deadline + END_SECONDS):
             if job.poll() is not None or (not began and time.time() > deadline - LOOK_SECONDS):
                 raise UserError(f"the job ended, or took no step: {(folder / 'output').read_text()[-2000:]}")
             word = way.look(folder)

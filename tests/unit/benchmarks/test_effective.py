@@ -38,11 +38,13 @@ def test_failure_costs_its_seconds_away_and_the_steps_that_were_lost() -> None:
     assert course.effective(100) == pytest.approx(0.89)
     ((seconds, lost),) = course.costs()
     assert (seconds, lost) == (pytest.approx(8 + 0.5 * 6), 6)
+    assert course.has_made_good
 
 
 def test_failure_that_was_not_made_good_has_no_cost_of_its_own() -> None:
     course = walked(until=52, fails=40, down=8, lost=20)
     assert list(course.costs()) == []
+    assert not course.has_made_good, "it steps again, and is to be followed until it has"
     assert course.effective(52) == pytest.approx((80 - 20 + 8) * 0.5 / 52)
 
 
