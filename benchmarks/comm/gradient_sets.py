@@ -1,11 +1,12 @@
 """The gradients of a network without its arithmetic: a module whose backward costs next to nothing."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -115,8 +116,14 @@ def parameter_shapes(model: str) -> dict[str, tuple[int, ...]]:
 
 def make_values(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     """Make zeros that all contestants' parameters share; nobody writes them, so they take no memory."""
-    # numpy's zeros are pages that the system gives at the first write; torch's are written
-    return {name: torch.from_numpy(np.zeros(tuple(shape), np.float32)) for name, shape in shapes.items()}
+    return {name: _unwritten_zeros(shape) for name, shape in shapes.items()}
+
+
+def _unwritten_zeros(shape: Sequence[int]) -> Tensor:
+    """Return fp32 zeros on pages that the system gives at the first write; malloc's, which it keeps, may be written."""
+    num_bytes = 4 * math.prod(shape)
+    pages = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32).view(tuple(shape))
 
 
 def count_wrong(parameters: Iterable[nn.Parameter], *, expected: float) -> int:
