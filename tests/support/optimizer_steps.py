@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,26 @@ def set_random_grads(weights, *, seed, scale=1.0):
         generator = torch.Generator().manual_seed(1000 * seed + index)
         grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         weight.grad = torch.empty_like(weight).copy_(scale * grad)  # in the weight's memory format, as in training
+
+
+def groups_of(weights):
+    """Groups of matrices, which adapt, and of the rest."""
+    return [{"params": [w for w in weights if (w.dim() > 1) is m], "adapt": m} for m in (True, False)]
+
+
+def assert_steps_follow(oracles, optimizer, weights, *, num_steps, rtol):
+    """Steps at rates that change; an oracle for each weight takes the same gradients, in fp64."""
+    for seed, lr in enumerate(np.random.default_rng(0).uniform(0.0, 0.05, num_steps)):
+        set_random_grads(weights, seed=seed)
+        for group in optimizer.param_groups:
+            group["lr"] = float(lr)
+        for oracle, weight in zip(oracles, weights, strict=True):
+            oracle.step(weight.grad.tolist(), float(lr))
+        optimizer.step()
+    for oracle, weight in zip(oracles, weights, strict=True):
+        torch.testing.assert_close(
+            weight.detach().cpu(), torch.tensor(oracle.weight, dtype=weight.dtype), rtol=rtol, atol=rtol
+        )
 
 
 def clones(tensors):

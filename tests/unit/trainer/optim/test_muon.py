@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from error_texts import naming
-from optimizer_steps import DEVICES, random_weights, set_random_grads
+from optimizer_steps import DEVICES, assert_steps_follow, groups_of, random_weights, set_random_grads
 
 import bigbatch
 from bigbatch.trainer.optim.muon import Muon
@@ -41,10 +41,6 @@ class Oracle:
         self.weight = self.weight - lr * self.weight_decay * self.weight - lr * update
 
 
-def groups_of(weights):
-    return [{"params": [w for w in weights if (w.dim() > 1) is m], "adapt": m} for m in (True, False)]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 5e-4), (torch.float64, 1e-9)])
 @pytest.mark.parametrize(
@@ -61,17 +57,7 @@ def test_muon_steps_follow_the_formula(settings, dtype, rtol, device):
     oracles = [Oracle(w.tolist(), **settings) for w in weights]
     own = {key: value for key, value in settings.items() if key != "steps"}
     optimizer = Muon(groups_of(weights), lr=1.0, newton_schulz_steps=settings["steps"], **own)
-    for seed, lr in enumerate(np.random.default_rng(0).uniform(0.0, 0.05, 20)):
-        set_random_grads(weights, seed=seed)
-        for group in optimizer.param_groups:
-            group["lr"] = float(lr)
-        for oracle, weight in zip(oracles, weights, strict=True):
-            oracle.step(weight.grad.tolist(), float(lr))
-        optimizer.step()
-    for oracle, weight in zip(oracles, weights, strict=True):
-        torch.testing.assert_close(
-            weight.detach().cpu(), torch.tensor(oracle.weight, dtype=dtype), rtol=rtol, atol=rtol
-        )
+    assert_steps_follow(oracles, optimizer, weights, num_steps=20, rtol=rtol)
 
 
 def test_muon_in_bf16_is_torchs_of_matrices():

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 from error_texts import naming
-from optimizer_steps import DEVICES, assert_same_bits, clones, random_weights, set_random_grads
+from optimizer_steps import (
+    DEVICES,
+    assert_same_bits,
+    assert_steps_follow,
+    clones,
+    groups_of,
+    random_weights,
+    set_random_grads,
+)
 
 import bigbatch
 from bigbatch.trainer.optim.inverse_root import inverse_fourth_root, inverse_fourth_roots
@@ -52,10 +60,6 @@ class Oracle:
         self.weight = self.weight - lr * (update + self.momentum * self.v if self.nesterov else self.v)
 
 
-def groups_of(weights):
-    return [{"params": [w for w in weights if (w.dim() > 1) is m], "adapt": m} for m in (True, False)]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-3), (torch.float64, 1e-8)])
 @pytest.mark.parametrize(
@@ -71,17 +75,7 @@ def test_shampoo_steps_follow_the_formula(settings, dtype, rtol, device):
     settings = {**settings, "weight_decay": 0.01, "eps": 1e-3}
     oracles = [Oracle(w.tolist(), **settings) for w in weights]
     optimizer = Shampoo(groups_of(weights), lr=1.0, **settings)
-    for seed, lr in enumerate(np.random.default_rng(0).uniform(0.0, 0.05, 12)):
-        set_random_grads(weights, seed=seed)
-        for group in optimizer.param_groups:
-            group["lr"] = float(lr)
-        for oracle, weight in zip(oracles, weights, strict=True):
-            oracle.step(weight.grad.tolist(), float(lr))
-        optimizer.step()
-    for oracle, weight in zip(oracles, weights, strict=True):
-        torch.testing.assert_close(
-            weight.detach().cpu(), torch.tensor(oracle.weight, dtype=dtype), rtol=rtol, atol=rtol
-        )
+    assert_steps_follow(oracles, optimizer, weights, num_steps=12, rtol=rtol)
 
 
 @pytest.mark.parametrize(("scale", "dtype", "rtol"), [(1.0, torch.float64, 1e-9), (1e-30, torch.float32, 1e-3)])
