@@ -5,7 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.trainer.optim.fused import momentum_buffers, overflow_flag, unscaled_grads, write_
+from bigbatch.trainer.optim.fused import (
+    momentum_buffers,
+    overflow_flag,
+    problem_with_number,
+    problem_with_weights,
+    unscaled_grads,
+    write_,
+)
 
 
 def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
@@ -21,7 +28,20 @@ def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[
     return parts
 
 
-def problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
+def problem_with_group(group: dict[str, Any], *, asked_by: str, does: str) -> str | None:
+    """Say why a group cannot be updated: a setting of its SGD, a weight, or no matrix where one adapts.
+
+    does: what asked_by does with matrices.
+    """
+    problems = (problem_with_number(key, group[key]) for key in ("lr", "momentum", "weight_decay"))
+    return (
+        next(filter(None, problems), None)
+        or problem_with_weights(group["params"], asked_by=asked_by)
+        or _problem_with_vectors(group, reason=f"{asked_by} {does}")
+    )
+
+
+def _problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
     """Say, with a reason, which weight of a group that adapts is no matrix."""
     for index, weight in enumerate(group["params"]):
         if group["adapt"] and weight.dim() < 2:

@@ -15,12 +15,10 @@ from bigbatch.trainer.optim.fused import (
     by_device_and_dtype,
     momentum_buffers,
     overflow_flag,
-    problem_with_number,
-    problem_with_weights,
     unscaled_grads,
     write_,
 )
-from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_vectors
+from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_group
 from bigbatch.trainer.optim.newton_schulz import cost, orthogonalised
 
 PRECISIONS = ("fp32", "bf16")
@@ -69,12 +67,7 @@ class Muon(FusedOptimizer):
         """Replaced where several ranks hold the same weights: each then orthogonalises a share."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        for key in ("lr", "momentum", "weight_decay"):
-            if problem := problem_with_number(key, group[key]):
-                return problem
-        return problem_with_weights(group["params"], asked_by="Muon") or problem_with_vectors(
-            group, reason="Muon makes matrices orthogonal"
-        )
+        return problem_with_group(group, asked_by="Muon", does="makes matrices orthogonal")
 
     def _update_groups_(self) -> None:
         parts = [(group, weights) for group in self.param_groups for weights in by_device_and_dtype(group["params"])]

@@ -17,12 +17,11 @@ from bigbatch.trainer.optim.fused import (
     one_where_a_norm_is_zero,
     overflow_flag,
     problem_with_number,
-    problem_with_weights,
     scaled,
     unscaled_grads,
 )
 from bigbatch.trainer.optim.inverse_root import inverse_fourth_roots
-from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_vectors
+from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_group
 
 
 class Shampoo(FusedOptimizer):
@@ -80,12 +79,7 @@ class Shampoo(FusedOptimizer):
         self._calls_before_roots = 0
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        for key in ("lr", "momentum", "weight_decay"):
-            if problem := problem_with_number(key, group[key]):
-                return problem
-        return problem_with_weights(group["params"], asked_by="Shampoo") or problem_with_vectors(
-            group, reason="Shampoo preconditions matrices"
-        )
+        return problem_with_group(group, asked_by="Shampoo", does="preconditions matrices")
 
     def _update_groups_(self) -> None:
         parts = [(group, weights) for group in self.param_groups for weights in by_device_and_dtype(group["params"])]
