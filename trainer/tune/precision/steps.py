@@ -1,8 +1,6 @@
 """A few steps of a config's own training, in which gradients are counted, or a choice is tried. Collective."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,15 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
-from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.parts import make_parts
-from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.build.staging import stage_data
-from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.config.schema import Config, with_values
-from bigbatch.trainer.step.loop import train
 from bigbatch.trainer.step.masters import grads_of
-from bigbatch.trainer.step.plan import Hooks, Parts
 from bigbatch.trainer.step.precision import halved
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.tune.precision.choices import Gradients
@@ -80,7 +72,7 @@ def count_gradients(
 ) -> Counted:
     """Train some steps in fp32 and count their gradients: sums over ranks, and those of all ranks' activations."""
     counted = Counted()
-    with _training(exact(config), communicator, num_steps=num_steps, say=say) as (parts, run):
+    with few_steps(exact(config), communicator, num_steps=num_steps, say=say) as (parts, run):
         names = halved(parts.model).keys()
         in_step = Magnitudes()
 
@@ -101,7 +93,7 @@ def count_gradients(
                 counted.gradient_N = torch.cat([grad.detach().flatten() for grad in grads])
             say(f"step {done} of {num_steps}: the largest gradient of a weight is {counted.weights[-1].largest:.2e}")
 
-        run(lambda record: counted.losses.append(record["loss"]), after_step)
+        _require_all(run(lambda record: counted.losses.append(record["loss"]), after_step))
         for hook in hooks:
             hook.remove()
     counted.activations = of_all_ranks(counted.activations, communicator)
@@ -111,8 +103,8 @@ def count_gradients(
 def try_choice(config: Config, communicator: Communicator, *, num_steps: int, say: Callable[[str], None]) -> Tried:
     """Train as many steps as the choice says. Raises: TrainingDiverged where no step does without overflow."""
     tried = Tried()
-    with _training(config, communicator, num_steps=num_steps, say=say) as (_, run):
-        run(tried.add, lambda done: None)
+    with few_steps(config, communicator, num_steps=num_steps, say=say) as (_, run):
+        _require_all(run(tried.add))
     return tried
 
 
@@ -129,36 +121,6 @@ def _with_gradient(count: Callable[[Tensor], None]) -> Callable[..., None]:
     return hook
 
 
-@contextmanager
-def _training(
-    config: Config, communicator: Communicator, *, num_steps: int, say: Callable[[str], None]
-) -> Iterator[tuple[Parts, Callable[..., None]]]:
-    """Lend the parts of a training of so many steps, and what runs it: with a hook for reports, and one after steps."""
-    local, _ = stage_data(config, communicator)
-    train_split, eval_split = build_input.make_splits(local, communicator)
-    plan = make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
-    parts = make_parts(config, communicator, plan=plan, tuned=None)
-    fit_whitening_(parts.model, train_split, config=config, communicator=communicator)
-    plan = dataclasses.replace(
-        plan, num_steps=num_steps, log_every_steps=1, eval_every_steps=num_steps, checkpoint_every_steps=0
-    )
-
-    def acknowledge(asked_by: str) -> None:
-        say(f"{asked_by}: will stop after this step")
-
-    def run(on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None]) -> None:
-        hooks = Hooks(
-            on_report, evaluate=lambda done: {"top1": None}, save=lambda done, top1: None, after_step=after_step
-        )
-        batches = build_input.train_batches(config, communicator, train_split, plan=plan)
-        with parts.stop.watch(communicator.control, acknowledge=acknowledge):
-            stopped_by = train(plan, parts, hooks, batches).stopped_by
-        if stopped_by:
-            raise Stopped(stopped_by)
-
-    try:
-        yield parts, run
-    finally:
-        parts.close()
-        train_split.loader.close()
-        eval_split.loader.close()
+def _require_all(stopped_by: str | None) -> None:
+    if stopped_by:
+        raise Stopped(stopped_by)

@@ -12,17 +12,11 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError
-from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.build.job import bind_rank, join_job
-from bigbatch.trainer.build.parts import make_parts
-from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.build.staging import stage_data
-from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.step.loop import train
-from bigbatch.trainer.step.plan import Hooks
 from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.tune.range.curve import EXPLODED, MIN_STEPS, SmoothedLoss, exponential, suggest
 from bigbatch.trainer.tune.range.report import explain, plot_range, range_record
@@ -76,10 +70,6 @@ class _Curve:
         if self._is_first:
             print(text, flush=True)
 
-    def acknowledge_stop(self, asked_by: str) -> None:
-        """Say what asked for it."""
-        self.say(f"{asked_by}: will stop after this step")
-
     def add(self, record: dict[str, Any]) -> None:
         """Take a report of the loop, the same on all ranks, so that all end together. Raises: TrainingDiverged."""
         mean = self._mean.add(record["loss"])
@@ -101,28 +91,14 @@ def _train(
     tuned: Tuned | None,
 ) -> str | None:
     """Train until the loss explodes, or to the last step; return the signal that stopped it. Collective."""
-    local, _ = stage_data(config, communicator)
-    train_split, eval_split = build_input.make_splits(local, communicator)
-    whole = make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
-    parts = dataclasses.replace(make_parts(config, communicator, plan=whole, tuned=tuned), schedule=lr)
-    fit_whitening_(parts.model, train_split, config=config, communicator=communicator)
-    plan = dataclasses.replace(
-        whole, num_steps=steps, log_every_steps=1, eval_every_steps=steps, checkpoint_every_steps=0
-    )
-    hooks = Hooks(curve.add, evaluate=lambda done: {"top1": None}, save=lambda done, top1: None)
-    batches = build_input.train_batches(config, communicator, train_split, plan=plan)
-    try:
-        with parts.stop.watch(communicator.control, acknowledge=curve.acknowledge_stop):
-            return train(plan, parts, hooks, batches).stopped_by
-    except TrainingDiverged as end:
-        # the step that exploded was not added: its number is that of the steps before
-        curve.exploded_lr = lr(len(curve.lrs))
-        curve.say(f"{str(end).partition(':')[0]}, at a learning rate of {curve.exploded_lr:.4g}")
-        return None
-    finally:
-        parts.close()
-        train_split.loader.close()
-        eval_split.loader.close()
+    with few_steps(config, communicator, num_steps=steps, say=curve.say, schedule=lr, tuned=tuned) as (_, run):
+        try:
+            return run(curve.add)
+        except TrainingDiverged as end:
+            # the step that exploded was not added: its number is that of the steps before
+            curve.exploded_lr = lr(len(curve.lrs))
+            curve.say(f"{str(end).partition(':')[0]}, at a learning rate of {curve.exploded_lr:.4g}")
+            return None
 
 
 def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -1,0 +1,71 @@
+"""Some steps of a config's own training that leave nothing behind: a report of each, no evaluation, no checkpoint."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.tuning.tuned import Tuned
+from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build.parts import make_parts
+from bigbatch.trainer.build.plan import make_plan
+from bigbatch.trainer.build.staging import stage_data
+from bigbatch.trainer.build.whitening import fit_whitening_
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.step.loop import train
+from bigbatch.trainer.step.plan import Hooks, Parts
+
+
+class Run(Protocol):
+    """Trains, and returns the signal that stopped it, if any. Collective. Raises: TrainingDiverged."""
+
+    def __call__(
+        self, on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None] = lambda done: None
+    ) -> str | None: ...
+
+
+@contextmanager
+def few_steps(
+    config: Config,
+    communicator: Communicator,
+    *,
+    num_steps: int,
+    say: Callable[[str], None],
+    schedule: Callable[[int], float] | None = None,
+    tuned: Tuned | None = None,
+) -> Iterator[tuple[Parts, Run]]:
+    """Lend the parts of a training of so many steps, and what runs it. Collective.
+
+    schedule: learning rates in place of the config's. say: that it will stop, where a signal asks for it.
+    """
+    local, _ = stage_data(config, communicator)
+    train_split, eval_split = build_input.make_splits(local, communicator)
+    whole = make_plan(config, communicator, num_samples=train_split.num_samples, first_step=0)
+    parts = make_parts(config, communicator, plan=whole, tuned=tuned)
+    if schedule is not None:
+        parts = dataclasses.replace(parts, schedule=schedule)
+    fit_whitening_(parts.model, train_split, config=config, communicator=communicator)
+    plan = dataclasses.replace(
+        whole, num_steps=num_steps, log_every_steps=1, eval_every_steps=num_steps, checkpoint_every_steps=0
+    )
+
+    def acknowledge(asked_by: str) -> None:
+        say(f"{asked_by}: will stop after this step")
+
+    def run(
+        on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None] = lambda done: None
+    ) -> str | None:
+        hooks = Hooks(
+            on_report, evaluate=lambda done: {"top1": None}, save=lambda done, top1: None, after_step=after_step
+        )
+        batches = build_input.train_batches(config, communicator, train_split, plan=plan)
+        with parts.stop.watch(communicator.control, acknowledge=acknowledge):
+            return train(plan, parts, hooks, batches).stopped_by
+
+    try:
+        yield parts, run
+    finally:
+        parts.close()
+        train_split.loader.close()
+        eval_split.loader.close()
