@@ -5,7 +5,7 @@ python -m benchmarks.largebatch.plot_ablations benchmarks/results/ablations-cifa
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,18 @@ COLOURS = {"lars": "tab:blue", "nesterov": "tab:orange", "sgd": "tab:green"}
 
 def main() -> None:
     """Draw and write the picture."""
-    options = plot_parser(__doc__, "ablations.py").parse_args()
-    records = [json.loads(path.read_text()) for path in options.records]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(records).savefig(options.out, dpi=120)
+    plot(__doc__, "ablations.py", draw)
 
 
-def plot_parser(text: str | None, benchmark: str) -> argparse.ArgumentParser:
-    """Make a parser that asks for records of a benchmark and for the picture's file."""
+def plot(text: str | None, benchmark: str, draw: Callable[[Sequence[dict[str, Any]]], Figure]) -> None:
+    """Draw the records of a benchmark that the command line names, and write the picture."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+", help=f"results of {benchmark}, a row of the picture each")
     parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
-    return parser
+    options = parser.parse_args()
+    records = [json.loads(path.read_text()) for path in options.records]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(records).savefig(options.out, dpi=120)
 
 
 def draw(records: Sequence[dict[str, Any]]) -> Figure:

@@ -3,13 +3,12 @@
 python -m benchmarks.largebatch.plot_beyond benchmarks/results/beyond-shapes-short.json --out docs/optimizers.png
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.largebatch.plot_ablations import by_batch, plot_parser
+from benchmarks.largebatch.plot_ablations import by_batch, plot
 
 COLOURS = {
     "lars": "tab:blue",
@@ -23,10 +22,7 @@ COLOURS = {
 
 def main() -> None:
     """Draw and write the picture."""
-    options = plot_parser(__doc__, "beyond.py").parse_args()
-    records = [json.loads(path.read_text()) for path in options.records]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(records).savefig(options.out, dpi=120)
+    plot(__doc__, "beyond.py", draw)
 
 
 def draw(records: Sequence[dict[str, Any]]) -> Figure:
