@@ -103,8 +103,7 @@ def run_in_foreground(
             process.send_signal(asks_to_stop)
         asked_at = monotonic()
         while True:
-            is_waiting = is_recalled is not None and not was_recalled
-            pauses = [RECALL_SECONDS] * is_waiting + [LOOK_SECONDS] * (has_left is not None)
+            pauses = [RECALL_SECONDS] * (is_recalled is not None) + [LOOK_SECONDS] * (has_left is not None)
             try:
                 code = process.wait(timeout=min(pauses, default=None))
                 break
@@ -112,10 +111,12 @@ def run_in_foreground(
                 if has_left is not None and has_left():
                     code = _end(process, argv[0])
                     break
-                if is_recalled is not None and is_waiting and monotonic() - asked_at >= RECALL_SECONDS:
+                if is_recalled is not None and monotonic() - asked_at >= RECALL_SECONDS:
                     was_recalled, asked_at = is_recalled(), monotonic()
-                    if was_recalled and not stopper.asked:
-                        process.send_signal(asks_to_stop)
+                    if was_recalled:
+                        is_recalled = None  # once is enough
+                        if not stopper.asked:
+                            process.send_signal(asks_to_stop)
     return Ended(shell_code(code), was_asked=stopper.asked > 0, was_recalled=was_recalled)
 
 
