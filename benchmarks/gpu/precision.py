@@ -79,6 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[0], help="of the accuracy (default: 0)")
     add("--train-batch", type=int, default=512, help="global batch, for the accuracy (default: %(default)s)")
     add("--memory-mb", type=int, default=500, help="for the largest batch of a CPU (default: %(default)s)")
+    add("--no-largest", action="store_true", help="leave out the search for the largest batch")
     add("--small", action="store_true", help="other defaults, for a CPU: " + str(SMALL))
     if parser.parse_known_args(argv)[0].small:
         parser.set_defaults(**SMALL)
@@ -122,7 +123,7 @@ def plan(options: argparse.Namespace, *, left_out: dict[str, str]) -> Iterator[d
         for repeat in range(options.repeats):
             for precision in precisions if repeat % 2 else precisions[::-1]:
                 yield {"what": "speed", "model": model, "precision": precision, "turn": repeat}
-        for precision in precisions:
+        for precision in () if options.no_largest else precisions:
             yield {"what": "largest", "model": model, "precision": precision, "turn": 0}
         for seed in options.seeds if options.data else ():
             for precision in precisions:
@@ -228,7 +229,7 @@ def table(record: dict[str, Any]) -> str:
             show(row["images_per_second"], "{:,.0f}"),
             show(row["speedup"], "{:.2f}"),
             f"{row['peak_mb']:,.0f}",
-            str(row["largest"] or "not found"),
+            "not searched" if options["no_largest"] == "True" else str(row["largest"] or "not found"),
             f"{100 * top1['median']:.1f}% (n = {top1['n']})" if top1 else "not measured",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -43,6 +43,13 @@ def test_data_that_is_not_there_is_refused_before_anything_is_measured(
     assert f"--data: {tmp_path / 'train'} " in capsys.readouterr().err
 
 
+def test_search_for_the_largest_batch_can_be_left_out() -> None:
+    options = precision.parse(["--out", "o.json", "--models", "resnet18", "--repeats", "1", "--no-largest"])
+    asked = list(precision.plan(options, left_out={"fp16": "slow"}))
+    assert {each["what"] for each in asked} == {"speed"}
+    assert len(asked) == len(options.precisions) - 1
+
+
 def test_rows_by_hand() -> None:
     """Speeds of 100, 50, 200 beside 200, 150, 300 in the same turns: ratios of 2, 3 and 1.5."""
     speeds = {"fp32": (100.0, 50.0, 200.0), "bf16": (200.0, 150.0, 300.0)}

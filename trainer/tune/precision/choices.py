@@ -20,6 +20,9 @@ LEAST_HEADROOM = 3.0
 """Powers of two that gradients may grow by before they overflow."""
 SAFE_HEADROOM = 8.0
 """With so many a scale may stay as it is: a warm-up and a fall of the loss change gradients by less."""
+SPAN_GAIN = 0.9
+"""Of what is short, that another ghost batch may leave at most: a few steps differ by some percent, and it costs a
+different update."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +143,11 @@ class SpanRow:
 
 
 def span_choice(rows: Sequence[SpanRow], *, own: int) -> Choice:
-    """Choose another ghost batch only where fewer are short than with the config's own, by more than the tolerance."""
+    """Choose another ghost batch only where clearly fewer are short than with the config's own."""
     mine = next(row for row in rows if row.bn_span == own)
     best = min(rows, key=lambda row: row.short)
-    if best.short >= mine.short - TOLERANCE:
-        return Choice({}, f"with no other are {TOLERANCE:.1%} fewer short than with {own}")
+    if best.short > min(SPAN_GAIN * mine.short, mine.short - TOLERANCE):
+        return Choice({}, f"with no other are clearly fewer short than with {own}: {best.short:.2%} at best")
     return Choice(
         {"batch.bn_span": best.bn_span},
         f"{best.short:.2%} are short beside {mine.short:.2%}; it changes the update, so verify the accuracy",
