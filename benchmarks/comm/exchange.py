@@ -30,7 +30,7 @@ from bigbatch.comm.algorithms.hybrid import HybridTable, Times, make_hybrid
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.tuning.exact import expected_pattern, limit_of, rank_pattern
 from bigbatch.comm.tuning.measure import count_different, fill_
-from bigbatch.comm.tuning.tuner import measure_times, tune_sizes
+from bigbatch.comm.tuning.sweep import measure_times, tune_sizes
 from bigbatch.errors import CommError
 
 SIZES = "1e3,3e3,1e4,3e4,1e5,3e5,1e6,3e6,1e7,3e7,1e8"

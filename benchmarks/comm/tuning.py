@@ -14,7 +14,8 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.tuning.measure import MeasuredLinks
 from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
-from bigbatch.comm.tuning.tuner import TuningFindings, choose, measure_times, tune_sizes
+from bigbatch.comm.tuning.sweep import measure_times, tune_sizes
+from bigbatch.comm.tuning.tuner import TuningFindings, choose
 
 DEFAULT_ALGORITHM = "hierarchical"
 """That of the packaged experiments."""

@@ -20,8 +20,8 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
+from bigbatch.comm.tuning.sweep import FACTOR, LARGEST_BYTES, SMALLEST_BYTES, measure_largest_first
 from bigbatch.comm.tuning.tuned import BEFORE, CHANGES
-from bigbatch.comm.tuning.tuner import FACTOR, LARGEST_BYTES, SMALLEST_BYTES, measure_largest_first
 from bigbatch.files import parse_json, read_own, write_own
 
 FORMAT = "bigbatch calibration 1"

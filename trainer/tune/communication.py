@@ -34,15 +34,9 @@ from bigbatch.comm.tuning.report import (
     times_head,
     times_line,
 )
+from bigbatch.comm.tuning.sweep import elapsed_seconds, measure_times, tune_sizes
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
-from bigbatch.comm.tuning.tuner import (
-    TuningFindings,
-    best_candidates,
-    choose,
-    elapsed_seconds,
-    measure_times,
-    tune_sizes,
-)
+from bigbatch.comm.tuning.tuner import TuningFindings, best_candidates, choose
 from bigbatch.comm.tuning.whole_steps import affordable, measure_steps
 from bigbatch.errors import ConfigError, TunedError
 from bigbatch.trainer.build import input as build_input

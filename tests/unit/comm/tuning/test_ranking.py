@@ -11,13 +11,14 @@ from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.tuning import tuner
+from bigbatch.comm.tuning import sweep
 from bigbatch.comm.tuning.cost_model import LinkModel
 from bigbatch.comm.tuning.measure import MeasuredLinks, Sums
 from bigbatch.comm.tuning.plan_search import Backward
 from bigbatch.comm.tuning.ranking import cluster_model, rank
 from bigbatch.comm.tuning.report import explain_ranking, explain_steps
-from bigbatch.comm.tuning.tuner import TuningFindings, best_candidates, choose, measure_times
+from bigbatch.comm.tuning.sweep import measure_times
+from bigbatch.comm.tuning.tuner import TuningFindings, best_candidates, choose
 from bigbatch.comm.tuning.whole_steps import ROUNDS, Candidate, MeasuredStep, affordable, measure_steps
 from bigbatch.trainer.tune import communication as tune_comm
 
@@ -112,7 +113,7 @@ def test_sums_are_measured_of_what_is_worth_it_alone(monkeypatch):
         asked.append((tensor_N.nbytes, sorted(communicators)))
         return {name: Sums(Measured((1.0, 1.0)), 0) for name in communicators}
 
-    monkeypatch.setattr(tuner, "time_sums", time_sums)
+    monkeypatch.setattr(sweep, "time_sums", time_sums)
     worth = {1024: ["native", "ring"], 4096: ["sharded"], 16_384: []}
     alone = dataclasses.replace(connect(env=ALONE, device=CPU))
     every = dict.fromkeys(NAMES, alone)
@@ -130,7 +131,7 @@ def test_sums_are_measured_of_what_is_worth_it_alone(monkeypatch):
     assert asked[:3] == [(1024, ["native", "ring"]), (4096, ["sharded"]), (16_384, sorted(NAMES))]
     assert asked[3] == (2048, ["native", "sharded"])
     times = {1024: {"ring": Measured((1.0, 1.0))}}
-    assert [tuner.expected_seconds(times, size, "ring") for size in (512, 1024, 4096)] == [1.0, 1.0, 4.0]
+    assert [sweep.expected_seconds(times, size, "ring") for size in (512, 1024, 4096)] == [1.0, 1.0, 4.0]
 
 
 # --- whole steps ---

@@ -19,12 +19,13 @@ from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.tuning import ready_times, tuner
+from bigbatch.comm.tuning import ready_times, sweep, tuner
 from bigbatch.comm.tuning.cost_model import LinkModel
 from bigbatch.comm.tuning.measure import Hops, MeasuredLinks, Sums
 from bigbatch.comm.tuning.plan_search import Backward, evaluate_plan, search_plan
 from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
 from bigbatch.comm.tuning.report import explain, explain_links, explain_steps, times_head, times_line
+from bigbatch.comm.tuning.sweep import measure_times, tune_sizes
 from bigbatch.comm.tuning.tuned import (
     Tuned,
     default_path,
@@ -34,7 +35,7 @@ from bigbatch.comm.tuning.tuned import (
     require_folder,
     write_tuned,
 )
-from bigbatch.comm.tuning.tuner import choose, measure_times, tune_sizes
+from bigbatch.comm.tuning.tuner import choose
 from bigbatch.errors import CommError, TunedError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.tune import communication as tune_comm
@@ -355,15 +356,15 @@ def test_times_of_a_larger_sum_are_as_cheap_per_byte_as_a_smaller_ones() -> None
 )
 def test_survivors_and_who_is_given_up(before: dict[str, float], last: dict[str, float], left: list[str]) -> None:
     times = {size: {n: exact(s) for n, s in at.items()} for size, at in ((1024, before), (4096, last))}
-    assert tuner.survivors(times, ["a", "b"]) == left
-    assert tuner.survivors({1024: times[1024]}, ["a", "b"]) == ["a", "b"]
+    assert sweep.survivors(times, ["a", "b"]) == left
+    assert sweep.survivors({1024: times[1024]}, ["a", "b"]) == ["a", "b"]
 
 
 def test_survivors_hold_who_seems_behind_by_noise() -> None:
     """1.07 times the best's median, give or take: quartiles 0.5 apart of 2 make that uncertain by far more."""
     noisy = Measured((4.0, 4.28, 4.6))
     times = {1024: {"a": exact(1.0), "b": exact(1.06)}, 4096: {"a": exact(4.0), "b": noisy}}
-    assert tuner.survivors(times, ["a", "b"]) == ["a", "b"]
+    assert sweep.survivors(times, ["a", "b"]) == ["a", "b"]
 
 
 def test_reasons() -> None:
@@ -411,7 +412,7 @@ def fake_times(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], floa
         asked.append(tensor_N.nbytes)
         return {name: Sums(exact(seconds_of(tensor_N.nbytes)), num_wrong) for name in communicators}
 
-    monkeypatch.setattr(tuner, "time_sums", time_sums)
+    monkeypatch.setattr(sweep, "time_sums", time_sums)
     return asked
 
 
