@@ -22,20 +22,18 @@ TINY = {
     "model.name": "resnet9",
     "model.width": 8,
     "schedule.warmup_epochs": 2,
-    "data.image_size": 8,
 }
 
 
-def _form(config: str, *, val_per_class: int, trials: int) -> Form:
-    """Make a form of ten classes for one core: 12, 3 and 1 steps an epoch, and trials as long as runs."""
-    images = Images(154, val_per_class, resize_to=8)
+def _form(config: str, images: Images, *, batches: tuple[int, ...], trials: int) -> Form:
+    """Make a form of ten classes for one core, with trials as long as runs."""
     return Form(
         config=config,
         images=images,
         num_train=10 * images.train_per_class,
-        settings=TINY,
+        settings={**TINY, "data.image_size": images.resize_to},
         epochs=10,
-        batches=(128, 512, 1536),
+        batches=batches,
         seeds=(0, 1, 2),
         trials=trials,
         tune_epochs=10,
@@ -45,10 +43,17 @@ def _form(config: str, *, val_per_class: int, trials: int) -> Form:
     )
 
 
+SHORT = (128, 512, 1536)
+"""12, 3 and 1 steps an epoch of 1,540 pictures."""
+MEDIUM = (128, 512, 2048)
+"""39, 9 and 2 steps an epoch of 5,000 pictures."""
+
 FORMS = {
-    ("cifar10", "short"): _form("cifar10", val_per_class=200, trials=4),
-    ("imagenette", "short"): _form("imagenette", val_per_class=200, trials=4),
-    ("shapes", "short"): _form("quickstart", val_per_class=100, trials=5),
+    ("cifar10", "short"): _form("cifar10", Images(154, 200, resize_to=8), batches=SHORT, trials=4),
+    ("imagenette", "short"): _form("imagenette", Images(154, 200, resize_to=8), batches=SHORT, trials=4),
+    ("shapes", "short"): _form("quickstart", Images(154, 100, resize_to=8), batches=SHORT, trials=5),
+    ("cifar10", "medium"): _form("cifar10", Images(500, 200, resize_to=16), batches=MEDIUM, trials=5),
+    ("imagenette", "medium"): _form("imagenette", Images(500, 200, resize_to=16), batches=MEDIUM, trials=5),
     ("cifar10", "full"): Form(
         config="cifar10",
         images=Images(train_per_class=5000, val_per_class=1000, resize_to=None),
@@ -64,8 +69,7 @@ FORMS = {
         images_per_second=None,
     ),
 }
-"""The last batch leaves 1 step an epoch in the short forms and 3 in the full one, at which all of them are to break;
-LARS and Nesterov break one batch earlier."""
+"""The last batch leaves 1 to 3 steps an epoch, at which all of them are to break."""
 
 
 def available(names: Sequence[str] = COMPARED) -> list[str]:
