@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.largebatch import beyond, plot_beyond, step_cost
-from benchmarks.largebatch.ablation_cases import OPTIMIZERS, TUNING_SEED, write_experiment
+from benchmarks.largebatch.ablation_cases import OPTIMIZERS, SPAN, TUNING_SEED, write_experiment
 from benchmarks.largebatch.beyond_cases import COMPARED, FORMS, available, case, epochs_in_equal_time, next_rate
 from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.config.file import load_config
@@ -64,6 +64,11 @@ def test_experiments_are_legal(name: str, tmp_path) -> None:
         config = load_config(["--config", str(path)])
         assert (config.run.epochs, config.schedule.warmup_epochs) == ((5, 1.0) if epochs else (10, 2.0))
         assert (each.family, config.batch.global_batch_size) == ("time" if epochs else "batch", 512)
+
+
+def test_every_batch_is_of_whole_ghost_batches_and_makes_a_step() -> None:
+    for form in FORMS.values():
+        assert all(batch % SPAN == 0 and batch <= form.num_train for batch in form.batches)
 
 
 def test_compare_tunes_runs_and_repeats_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
