@@ -2,7 +2,7 @@
 
     python examples/language_model.py
     mpirun -n 2 python examples/language_model.py --precision bf16
-    python examples/language_model.py --cell gru --epochs 30
+    python examples/language_model.py --cell gru --epochs 30 --learning-rate 0.005
     torchrun --nproc-per-node 2 examples/language_model.py --epochs 2
 
 The batch is global: however many ranks share it, they train the same model, up to rounding.

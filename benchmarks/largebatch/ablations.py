@@ -23,7 +23,7 @@ import yaml
 
 from benchmarks.largebatch.ablation_cases import FORMS, OPTIMIZERS, TUNING_SEED, Case, Form, cases, write_experiment
 from benchmarks.largebatch.ablation_results import collect, markdown
-from benchmarks.largebatch.form_command import form_folder, form_parser, record_form
+from benchmarks.largebatch.form_command import chosen_form, form_folder, form_parser, record_form
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.foreground import Stopper, handling_stops
 from bigbatch.trainer.run.folder import RunDir
@@ -40,7 +40,7 @@ BIGBATCH = (sys.executable, "-m", "bigbatch")
 def main() -> None:
     """Tune, train, write the record and the table."""
     options = parse()
-    form = FORMS[options.dataset, options.form]
+    form = chosen_form(options, FORMS)
     if options.dry_run:
         print(describe(form, form_folder(options)))
         return

@@ -1,7 +1,7 @@
 """Beyond LARS: optimizers by batch, at equal steps and at equal time, each tuned by as many trials.
 
-    python -m benchmarks.largebatch.beyond --dataset cifar10 --form short --data data/cifar10 \\
-        --out benchmarks/results/beyond-cifar10-short.json
+    python -m benchmarks.largebatch.beyond --dataset cifar10 --form medium --data data/cifar10 \\
+        --out benchmarks/results/beyond-cifar10-medium.json
 
 At each batch each optimizer has as many trials of its learning rate, each as long as a run, on a seed of its own:
 three over two decades, the others beside the best so far, out of the range where that leads there. Then there is a run
@@ -36,7 +36,7 @@ from benchmarks.largebatch.beyond_cases import (
     epochs_in_equal_time,
     next_rate,
 )
-from benchmarks.largebatch.form_command import form_parser, record_form
+from benchmarks.largebatch.form_command import chosen_form, form_parser, record_form
 from benchmarks.largebatch.step_cost import update_milliseconds
 from benchmarks.record import version_of
 from bigbatch.errors import TrainingDiverged
@@ -49,7 +49,7 @@ Found = dict[str, Any]
 def main() -> None:
     """Tune, train, write the record and the table."""
     options = parse()
-    form = FORMS[options.dataset, options.form]
+    form = chosen_form(options, FORMS)
     names = available(options.optimizers)
     if missing := sorted(set(options.optimizers) - set(names)):
         print(f"left out, as their packages are not installed: {', '.join(missing)}")

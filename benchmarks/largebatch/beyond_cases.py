@@ -25,7 +25,7 @@ TINY = {
 }
 
 
-def _form(config: str, images: Images, *, batches: tuple[int, ...], trials: int) -> Form:
+def _form(config: str, images: Images, *, batches: tuple[int, ...]) -> Form:
     """Make a form of ten classes for one core, with trials as long as runs."""
     return Form(
         config=config,
@@ -35,7 +35,7 @@ def _form(config: str, images: Images, *, batches: tuple[int, ...], trials: int)
         epochs=10,
         batches=batches,
         seeds=(0, 1, 2),
-        trials=trials,
+        trials=5,
         tune_epochs=10,
         precision_batch=128,
         precision_epochs=1,
@@ -43,17 +43,10 @@ def _form(config: str, images: Images, *, batches: tuple[int, ...], trials: int)
     )
 
 
-SHORT = (128, 512, 1536)
-"""12, 3 and 1 steps an epoch of 1,540 pictures."""
-MEDIUM = (128, 512, 2048)
-"""39, 9 and 2 steps an epoch of 5,000 pictures."""
-
 FORMS = {
-    ("cifar10", "short"): _form("cifar10", Images(154, 200, resize_to=8), batches=SHORT, trials=4),
-    ("imagenette", "short"): _form("imagenette", Images(154, 200, resize_to=8), batches=SHORT, trials=4),
-    ("shapes", "short"): _form("quickstart", Images(154, 100, resize_to=8), batches=SHORT, trials=5),
-    ("cifar10", "medium"): _form("cifar10", Images(500, 200, resize_to=16), batches=MEDIUM, trials=5),
-    ("imagenette", "medium"): _form("imagenette", Images(500, 200, resize_to=16), batches=MEDIUM, trials=5),
+    ("shapes", "short"): _form("quickstart", Images(154, 100, resize_to=8), batches=(128, 512, 1536)),
+    ("cifar10", "medium"): _form("cifar10", Images(500, 200, resize_to=16), batches=(128, 512, 2048)),
+    ("imagenette", "medium"): _form("imagenette", Images(500, 200, resize_to=16), batches=(128, 512, 2048)),
     ("cifar10", "full"): Form(
         config="cifar10",
         images=Images(train_per_class=5000, val_per_class=1000, resize_to=None),

@@ -24,6 +24,14 @@ def form_parser(text: str | None, forms: Iterable[tuple[str, str]], *, runs: str
     return parser
 
 
+def chosen_form(options: argparse.Namespace, forms: Mapping[tuple[str, str], Form]) -> Form:
+    """Return the form of the data set that the options name; exit where there is none."""
+    if (options.dataset, options.form) not in forms:
+        known = ", ".join(name for dataset, name in forms if dataset == options.dataset)
+        sys.exit(f"{options.dataset} has no form {options.form}: choose --form {known}")
+    return forms[options.dataset, options.form]
+
+
 def form_folder(options: argparse.Namespace) -> Path:
     """Name the folder of a form's pictures and runs."""
     folder: Path = options.runs / f"{options.dataset}-{options.form}"

@@ -61,7 +61,7 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "pip install 'bigbatch[verify]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
     "pip install 'bigbatch[wandb]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
     "python examples/language_model.py": "tests/parallel/test_language_example.py::test_example_learns",
-    "python examples/language_model.py --cell gru --epochs 30": (
+    "python examples/language_model.py --cell gru --epochs 30 --learning-rate 0.005": (
         "tests/parallel/test_language_example.py::test_example_learns_with_other_cells"
     ),
     "mpirun -n 2 python examples/language_model.py --precision bf16": (
@@ -182,7 +182,9 @@ RECOMPUTE = (
     "--out out.json --plot out.png"
 )
 ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
-BEYOND = "benchmarks/results/beyond-cifar10-short.json"
+BEYOND = " ".join(
+    f"benchmarks/results/beyond-{which}.json" for which in ("cifar10-medium", "imagenette-medium", "shapes-short")
+)
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.run --out benchmarks/results": GPU,
     ".venv/bin/python -m benchmarks.gpu.run --guard --out benchmarks/results": GPU,
@@ -244,17 +246,14 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.largebatch.ablations --dataset imagenette --form short --out benchmarks/results/ablations-imagenette-short.json": (  # noqa: E501
         "largebatch.ablations --dataset imagenette --form short --dry-run"
     ),
-    ".venv/bin/python -m benchmarks.largebatch.beyond --dataset cifar10 --form short --out benchmarks/results/beyond-cifar10-short.json": (  # noqa: E501
-        "largebatch.beyond --dataset cifar10 --form short --dry-run"
-    ),
     **{
-        f".venv/bin/python -m benchmarks.largebatch.beyond --dataset {dataset} --form short --out benchmarks/results/beyond-{dataset}-short.json": (  # noqa: E501
-            "largebatch.beyond --dataset cifar10 --form short --dry-run"
+        f".venv/bin/python -m benchmarks.largebatch.beyond --dataset {dataset} --form {form} --out benchmarks/results/beyond-{dataset}-{form}.json": (  # noqa: E501
+            f"largebatch.beyond --dataset {dataset} --form {form} --dry-run"
         )
-        for dataset in ("imagenette", "shapes")
+        for dataset, form in (("cifar10", "medium"), ("imagenette", "medium"), ("shapes", "short"))
     },
     f".venv/bin/python -m benchmarks.largebatch.plot_beyond {BEYOND} --out docs/optimizers.png": (
-        f"largebatch.plot_beyond {ROOT}/{BEYOND} --out optimizers.png"
+        f"largebatch.plot_beyond {' '.join(f'{ROOT}/{name}' for name in BEYOND.split())} --out optimizers.png"
     ),
     f".venv/bin/python -m benchmarks.largebatch.plot_ablations {ABLATIONS} --out docs/ablations.png": (
         f"largebatch.plot_ablations {' '.join(f'{ROOT}/{name}' for name in ABLATIONS.split())} --out ablations.png"

@@ -8,10 +8,11 @@ import pytest
 from benchmarks.largebatch import beyond, plot_beyond, step_cost
 from benchmarks.largebatch.ablation_cases import OPTIMIZERS, SPAN, TUNING_SEED, write_experiment
 from benchmarks.largebatch.beyond_cases import COMPARED, FORMS, available, case, epochs_in_equal_time, next_rate
+from benchmarks.largebatch.form_command import chosen_form
 from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.config.file import load_config
 
-FORM = FORMS["cifar10", "short"]
+FORM = FORMS["cifar10", "medium"]
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -69,6 +70,12 @@ def test_experiments_are_legal(name: str, tmp_path) -> None:
 def test_every_batch_is_of_whole_ghost_batches_and_makes_a_step() -> None:
     for form in FORMS.values():
         assert all(batch % SPAN == 0 and batch <= form.num_train for batch in form.batches)
+
+
+def test_a_form_that_a_data_set_does_not_have_is_refused() -> None:
+    options = beyond.parse(["--dataset", "shapes", "--form", "full"])
+    with pytest.raises(SystemExit, match="shapes has no form full: choose --form short$"):
+        chosen_form(options, FORMS)
 
 
 def test_compare_tunes_runs_and_repeats_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
