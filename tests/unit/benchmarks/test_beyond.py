@@ -74,7 +74,7 @@ def test_every_batch_is_of_whole_ghost_batches_and_makes_a_step() -> None:
 
 def test_a_form_that_a_data_set_does_not_have_is_refused() -> None:
     options = beyond.parse(["--dataset", "shapes", "--form", "full"])
-    with pytest.raises(SystemExit, match="shapes has no form full: choose --form short$"):
+    with pytest.raises(SystemExit, match="shapes has no form full: choose --form short"):
         chosen_form(options, FORMS)
 
 
