@@ -185,6 +185,13 @@ ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/
 BEYOND = " ".join(
     f"benchmarks/results/beyond-{which}.json" for which in ("cifar10-medium", "imagenette-medium", "shapes-short")
 )
+
+
+def below_root(paths: str) -> str:
+    """The same paths for a command that runs elsewhere."""
+    return " ".join(f"{ROOT}/{path}" for path in paths.split())
+
+
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.run --out benchmarks/results": GPU,
     ".venv/bin/python -m benchmarks.gpu.run --guard --out benchmarks/results": GPU,
@@ -253,10 +260,10 @@ SMALLER = {  # benchmark: the same with sizes for a test
         for dataset, form in (("cifar10", "medium"), ("imagenette", "medium"), ("shapes", "short"))
     },
     f".venv/bin/python -m benchmarks.largebatch.plot_beyond {BEYOND} --out docs/optimizers.png": (
-        f"largebatch.plot_beyond {' '.join(f'{ROOT}/{name}' for name in BEYOND.split())} --out optimizers.png"
+        f"largebatch.plot_beyond {below_root(BEYOND)} --out optimizers.png"
     ),
     f".venv/bin/python -m benchmarks.largebatch.plot_ablations {ABLATIONS} --out docs/ablations.png": (
-        f"largebatch.plot_ablations {' '.join(f'{ROOT}/{name}' for name in ABLATIONS.split())} --out ablations.png"
+        f"largebatch.plot_ablations {below_root(ABLATIONS)} --out ablations.png"
     ),
     ".venv/bin/python -m benchmarks.largebatch.noise_scale --out benchmarks/results/noise-scale-cpu.json --plot docs/noise-scale.png": (  # noqa: E501
         "largebatch.noise_scale --batches 32 128 --seeds 2 --per-class 10 --target 2.1 --lr 0.1 --out out.json"
