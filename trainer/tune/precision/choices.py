@@ -21,8 +21,7 @@ LEAST_HEADROOM = 3.0
 SAFE_HEADROOM = 8.0
 """With so many a scale may stay as it is: a warm-up and a fall of the loss change gradients by less."""
 SPAN_GAIN = 0.9
-"""Of what is short, that another ghost batch may leave at most: a few steps differ by some percent, and it costs a
-different update."""
+"""Of what is short, that another ghost batch may leave at most: seeds alone make 2% of it, and the update changes."""
 
 
 @dataclass(frozen=True)
