@@ -58,7 +58,8 @@ def _name(ranks: list[int]) -> str:
 
 
 class GuessWatch:
-    """Ends a run whose mean training loss is that of a guess over so many steps after the warm-up.
+    """Ends a run whose mean training loss is that of a guess over so many steps after the warm-up, and over their later
+    half, too: a small batch may begin above a guess, and learn.
 
     A guess has a cross-entropy of ln(num_classes), with smoothed and mixed labels, too. What it saw is not in
     checkpoints: a resumed run, with a lower learning rate perhaps, gets as many steps again.
@@ -78,16 +79,22 @@ class GuessWatch:
             return
         self._windows.append((record["step"] - start, record["loss"]))
         # reports differ in length: the oldest goes only where enough steps remain without it
-        while self._num_steps() - self._windows[0][0] >= self._steps:
+        while sum(steps for steps, _ in self._windows) - self._windows[0][0] >= self._steps:
             self._windows.popleft()
-        num_steps = self._num_steps()
-        mean = sum(steps * loss for steps, loss in self._windows) / num_steps
-        if num_steps >= self._steps and mean >= (1 - MARGIN) * self._guess:
+        num_steps, mean = self._newest(self._steps)
+        _, later = self._newest(self._steps / 2)
+        if num_steps >= self._steps and min(mean, later) >= (1 - MARGIN) * self._guess:
             raise TrainingDiverged(
                 f"the training loss was {mean:.3f} in the mean of steps {record['step'] - num_steps + 1} to "
                 f"{record['step']}, and a guess has {self._guess:.3f}: {REMEDY}, or set run.divergence_steps to null "
                 "to go on"
             )
 
-    def _num_steps(self) -> int:
-        return sum(steps for steps, _ in self._windows)
+    def _newest(self, at_least: float) -> tuple[int, float]:
+        """Return the steps of the newest reports that cover so many, or of all, and their mean loss."""
+        num_steps, total = 0, 0.0
+        for steps, loss in reversed(self._windows):
+            if num_steps >= at_least:
+                break
+            num_steps, total = num_steps + steps, total + steps * loss
+        return num_steps, total / num_steps

@@ -67,6 +67,13 @@ def test_guess_watch_ends_the_run_after_so_many_steps() -> None:
     assert watch(every(1, [GUESS * (1 - 1.1 * MARGIN)] * 1000)) is None
 
 
+def test_guess_watch_lets_a_run_go_on_whose_loss_falls_from_above_a_guess() -> None:
+    """As after the warm-up of a small batch: 3.0, then 2.0, which are 2.5 in the mean."""
+    assert watch(every(1, [3.0] * 5 + [2.0] * 5 + [1.5] * 30)) is None
+    assert watch(every(4, [3.5, 3.0, 2.1, 2.0, 1.9, 1.8]), steps=20) is None
+    assert watch(every(1, [9.0] * 5 + [GUESS] * 5)) == 10, "it fell to a guess, and not below"
+
+
 def test_guess_watch_weights_its_mean_by_steps() -> None:
     """Reports of 1 step between those of 9: their losses differ, and their plain mean would be that of a guess."""
     reports, step = [], 0
