@@ -2,9 +2,10 @@
 
 import csv
 import io
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,9 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases, require_wandb
 
 Say = Callable[[str], None]
+
+KINDS_WITH_FIGURES = ("train", "eval", "input")
+"""Kinds of records that a run writes and that have numbers, each of which has its table."""
 
 
 class Logger(Protocol):
@@ -42,6 +46,8 @@ class TensorBoard:
     def __init__(self, folder: Path, *, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        if not isinstance(threading.excepthook, _WithoutTensorBoard):
+            threading.excepthook = _WithoutTensorBoard(threading.excepthook)
         self._events = SummaryWriter(str(folder), purge_step=from_step + 1)
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
@@ -54,6 +60,17 @@ class TensorBoard:
         self._events.close()
 
 
+@dataclass(frozen=True)
+class _WithoutTensorBoard:
+    """Reports what ended a thread, but for TensorBoard's: its next call raises it, where Guarded says it in a line."""
+
+    report: Callable[[threading.ExceptHookArgs], object]
+
+    def __call__(self, ended: threading.ExceptHookArgs) -> None:
+        if not type(ended.thread).__module__.startswith("tensorboard."):
+            self.report(ended)
+
+
 class Csv:
     """Writes KIND.csv: a row for each record of metrics.jsonl that has figures, and a column for each figure."""
 
@@ -62,8 +79,8 @@ class Csv:
         self._folder, self._metrics = folder, metrics
         self._columns: dict[str, list[str]] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.csv"):
-            old.unlink()
+        for kind in KINDS_WITH_FIGURES:  # other tables in a folder of that name are the user's own
+            self._path(kind).unlink(missing_ok=True)
         self._write_anew()
 
     def _write_anew(self) -> None:
@@ -89,8 +106,8 @@ class Csv:
         return _line([values.get(name, "") for name in self._columns[kind]])
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Add a row, of a record that the metrics file holds already; with a new column every row anew."""
-        if not figures.keys() <= set(self._columns.get(kind, ())):
+        """Add a row, of a record that the metrics file holds already; all anew for a new column or a lost file."""
+        if not figures.keys() <= set(self._columns.get(kind, ())) or not self._path(kind).exists():
             self._write_anew()
             return
         with self._path(kind).open("ab") as file:

@@ -21,7 +21,7 @@ def require_wandb() -> Any:
     try:
         import wandb
         from wandb import init  # noqa: F401  a folder named wandb, such as it leaves behind, imports, and has none
-    except ImportError as error:
+    except Exception as error:  # what it imports in turn may raise anything, as an older protobuf does
         raise ConfigError(
             f"run.loggers has wandb, which cannot be imported ({first_line(error)}): pip install 'bigbatch[wandb]', or "
             "take it out of run.loggers"
@@ -57,7 +57,7 @@ class WeightsAndBiases:
         }
         self._say = say
         self._news: list[str] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._figures: Queue[dict[str, float] | None] = Queue()
         self._thread = Thread(target=self._speak, name="wandb", daemon=True)
         self._thread.start()
@@ -70,7 +70,7 @@ class WeightsAndBiases:
             while (figures := self._figures.get()) is not None:
                 run.log(figures)
             run.finish()
-        except Exception as error:  # the run's thread raises it
+        except BaseException as error:  # SystemExit, too, would end this thread alone
             self._error = error
 
     def _open(self) -> Any:
@@ -88,17 +88,16 @@ class WeightsAndBiases:
             # by a new id: wandb takes the other one for in use
             offline = {**self._arguments, "mode": "offline", "id": _run_id(self._id_path, is_new=True)}
             run = wandb.init(**offline, settings=settings)
-        where = f"in {Path(run.dir).parent}, which `wandb sync` sends" if run.offline else f"at {run.url}"
-        self._news.append(f"wandb: run {run.id} {where}")
+        self._news.append(f"wandb: {_where(run)}")
         return run
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Hand the figures to the thread. Raises: what that has met."""
+        """Hand the figures to the thread. Raises: RuntimeError with what that has met."""
         self._tell()
         self._figures.put({"step": step, **{f"{kind}/{name}": value for name, value in figures.items()}})
 
     def close(self) -> None:
-        """Wait until all is sent, at most CLOSE_SECONDS. Raises: what the thread has met; TimeoutError."""
+        """Wait until all is sent, at most CLOSE_SECONDS. Raises: RuntimeError of what the thread met; TimeoutError."""
         self._figures.put(None)
         self._thread.join(CLOSE_SECONDS)
         self._tell()
@@ -110,7 +109,16 @@ class WeightsAndBiases:
         while self._news:
             self._say(self._news.pop(0))
         if self._error:
-            raise self._error
+            raise RuntimeError(first_line(self._error)) from self._error
+
+
+def _where(run: Any) -> str:
+    """Say where the records go."""
+    if run.disabled:
+        return "disabled, as WANDB_MODE tells: nothing is kept or sent"
+    return f"run {run.id} " + (
+        f"in {Path(run.dir).parent}, which `wandb sync` sends" if run.offline else f"at {run.url}"
+    )
 
 
 def _run_id(path: Path, *, is_new: bool) -> str:

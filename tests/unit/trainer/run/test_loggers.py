@@ -3,7 +3,9 @@
 import csv
 import json
 import math
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,15 +23,17 @@ from bigbatch.trainer.run import weights_and_biases
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.loggers import Csv, Guarded, TensorBoard, open_loggers, require_loggers
 from bigbatch.trainer.run.metrics import MetricsLog
-from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
+from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases, require_wandb
 
 
 class PlayedWandb(ModuleType):
     """Has as much of wandb as we call; init fails as often as told, and log always where told."""
 
-    def __init__(self, *, failing_inits: int = 0, log: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, *, failing_inits: int = 0, log: Callable[[], object] = lambda: None, disabled: bool = False
+    ) -> None:
         super().__init__("wandb")
-        self.failing_inits, self._log = failing_inits, log
+        self.failing_inits, self._log, self.disabled = failing_inits, log, disabled
         self.inits: list[dict[str, Any]] = []
         self.logged: list[dict[str, float]] = []
         self.finished = 0
@@ -49,6 +53,7 @@ class PlayedWandb(ModuleType):
             id=arguments["id"],
             dir=str(folder),
             offline=arguments.get("mode") == "offline",
+            disabled=self.disabled,
             url="https://wandb.invalid/run",
             define_metric=lambda name, *, step_metric: None,
             log=self.log,
@@ -129,6 +134,26 @@ def test_loggers_csv_writes_nothing_outside_its_folder_whatever_a_record_is_call
     assert [path.name for path in rundir.csv.iterdir()] == ["train.csv"]
 
 
+def test_loggers_csv_removes_the_tables_of_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.csv.mkdir()
+    for name in ("train.csv", "eval.csv", "measurements.csv"):
+        (rundir.csv / name).write_text("a,b\n")
+    logged(rundir, from_step=0).close()
+    assert {path.name: path.read_text() for path in rundir.csv.iterdir()} == {"measurements.csv": "a,b\n"}
+
+
+def test_loggers_csv_makes_a_table_that_was_taken_away_anew_with_its_head(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    log = logged(rundir, from_step=0)
+    for step in (1, 2):
+        log.write("train", {"step": step, "loss": 2.5})
+        if step == 1:
+            (rundir.csv / "train.csv").unlink()
+    log.close()
+    assert [row["step"] for row in read_csv(rundir, "train")] == ["1", "2"]
+
+
 def test_loggers_csv_keeps_a_column_of_any_name_in_one(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     odd = {"kind": "train", "step": 1, "time": 1.0, 'a, "b"\nc': 2.5, "loss": 1.5}
@@ -157,6 +182,31 @@ def test_loggers_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
         board.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4.0), (2, 3.0), (3, 1.0)]
+
+
+def test_loggers_tensorboard_that_cannot_write_leaves_no_traceback_of_its_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    said: list[str] = []
+    for _ in range(2):
+        guarded = Guarded("tensorboard", lambda: TensorBoard(tmp_path / "gone", from_step=0), say=said.append)
+        shutil.rmtree(tmp_path / "gone")
+        deadline = time.monotonic() + 60
+        while any(type(thread).__module__.startswith("tensorboard") for thread in threading.enumerate()):
+            guarded.write("train", 1, {"loss": 2.5})
+            assert time.monotonic() < deadline, "its thread ends by what it met"
+            time.sleep(0.01)
+        guarded.write("train", 2, {"loss": 2.5})
+        guarded.close()
+    assert not reported
+    assert len(said) == 2
+    assert all(naming_all(text, "tensorboard failed", "No such file") for text in said)
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert [args.thread for args in reported] == [other], "what ends other threads is still told"
 
 
 def test_loggers_that_fail_are_said_once_and_leave_the_others(tmp_path: Path) -> None:
@@ -224,6 +274,7 @@ def test_loggers_wandb_without_network_is_logged_offline_and_said_once(
         (PlayedWandb(failing_inits=2), {}, "no route to host"),
         (PlayedWandb(failing_inits=1), {"mode": "offline"}, "no route to host"),
         (PlayedWandb(log=lambda: math.sqrt(-1)), {}, "math domain"),
+        (PlayedWandb(log=lambda: sys.exit("out of here")), {}, "out of here"),
     ],
 )
 def test_loggers_wandb_that_fails_is_said_once(
@@ -233,6 +284,12 @@ def test_loggers_wandb_that_fails_is_said_once(
     failures = [text for text in send(RunDir(tmp_path), options=options) if "failed" in text]
     assert len(failures) == 1
     assert naming_all(failures[0], "run.loggers", "wandb", named, "goes on without it")
+
+
+def test_loggers_wandb_that_its_environment_disables_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, PlayedWandb(disabled=True))
+    (said,) = send(RunDir(tmp_path))
+    assert naming_all(said, "wandb", "disabled", "WANDB_MODE")
 
 
 def test_loggers_wandb_that_hangs_holds_neither_steps_nor_the_end_up(
@@ -256,6 +313,17 @@ def test_loggers_without_the_extra_are_refused_before_the_run(
         train.main(words)
     assert not RunDir(tmp_path / "run").metrics.exists()
     require_loggers(load_config([*settings, "--run.loggers=[]"]))
+
+
+@pytest.mark.parametrize("broken", ["raise TypeError('Descriptors cannot be created directly')", "def ("])
+def test_loggers_whose_extra_is_broken_are_refused_before_the_run(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb.py").write_text(broken)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match=naming("run.loggers", "wandb", "cannot be imported")):
+        require_wandb()
 
 
 @pytest.mark.slow
