@@ -46,8 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         "[--dry-run] [--section.key=VALUE ...]",
         description="Train a recipe trick by trick, each on top of those before it, one run after the other on this "
         "machine, and make the table: seconds of training and accuracy of each. The same command goes on with what "
-        "is missing, with more --seeds too; a run that fails does not end the others. Exit code: 0 when all runs are "
-        f"done, {SOME_FAILED} when some failed. Any key of the experiment can be overridden in all steps.",
+        "is missing, with more --seeds too, and with a run that was stopped from its checkpoint; one that fails does "
+        f"not end the others. Exit code: 0 when all runs are done, {SOME_FAILED} when some failed. Any key of the "
+        "experiment can be overridden in all steps.",
         epilog="example: bigbatch ablate bag_of_tricks --seeds 3 --data.root=data/cifar10",
         allow_abbrev=False,
     )
@@ -81,7 +82,7 @@ def _run(
 ) -> int:
     show = Show(folder, num_points=len(missing), is_terminal=sys.stdout.isatty())
     try:
-        run_points(ablation.as_sweep(), missing, folder, on_end=show.end)
+        run_points(ablation.as_sweep(), missing, folder, on_end=show.end, goes_on=True)
     except (Interrupted, KeyboardInterrupt):
         tell("stopped; the same command goes on with what is missing")
         return INTERRUPTED

@@ -53,7 +53,7 @@ def _read(point: Point, folder: SweepFolder, *, target: float | None) -> RunResu
         return run_result(records, seed=point.config.run.seed, global_batch_size=size, target=target)
     except RunFolderError as error:
         return str(error)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         return damage(error)
 
 

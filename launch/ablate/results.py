@@ -1,5 +1,6 @@
 """What the runs of an ablation came to. Pure."""
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ class RunResult:
     """Until the first evaluation that had the target; None where none had, or none was named."""
     evaluation_seconds: float | None = None
     """Of the last evaluation; None where its record does not tell."""
+    resumed: int = 0
+    """How often it went on from a checkpoint: each start warms up anew, which its seconds have in them."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,15 @@ class StepResult:
 def run_result(
     records: Iterable[dict[str, Any]], *, seed: int, global_batch_size: int, target: float | None
 ) -> RunResult:
-    """Read the result out of a run's records. Raises: ValueError where they have no evaluation."""
-    seconds, step, last, reached = 0.0, 0, None, None
+    """Read the result out of a run's records. Raises: ValueError where they have no evaluation, or no training.
+
+    KeyError, TypeError, OverflowError or ZeroDivisionError where they are none of a run's.
+    """
+    seconds, step, starts, last, reached = 0.0, 0, 0, None, None
     for record in records:
-        if record["kind"] == "train":
+        if record["kind"] == "start":
+            starts += 1
+        elif record["kind"] == "train":
             seconds += (record["step"] - step) * global_batch_size / record["images_per_second"]
             step = record["step"]
         elif record["kind"] == "eval":
@@ -49,7 +57,11 @@ def run_result(
                 reached = seconds
     if last is None:
         raise ValueError("it has no evaluation")
-    return RunResult(seed, last["epoch"], seconds, last["top1"], reached, last.get("seconds"))
+    epochs, top1, evaluation = float(last["epoch"]), float(last["top1"]), last.get("seconds")
+    if not (0 < seconds < math.inf and 0 < epochs < math.inf and 0 <= top1 <= 1):
+        raise ValueError(f"{seconds:g} s of training, {epochs:g} epochs, top-1 {top1:g}")
+    evaluation = None if evaluation is None else float(evaluation)
+    return RunResult(seed, epochs, seconds, top1, reached, evaluation, resumed=max(0, starts - 1))
 
 
 def make_table(title: str, steps: Sequence[StepResult], *, target: float | None) -> Table:
@@ -75,10 +87,11 @@ def make_table(title: str, steps: Sequence[StepResult], *, target: float | None)
 def _row(step: StepResult, *, gains: tuple[str, ...], target: float | None) -> tuple[str, ...]:
     seconds, top1 = [run.seconds for run in step.runs], [run.top1 for run in step.runs]
     evaluations = [run.evaluation_seconds for run in step.runs if run.evaluation_seconds is not None]
+    resumed = sum(run.resumed > 0 for run in step.runs)
     undone = f", {len(step.undone)} not: {'; '.join(dict.fromkeys(step.undone))}" if step.undone else ""
     row: tuple[str, ...] = (
         step.name,
-        f"{len(step.runs)}{undone}",
+        f"{len(step.runs)}{f', {resumed} resumed' if resumed else ''}{undone}",
         f"{step.runs[0].epochs:g}",
         f"{statistics.median(seconds):,.1f}",
         f"{min(seconds):,.1f} to {max(seconds):,.1f}",

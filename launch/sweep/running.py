@@ -11,13 +11,14 @@ from types import FrameType
 from typing import Any
 
 from bigbatch.launch.jobs.foreground import handling_stops, shell_code
-from bigbatch.launch.sweep.folder import DONE, FAILED, MISSING, SweepFolder, change_state, read_summary
+from bigbatch.launch.sweep.folder import DONE, FAILED, MISSING, SweepFolder, change_state, read_summary, state_of
 from bigbatch.launch.sweep.job_log import find_reason
 from bigbatch.launch.sweep.jobs import point_command
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.sweep.sessions import end_sessions, sessions_under
 from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.owner import require_free
 
 GRACE_SECONDS = 30.0
 """After each request to end, the firmer one."""
@@ -30,17 +31,31 @@ class Interrupted(Exception):
 
 
 def run_points(
-    sweep: Sweep, points: Sequence[Point], folder: SweepFolder, *, on_end: Callable[[Point, dict[str, Any]], None]
+    sweep: Sweep,
+    points: Sequence[Point],
+    folder: SweepFolder,
+    *,
+    on_end: Callable[[Point, dict[str, Any]], None],
+    goes_on: bool = False,
 ) -> None:
-    """Run all, whatever becomes of each. on_end gets each with its new state. Raises: Interrupted; RunFolderError."""
+    """Run all, whatever becomes of each. on_end gets each with its new state; goes_on: as for run_point.
+
+    Raises: Interrupted; RunFolderError.
+    """
     for point in points:
-        on_end(point, run_point(sweep, point, folder))
+        on_end(point, run_point(sweep, point, folder, goes_on=goes_on))
 
 
-def run_point(sweep: Sweep, point: Point, folder: SweepFolder) -> dict[str, Any]:
-    """Run one from its beginning; return its new state. Raises: Interrupted; RunFolderError."""
+def run_point(sweep: Sweep, point: Point, folder: SweepFolder, *, goes_on: bool = False) -> dict[str, Any]:
+    """Run one from its beginning; return its new state. goes_on: from its checkpoint, where it was interrupted.
+
+    Raises: Interrupted; RunFolderError.
+    """
     number, argv = point.number, point_command(sweep, point, folder)
-    start_over(folder, number)
+    if goes_on and state_of(folder, number) == MISSING:
+        require_nobody(folder, number)
+    else:
+        start_over(folder, number)
     change_state(folder, number, state=MISSING, reason=None, exit_code=None, started=time.time(), command=argv)
     began = time.monotonic()
     code, ended_by = _run(argv, log=folder.log(number), seconds=60 * sweep.timeout_minutes)
@@ -55,10 +70,22 @@ def run_point(sweep: Sweep, point: Point, folder: SweepFolder) -> dict[str, Any]
 
 def start_over(folder: SweepFolder, number: int) -> None:
     """Remove what an earlier try left, which would count as measured. Raises: RunFolderError."""
+    require_nobody(folder, number)
     path = folder.run(number).path
     with writing(path):
         if path.exists():
             rmtree(path)
+
+
+def require_nobody(folder: SweepFolder, number: int) -> None:
+    """See that no earlier try trains still, as one whose sweep was killed: it would slow the next one, too.
+
+    Raises: RunFolderError.
+    """
+    path = folder.run(number).path
+    with writing(path):
+        if path.exists():
+            require_free(path)
 
 
 def judge(folder: SweepFolder, number: int, *, exit_code: int | None, log: Path | None = None) -> dict[str, Any]:

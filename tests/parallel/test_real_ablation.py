@@ -1,13 +1,19 @@
 """A real ablation on the embedded data set, at few steps: one step fails, the others have figures."""
 
 import json
+import signal
+import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from bigbatch.cli import main
+from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.run.folder import RunDir, read_records
 
 pytestmark = pytest.mark.long
 
@@ -30,20 +36,24 @@ STEPS = {
 }
 
 
-def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_dataset(tmp_path / "shapes", train_per_class=7, val_per_class=1, side_pixels=(32, 36))
+def write_ablation(folder: Path, *, steps: dict[str, dict[str, Any]]) -> str:
+    write_dataset(folder / "shapes", train_per_class=7, val_per_class=1, side_pixels=(32, 36))
     stated = {
         "name": "tiny",
         "config": "quickstart",
-        "options": OPTIONS | {"data.root": str(tmp_path / "shapes")},
-        "steps": STEPS,
+        "options": OPTIONS | {"data.root": str(folder / "shapes")},
+        "steps": steps,
         "target_top1": None,
         "ranks": 1,
         "timeout_minutes": 10,
     }
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(stated, sort_keys=False))
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(stated, sort_keys=False))
+    return str(folder / "tiny.yaml")
+
+
+def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    command = ["ablate", str(tmp_path / "tiny.yaml"), "--folder", str(out), "--epochs", "2"]
+    command = ["ablate", write_ablation(tmp_path, steps=STEPS), "--folder", str(out), "--epochs", "2"]
     assert main([*command, "--only", "whitening"]) == 0
     assert "1 runs, 1 to do" in capsys.readouterr().out
     assert main(command) == 3
@@ -57,3 +67,36 @@ def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.Ca
         assert 0 < result["seconds"] < 600
         assert 0 <= result["top1"] <= 1
     assert "| whitening | 1 | 2 |" in (out / "ablation.md").read_text()
+
+
+def test_ablation_that_was_stopped_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Of 160 steps each is in the seconds once, and those before the stop are not taken anew."""
+    out, epochs = tmp_path / "out", 80
+    file = write_ablation(tmp_path, steps={"baseline": {}})
+    command = [*bigbatch_argv(), "ablate", file, "--folder", str(out), "--epochs", str(epochs)]
+    run = RunDir(out / "points/0/run")
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while reports(run) < 8:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate()
+    assert process.returncode == 130, told
+    assert "the same command goes on" in told
+    kept = reports(run)
+    assert 8 <= kept < 2 * epochs
+    before = [record["time"] for record in read_records(run.metrics) if record["kind"] == "train"]
+    assert subprocess.run(command).returncode == 0
+    records = list(read_records(run.metrics))
+    train = [record for record in records if record["kind"] == "train"]
+    assert [record["step"] for record in train] == list(range(1, 2 * epochs + 1))
+    assert [record["time"] for record in train[:8]] == before[:8]
+    (step,) = json.loads((out / "ablation.json").read_text())["steps"]
+    (result,) = step["runs"]
+    assert result["resumed"] == 1
+    assert result["seconds"] == pytest.approx(sum(32 / record["images_per_second"] for record in train))
+    assert "| baseline | 1, 1 resumed | 80 |" in (out / "ablation.md").read_text()
+
+
+def reports(run: RunDir) -> int:
+    return sum(record["kind"] == "train" for record in read_records(run.metrics))

@@ -100,8 +100,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFolderError(
-            f"cannot write {path}: {error.strerror}; put that right, or name another folder where this one was named; "
-            "a run goes on from its newest checkpoint"
+            f"cannot write {path}: {error.strerror or error}; put that right, or name another folder where this one "
+            "was named; a run goes on from its newest checkpoint"
         ) from error
 
 

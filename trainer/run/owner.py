@@ -140,6 +140,14 @@ def take(folder: Path, claim: Claim) -> Owner:
     return Owner(folder, number=newest + 1, claim=claim)
 
 
+def require_free(folder: Path) -> None:
+    """Return once no job owns a run folder that is there. Raises: RunFolderError, as take does; OSError."""
+    claim = replace(own_claim(), folder=folder.stat().st_ino)
+    newest = 0
+    while (last := max(_numbers(folder), default=0)) != newest:
+        _wait_until_gone(folder, newest := last, claim)
+
+
 @contextmanager
 def owning(folder: Path) -> Iterator[Owner]:
     """Own a run folder meanwhile, as take does."""

@@ -1,6 +1,7 @@
 """Ablations: what a file may say, which runs it makes, and the table of what they came to."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,58 @@ def test_ablation_seconds_are_of_training_until_the_evaluation() -> None:
     assert run_result(records, **stated, target=None).reached_seconds is None
     with pytest.raises(ValueError, match="evaluation"):
         run_result(records[:2], **stated, target=None)
+
+
+def test_ablation_run_that_went_on_from_a_checkpoint_has_each_step_once_and_says_so() -> None:
+    """100 pictures a step: 10 at 500/s are 2 s; then stopped after step 13, of which step 15's rate tells."""
+    records = [
+        {"kind": "start", "step": 0},
+        {"kind": "train", "step": 10, "images_per_second": 500.0},
+        {"kind": "start", "step": 13},
+        {"kind": "train", "step": 15, "images_per_second": 250.0},
+        {"kind": "eval", "step": 15, "epoch": 1.5, "top1": 0.7},
+    ]
+    result = run_result(records, seed=4, global_batch_size=100, target=None)
+    assert result == RunResult(4, 1.5, 4.0, 0.7, None, resumed=1)
+    steps = [StepResult("a", {}, (result, RunResult(5, 1.5, 4.0, 0.7, None)), ())]
+    assert make_table("t", steps, target=None).rows[0][1] == "2, 1 resumed"
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation"),
+    [
+        ({"images_per_second": 0}, {}),
+        ({"images_per_second": -5.0}, {}),
+        ({"images_per_second": math.nan}, {}),
+        ({"images_per_second": "fast"}, {}),
+        ({"step": 10**400, "images_per_second": 1.5}, {}),
+        ({"step": 1e308, "images_per_second": 1e-308}, {}),
+        ({"kind": "hint"}, {}),
+        ({}, {"top1": "good"}),
+        ({}, {"top1": math.nan}),
+        ({}, {"top1": [0.5]}),
+        ({}, {"top1": 1e308}),
+        ({}, {"epoch": None}),
+        ({}, {"epoch": 10**400}),
+        ({}, {"seconds": "long"}),
+    ],
+    ids=str,
+)
+def test_ablation_run_whose_records_are_none_has_no_figures(
+    train: dict[str, Any], evaluation: dict[str, Any], file: str
+) -> None:
+    ablation, folder = find_ablation(file), SweepFolder(Path("out"))
+    points = make_points(ablation, folder=folder.path, epochs=None, seeds=1, overrides=[])[:1]
+    prepare(folder, ablation.as_sweep(), points)
+    change_state(folder, 0, state="done")
+    lines = [
+        {"kind": "train", "step": 144, "images_per_second": 1024.0} | train,
+        {"kind": "eval", "epoch": 12.0, "top1": 0.6} | evaluation,
+    ]
+    folder.run(0).write_text(folder.run(0).metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    (step,) = outcome.collect(ablation, points, folder)
+    assert step.runs == ()
+    assert "damaged" in step.undone[0]
 
 
 def test_ablation_table_by_hand() -> None:
