@@ -1,6 +1,7 @@
 """What sweeps and runs have left in their folders."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from bigbatch.files import parse_json
 from bigbatch.launch.efficiency import MeasuredPoint, Step, Variant, median_step
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, damage, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
-from bigbatch.trainer.config.file import UNREADABLE
+from bigbatch.trainer.config.file import UNREADABLE, StrictLoader
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.noise_scale import NOT_YET
 
@@ -95,7 +96,7 @@ def read_sweep_results(folder: SweepFolder) -> SweepResults:
             _measure([found], fewest_ranks=1)  # what is damaged shows here
         except UserError as error:
             unmeasured.append((shown, str(error)))
-        except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             unmeasured.append((shown, damage(error)))
         else:
             groups.setdefault(json.dumps(state["values"]), []).append(found)
@@ -205,10 +206,16 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
         raise RunFolderError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
     if not all(isinstance(record.get("step"), int) for record in records):
         raise RunFolderError(f"{run.metrics} is damaged: a report without its step")
+    if not all(_is_rate(record.get("images_per_second")) for record in found):
+        raise RunFolderError(f"{run.metrics} is damaged: a report whose rate is none")
     return [
         record | {"steps": record["step"] - before["step"]}
         for before, record in pairwise(records[WARM_UP_REPORTS - 1 :])
     ]
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value <= sys.float_info.max  # a whole number may be longer
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -218,7 +225,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the mapping of a YAML file. Raises: RunFolderError."""
-    return _mapping(path, yaml.safe_load)
+    return _mapping(path, lambda text: yaml.load(text, StrictLoader))
 
 
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from bigbatch.files import parse_json
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.locks import open_lock, try_lock
-from bigbatch.trainer.config.file import UNREADABLE, dump_config, read_dumped
+from bigbatch.trainer.config.file import UNREADABLE, StrictLoader, dump_config, read_dumped
 from bigbatch.trainer.run.folder import RunDir, writing
 
 MISSING, SUBMITTED, DONE, FAILED = "missing", "submitted", "done", "failed"
@@ -105,7 +105,7 @@ def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> 
     if not folder.sweep.exists():
         return
     try:
-        old = yaml.safe_load(folder.sweep.read_text())
+        old = yaml.load(folder.sweep.read_text(), StrictLoader)
     except (OSError, *UNREADABLE) as error:
         raise LaunchOptionError(f"{folder.sweep} is not readable: name another --folder") from error
     old = old if isinstance(old, dict) else {}
@@ -113,7 +113,7 @@ def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> 
     for key, value in new.items():
         if old.get(key) != value:
             raise LaunchOptionError(
-                f"{folder.path} holds another sweep, with {key}: {json.dumps(old.get(key))} instead of "
+                f"{folder.path} holds another sweep, with {key}: {json.dumps(old.get(key), default=str)} instead of "
                 f"{json.dumps(value)}: name another --folder, or remove that one"
             )
     for point in points:
@@ -134,16 +134,20 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise LaunchOptionError(
-                f"{path} has {key}={json.dumps(old.get(key))} instead of {json.dumps(new.get(key))}: {sweep.config} or "
-                "what overrides it is not as it was when this folder was begun: put it back, or name another --folder"
+                f"{path} has {key}={json.dumps(old.get(key), default=str)} instead of {json.dumps(new.get(key))}: "
+                f"{sweep.config} or what overrides it is not as it was when this folder was begun: put it back, or "
+                "name another --folder"
             )
 
 
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
     """Read that of one point. Raises: LaunchOptionError where the file is damaged."""
     try:
-        return dict(parse_json(folder.state(number).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        state = dict(parse_json(folder.state(number).read_text()))
+        if state["state"] not in (MISSING, SUBMITTED, DONE, FAILED) or state["number"] != number:
+            raise ValueError(f"state {state['state']} of point {state['number']}")
+        return state
+    except (OSError, ValueError, TypeError, LookupError) as error:
         raise LaunchOptionError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
 
 

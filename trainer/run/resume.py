@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
 from bigbatch.trainer.config.file import as_yaml, dump_config, read_dumped
@@ -237,7 +235,7 @@ def require_same_images(state: dict[str, Any], samples: str | None, *, root: str
 
 def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
     """Raise CheckpointError where what an optimizer remembers means nothing, or something else, to that one."""
-    there = yaml.safe_load(old)["optimizer"]["name"]
+    there = read_dumped(old)["optimizer.name"]
     if there != name and {there, name} != ALIKE:
         raise CheckpointError(
             f"checkpoint {path} holds the state of optimizer.name={there}, which is not that of {name}: set it to "

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 import shutil
 import statistics
 import xml.etree.ElementTree
@@ -480,6 +481,7 @@ def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pyte
         (lambda path: None, "no such folder"),
         (lambda path: path.mkdir(), "it holds neither a sweep (sweep.yaml) nor a run"),
         (lambda path: write_sweep(path, "["), "sweep.yaml is not readable"),
+        (lambda path: write_sweep(path, aliases_of_aliases(9)), "more than 16 aliases"),
         (lambda path: write_sweep(path, "[]"), "sweep.yaml holds no keys and values"),
         (lambda path: write_sweep(path, ""), "sweep.yaml holds no keys and values"),
     ],
@@ -493,6 +495,12 @@ def test_report_refuses_other_folders(
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
+
+
+def aliases_of_aliases(levels: int) -> str:
+    """Return YAML of some hundred bytes whose last value would have 10 ** levels items."""
+    tens = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, levels)]
+    return "\n".join(["a0: &a0 [x]", *tens, f"name: *a{levels - 1}"])
 
 
 def write_sweep(folder: Path, text: str) -> None:
@@ -510,11 +518,17 @@ def write_sweep(folder: Path, text: str) -> None:
         ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 reports"),
         ("run/metrics.jsonl", '{"kind": "train"}\n{"kind": "train"}\n', "was written by an older bigbatch"),
         ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "a report without its step"),
+        (
+            "run/metrics.jsonl",
+            "".join(json.dumps(train(step, 10**400, wire=0, wait=0, stragglers=0)) + "\n" for step in (1, 2)),
+            "a report whose rate is none",
+        ),
         ("run/metrics.jsonl", json.dumps(train(1, 0.0, wire=0, wait=0, stragglers=0)) * 1 + "\n", "fewer than 2"),
-        ("point.json", "{}", "its files are damaged: 'values' is not there"),
-        ("point.json", "[]", "its files are damaged"),
-        ("point.json", '{"values": 3, "state": "done"}', "its files are damaged"),
-        ("point.json", "{", "is not readable"),
+        ("point.json", "{}", "point.json is not readable"),
+        ("point.json", "[]", "point.json is not readable"),
+        ("point.json", '{"state": "done", "number": 3}', "its files are damaged: 'values' is not there"),
+        ("point.json", '{"values": 3, "state": "done", "number": 3}', "its files are damaged"),
+        ("point.json", "{", "point.json is not readable"),
     ],
 )
 def test_report_tells_of_a_damaged_point_and_has_the_others(file: str, text: str, why: str, sweep: Path) -> None:
@@ -527,10 +541,11 @@ def test_report_tells_of_a_damaged_point_and_has_the_others(file: str, text: str
 
 
 @pytest.mark.long
-def test_report_takes_a_rate_of_nothing_for_damage(sweep: Path) -> None:
-    lines = [json.dumps(train(step, 0.0, wire=0, wait=0, stragglers=0)) for step in (1, 2)]
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_report_takes_a_rate_that_is_none_for_damage(rate: float, sweep: Path) -> None:
+    lines = [json.dumps(train(step, rate, wire=0, wait=0, stragglers=0)) for step in (1, 2)]
     (sweep / "points/3/run/metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert any("ZeroDivisionError" in told for *_, told in report(sweep)["unmeasured"])
+    assert any("a report whose rate is none" in told for *_, told in report(sweep)["unmeasured"])
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from error_texts import naming
 
+from bigbatch.cli import main
 from bigbatch.errors import RunFolderError
 from bigbatch.launch.ablate.plan import find_ablation, make_points
 from bigbatch.launch.sweep import running
@@ -92,3 +93,45 @@ def test_sweep_does_not_follow_a_link_in_the_place_of_a_run(begun: Begun, tmp_pa
     with pytest.raises(RunFolderError, match=naming(begun.folder.run(0).path, "symbolic link")):
         begun.go(goes_on=False)
     assert (other / "checkpoints/step-3").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        '[["state", "done"]]',
+        '{"state": ["missing"], "number": 0}',
+        '{"state": NaN, "number": 0}',
+        '{"state": "begun", "number": 0}',
+        '{"state": "done", "number": "../../other"}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:40],
+)
+def test_sweep_point_whose_state_is_none_is_named(
+    text: str, begun: Begun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun.folder.state(0).write_text(text)
+    assert main(["ablate", str(tmp_path / "small.yaml"), "--folder", str(begun.folder.path), "--epochs", "1"]) == 1
+    assert f"{begun.folder.state(0)} is not readable: remove {begun.folder.point(0)}" in capsys.readouterr().err
+    assert begun.found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("name: 2026-01-02\n", '"2026-01-02"'),
+        ("&a a0: &b [x]\na1: &c [" + "*b, " * 17 + "]\nname: *c\n", "is not readable"),
+    ],
+    ids=["a date", "aliases"],
+)
+def test_sweep_folder_of_something_else_is_named(
+    text: str, named: str, begun: Begun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun.folder.sweep.write_text(text)
+    assert main(["ablate", str(tmp_path / "small.yaml"), "--folder", str(begun.folder.path), "--epochs", "1"]) == 1
+    told = capsys.readouterr().err
+    assert named in told
+    assert "name another --folder" in told
+    assert told.count("\n") == 1
