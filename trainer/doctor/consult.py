@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from bigbatch.trainer.doctor.probes import Measuring, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS
 from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.step.signals import handling
 
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 """Each: usually, and with --quick."""
@@ -88,7 +90,8 @@ def _report(
         print(f"planned to end within {budget.seconds:g} s: what finds no time is listed at the end", flush=True)
     findings, code, load = Findings(), 0, os.getloadavg()[0]
     try:
-        _examine(arguments, findings, console, config=config, whole=whole, budget=budget)
+        with handling((signal.SIGTERM,), signal.default_int_handler):  # no probe and no folder outlives it either
+            _examine(arguments, findings, console, config=config, whole=whole, budget=budget)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except DoctorError as error:

@@ -4,9 +4,12 @@ import argparse
 import dataclasses
 import json
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env
@@ -15,6 +18,7 @@ from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 from bigbatch.trainer.run.noise_scale import FEWEST, measured
+from bigbatch.trainer.step.signals import STOP_SIGNALS, handling
 from bigbatch.trainer.tune.batch.report import Answer, explain, make_answer, plot_answer
 from bigbatch.trainer.tune.search.short_run import differences, parse_launch, shorten, train_argv
 
@@ -99,15 +103,20 @@ def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[s
 
 
 def _train(command: Sequence[str]) -> int:
-    """Train; 130 where it was stopped. Raises: TuneError where it failed."""
-    process = subprocess.Popen(command)
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:  # which the training has got, too, and saves a checkpoint
+    """Train, and pass on what asks to stop; 130 where it was stopped. Raises: TuneError where it failed."""
+    # in a session of its own: by a terminal, Ctrl-C would reach it twice
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    with handling(STOP_SIGNALS if is_nohup else (*STOP_SIGNALS, signal.SIGHUP), partial(_pass_on, process)):
         code = process.wait()
     if code not in (0, INTERRUPTED):
         raise TuneError(f"the training ended with exit code {code}; what it said stands above")
     return code
+
+
+def _pass_on(process: "subprocess.Popen[bytes]", number: int, frame: FrameType | None) -> None:
+    # a training has no answer to the end of its terminal
+    process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 def _parser() -> argparse.ArgumentParser:

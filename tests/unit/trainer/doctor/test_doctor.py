@@ -1,6 +1,10 @@
 """What the doctor concludes: closed-form rates, contestants of known speed, and configs; nothing is measured."""
 
 import io
+import os
+import signal
+import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -484,3 +488,24 @@ def test_job_of_doctors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ConfigError, match=naming("bigbatch doctor ", "bigbatch launch")):
         main(["--config", "quickstart"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_doctor_that_is_asked_to_stop_leaves_neither_folder_nor_probe(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = []
+
+    def stopped(*arguments: object, **others: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(consult, "examine", stopped)
+    monkeypatch.setattr(Probes, "kill_all", lambda self: closed.append(self))
+    before = signal.getsignal(number)
+    assert main(["--config", "quickstart"]) == 130
+    assert len(closed) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert "stopped before the end" in capsys.readouterr().out
+    assert signal.getsignal(number) == before

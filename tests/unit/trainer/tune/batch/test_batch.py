@@ -2,8 +2,10 @@
 
 import json
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -238,6 +240,33 @@ TINY = {
     "batch.microbatch_size": 4,
     "batch.bn_span": 4,
 }
+
+
+@pytest.mark.parametrize(
+    ("number", "passed"),
+    [
+        *((number, number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)),
+        (signal.SIGHUP, signal.SIGTERM),
+    ],
+)
+def test_tune_batch_passes_on_what_asks_it_to_stop(
+    number: signal.Signals, passed: signal.Signals, tmp_path: Path
+) -> None:
+    """A training does not outlive its command, and says by 130 that it stopped, which is the command's code, too."""
+    mark = tmp_path / "mark"
+    child = (
+        "import pathlib, signal, sys, time\n"
+        f"signal.signal({int(passed)}, lambda *_: sys.exit(130))\n"
+        f"pathlib.Path({str(mark)!r}).touch()\n"
+        "time.sleep(60)\n"
+    )
+    command = "import sys; from bigbatch.trainer.tune.batch import recommend; sys.exit(recommend._train(sys.argv[1:]))"
+    process = subprocess.Popen([sys.executable, "-c", command, sys.executable, "-c", child])
+    while not mark.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(timeout=50) == 130
 
 
 @pytest.mark.long
