@@ -156,6 +156,10 @@ def tell(text: object) -> None:
             sys.stderr.flush()
 
 
+FOLLOWS = re.compile(r" ended with exit code \d+(; ending the others)?$")
+"""What a launcher tells of a rank that has said itself why it ended: no reason, where there is another line."""
+
+
 def shortened(value: object) -> str:
     """Return a value's repr for a message: of a long text or list the ends alone."""
     return _SHORTENED.repr(value)

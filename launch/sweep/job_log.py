@@ -4,6 +4,8 @@ import re
 from datetime import datetime
 from pathlib import Path
 
+from bigbatch.errors import FOLLOWS
+
 OUT_OF_MEMORY = re.compile(
     r"out of memory|not enough memory|can't allocate memory|OutOfMemory|MemoryError|oom.kill", re.I
 )
@@ -28,7 +30,8 @@ def find_reason(log: Path, *, exit_code: int | None) -> str:
         return "killed, most likely by the kernel, out of memory"
     ours = [line.partition("bigbatch: ")[2] for line in lines if "bigbatch: " in line and not DATED.match(line)]
     if ours:
-        return _shorten(ours[-1])
+        causes = [line for line in ours if not FOLLOWS.search(line)]
+        return _shorten((causes or ours)[-1])
     ended = "the job ended" if exit_code is None else f"exit code {exit_code}"
     return f"{ended}: {_shorten(lines[-1])}" if lines else f"{ended}, and printed nothing"
 

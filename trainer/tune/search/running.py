@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from bigbatch.errors import FOLLOWS
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 
 OUTPUT = "output.txt"
@@ -124,4 +125,5 @@ def find_reason(text: str) -> str:
     """Find the last line that begins as errors of bigbatch do, without that; else the last line; nothing in no text."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line.partition("bigbatch: ")[2] for line in lines if re.match(r"(\[[^]]*\]:?\s*)?bigbatch: ", line)]
-    return (ours or lines or [""])[-1][:REASON_CHARS]
+    causes = [line for line in ours if not FOLLOWS.search(line)]
+    return (causes or ours or lines or [""])[-1][:REASON_CHARS]

@@ -673,6 +673,9 @@ OVER_TIME = "took longer than its time limit, and was ended"
     ("text", "code", "reason"),
     [
         ("step\nbigbatch: a\nbigbatch: b\n", 1, "b"),
+        ("bigbatch: a\nbigbatch: rank 1 ended with exit code 1; ending the others\n", 1, "a"),
+        ("bigbatch: rank 1 ended with exit code 1\n", 1, "rank 1 ended with exit code 1"),
+        ("bigbatch: a\nbigbatch: rank 1 was ended by SIGSEGV\n", 139, "rank 1 was ended by SIGSEGV"),
         (f"{CPU_MEMORY}\nbigbatch: x", 1, f"out of memory: {CPU_MEMORY}"),
         (GPU_MEMORY, 1, f"out of memory: {GPU_MEMORY}"),
         ("bigbatch: out of memory: 9 does not fit", 1, "out of memory: 9 does not fit"),

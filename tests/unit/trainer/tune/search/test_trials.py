@@ -219,6 +219,11 @@ def test_reason_of_this_process_and_not_of_an_earlier_one(tmp_path):
             "the loss is nan at step 3: lower it",
         ),
         ("bigbatch: rank 0\nbigbatch: rank 1\n", "rank 1"),
+        ("bigbatch: no picture\nbigbatch: rank 1 ended with exit code 1; ending the others\n", "no picture"),
+        (
+            "x\nbigbatch: rank 1 ended with exit code 1; ending the others\n",
+            "rank 1 ended with exit code 1; ending the others",
+        ),
         ("Traceback\nValueError: bad\n\n", "ValueError: bad"),
         ("", ""),
     ],
