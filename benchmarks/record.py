@@ -15,6 +15,7 @@ from typing import Any
 
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.files import write_whole
+from bigbatch.trainer.run.folder import writing
 
 DISTRIBUTIONS = ("torch", "torchvision", "pillow", "numpy", "nvidia-dali-cuda130", "simplejpeg")
 
@@ -88,20 +89,22 @@ def file_system(path: Path) -> str:
 
 
 def write_record(path: Path | None, record: Mapping[str, Any]) -> None:
-    """Replace the file in one step; without a path write to standard output."""
+    """Replace the file in one step; without a path write to standard output. Raises: RunFolderError."""
     text = show_record(record) + "\n"
     if path is None:
         sys.stdout.write(text)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text.encode())
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode())
 
 
 def write_record_and_table(path: Path | None, record: Mapping[str, Any], table: str) -> None:
-    """Write the record, and beside its file the table under the same name, in .md."""
+    """Write the record, and beside its file the table under the same name, in .md. Raises: RunFolderError."""
     write_record(path, record)
     if path is not None:
-        path.with_suffix(".md").write_text(table)
+        with writing(path.with_suffix(".md")):
+            path.with_suffix(".md").write_text(table)
 
 
 def show_record(record: Mapping[str, Any]) -> str:

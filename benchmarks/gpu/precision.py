@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from benchmarks.arguments import at_least
 from benchmarks.arguments import run as run_main
 from benchmarks.gpu.precision_case import settings
 from benchmarks.record import conditions, spread, write_record, write_record_and_table
@@ -71,14 +72,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", type=Path, help="folder with train/<class>/ and val/<class>/ of pictures of 32 pixels")
     add("--models", nargs="+", choices=RESNETS, default=list(RESNETS), help="default: all")
     add("--precisions", nargs="+", choices=tuple(COMPUTE_DTYPES), default=list(COMPUTE_DTYPES), help="default: all")
-    add("--batch", type=int, default=512, help="pictures of a step, for the speed (default: %(default)s)")
-    add("--steps", type=int, default=20, help="timed in each repeat (default: %(default)s)")
-    add("--untimed", type=int, default=10, help="steps before those (default: %(default)s)")
-    add("--repeats", type=int, default=5, help="of the speed (default: %(default)s)")
-    add("--epochs", type=int, default=24, help="before the accuracy (default: %(default)s)")
-    add("--seeds", nargs="+", type=int, default=[0], help="of the accuracy (default: 0)")
-    add("--train-batch", type=int, default=512, help="global batch, for the accuracy (default: %(default)s)")
-    add("--memory-mb", type=int, default=500, help="for the largest batch of a CPU (default: %(default)s)")
+    add("--batch", type=at_least(1), default=512, help="pictures of a step, for the speed (default: %(default)s)")
+    add("--steps", type=at_least(1), default=20, help="timed in each repeat (default: %(default)s)")
+    add("--untimed", type=at_least(0), default=10, help="steps before those (default: %(default)s)")
+    add("--repeats", type=at_least(1), default=5, help="of the speed (default: %(default)s)")
+    add("--epochs", type=at_least(1), default=24, help="before the accuracy (default: %(default)s)")
+    add("--seeds", nargs="+", type=at_least(0), default=[0], help="of the accuracy (default: 0)")
+    add("--train-batch", type=at_least(1), default=512, help="global batch, for the accuracy (default: %(default)s)")
+    add("--memory-mb", type=at_least(1), default=500, help="for the largest batch of a CPU (default: %(default)s)")
     add("--no-largest", action="store_true", help="leave out the search for the largest batch")
     add("--small", action="store_true", help="other defaults, for a CPU: " + str(SMALL))
     if parser.parse_known_args(argv)[0].small:
