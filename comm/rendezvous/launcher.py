@@ -121,7 +121,11 @@ def number(variables: Mapping[str, str], name: str, launcher: str) -> int:
     try:
         return int(variables[name])
     except KeyError:
-        raise LaunchError(f"{launcher} did not set {name}; start the job with {launcher}'s own command") from None
+        known = LAUNCHER_VARIABLES.get(launcher)
+        left_over = f"; a single process, where they are left over: env -u {known[0]} -u {known[1]}" if known else ""
+        raise LaunchError(
+            f"{launcher} did not set {name}; start the job with {launcher}'s own command{left_over}"
+        ) from None
     except ValueError:
         raise LaunchError(f"{name}={variables[name]!r} is not a number") from None
 

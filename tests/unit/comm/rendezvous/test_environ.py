@@ -119,8 +119,8 @@ def test_slurm_nodes_may_hold_different_numbers_of_tasks(tasks_per_node: str, no
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ("torchrun", " LOCAL_RANK;")),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ("mpich", " MPI_LOCALRANKID;")),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ("torchrun", " LOCAL_RANK;", "env -u RANK -u WORLD_SIZE")),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ("mpich", " MPI_LOCALRANKID;", "env -u PMI_RANK -u PMI_SIZE")),
         ({**TORCHRUN, "RANK": "five"}, ("RANK='five'", "number")),
         ({**TORCHRUN, "MASTER_PORT": "x"}, ("MASTER_PORT='x'", "number")),
         ({**TORCHRUN, "RANK": "8"}, ("RANK=8 ", "WORLD_SIZE=8")),
