@@ -1,0 +1,233 @@
+"""What preflight measures on a host and between hosts, and what it tells where it cannot."""
+
+import json
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hand_made_nodes import place
+from played_gpus import PlayedGpus
+
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.errors import CommError, DataError
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.machine.limits import Limits
+from bigbatch.trainer.machine.network import Port
+from bigbatch.trainer.preflight import examine, facts, links
+from bigbatch.trainer.preflight.check import Host
+from bigbatch.trainer.preflight.host import Seat
+from bigbatch.trainer.preflight.rates import Rates, measure_rates
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 13])
+def test_pairs_all_meet_once_and_nobody_twice_in_a_round(count: int) -> None:
+    rounds = links.rounds_of_pairs(count)
+    pairs = [pair for each in rounds for pair in each]
+    assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+    for each in rounds:
+        places = [place for pair in each for place in pair]
+        assert len(places) == len(set(places))
+    assert len(rounds) == (count - 1 if count % 2 == 0 else count)
+
+
+def test_ports_that_do_not_answer() -> None:
+    with links.listening("127.0.0.1") as port, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, and not listening
+        there = ("127.0.0.1", port)
+        assert links.unreachable([there, closed.getsockname(), there]) == [1]
+
+
+@pytest.mark.slow
+def test_short_queue_of_the_kernel_is_no_unreachable_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda where, backlog: create(where, backlog=4))
+    with links.listening("127.0.0.1") as port:
+        assert links.unreachable([("127.0.0.1", port)] * 60) == []
+
+
+def test_rates_are_of_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two matrices of side n take 2 n^3 operations; the clock says 0.5 s for each repeat."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("bigbatch.trainer.preflight.rates.time.perf_counter", lambda: next(ticks) * 0.5)
+    monkeypatch.setattr("bigbatch.trainer.preflight.rates.CPU_SIDE", 32)
+    monkeypatch.setattr("bigbatch.trainer.preflight.rates.COPY_BYTES", {"cpu": 1000})
+    found = measure_rates(torch.device("cpu"), seconds=1.0)
+    assert found.multiply_gflops == pytest.approx(2 * 32**3 / 0.5 / 1e9)
+    assert found.copy_gb_per_second == pytest.approx(1000 / 0.5 / 1e9)
+
+
+def test_images_are_counted_or_the_trouble_is_told(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "shapes", train_per_class=3, val_per_class=2)
+    config = load_config(["--config", "quickstart", f"--data.root={tmp_path / 'shapes'}"])
+    assert facts.count_images(config) == ({"classes": 10, "training": 30, "validation": 20}, None)
+    none = load_config(["--config", "quickstart", f"--data.root={tmp_path / 'none'}"])
+    counts, complaint = facts.count_images(none)
+    assert counts == {}
+    assert complaint is not None
+    assert "no such folder" in complaint
+    words = ["--config", "quickstart", "--data.loader=synthetic", "--data.num_synthetic_samples=512"]
+    assert facts.count_images(load_config(words)) == ({}, None)
+
+
+def test_disk_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
+    config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}/a/b/c", "--data.stage=null"])
+    free, trouble = facts.free_disk(config)
+    assert set(free) == {"/dev/shm", f"{tmp_path}/a/b/c"}
+    assert all(value > 0 for value in free.values())
+    assert trouble == {}
+
+
+def test_folder_that_the_system_refuses_is_told(tmp_path: Path) -> None:
+    name = str(tmp_path / ("x" * 300))  # longer than a file system takes, and so refused to root, too
+    words = ["--config", "quickstart", f"--run.directory={name}", "--data.stage=null", f"--data.root={name}"]
+    config = load_config(words)
+    free, trouble = facts.free_disk(config)
+    assert set(free) == {"/dev/shm"}
+    assert trouble == {name: "File name too long: let the job's user in there, or name another folder"}
+    counts, complaint = facts.start_counting(config)()
+    assert counts == {}
+    assert complaint is not None
+    assert "File name too long" in complaint
+
+
+def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two folders and the pictures at the same time."""
+    end, usage = threading.Event(), facts.shutil.disk_usage
+
+    def hangs(place: Path) -> Any:
+        if str(place) != "/dev/shm":
+            end.wait(200)
+        return usage(place)
+
+    def opens(root: Path, split: str) -> None:
+        end.wait(200)
+        raise DataError("too late")
+
+    monkeypatch.setattr(facts, "STORAGE_SECONDS", 0.4)
+    monkeypatch.setattr(facts.shutil, "disk_usage", hangs)
+    monkeypatch.setattr(facts, "open_split", opens)
+    config = load_config(["--config", "quickstart", f"--run.directory={tmp_path}/run", f"--data.stage={tmp_path}"])
+    began = time.monotonic()
+    node = facts.gather_facts(config, rank=0, host="n0", is_leader=True, device=torch.device("cpu")).node
+    seconds = time.monotonic() - began
+    end.set()
+    assert node is not None
+    assert seconds < 100
+    assert set(node.free_gb) == {"/dev/shm"}
+    hang = "no answer within 0.4 s: see whether df hangs there, too"
+    assert node.disk_trouble == {f"{tmp_path}/run": hang, str(tmp_path): hang}
+    assert node.complaint == "data/shapes was not read within 0.4 s: slow storage; bigbatch data pack helps"
+
+
+def test_drivers_words() -> None:
+    line = "NVIDIA H100 80GB HBM3, 570.86.15, 1980 MHz, 1980 MHz, 31"
+    versions = facts.versions(torch.device("cpu"), (line, line))
+    assert versions["driver"] == "570.86.15"
+    assert re.fullmatch(r"\d+\.\d+\.\d+( [0-9a-f]{12}\+?)? \(sources [0-9a-f]{8}\)", versions["bigbatch"])
+
+
+def test_launchers_interface_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that nobody asked for; the command's own word goes before it."""
+    monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
+    for words, name in (([], "ib7"), (["--interface", "ib8"], "ib8")):
+        with pytest.raises(CommError, match=f"^interface '{name}': "):
+            examine.main(words)
+
+
+def test_links_are_measured_on_the_interface_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """connect() puts the one that the launcher named first."""
+    asked = []
+
+    def connect(*, env: ProcessEnv, **others: Any) -> None:
+        asked.append(env.interface)
+        raise CommError("far enough")
+
+    monkeypatch.setenv("BIGBATCH_INTERFACE", "ib7")
+    monkeypatch.setattr(examine, "connect", connect)
+    monkeypatch.setattr(examine, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
+    with pytest.raises(CommError, match="far enough"):
+        examine.main(["--interface", "lo"])
+    assert asked == ["lo"]
+
+
+def test_what_the_node_lacks_is_told_and_its_links_are_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NCCL would not connect where it may lock no memory."""
+    port = Port("mlx5_0/1", "ACTIVE", "LinkUp", 400.0, "InfiniBand", has_routable_gid=False)
+    host = Host(world_size=2, on_gpus=True, ports=(port,), limits=Limits(locked_bytes=65536, cores=0.5))
+    monkeypatch.setattr(examine, "start_looking", lambda asked, *, seats, address: lambda: host)
+    monkeypatch.setattr(examine, "connect", None)
+    monkeypatch.setattr(examine, "measure_rates", lambda device, *, seconds: Rates(1.0, 1.0, None))
+    assert examine.main(["--json", str(tmp_path / "facts.json")]) == 4
+    lines = capsys.readouterr().out.splitlines()
+    name = socket.gethostname()
+    assert f"bigbatch: {name}: a rank may lock 64 KiB, below 1,048,576: have it unlimited (ulimit -l; " in lines[-4]
+    assert lines[-2].startswith(f"remark: {name}: 0.5 cores for 1 ranks: ask for more")
+    assert "findings: 1, unfit: " in lines[-1]
+    (found,) = json.loads((tmp_path / "facts.json").read_text())["nodes"]
+    assert found["network"] == {"mlx5_0/1": "400 Gbit/s InfiniBand, ACTIVE"}
+    assert set(found["troubles"]) == {"locked memory", "GPUDirect", "cores"}
+
+
+@pytest.mark.parametrize(("beside", "processes"), [("m1", [1]), ("m0", [1, 2])])
+def test_nodes_of_one_machine_know_each_others_processes(
+    beside: str, processes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(examine, "machine_id", lambda: "m0")
+    monkeypatch.setattr(examine, "start_looking", lambda host, *, seats, address: asked.append((host, seats, address)))
+    env = ProcessEnv("torchrun", 0, 2, 0, 1, "n0", None, interface="lo")
+    places = [place(0), place(1, machine=beside)]
+    seats = [Seat("n0", 1, "GPU-a", "GPU-a"), Seat("n1", 2, "GPU-b", "GPU-b")]
+    examine._start_looking(None, env, places, seats, device=torch.device("cuda", 0), address="10.0.0.1")
+    ((host, known, address),) = asked
+    assert host == Host(
+        num_ranks=1,
+        world_size=2,
+        on_gpus=True,
+        own_gpus=("GPU-a",),
+        shares_machine=beside == "m0",
+        is_interface_stated=True,
+    )
+    assert ([seat.process for seat in known], address) == (processes, "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "keeps_to_cpu", "wants"),
+    [
+        ((), False, True),
+        ((), True, False),
+        (("--comm.backend=gloo",), False, False),
+        (("--comm.backend=nccl",), False, True),
+    ],
+)
+def test_gpus_are_asked_for_where_the_job_wants_them(
+    words: tuple[str, ...], keeps_to_cpu: bool, wants: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(examine, "start_looking", lambda host, *, seats, address: asked.append(host))
+    config = load_config(["--config", "quickstart", *words]) if words else None
+    env = ProcessEnv("torchrun", 0, 1, 0, 1, "n0", None, keeps_to_cpu=keeps_to_cpu)
+    examine._start_looking(config, env, [], [], device=torch.device("cpu"), address="10.0.0.1")
+    assert [host.wants_gpus for host in asked] == [wants]
+
+
+def test_gpu_that_all_ranks_of_a_node_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees one alone, which could be its own."""
+    PlayedGpus(1, monkeypatch=monkeypatch, uuids="f")
+    beside = json.dumps({"host": "here", "process": 2, "gpu": "GPU-f", "only_gpu": "GPU-f"})
+    others = {"meeting of every node": "null", "comparison of GPUs": beside}
+    control = SimpleNamespace(gather_text=lambda text, *, what: [text, others[what]])
+    env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", None)
+    nodes, (found,) = examine.examine(None, env, control, address="127.0.0.1")  # type: ignore[arg-type]
+    assert nodes == []
+    for named in ("2 ranks on here", "1 GPUs", "GPU-f", "--device cpu"):
+        assert named in found.text

@@ -1,0 +1,189 @@
+"""Verdicts of preflight on nodes made by hand: who is named, and who is not."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hand_made_nodes import GBIT, blamed, cluster, node, texts
+
+from bigbatch.trainer.machine.gpu_driver import Clock
+from bigbatch.trainer.preflight.speeds import bits
+from bigbatch.trainer.preflight.verdict import judge, odd_ones, remarks
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_equal_nodes_are_fit(count: int) -> None:
+    assert judge([node(f"n{i}") for i in range(count)]) == []
+
+
+def test_noise_is_no_finding() -> None:
+    nodes = [
+        node(
+            f"n{i}", multiply_gflops=700e3 * share, copy_gb_per_second=1500 * share, link_bytes_per_second={"x": share}
+        )
+        for i, share in enumerate((1.0, 0.85, 1.1, 0.95))
+    ]
+    assert judge(nodes) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"multiply_gflops": 350_000.0}, "n1: multiplies matrices at 350,000.0 GFLOP/s, the median node at 700,000.0"),
+        ({"copy_gb_per_second": 750.0}, "n1: copies memory at 750.0 GB/s, the median node at 1,500.0"),
+    ],
+)
+def test_node_slowed_by_half_is_named(count: int, odd: dict[str, float], told: str) -> None:
+    nodes = cluster(count, **odd)
+    (text,) = texts(nodes)
+    assert text.startswith(told)
+    assert blamed(nodes) == ["n1"]
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 16])
+def test_link_at_a_tenth_is_named_and_not_its_partners(count: int) -> None:
+    nodes = cluster(count, rate=lambda a, b: (10 if 1 in (a, b) else 100) * GBIT)
+    (text,) = texts(nodes)
+    assert text.startswith("n1: its link carries 10.00 Gbit/s, the median node's 100.00 Gbit/s")
+    assert blamed(nodes) == ["n1"]
+
+
+def test_slow_path_between_two_good_nodes_is_a_pair() -> None:
+    nodes = cluster(rate=lambda a, b: (10 if {a, b} == {1, 3} else 100) * GBIT)
+    assert texts(nodes) == ["n1 to n3: 10.00 Gbit/s, the median node's link 100.00 Gbit/s"]
+    assert blamed(nodes) == []
+
+
+def test_slow_links_of_two_nodes_have_none_to_compare_with() -> None:
+    assert judge(cluster(2, rate=lambda a, b: GBIT)) == []
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ({"versions": {"torch": "2.10.0", "bigbatch": "0.1.0 abc"}}, "n1: torch 2.10.0, elsewhere 2.14.1"),
+        ({"versions": {"torch": "2.14.1", "bigbatch": "0.1.0 def+"}}, "n1: bigbatch 0.1.0 def+, elsewhere 0.1.0 abc"),
+        ({"versions": {"torch": "2.14.1", "bigbatch": "0.1.0 abc", "driver": "5"}}, "n1: driver 5, elsewhere none"),
+        ({"device": "NVIDIA A100"}, "n1: device NVIDIA A100, elsewhere NVIDIA H100"),
+        ({"free_gb": {"runs": 0.2}}, "n1: runs has 0.2 GB left, below 1: free some"),
+        ({"free_gb": {"/dev/shm": 0.064}}, "n1: /dev/shm has 0.064 GB left, below 0.5: free some, or start the"),
+        ({"free_gb": {}, "disk_trouble": {"runs": "no answer within 8 s"}}, "n1: runs: no answer within 8 s"),
+        ({"complaint": "data/train: no such folder"}, "n1: data/train: no such folder"),
+        ({"images": {"classes": 1000, "training": 5, "validation": 6}}, "n1: sees other data, {'classes': 1000, 'tr"),
+        ({"address": "127.0.1.1"}, "n1: its address is 127.0.1.1, which other nodes cannot reach"),
+        ({"hardware": {"RDMA ports": "7 of 400 Gbit/s"}}, "n1: RDMA ports 7 of 400 Gbit/s, elsewhere none"),
+        ({"troubles": {"driver": ["nvidia-smi: no answer"]}}, "n1: nvidia-smi: no answer: see nvidia-smi there"),
+    ],
+)
+def test_odd_node_is_named(odd: dict[str, Any], told: str) -> None:
+    nodes = cluster(**odd)
+    (text,) = texts(nodes)
+    assert text.startswith(told)
+    assert blamed(nodes) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {"free_gb": {"runs": 0.2}},
+        {"free_gb": {}, "disk_trouble": {"runs": "no answer within 8 s"}},
+        {"address": "127.0.1.1"},
+        {"troubles": {"locked memory": ["a rank may lock 64 KiB, below 1,048,576"]}},
+    ],
+)
+def test_what_all_nodes_have_is_no_nodes_fault(shared: dict[str, Any]) -> None:
+    nodes = [node(f"n{i}", **shared) for i in range(3)]
+    assert len(judge(nodes)) == 3
+    assert blamed(nodes) == []
+
+
+def test_data_that_nobody_sees_are_no_nodes_fault() -> None:
+    nodes = [node(f"n{i}", complaint="data/train: no such folder", images={}) for i in range(3)]
+    assert texts(nodes) == ["data/train: no such folder"]
+    assert blamed(nodes) == []
+
+
+def test_node_that_nobody_reaches_is_named_once() -> None:
+    nodes = [replace(each, unreachable=("n1",)) for each in cluster()]
+    nodes[1] = replace(nodes[1], unreachable=())
+    (text,) = texts(nodes)
+    assert text.startswith("n1: 3 of 3 nodes cannot connect to 10.0.0.1, and it cannot connect to 0")
+    assert blamed(nodes) == ["n1"]
+
+
+def test_node_that_reaches_nobody_is_named_once() -> None:
+    (text,) = texts(cluster(unreachable=("n0", "n2", "n3")))
+    assert "n1: 0 of 3 nodes cannot connect" in text
+    assert "it cannot connect to 3" in text
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_pair_that_does_not_meet_is_named(count: int) -> None:
+    assert texts(cluster(count, unreachable=("n0",))) == ["n1 cannot connect to n0: a firewall or a route between them"]
+
+
+@pytest.mark.parametrize(
+    ("clock", "told"),
+    [
+        (Clock(900.0, ()), "n1: the GPU of rank 3 works at 900 MHz, the median one at 1,980: look at nvidia-smi -q"),
+        (Clock(1980.0, ("heat",)), "n1: the GPU of rank 3 works at 1,980 MHz, slowed by heat, the median one at 1,980"),
+    ],
+)
+def test_gpu_with_a_low_clock_is_named(clock: Clock, told: str) -> None:
+    nodes = [node(f"n{i}", clocks={2 * i: Clock(1980.0, ()), 2 * i + 1: Clock(1755.0, ())}) for i in range(4)]
+    assert judge(nodes) == []
+    nodes[1] = replace(nodes[1], clocks={2: Clock(1980.0, ()), 3: clock})
+    (text,) = texts(nodes)
+    assert text.startswith(told)
+    assert blamed(nodes) == ["n1"]
+
+
+def test_heat_in_all_nodes_is_no_nodes_fault() -> None:
+    nodes = [node(f"n{i}", clocks={i: Clock(900.0, ("heat",))}) for i in range(3)]
+    assert len(judge(nodes)) == 3
+    assert blamed(nodes) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"free_gb": {"/dev/shm": 0.1}}, {"free_gb": {"runs": 0.2}}),
+        ({"free_gb": {"runs": 0.2}}, {"disk_trouble": {"runs": "no answer within 8 s"}}),
+        ({"clocks": {0: Clock(1980.0, ("heat",))}}, {"clocks": {1: Clock(1980.0, ("its power supply's brake",))}}),
+        (
+            {"clocks": {0: Clock(900.0, ()), 1: Clock(1980.0, ()), 2: Clock(1980.0, ())}},
+            {"clocks": {3: Clock(900.0, ()), 4: Clock(1980.0, ()), 5: Clock(1980.0, ())}},
+        ),
+    ],
+)
+def test_two_nodes_with_a_fault_of_their_own_are_both_named(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert blamed([node("n0", **first), node("n1", **second)]) == ["n0", "n1"]
+
+
+@pytest.mark.parametrize(
+    "fault", [{"clocks": {0: Clock(900.0, ("heat",))}}, {"free_gb": {"/dev/shm": 0.1}}, {"disk_trouble": {"runs": "x"}}]
+)
+def test_node_alone_is_named_too(fault: dict[str, Any]) -> None:
+    assert blamed([node("n0", **fault)]) == ["n0"]
+
+
+def test_odd_ones_of_two_camps() -> None:
+    assert odd_ones({"a": 1, "b": 2}) == [("b", "1")]
+    assert odd_ones({"a": 1, "b": 2, "c": 2}) == [("a", "2")]
+    assert odd_ones({"a": {}, "b": {}}) == []
+
+
+def test_remarks_are_told_beside_findings() -> None:
+    assert remarks(cluster()) == []
+    short = {"classes": 1000, "training": 2_561_034, "validation": 50_000}
+    assert remarks([node("n0", images=short)]) == [
+        "1,000 classes, but 2,561,034 training and 50,000 validation pictures: ImageNet has 1,281,167 and 50,000"
+    ]
+    cores = {"troubles": {"cores": ["1 cores for 2 ranks"]}}
+    assert remarks([node("n0"), node("n1", **cores), node("n2", **cores)]) == [
+        "n1, n2: 1 cores for 2 ranks: ask for more (--cpus-per-rank)"
+    ]
+    assert judge([node("n0", **cores)]) == [], "a remark ends no job"
+    assert remarks([node("n0", images={"classes": 10, "training": 5, "validation": 1})]) == []
+    assert bits(1.25e9) == "10.00 Gbit/s"
