@@ -1,0 +1,74 @@
+"""Cases of the benchmarks and their commands."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from error_texts import naming
+
+from benchmarks.comm import (
+    cases,
+    entries,
+    exact_price,
+    exchange,
+    gradients,
+    half_sums,
+    reducer_overhead,
+    scaling,
+    step,
+    ways,
+)
+
+
+def test_cases_have_names_of_their_own_and_cover_the_issue() -> None:
+    for group in (cases.CASES, cases.QUICK):
+        assert len({case.name for case in group}) == len(group)
+        for case in group:
+            assert find_spec(f"benchmarks.comm.{case.module}")
+    plain = cases.choose_cases(quick=False, long=False, only=[])
+    names = " ".join(case.name for case in plain)
+    for part in ("4x2-200mbit", "4x2-1gbit", "500us", "cyclic", "8x1", "2x4", "3+2+2+1", "resnet50", "alexnet_bn"):
+        assert part in names
+    assert sum(case.seconds for case in cases.choose_cases(quick=True, long=False, only=[])) <= 240
+
+
+def test_cases_are_chosen() -> None:
+    assert {c.name for c in cases.choose_cases(quick=False, long=False, only=["exchange-8x1"])} == {
+        "exchange-8x1-1gbit",
+        "exchange-8x1-200mbit",
+    }
+    with pytest.raises(ValueError, match=naming("--only moon", "exchange-4x2-200mbit")):
+        cases.choose_cases(quick=False, long=False, only=["moon"])
+
+
+def test_command_of_a_case(tmp_path: Path) -> None:
+    case = cases.Case("c", "step", ("--pace", "1"), "3,2", "1gbit", place="cyclic")
+    words = case.command(tmp_path / "c.json")
+    before, after = words[: words.index("--")], words[words.index("--") + 1 :]
+    assert before[1:6] == ["-m", "bigbatch", "launch", "emulate", "run"]
+    options = dict(zip(before[6:-1:2], before[7::2], strict=False))
+    assert options["--ranks-per-node"] == "3,2"
+    assert options["--place"] == "cyclic"
+    assert after[:2] == ["-m", "benchmarks.comm.step"]
+    parsed = step.parse(after[2:])
+    assert parsed.case == "c"
+    assert json.loads(parsed.setting) == {"ranks_per_node": "3,2", "link": "1gbit", "delay": "0", "place": "cyclic"}
+
+
+@pytest.mark.parametrize("group", [cases.CASES, cases.QUICK])
+def test_programs_take_the_options_of_every_case(group: tuple[cases.Case, ...]) -> None:
+    parsers = {
+        "exchange": exchange.parse,
+        "gradients": gradients.parse,
+        "step": step.parse,
+        "scaling": scaling.parse,
+        "reducer_overhead": reducer_overhead.parse,
+        "half_sums": half_sums.parse,
+        "exact_price": exact_price.parse,
+        "ways": ways.parse,
+    }
+    known = {*entries.CONTESTANTS, *gradients.CONTESTANTS, *step.CONTESTANTS, *ways.WAYS["paper"]}
+    for case in group:
+        options = parsers[case.module](["--out", "x.json", *case.options])
+        assert set((getattr(options, "contestants", None) or "hybrid").split(",")) <= known
