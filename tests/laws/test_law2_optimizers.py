@@ -30,6 +30,14 @@ CONSTANT = {
     "schedule.end_lr": "null",
     "schedule.power": "null",
 }
+CYCLIC = {
+    "schedule.name": "cyclic",
+    "schedule.power": "null",
+    "schedule.warmup_epochs": 0,
+    "schedule.cycle_epochs": 0.7,
+    "schedule.low_momentum": 0.5,
+}
+"""The end of an epoch is amid a cycle of the rate and of the momentum."""
 ADAPTIVE = {**NULLS, **CONSTANT, "optimizer.betas": "[0.9,0.99]", "optimizer.eps": 1e-6}
 MUON = {
     **CONSTANT,
@@ -66,7 +74,7 @@ def train(data: Path, folder: Path, settings: dict[str, object], *, ranks: int, 
     [
         pytest.param(1, {**SCHEDULE_FREE, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
         pytest.param(1, {**ADAPTIVE, "optimizer.name": "adamw"}, marks=pytest.mark.long),
-        (2, {**CONSTANT, "optimizer.sharded": "true"}),
+        (2, {**CYCLIC, "optimizer.sharded": "true"}),
         pytest.param(2, {**MUON, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
         pytest.param(2, {**SHAMPOO, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
         pytest.param(
@@ -75,7 +83,7 @@ def train(data: Path, folder: Path, settings: dict[str, object], *, ranks: int, 
             marks=pytest.mark.long,
         ),
     ],
-    ids=["schedulefree-bf16", "adamw", "sharded-lars", "muon-bf16", "shampoo-bf16", "sharded-lamb-bf16"],
+    ids=["schedulefree-bf16", "adamw", "cyclic-sharded-lars", "muon-bf16", "shampoo-bf16", "sharded-lamb-bf16"],
 )
 def test_a_run_in_two_parts_is_the_run_in_one(
     ranks: int, settings: dict[str, object], data: Path, tmp_path: Path
