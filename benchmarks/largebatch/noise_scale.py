@@ -167,7 +167,7 @@ def tuned_rate(task: Task, *, batch: int, start: float) -> float:
 
 def train(task: Task, *, batch: int, lr: float, seed: int, cap: float = math.inf, measures: bool = False) -> Outcome:
     """Train until the whole set's loss is at the target, for cap steps at most."""
-    plan, parts = make_parts(task, batch=batch, lr=lr, seed=seed)
+    plan, parts = make_parts(make_model(seed), task.communicator, batch=batch, lr=lr, seed=seed)
     step, stream = TrainStep(plan, parts), InputStream(batches(task, size=batch // MICROBATCHES, seed=seed))
     # about as many measurements whatever the batch: steps are in proportion to 1 + some hundred / batch
     every = max(1, round(LIKELY_STEPS * (1 + LIKELY_STEPS / batch) / MEASUREMENTS)) if measures else 0
@@ -196,10 +196,14 @@ def train(task: Task, *, batch: int, lr: float, seed: int, cap: float = math.inf
     return Outcome(steps, tuple(pairs))
 
 
-def make_parts(task: Task, *, batch: int, lr: float, seed: int) -> tuple[Plan, Parts]:
-    """Make what a training step works with, as a run of one rank has it."""
+def make_model(seed: int) -> nn.Module:
+    """Make the small net."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3 * PIXELS**2, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+    return nn.Sequential(nn.Linear(3 * PIXELS**2, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+
+
+def make_parts(model: nn.Module, communicator: Communicator, *, batch: int, lr: float, seed: int) -> tuple[Plan, Parts]:
+    """Make what a training step works with, as a run of one rank has it."""
     device = torch.device("cpu")
     precision = Precision(model, name="fp32", device=device)
     parts = Parts(
@@ -209,8 +213,8 @@ def make_parts(task: Task, *, batch: int, lr: float, seed: int) -> tuple[Plan, P
         accumulation=WideAccumulation([]),
         optimizer=torch.optim.SGD(list(precision.masters.values()), lr=lr, fused=True),
         schedule=lambda step: lr,
-        reducer=GradientReducer(model.named_parameters(), task.communicator),
-        communicator=task.communicator,
+        reducer=GradientReducer(model.named_parameters(), communicator),
+        communicator=communicator,
         prepare=PrepareBatch(normalize=lambda images: images, device=device),
         normalize=lambda images: images,
         loss=lambda logits_BK, targets: F.cross_entropy(logits_BK, targets, reduction="sum"),

@@ -1,12 +1,14 @@
 """The benchmark of the noise scale: the fit against its own law, and the search of rates on known curves."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.largebatch import noise_scale
+from benchmarks.largebatch import noise_cost, noise_scale
 from benchmarks.largebatch.noise_scale import Outcome, Task, fit, summary, tuned_rate
 
 SIZES = [8, 32, 128, 512]
@@ -51,3 +53,22 @@ def test_the_rate_with_the_fewest_steps_is_found_from_either_side(best: int, mon
     monkeypatch.setattr(noise_scale, "train", train)
     assert tuned_rate(TASK, batch=32, start=0.02) == pytest.approx(0.02 * 2 ** (best / 2))
     assert len(seen) == len(set(seen)), "each rate once"
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_measurement_is_of_steps_that_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(noise_cost.GradientNoise, "take", lambda self: measured.append(len(self._steps)))
+    sizes = ("--models", "resnet18", "--microbatch", "2", "--image-size", "8", "--turns", "1")
+    monkeypatch.setattr("sys.argv", ["noise_cost", *sizes, "--out", str(tmp_path / "cost.json")])
+    noise_cost.main()
+    (row,) = json.loads((tmp_path / "cost.json").read_text())["rows"]
+    assert (row["num_parameters"], row["global_batch_size"], row["ratio"]["n"]) == (11_181_642, 4, 1)
+    assert sorted(measured) == [0] * 3 + [1, 2, 3], "turns that do not count are two"
+
+
+@pytest.mark.parametrize("option", ["--microbatch", "--image-size", "--turns"])
+def test_a_cost_of_nothing_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        noise_cost.parse([option, "0"])
+    assert f"{option}=0: give at least 1" in capsys.readouterr().err
