@@ -88,6 +88,9 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.gpu.precision ": (
         "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size"
     ),
+    ".venv/bin/python -m benchmarks.largebatch.noise_cost ": (
+        "tests/unit/benchmarks/test_noise_scale.py::test_the_cost_of_a_measurement_is_of_steps_that_measure"
+    ),
     ".venv/bin/python -m benchmarks.twin.published ": (
         "tests/unit/launch/simulate/test_predicted_rows.py::test_benchmark_prints_both_tables_and_draws"
     ),
