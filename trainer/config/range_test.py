@@ -1,7 +1,7 @@
 """The learning rate that a range test suggests, as long as it is one of the same recipe."""
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from bigbatch.errors import ConfigError
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, read_plain
 
 KEY = "schedule.range_test"
 FILE = "range.json"
@@ -40,7 +40,7 @@ def suggested_rate(
     path = Path(values[KEY])
     path = path / FILE if path.is_dir() else path
     try:
-        found = parse_json(path.read_text())
+        found = parse_json(read_plain(str(path)))
         rate, recipe = found["suggested_lr"], read_recipe(found["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is no range test"
@@ -48,7 +48,7 @@ def suggested_rate(
     if others := [key for key in values if _decides(key) and _plain(values[key]) != _plain(recipe.get(key))]:
         named = ", ".join(f"{key}={_plain(recipe.get(key))} there and {_plain(values[key])} here" for key in others)
         raise ConfigError(f"{stated} is of another recipe, with {named}: repeat bigbatch tune range with this one")
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= sys.float_info.max:
         raise ConfigError(
             f"{stated} found no rate, as the loss never fell: repeat it with a larger --to, or more --steps"
         )

@@ -1,6 +1,7 @@
 """A peak that comes from a range test: of the same recipe, or not at all."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,18 @@ def test_what_is_no_range_test_is_refused(content: Any, tmp_path: Path) -> None:
         (tmp_path / "range.json").write_text(content)
     with pytest.raises(ConfigError, match=naming("schedule.range_test=", "bigbatch tune range has written")):
         load_config([*ONE_CYCLE, f"--schedule.range_test={tmp_path / 'range.json'}"])
+
+
+@pytest.mark.parametrize("rate", [10**400, -1, True, "1"], ids=["beyond floats", "negative", "a truth", "a text"])
+def test_a_rate_that_is_none_is_refused(rate: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=naming("found no rate")):
+        load_config([*ONE_CYCLE, f"--schedule.range_test={write_test(tmp_path / 'test', rate=rate)}"])
+
+
+def test_a_pipe_that_nobody_writes_to_is_no_range_test(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "range.json")
+    with pytest.raises(ConfigError, match=naming("schedule.range_test=", "it is no range test")):
+        load_config([*ONE_CYCLE, f"--schedule.range_test={tmp_path}"])
 
 
 CYCLIC = ("--schedule.name=cyclic", "--schedule.power=null", "--schedule.warmup_epochs=0")
