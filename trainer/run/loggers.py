@@ -17,7 +17,7 @@ from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases, require_wa
 
 Say = Callable[[str], None]
 
-KINDS_WITH_FIGURES = ("train", "eval", "input")
+KINDS_WITH_FIGURES = ("train", "eval", "noise", "input")
 """Kinds of records that a run writes and that have numbers, each of which has its table."""
 
 
@@ -25,7 +25,7 @@ class Logger(Protocol):
     """Says what a place for numbers must do. Whatever it raises takes it out of the run, which goes on."""
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of one record: train, eval or input. Never waits for a network."""
+        """Take the figures of one record of KINDS_WITH_FIGURES. Never waits for a network."""
         ...
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from bigbatch.trainer.build import job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run import weights_and_biases
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.loggers import Csv, Guarded, TensorBoard, open_loggers, require_loggers
+from bigbatch.trainer.run.loggers import KINDS_WITH_FIGURES, Csv, Guarded, TensorBoard, open_loggers, require_loggers
 from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases, require_wandb
 
@@ -137,7 +137,7 @@ def test_loggers_csv_writes_nothing_outside_its_folder_whatever_a_record_is_call
 def test_loggers_csv_removes_the_tables_of_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     rundir.csv.mkdir()
-    for name in ("train.csv", "eval.csv", "measurements.csv"):
+    for name in ("train.csv", "eval.csv", "noise.csv", "input.csv", "measurements.csv"):
         (rundir.csv / name).write_text("a,b\n")
     logged(rundir, from_step=0).close()
     assert {path.name: path.read_text() for path in rundir.csv.iterdir()} == {"measurements.csv": "a,b\n"}
@@ -343,6 +343,7 @@ def test_loggers_of_a_whole_run_whose_wandb_is_away(
         "batch.bn_span": 16,
         "run.epochs": 2,
         "run.log_every_steps": 1,
+        "run.noise_scale_every_steps": 2,
         "schedule.warmup_epochs": 1,
         "run.loggers": "[csv, wandb]",
         "run.directory": tmp_path,
@@ -353,6 +354,8 @@ def test_loggers_of_a_whole_run_whose_wandb_is_away(
     assert [row["step"] for row in read_csv(rundir, "train")] == ["1", "2", "3", "4"]
     records = [record for record in read_records(rundir.metrics) if record["kind"] == "eval"]
     assert [float(row["top1"]) for row in read_csv(rundir, "eval")] == [record["top1"] for record in records]
+    assert [row["step"] for row in read_csv(rundir, "noise")] == ["2", "4"]
+    assert {path.stem for path in rundir.csv.iterdir()} <= {*KINDS_WITH_FIGURES}
     assert not rundir.tensorboard.exists()
 
 
