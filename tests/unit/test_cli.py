@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import bigbatch
 from bigbatch import cli, exit_codes
 
 TOLD = "from bigbatch.errors import tell; tell('one line')"
@@ -119,3 +120,36 @@ def test_main_takes_no_interruption_while_importing_for_a_defect(
     monkeypatch.setattr(cli, "import_module", interrupted)
     assert cli.main(["train"]) == code
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["raise ImportError('libx.so: failed to map')", "raise OSError('libx.so: gone')", "x = 1"]
+)
+def test_main_names_a_package_that_cannot_be_loaded(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "some_wheel.py").write_text(text)
+    (tmp_path / "a_command.py").write_text("from some_wheel import thing")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(bigbatch, "__path__", [*bigbatch.__path__, str(tmp_path)])
+    monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.a_command", ""))
+    assert cli.main(["train"]) == exit_codes.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bigbatch: some_wheel cannot be loaded here: ")
+    assert "libx.so: " in line or "cannot import name 'thing'" in line
+
+
+def test_main_names_a_package_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "train", ("no_such_wheel.part", ""))
+    assert cli.main(["train"]) == exit_codes.FAILED
+    assert capsys.readouterr().err.startswith("bigbatch: no_such_wheel cannot be loaded here: No module named")
+
+
+def test_main_takes_a_module_of_its_own_that_is_not_there_for_a_defect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "train", ("bigbatch.no_such_module", ""))
+    assert cli.main(["train"]) == exit_codes.CRASHED
+    assert "Traceback" in capsys.readouterr().err
