@@ -10,12 +10,12 @@ import time
 import traceback
 from collections.abc import Collection, Sequence
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from bigbatch import __version__
 from bigbatch.errors import UserError, or_nearest, printable, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
+from bigbatch.load_command import load_command
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -153,7 +153,7 @@ def usage() -> str:
 
 def _run(command: str, arguments: list[str]) -> int:
     try:
-        home = _load(COMMANDS[command][0])
+        home = load_command(COMMANDS[command][0])
         run = home.GROUPS[command].main if home.__name__ == GROUP else home.main
         return int(run(arguments))  # to import torch takes long enough for a Ctrl-C
     except KeyboardInterrupt:
@@ -172,29 +172,6 @@ def _run(command: str, arguments: list[str]) -> int:
             return FAILED
         traceback.print_exc()  # show where, and still leave as a rank must
         return CRASHED
-
-
-def _load(module: str) -> ModuleType:
-    """Import a command. Raises: UserError where a package that it needs is not there or does not load."""
-    try:
-        return import_module(module)
-    except BrokenPipeError:
-        raise
-    except (ImportError, OSError) as error:
-        package = _package_of(error)
-        if package in (None, "bigbatch"):
-            raise
-        advice = "install it anew in this environment, or give it more memory (ulimit -v, --mem of the job)"
-        raise UserError(f"{package} cannot be loaded here: {str(error).strip()}; {advice}") from error
-
-
-def _package_of(error: ImportError | OSError) -> str | None:
-    """Name the package whose own lines raised it, or else the one that was asked for."""
-    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    packages = [name.partition(".")[0] for name in names]
-    others = [package for package in packages if package not in ("bigbatch", "importlib", "_frozen_importlib")]
-    asked = (getattr(error, "name", None) or "").partition(".")[0]
-    return others[0] if others else asked or None
 
 
 def _tell_the_others() -> None:

@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+
+from bigbatch.load_command import load_command
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class CommandGroup:
         )
         parser.add_argument("command", choices=tuple(self.commands), help=what)
         command = parser.parse_args(argv[:1]).command
-        return int(import_module(self.commands[command][0]).main(argv[1:]))
+        return int(load_command(self.commands[command][0]).main(argv[1:]))
 
 
 GROUPS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bigbatch
-from bigbatch import cli, exit_codes
+from bigbatch import cli, exit_codes, groups, load_command
 
 TOLD = "from bigbatch.errors import tell; tell('one line')"
 """In a script of one's own."""
@@ -117,7 +117,7 @@ def test_main_takes_no_interruption_while_importing_for_a_defect(
     def interrupted(module: str) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "import_module", interrupted)
+    monkeypatch.setattr(load_command, "import_module", interrupted)
     assert cli.main(["train"]) == code
     assert "Traceback" not in capsys.readouterr().err
 
@@ -142,8 +142,8 @@ def test_main_names_a_package_that_cannot_be_loaded(
 def test_main_names_a_package_that_is_not_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "train", ("no_such_wheel.part", ""))
-    assert cli.main(["train"]) == exit_codes.FAILED
+    monkeypatch.setitem(groups.GROUPS["tune"].commands, "range", ("no_such_wheel.part", ""))  # type: ignore[index]
+    assert cli.main(["tune", "range"]) == exit_codes.FAILED
     assert capsys.readouterr().err.startswith("bigbatch: no_such_wheel cannot be loaded here: No module named")
 
 
