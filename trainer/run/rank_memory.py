@@ -31,7 +31,9 @@ class UpdateMemory:
 def num_moments(config: Config) -> int:
     """Count the fp32 numbers that an optimizer keeps for each weight; others' may keep more than two, and seldom do."""
     optimizer = config.optimizer
-    return 2 if optimizer.betas is not None or is_foreign(optimizer.name) else 1
+    if optimizer.betas is not None or is_foreign(optimizer.name):
+        return 2
+    return 1 if optimizer.momentum else 0
 
 
 def update_memory(config: Config, parts: Parts) -> UpdateMemory:

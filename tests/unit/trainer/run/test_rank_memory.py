@@ -39,6 +39,8 @@ def make(*words: str, num_ranks: int = 4, dtype: torch.dtype = torch.float32) ->
     [
         ((), torch.float32, 4),  # LARS: a momentum
         (SGD, torch.float32, 4),
+        ((*SGD, "--optimizer.momentum=0"), torch.float32, 0),
+        ((*SGD, "--optimizer.momentum=0"), torch.bfloat16, 8),  # a master and its gradient
         (LAMB, torch.float32, 8),  # two means
         ((), torch.bfloat16, 12),  # a momentum, a master and its gradient
         (LAMB, torch.float16, 16),
@@ -77,6 +79,7 @@ def test_memory_of_a_rank_and_of_a_checkpoint() -> None:
     # fp32: weight, gradient, momentum; a checkpoint has weight and momentum
     assert (rank_bytes(*make()), checkpoint_bytes(*make())) == (120, 80)
     assert (rank_bytes(*make(*averaged)), checkpoint_bytes(*make(*averaged))) == (160, 120)
+    assert checkpoint_bytes(*make(*SGD, "--optimizer.momentum=0")) == 40
     # bf16: 2 + 2 of the model, master, its gradient and momentum
     assert rank_bytes(*make(dtype=torch.bfloat16)) == 160
     assert rank_bytes(*make("--optimizer.sharded=true", dtype=torch.bfloat16)) == 40 + 3 * 12
