@@ -104,7 +104,7 @@ def takes_text(kind: Any) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """Put a type into words, such as: int or null; one of 'a', 'b'; tuple[float, float]."""
+    """Put a type into words, such as: int or null; one of 'a', 'b'; [float, float], a list as it is written."""
     outer, inner = get_origin(kind), get_args(kind)
     if outer in (Union, UnionType):
         return " or ".join(describe(each) for each in inner)
@@ -112,4 +112,6 @@ def describe(kind: Any) -> str:
         return "one of " + ", ".join(map(repr, inner))
     if outer is tuple and inner[-1] is Ellipsis and get_origin(inner[0]) is Literal:
         return "a list of " + ", ".join(map(repr, get_args(inner[0])))
+    if outer is tuple:
+        return f"[{', '.join('...' if each is Ellipsis else describe(each) for each in inner)}]"
     return "null" if kind is NoneType else inspect.formatannotation(kind).replace("typing.", "")

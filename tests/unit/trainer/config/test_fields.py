@@ -84,6 +84,7 @@ def test_values_of_other_types_are_refused(value, kind):
 def test_types_in_words():
     assert describe(int | None) == "int or null"
     assert describe(Literal["a", "b"] | None) == "one of 'a', 'b' or null"
-    assert describe(tuple[tuple[int, int], ...] | None) == "tuple[tuple[int, int], ...] or null"
+    assert describe(tuple[tuple[int, int], ...] | None) == "[[int, int], ...] or null"
+    assert describe(tuple[str, ...] | None) == "[str, ...] or null"
     assert describe(dict[str, Any]) == "dict[str, Any]"
     assert describe(tuple[Literal["a", "b"], ...]) == "a list of 'a', 'b'"

@@ -182,7 +182,8 @@ def test_load_config_reads_numbers_that_yaml_1_1_reads_as_text(number, write):
         ("optimizer.weight_decay", "small", "small", "float"),
         ("data.flip", "maybe", "maybe", "bool"),
         ("model.width", "wide", "wide", "int or null"),
-        ("data.mean", "[0.5, 0.5]", "[0.5, 0.5]", "tuple[float, float, float]"),
+        ("model.partial_weights", "conv1.*", "conv1.*", "[str, ...] or null"),
+        ("data.mean", "[0.5, 0.5]", "[0.5, 0.5]", "[float, float, float]"),
         (
             "optimizer.precision",
             "fp8",
