@@ -26,6 +26,7 @@ from bigbatch.trainer.step.stop_request import Stopped, leave_stopped
 from bigbatch.trainer.tune.precision.choices import (
     Choice,
     SpanRow,
+    WireRow,
     choose_predivide,
     choose_scale,
     scale_choice,
@@ -142,12 +143,6 @@ def search(config: Config, communicator: Communicator, spans: Sequence[int], *, 
     gradient_N = counted[own].gradient_N
     assert gradient_N is not None
     wires = measure_wires(gradient_N * 2.0**travel_power, predivide=predivide, num_ranks=num_ranks)
-    is_half = COMPUTE_DTYPES[precision].itemsize == 2
-    wire = (
-        Choice({}, f"gradients are {precision} and travel so: comm.wire_dtype is for fp32 gradients")
-        if is_half
-        else wire_choice(wires, num_ranks=num_ranks)
-    )
     return Answer(
         precision=precision,
         num_steps=steps,
@@ -157,8 +152,25 @@ def search(config: Config, communicator: Communicator, spans: Sequence[int], *, 
         losses=tuple(counted[own].losses),
         spans=tuple(rows),
         wires=tuple(wires),
-        choices={"loss scale": scale, "wire": wire, "ghost batch": span_choice(rows, own=own)},
+        choices={
+            "loss scale": scale,
+            "wire": _legal_wire(config, wires, num_ranks=num_ranks),
+            "ghost batch": span_choice(rows, own=own),
+        },
     )
+
+
+def _legal_wire(config: Config, wires: Sequence[WireRow], *, num_ranks: int) -> Choice:
+    """Choose a wire where gradients travel as fp32, and none that the config's other settings refuse."""
+    precision = config.optimizer.precision
+    if COMPUTE_DTYPES[precision].itemsize == 2:
+        return Choice({}, f"gradients are {precision} and travel so: comm.wire_dtype is for fp32 gradients")
+    choice = wire_choice(wires, num_ranks=num_ranks)
+    try:
+        with_values(config, choice.values)
+    except ConfigError as error:
+        return Choice({}, f"no other is legal: {error}")
+    return choice
 
 
 def confirm(answer: Answer, config: Config, communicator: Communicator, *, steps: int) -> Answer:

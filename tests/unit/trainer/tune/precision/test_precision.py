@@ -14,7 +14,7 @@ from error_texts import naming
 from bigbatch.errors import ConfigError, RunFolderError, TrainingDiverged, TuneError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.schema import lookup
+from bigbatch.trainer.config.schema import lookup, with_values
 from bigbatch.trainer.step.precision import underflow_fraction
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.tune.precision import recommend
@@ -31,6 +31,7 @@ from bigbatch.trainer.tune.precision.choices import (
 )
 from bigbatch.trainer.tune.precision.magnitudes import Magnitudes, measure, of_all_ranks
 from bigbatch.trainer.tune.precision.report import Answer, explain
+from bigbatch.trainer.tune.precision.steps import Counted
 from bigbatch.trainer.tune.precision.wires import measure_wires
 
 LADDER = torch.tensor([2.0**-power for power in range(60)])
@@ -326,6 +327,23 @@ def test_config_that_is_refused_as_its_parts_are_made_is_no_gradient(monkeypatch
     monkeypatch.setattr(recommend, "count_gradients", refuses)
     with pytest.raises(ConfigError, match=r"^too few pictures$"):
         recommend.search(load_config(["--config", "quickstart"]), First(), [128], steps=1, num_ranks=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "is_taken"), [("optimizer.sharded=True", False), ("run.reproducible=True", False), ("run.seed=1", True)]
+)
+def test_wire_that_the_config_cannot_have_is_not_recommended(
+    refuses: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measure([torch.rand(64) + 0.5])
+    counted = Counted([found], [found], [1.0], torch.rand(64) + 0.5)
+    monkeypatch.setattr(recommend, "count_gradients", lambda *_, **__: counted)
+    config = load_config(["--config", "quickstart", f"--{refuses.lower()}"])
+    answer = recommend.search(config, First(), [128], steps=1, num_ranks=8)  # type: ignore[arg-type]
+    wire = answer.choices["wire"]
+    assert bool(wire.values) == is_taken
+    assert is_taken or refuses in wire.reason
+    with_values(config, answer.values)
 
 
 def test_choice_that_diverges_is_kept_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
