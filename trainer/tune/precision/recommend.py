@@ -174,12 +174,12 @@ def _legal_wire(config: Config, wires: Sequence[WireRow], *, num_ranks: int) -> 
 
 
 def confirm(answer: Answer, config: Config, communicator: Communicator, *, steps: int) -> Answer:
-    """Train with what is recommended, in the config's own precision. Raises: ConfigError; Stopped."""
+    """Train with what is recommended, in the config's own precision, or say why that failed. Raises: Stopped."""
     chosen = with_values(config, answer.values)
     _say(communicator, f"{steps} steps in {answer.precision} with what is recommended")
     try:
         tried = try_choice(chosen, communicator, num_steps=steps, say=lambda text: _say(communicator, f"  {text}"))
-    except TrainingDiverged as error:
+    except (TrainingDiverged, ConfigError) as error:  # what was measured holds all the same
         return dataclasses.replace(answer, failure=str(error))
     return dataclasses.replace(answer, tried=tried)
 

@@ -346,11 +346,12 @@ def test_wire_that_the_config_cannot_have_is_not_recommended(
     with_values(config, answer.values)
 
 
-def test_choice_that_diverges_is_kept_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverges(*_: object, **__: object) -> None:
-        raise TrainingDiverged("all overflowed")
+@pytest.mark.parametrize("error", [TrainingDiverged("all overflowed"), ConfigError("compute.compile needs a compiler")])
+def test_choice_that_cannot_be_tried_is_kept_with_its_reason(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
 
-    monkeypatch.setattr(recommend, "try_choice", diverges)
+    monkeypatch.setattr(recommend, "try_choice", fails)
     answer = answer_of(Choice({}, "why"))
     config = load_config(["--config", "quickstart"])
-    assert recommend.confirm(answer, config, First(), steps=1).failure == "all overflowed"  # type: ignore[arg-type]
+    assert recommend.confirm(answer, config, First(), steps=1).failure == str(error)  # type: ignore[arg-type]
