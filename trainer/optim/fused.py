@@ -67,10 +67,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Put those that have a gradient in lists that one kernel can work on."""
+    """Put those that have a gradient, and elements, in lists that one kernel can work on."""
     buckets: dict[Any, list[Tensor]] = defaultdict(list)
     for weight in weights:
-        if weight.grad is not None:
+        if weight.grad is not None and weight.numel():
             buckets[weight.device, weight.dtype].append(weight)
     return list(buckets.values())
 
@@ -177,7 +177,7 @@ def problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | N
         if weight.dtype not in (torch.float32, torch.float64):
             return (
                 f"{asked_by} needs float32 parameters, not {weight.dtype}: keep fp32 master weights "
-                "(in half precision the trust ratio drives updates to zero, Jia et al. 2018)"
+                "(half precision rounds small updates away, Jia et al. 2018)"
             )
         # empty_like keeps strides of dense tensors only: others would be walked past their gaps
         if torch.empty_like(weight, device="meta").stride() != weight.stride():

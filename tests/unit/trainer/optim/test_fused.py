@@ -318,6 +318,19 @@ def test_fused_refuses_sparse_gradients(kind):
 
 
 @KINDS
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0, 3)])
+def test_fused_leaves_a_weight_without_elements_beside_others(kind, shape):
+    weights = [torch.ones(2, 3, requires_grad=True), torch.ones(shape, requires_grad=True)]
+    alone = torch.ones(2, 3, requires_grad=True)
+    for params in (weights, [alone]):
+        for weight in params:
+            weight.grad = torch.full_like(weight, 0.5)
+        kind(params, lr=0.1, **({"eps": 1e-6} if kind is Shampoo else {})).step()
+    assert weights[1].shape == shape
+    torch.testing.assert_close(weights[0], alone)
+
+
+@KINDS
 def test_fused_group_that_is_refused_leaves_the_optimizer_as_it_was(kind):
     optimizer = kind(random_weights()[:2], lr=1.0)
     with pytest.raises(ValueError, match=r"^weight_decay .*-1"):
