@@ -67,6 +67,8 @@ def read_answer(run: RunDir) -> Answer:
         )
     if len(pairs) < FEWEST:
         raise TuneError(f"{run.path} has {len(pairs)} measurements of the noise scale: {FEWEST} are the fewest to read")
+    if not any(square for _, square in pairs):
+        raise TuneError(f"{run.path} had gradients of zero in all measurements: it learns nothing, look at its loss")
     return make_answer(
         pairs,
         run=run.path,

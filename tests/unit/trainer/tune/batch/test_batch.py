@@ -194,6 +194,7 @@ def test_measurements_that_no_run_can_have_made_are_left_out(tmp_path: Path) -> 
     [
         (["{run}"], RunFolderError, ("has no noise scale", "--run.noise_scale_every_steps 1", "bigbatch tune batch")),
         (["{few}"], TuneError, ("has 4 measurements", "5 are the fewest")),
+        (["{flat}"], TuneError, ("gradients of zero", "look at its loss")),
         (["{none}"], RunFolderError, ("is no run folder",)),
         (["quickstart", "--epochs", "2"], ConfigError, ("--epochs and --out go together",)),
         (["{run}", "--run.seed=1"], ConfigError, ("--run.seed=1", "--epochs N --out FOLDER")),
@@ -216,7 +217,8 @@ def test_tune_batch_refuses(
 ) -> None:
     make_run(tmp_path / "run", [])
     make_run(tmp_path / "few", pairs_of([100.0] * 4))
-    places = {name: str(tmp_path / name) for name in ("run", "few", "none")}
+    make_run(tmp_path / "flat", [(0.0, 0.0)] * 6)
+    places = {name: str(tmp_path / name) for name in ("run", "few", "flat", "none")}
     with pytest.raises(error, match=naming(*named)):
         recommend.main([option.format(**places) for option in options])
 
