@@ -84,6 +84,15 @@ def test_suggested_search_is_of_the_experiment_as_it_was_overridden():
     assert found.space == ("schedule.base_lr=log:1:100",)
 
 
+@pytest.mark.parametrize("words", [["--schedule.range_test", "runs/older"], ["--schedule.range_test=runs/older"]])
+def test_suggested_search_states_the_rate_alone(words: list[str]) -> None:
+    """A peak from an older test, beside the rates that are searched, is refused."""
+    experiment = ["quickstart", *words, "--data.flip", "false"]
+    command = shlex.split(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=experiment)[-1])
+    found = parse_search(command[3:])
+    assert found.config == ("--config", "quickstart", "--data.flip=false")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
