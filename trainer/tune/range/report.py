@@ -37,7 +37,8 @@ def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> lis
     limit = found.exploded_lr or high
     lines.append(f"suggested: {found.suggested_lr:.4g}, which a search starts from:")
     space = f"schedule.base_lr=log:{found.suggested_lr / 4:.3g}:{limit:.3g}"
-    lines.append(f"  bigbatch tune search --config {_with_any_rate(experiment)} --space {space} --trials 12 --epochs 3 --study FOLDER")
+    config = _with_any_rate(experiment)
+    lines.append(f"  bigbatch tune search --config {config} --space {space} --trials 12 --epochs 3 --study FOLDER")
     return lines
 
 
