@@ -67,10 +67,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Put those that have a gradient, and elements, in lists that one kernel can work on."""
+    """Put those that have a gradient in lists that one kernel can work on."""
     buckets: dict[Any, list[Tensor]] = defaultdict(list)
     for weight in weights:
-        if weight.grad is not None and weight.numel():
+        if weight.grad is not None:
             buckets[weight.device, weight.dtype].append(weight)
     return list(buckets.values())
 

@@ -70,7 +70,8 @@ class Muon(FusedOptimizer):
         return problem_with_group(group, asked_by="Muon", does="makes matrices orthogonal")
 
     def _update_groups_(self) -> None:
-        parts = [(group, weights) for group in self.param_groups for weights in by_device_and_dtype(group["params"])]
+        with_elements = [(group, [w for w in group["params"] if w.numel()]) for group in self.param_groups]
+        parts = [(group, weights) for group, some in with_elements for weights in by_device_and_dtype(some)]
         matrices = [(group, weights) for group, weights in parts if group["adapt"]]
         directions = [self._directions(weights, group) for group, weights in matrices]
         finish = self._start([direction for some in directions for direction in some])

@@ -82,7 +82,8 @@ class Shampoo(FusedOptimizer):
         return problem_with_group(group, asked_by="Shampoo", does="preconditions matrices")
 
     def _update_groups_(self) -> None:
-        parts = [(group, weights) for group in self.param_groups for weights in by_device_and_dtype(group["params"])]
+        with_elements = [(group, [w for w in group["params"] if w.numel()]) for group in self.param_groups]
+        parts = [(group, weights) for group, some in with_elements for weights in by_device_and_dtype(some)]
         matrices = [(group, weights, unscaled_grads(self, weights)) for group, weights in parts if group["adapt"]]
         for _, weights, grads in matrices:
             self._make_state(weights)
