@@ -6,6 +6,7 @@ GPU two ranks could not have one each. With it only tests marked gpu run, and fa
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,8 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+
+from bigbatch.trainer.step.signals import STOP_SIGNALS
 
 EXPECT_GPU = os.environ.get("BIGBATCH_EXPECT_GPU") == "1"
 if not EXPECT_GPU:
@@ -42,3 +45,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test marked gpu where a GPU was promised and there is none."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.fail("BIGBATCH_EXPECT_GPU=1, but torch finds no CUDA device", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _stop_signals_as_before() -> Iterator[None]:
+    """Put back the handlers that a run in this process takes, which would swallow the next test's Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -255,7 +255,6 @@ def test_resident_set_is_not_read_again_for_a_part_of_a_step() -> None:
 
 @pytest.fixture
 def probe(options: list[str]) -> Iterator[_Probe]:
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     config = load_config(options)
     communicator, tuned = join_job(config, ALONE)
     torch.set_num_threads(1)
@@ -263,8 +262,6 @@ def probe(options: list[str]) -> Iterator[_Probe]:
     yield probe
     probe.close()
     communicator.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.long

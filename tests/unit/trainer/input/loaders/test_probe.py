@@ -1,7 +1,6 @@
 """The input measured on its own: known costs give known rates, and a run does not notice that it was measured."""
 
 import json
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -292,14 +291,11 @@ TINY = {
 
 
 @pytest.fixture
-def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A tiny data set; runs in this process leave its threads, memory and signals as they are."""
+def shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny data set; runs in this process leave its threads and memory as they are."""
     monkeypatch.setattr(job, "set_up_process", lambda communicator, **_: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     write_dataset(tmp_path / "shapes", train_per_class=10, val_per_class=2, side_pixels=(36, 48))
-    yield tmp_path / "shapes"
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return tmp_path / "shapes"
 
 
 def run(root: Path, *, probe_seconds: float, loader: str = "torchvision", **overrides: object) -> RunDir:
