@@ -13,6 +13,7 @@ import yaml
 from bigbatch.errors import ConfigError, nearest
 from bigbatch.trainer.config.fields import takes_text
 from bigbatch.trainer.config.options import parse_options
+from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
 from bigbatch.trainer.config.range_test import suggested_rate
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import in_proportion
@@ -104,6 +105,9 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
     with refusals.finally_of():
         path = _only(names)
         stated, origins = read_stated(path, refusals)
+        if "schedule.base_lr" in overrides:  # goes before the rate that a file takes from a range test
+            stated.pop(RANGE_TEST, None)
+            origins.pop(RANGE_TEST, None)
         values = with_defaults(stated | overrides)
         values["run.directory"] = values["run.directory"].replace("{name}", path.stem)
         try:

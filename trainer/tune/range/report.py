@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bigbatch.trainer.config.options import join_values
-from bigbatch.trainer.config.range_test import KEY as EARLIER_TEST
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.tune.range.curve import Suggestion, smooth
 
@@ -37,16 +35,9 @@ def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> lis
     limit = found.exploded_lr or high
     lines.append(f"suggested: {found.suggested_lr:.4g}, which a search starts from:")
     space = f"schedule.base_lr=log:{found.suggested_lr / 4:.3g}:{limit:.3g}"
-    config = _with_any_rate(experiment)
+    config = shlex.join(experiment)
     lines.append(f"  bigbatch tune search --config {config} --space {space} --trials 12 --epochs 3 --study FOLDER")
     return lines
-
-
-def _with_any_rate(experiment: Sequence[str]) -> str:
-    """Return the words of an experiment without the range test that states its rate, as a shell takes them."""
-    joined = join_values(experiment)
-    kept = [word for word in joined if not word.startswith(f"--{EARLIER_TEST}=")]
-    return shlex.join(experiment if kept == joined else kept)
 
 
 def plot_range(lrs: Sequence[float], losses: Sequence[float], found: Suggestion, path: Path, *, title: str) -> None:

@@ -15,6 +15,8 @@ from bigbatch.errors import ConfigError, TrainingDiverged, TuneError
 from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.options import join_values
+from bigbatch.trainer.config.range_test import KEY as EARLIER_TEST
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.stop_request import leave_stopped
@@ -37,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--from {low:g} --to {high:g}: give two learning rates above 0, the second one larger")
     if steps < MIN_STEPS:
         raise ConfigError(f"--steps {steps} are too few to read a curve from: give at least {MIN_STEPS}")
-    config = load_config(["--config", arguments.config, *overrides], prog="bigbatch tune range")
+    overrides = _without_earlier_test(overrides)
+    first = f"--schedule.base_lr={low!r}"  # and not what an earlier test suggests, whose recipe may have changed
+    config = load_config(["--config", arguments.config, *overrides, first], prog="bigbatch tune range")
     run = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test sees that itself
     config = dataclasses.replace(config, run=run)
     env = read_process_env()
@@ -52,6 +56,12 @@ def main(argv: Sequence[str]) -> int:
         _finish(curve, config, arguments=arguments, overrides=overrides)
     communicator.close()
     return leave_stopped(env) if stopped_by else 0
+
+
+def _without_earlier_test(overrides: Sequence[str]) -> Sequence[str]:
+    joined = join_values(overrides)
+    kept = [word for word in joined if not word.startswith(f"--{EARLIER_TEST}=")]
+    return overrides if kept == joined else kept
 
 
 class _Curve:

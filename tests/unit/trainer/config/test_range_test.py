@@ -55,6 +55,15 @@ def test_a_range_test_of_another_recipe_is_refused(
         load_config([*ONE_CYCLE, f"--schedule.range_test={folder}"])
 
 
+def test_a_rate_on_the_command_line_goes_before_the_range_test_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: quickstart\nschedule: {range_test: runs/older}\n")
+    found = resolve(["--config", str(file), "--schedule.base_lr=1.5"])
+    assert (found.config.schedule.base_lr, found.origins["schedule.base_lr"]) == (1.5, "command line")
+    with pytest.raises(ConfigError, match=naming("schedule.range_test=runs/older", "no such file")):
+        load_config(["--config", str(file)])
+
+
 def test_a_rate_that_is_stated_twice_and_one_that_was_not_found_are_refused(tmp_path: Path) -> None:
     folder = write_test(tmp_path / "test")
     with pytest.raises(ConfigError, match=naming("schedule.base_lr both state the rate")):

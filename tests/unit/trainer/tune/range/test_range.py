@@ -11,6 +11,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.tune.range import rising_rate as range_test
 from bigbatch.trainer.tune.range.curve import SmoothedLoss, Suggestion, exponential, smooth, suggest
 from bigbatch.trainer.tune.range.report import explain
@@ -84,13 +85,32 @@ def test_suggested_search_is_of_the_experiment_as_it_was_overridden():
     assert found.space == ("schedule.base_lr=log:1:100",)
 
 
-@pytest.mark.parametrize("words", [["--schedule.range_test", "runs/older"], ["--schedule.range_test=runs/older"]])
-def test_suggested_search_states_the_rate_alone(words: list[str]) -> None:
-    """A peak from an older test, beside the rates that are searched, is refused."""
-    experiment = ["quickstart", *words, "--data.flip", "false"]
-    command = shlex.split(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=experiment)[-1])
-    found = parse_search(command[3:])
-    assert found.config == ("--config", "quickstart", "--data.flip=false")
+class Reached(Exception):
+    """Where the ranks would meet."""
+
+
+@pytest.mark.parametrize("words", [[], ["--schedule.range_test", "runs/older"], ["--schedule.range_test=runs/older"]])
+def test_range_needs_no_earlier_one(words, tmp_path, monkeypatch):
+    """Nor does the search that it suggests: what an earlier one says of another recipe is what it is repeated for."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: quickstart\n" + ("" if words else "schedule: {range_test: runs/older}\n"))
+    experiment = [str(file), *words, "--data.flip", "false"]
+    started = []
+
+    def meet(config, env):
+        started.append(config)
+        raise Reached
+
+    monkeypatch.setattr(range_test, "bind_rank", lambda *_: None)
+    monkeypatch.setattr(range_test, "join_job", meet)
+    options = ["--from", "0.5", "--to", "2", "--steps", "20", "--out", str(tmp_path / "out")]
+    with pytest.raises(Reached):
+        range_test.main(["--config", *experiment, *options])
+    assert (started[0].schedule.base_lr, started[0].data.flip) == (0.5, False)
+    kept = range_test._without_earlier_test(experiment)
+    command = shlex.split(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=kept)[-1])
+    search = parse_search(command[3:])
+    assert load_config([*search.config, "--schedule.base_lr=4"]).data.flip is False
 
 
 @pytest.mark.parametrize(
