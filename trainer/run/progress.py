@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from bigbatch.trainer.run.noise_scale import describe_noise_scale
+from bigbatch.trainer.run.noise_scale import NOT_YET, describe_noise_scale
 
 
 class Reporter(Protocol):
@@ -152,19 +152,22 @@ UNITS = {
     "loader_images_per_second": "images/s",
     "global_batch_size": "images",
     "world_size": "ranks",
-    "noise_scale": "images",
-    "noise_scale_low": "images",
-    "noise_scale_high": "images",
 }
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the names and shown values of a summary; a list has a row for each of its entries, as own metrics have."""
+    """Return the names and shown values of a summary; a list has a row for each of its entries, as own metrics have.
+
+    The noise scale has one with its band, in which no bound is not nothing measured.
+    """
     shown = []
     for name, value in summary.items():
         if name == "metrics":
             shown += [(f"{name}.{own}", show_metric(figure)) for own, figure in value.items()]
-        else:
+        elif name == "noise_scale":
+            unit = "" if summary["noise_scale_low"] is None else " images"
+            shown.append((name, describe_noise_scale(summary) + unit))
+        elif name not in NOT_YET:
             shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
     return shown
 

@@ -275,8 +275,13 @@ def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatc
     monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
     assert "noise_scale" not in summary_of(algorithm="native", why="one rank")
     noise = {"noise_scale": 1130.0, "noise_scale_low": 900.0, "noise_scale_high": None}
-    shown = dict(rows(summary_of(algorithm="native", why="one rank", noise=noise)))
-    assert (shown["noise_scale"], shown["noise_scale_high"]) == ("1,130.0 images", "not measured")
+    for figures, expected in (
+        (noise, "1,130 (900 to no bound) images"),
+        (noise | {"noise_scale": None}, "above 900 images"),  # measured all the same
+        (dict.fromkeys(noise), "not measured yet"),
+    ):
+        shown = rows(summary_of(algorithm="native", why="one rank", noise=figures))
+        assert [row for row in shown if "noise" in row[0]] == [("noise_scale", expected)]
     assert "noise scale 1,130 (900 to no bound)" in describe({**TRAIN_RECORD, **noise})
     assert "noise scale" not in describe(TRAIN_RECORD)
     measured = [
