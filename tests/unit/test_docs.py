@@ -74,6 +74,12 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
 BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says which test runs it, at a smaller size
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
     ".venv/bin/python -m benchmarks.input.parity ": "tests/unit/benchmarks/test_feed.py::test_parity",
+    ".venv/bin/python -m benchmarks.comm.compression ": (
+        "tests/unit/benchmarks/test_compression.py::test_compression_of_a_tiny_model"
+    ),
+    ".venv/bin/python -m benchmarks.comm.compression_pilot ": (
+        "tests/unit/benchmarks/test_compression.py::test_compression_pilot_of_an_epoch"
+    ),
     ".venv/bin/python -m benchmarks.comm.exact_sums ": (
         "tests/unit/benchmarks/test_exact_sums.py::test_exact_sums_of_a_tiny_model"
     ),
@@ -208,6 +214,9 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ),
     ".venv/bin/python -m benchmarks.comm.run --only scaling --out benchmarks/results": (
         "comm.run --only scaling --list --out ."
+    ),
+    ".venv/bin/python -m benchmarks.comm.run --only ways-wires --out benchmarks/results": (
+        "comm.run --only ways-wires --list --out ."
     ),
     ".venv/bin/python -m benchmarks.comm.plot benchmarks/results --out docs/comm.png": (
         f"comm.plot {ROOT}/benchmarks/results --out comm.png"
