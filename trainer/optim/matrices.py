@@ -1,11 +1,13 @@
 """What optimizers of whole matrices share: which weights are matrices, and SGD of the others."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.trainer.optim.fused import (
+    by_device_and_dtype,
     momentum_buffers,
     overflow_flag,
     problem_with_number,
@@ -58,6 +60,12 @@ def problem_with_count(key: str, value: object) -> str | None:
     if type(value) is int and value >= 1:  # type(): True would count as 1
         return None
     return f"{key} must be a whole number of at least 1, not {value!r}"
+
+
+def updatable(groups: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Tensor]]]:
+    """List what one kernel can work on of each group, beside it: weights that have a gradient, and elements."""
+    with_elements = [(group, [w for w in group["params"] if w.numel()]) for group in groups]
+    return [(group, weights) for group, some in with_elements for weights in by_device_and_dtype(some)]
 
 
 def follow_(

@@ -12,13 +12,12 @@ from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.division import Division, undivided
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
-    by_device_and_dtype,
     momentum_buffers,
     overflow_flag,
     unscaled_grads,
     write_,
 )
-from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_group
+from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_group, updatable
 from bigbatch.trainer.optim.newton_schulz import cost, orthogonalised
 
 PRECISIONS = ("fp32", "bf16")
@@ -70,8 +69,7 @@ class Muon(FusedOptimizer):
         return problem_with_group(group, asked_by="Muon", does="makes matrices orthogonal")
 
     def _update_groups_(self) -> None:
-        with_elements = [(group, [w for w in group["params"] if w.numel()]) for group in self.param_groups]
-        parts = [(group, weights) for group, some in with_elements for weights in by_device_and_dtype(some)]
+        parts = updatable(self.param_groups)
         matrices = [(group, weights) for group, weights in parts if group["adapt"]]
         directions = [self._directions(weights, group) for group, weights in matrices]
         finish = self._start([direction for some in directions for direction in some])

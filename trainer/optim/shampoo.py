@@ -12,7 +12,6 @@ from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.division import Division, undivided
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
-    by_device_and_dtype,
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
@@ -21,7 +20,7 @@ from bigbatch.trainer.optim.fused import (
     unscaled_grads,
 )
 from bigbatch.trainer.optim.inverse_root import inverse_fourth_roots
-from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_group
+from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_group, updatable
 
 
 class Shampoo(FusedOptimizer):
@@ -82,8 +81,7 @@ class Shampoo(FusedOptimizer):
         return problem_with_group(group, asked_by="Shampoo", does="preconditions matrices")
 
     def _update_groups_(self) -> None:
-        with_elements = [(group, [w for w in group["params"] if w.numel()]) for group in self.param_groups]
-        parts = [(group, weights) for group, some in with_elements for weights in by_device_and_dtype(some)]
+        parts = updatable(self.param_groups)
         matrices = [(group, weights, unscaled_grads(self, weights)) for group, weights in parts if group["adapt"]]
         for _, weights, grads in matrices:
             self._make_state(weights)
