@@ -50,7 +50,7 @@ def _problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
             name = group["names"][index] if "names" in group else f"parameter {index} of the group"
             return (
                 f"{reason}, and {name} has shape {tuple(weight.shape)}: put it into a group with adapt=False, which "
-                "goes by Nesterov SGD"
+                "goes by SGD, as bigbatch.param_groups does"
             )
     return None
 

@@ -95,7 +95,7 @@ def test_muon_on_a_vector_is_refused_by_name():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     names = ["0.weight", "1.weight"]
     group = {"params": [model.get_parameter(name) for name in names], "names": names}
-    with pytest.raises(ValueError, match=naming("Muon ", " 1.weight ", "(2,)", "adapt=False")):
+    with pytest.raises(ValueError, match=naming("Muon ", " 1.weight ", "(2,)", "adapt=False", "bigbatch.param_groups")):
         Muon([group], lr=0.1)
     with pytest.raises(ValueError, match=naming("Muon ", "parameter 1 of the group ", "()")):
         Muon([torch.ones(2, 2, requires_grad=True), torch.ones((), requires_grad=True)], lr=0.1)
