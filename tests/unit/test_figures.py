@@ -1,0 +1,132 @@
+"""Tables of the pages have the figures of their records."""
+
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def record(name: str) -> Any:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def rows_of(page: str, head: str) -> list[list[str]]:
+    """The cells of the table whose first cell is head, head first, without the rule."""
+    _, found, text = (ROOT / "docs" / page).read_text().partition(f"\n| {head} |")
+    assert found, f"{page} has no such table"
+    lines = f"| {head} |{text}".partition("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [rows[0], *rows[2:]]
+
+
+def require(cell: str, *values: float) -> None:
+    """A cell shows these values, each rounded to the digits that it has."""
+    shown = re.findall(r"\d[\d,]*(?:\.\d+)?", cell)
+    assert len(shown) == len(values), cell
+    for text, value in zip(shown, values, strict=True):
+        half = 0.5 * 10.0 ** -len(text.partition(".")[2])
+        assert abs(float(text.replace(",", "")) - value) <= half + 1e-9, f"{cell}: {value}"
+
+
+def top1(runs: Sequence[dict[str, Any]]) -> float:
+    return 100 * statistics.fmean(run["top1"] for run in runs)
+
+
+def median(runs: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+def test_a_figure_that_is_not_the_records_is_seen() -> None:
+    require("77.7 (73.0 to 1,084)", 77.65, 73.04, 1084.4)
+    for cell, value in (("67.8%", 67.748), ("1,084", 1085), ("nothing", 1.0)):
+        with pytest.raises(AssertionError):
+            require(cell, value)
+
+
+@pytest.mark.parametrize(("head", "name"), [("CIFAR-10", "cifar10"), ("Imagenette", "imagenette")])
+def test_figures_of_optimizers(head: str, name: str) -> None:
+    named = {"`sgd`, Nesterov": "nesterov", "Schedule-Free SGD": "schedule-free"}
+    cases = record(f"beyond-{name}-medium")["cases"].values()
+    found = {(case["family"], case["optimizer"], case["batch"]): case for case in cases}
+    rows = rows_of("optimizers.md", head)[1:]
+    assert len(rows) == 6
+    for row, *cells in rows:
+        optimizer = named.get(row, row.strip("`"))
+        for batch, cell in zip((128, 512, 2048), cells[:3], strict=True):
+            require(cell, *(found["batch", optimizer, batch]["top1_percent"][key] for key in ("mean", "sd")))
+        for batch, cell in zip((128, 512), cells[3:], strict=True):
+            if shorter := found.get(("time", optimizer, batch)):
+                require(cell, *(shorter["top1_percent"][key] for key in ("mean", "sd")), shorter["epochs"])
+            else:
+                assert cell == ("the reference" if optimizer == "nesterov" else "as equal steps")
+
+
+def test_figures_of_ten_times() -> None:
+    steps = record("ten-times-cpu")["steps"]
+    first = median(steps[0]["runs"], "seconds")
+    for (_, seconds, times, evaluation, right), step in zip(
+        rows_of("sources.md", "each on top of those before it")[1:], steps, strict=True
+    ):
+        runs = step["runs"]
+        own = median(runs, "seconds")
+        require(seconds, own, *(choose(run["seconds"] for run in runs) for choose in (min, max)))
+        require(times, first / own)
+        require(evaluation, median(runs, "evaluation_seconds"))
+        require(right, top1(runs))
+
+
+def test_figures_of_the_bag_of_tricks_at_full_width() -> None:
+    found = record("bag-of-tricks-full-cpu")
+    for name, right, seconds in rows_of("bag.md", "step | top-1 | training, s")[1:]:
+        if name.startswith("moving average"):
+            require(right, 100 * found["without_mirror_images"]["top1"])
+            continue
+        (step,) = (step for step in found["steps"] if name.startswith(step["name"]))
+        require(right, top1(step["runs"]))
+        if seconds[0].isdigit():
+            require(seconds, median(step["runs"], "seconds"))
+
+
+def test_figures_of_pilots() -> None:
+    runs = {run["config"]: run for run in record("pilots-cpu")["runs"]}
+    shown = 0
+    for name, *_, right, minutes in rows_of("recipes.md", "pilot")[1:]:
+        if right:
+            require(right, 100 * runs[name.strip("`")]["top1"])
+            shown += 1
+        if minutes[:1].isdigit():
+            require(minutes.partition(",")[0], runs[name.strip("`")]["cpu_user_seconds"] / 60)
+    assert shown == len(runs)
+
+
+def test_figures_of_the_noise_scale() -> None:
+    (_, *batches), (_, *steps), (_, *scales) = rows_of("noise-scale.md", "global batch")
+    found = record("noise-scale-cpu")
+    for batch, count, scale, row in zip(batches, steps, scales, found["batches"], strict=True):
+        require(batch, row["global_batch_size"])
+        require(count, row["steps"]["median"])
+        require(scale, found["noise_scale_by_batch"][str(row["global_batch_size"])])
+
+
+def test_figures_of_compressed_gradients() -> None:
+    ways = record("compression-pilot")["ways"]
+    heads, cells = rows_of("comm.md", "fp32 | bf16 | int8")
+    assert len(heads) == len(cells) == len(ways)
+    for cell, way in zip(cells, ways.values(), strict=True):
+        require(cell, *(100 * way["top1"][key] for key in ("median", "min", "max")))
+    named = {"int8 with error feedback": "int8, feedback", "fp8 e4m3 with a scale per 128": "e4m3"}
+    named |= {"fp8 e5m2": "e5m2", "PowerSGD of rank 4": "PowerSGD 4"}
+    models = record("compression")["models"].values()
+    for name, num_bytes, *errors in rows_of("comm.md", "| bytes | ResNet-50: a step")[2:]:
+        way = named.get(name.removesuffix(", not built"), name.strip("`"))
+        rows = [model["ways"][way] for model in models]
+        require(num_bytes, *dict.fromkeys(round(row["bytes"], 3) for row in rows))
+        values = [100 * row[key] for row in rows for key in ("error", "error_of_all_steps")]
+        for cell, value in zip(errors, values, strict=True):
+            require(cell, value)
