@@ -1,5 +1,6 @@
 """The run folder: one place for everything that a run leaves behind. Imports no torch."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,6 +104,13 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write {path}: {error.strerror or error}; put that right, or name another folder where this one "
             "was named; a run goes on from its newest checkpoint"
         ) from error
+
+
+def require_writable(folder: Path) -> None:
+    """Make a folder for what is to be written at the end, before anything takes long. Raises: RunFolderError."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -46,11 +46,13 @@ def main(argv: Sequence[str]) -> int:
             return code
     answer = read_answer(run)
     text = json.dumps(answer.record(), indent=1)
-    run.write_text(run.path / "batch.json", text + "\n")
-    if answer.rows:
-        plot_answer(answer, run.path / "batch.png")
-    for line in explain(answer):
-        print(line)
+    try:
+        run.write_text(run.path / "batch.json", text + "\n")
+        if answer.rows:
+            plot_answer(answer, run.path / "batch.png")
+    finally:  # a run on a disk that is full, or read-only, tells it all the same
+        for line in explain(answer):
+            print(line)
     print(f"left in {run.path}: batch.json{' and batch.png' if answer.rows else ''}")
     return 0
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import shlex
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from bigbatch.trainer.config.file import as_yaml, find_config, load_config
 from bigbatch.trainer.config.schema import Config, with_values
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.run.checkpoint import write_on_first
-from bigbatch.trainer.run.folder import RunDir, writing
+from bigbatch.trainer.run.folder import RunDir, require_writable
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 from bigbatch.trainer.step.stop_request import Stopped, leave_stopped
 from bigbatch.trainer.tune.precision.choices import (
@@ -70,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         what="precision.json",
         timeout_seconds=config.run.checkpoint_timeout_seconds,
     )
-    writes(partial(_require_folder, arguments.out))
+    writes(partial(require_writable, arguments.out))
     answer, stop = None, None
     try:
         answer = search(config, communicator, spans, steps=arguments.steps, num_ranks=num_ranks)
@@ -184,16 +183,24 @@ def confirm(answer: Answer, config: Config, communicator: Communicator, *, steps
     return dataclasses.replace(answer, tried=tried)
 
 
-def _require_folder(out: Path) -> None:
-    """Make it, before anything takes long. Raises: RunFolderError where nothing can be written there."""
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-
-
 def _write(answer: Answer, out: Path, *, base: str, overrides: Sequence[str]) -> None:
-    """Write precision.json, .png and .yaml, and print the answer. Raises: RunFolderError."""
+    """Write precision.json, .png and .yaml, and print the answer in any case. Raises: RunFolderError."""
     folder = RunDir(out)
+    try:
+        _write_files(answer, folder, base=base)
+    finally:  # a full disk does not take away what was measured
+        for line in explain(answer):
+            print(line)
+    words = ["bigbatch", "train", "--config", str(folder.path / "precision.yaml"), *overrides]
+    stated = {word.partition("=")[0] for word in overrides}
+    for key, value in answer.values.items():
+        if f"--{key}" in stated:  # and would go before the file's
+            words += [f"--{key}", as_yaml(value)]
+    print(f"left in {folder.path}: precision.yaml, precision.json, precision.png")
+    print(f"take it by {shlex.join(words)}")
+
+
+def _write_files(answer: Answer, folder: RunDir, *, base: str) -> None:
     folder.write_text(folder.path / "precision.json", json.dumps(answer.record(), indent=1) + "\n")
     sections: dict[str, object] = {"base": _base(base)}
     for key, value in answer.values.items():
@@ -203,15 +210,6 @@ def _write(answer: Answer, out: Path, *, base: str, overrides: Sequence[str]) ->
         held[name] = value
     folder.write_text(folder.path / "precision.yaml", yaml.safe_dump(sections, sort_keys=False))
     plot_answer(answer, folder.path / "precision.png", title=f"{base}: gradients of {answer.num_steps} steps")
-    for line in explain(answer):
-        print(line)
-    words = ["bigbatch", "train", "--config", str(folder.path / "precision.yaml"), *overrides]
-    stated = {word.partition("=")[0] for word in overrides}
-    for key, value in answer.values.items():
-        if f"--{key}" in stated:  # and would go before the file's
-            words += [f"--{key}", as_yaml(value)]
-    print(f"left in {folder.path}: precision.yaml, precision.json, precision.png")
-    print(f"take it by {shlex.join(words)}")
 
 
 def _base(config: str) -> str:

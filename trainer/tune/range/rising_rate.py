@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.range_test import KEY as EARLIER_TEST
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.checkpoint import write_on_first
+from bigbatch.trainer.run.folder import RunDir, require_writable
 from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.tune.range.curve import EXPLODED, MIN_STEPS, SmoothedLoss, exponential, suggest
 from bigbatch.trainer.tune.range.report import explain, plot_range, range_record
@@ -49,6 +51,12 @@ def main(argv: Sequence[str]) -> int:
     communicator, tuned = join_job(config, env)
     communicator.agree("the range test", f"{low} {high} {steps}")
     curve = _Curve(communicator, num_steps=steps)
+    write_on_first(
+        partial(require_writable, arguments.out),
+        communicator.control,
+        what="range.json",
+        timeout_seconds=config.run.checkpoint_timeout_seconds,
+    )
     stopped_by = _train(config, communicator, curve, lr=exponential(low, high, steps=steps), steps=steps, tuned=tuned)
     if stopped_by:
         curve.say(f"stopped by {stopped_by}; nothing was written")
@@ -112,7 +120,7 @@ def _train(
 
 
 def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Write range.json, range.png and the reading. Raises: TuneError; RunFolderError."""
+    """Write range.json and range.png, and say the reading in any case. Raises: TuneError; RunFolderError."""
     found = suggest(curve.lrs, curve.losses, exploded_lr=curve.exploded_lr)
     if curve.exploded_lr and len(curve.lrs) < MIN_STEPS // 2:
         raise TuneError(
@@ -121,10 +129,12 @@ def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, ove
         )
     folder = RunDir(arguments.out)
     text = json.dumps(range_record(curve.lrs, curve.losses, found, config=dump_config(config)), indent=1)
-    folder.write_text(folder.path / "range.json", text + "\n")
-    plot_range(curve.lrs, curve.losses, found, folder.path / "range.png", title=f"{arguments.config}, range test")
-    for line in explain(found, high=arguments.high, experiment=[arguments.config, *overrides]):
-        curve.say(line)
+    try:
+        folder.write_text(folder.path / "range.json", text + "\n")
+        plot_range(curve.lrs, curve.losses, found, folder.path / "range.png", title=f"{arguments.config}, range test")
+    finally:  # a full disk does not take away what was measured
+        for line in explain(found, high=arguments.high, experiment=[arguments.config, *overrides]):
+            curve.say(line)
     curve.say(f"plot: {folder.path / 'range.png'}")
 
 

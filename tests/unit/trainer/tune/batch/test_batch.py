@@ -175,6 +175,17 @@ def test_a_run_is_read_and_its_answer_left_beside_it(tmp_path: Path, capsys: pyt
     assert "recommended: a global batch of 1024" in capsys.readouterr().out
 
 
+def test_answer_is_told_where_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of somebody else's run, whose folder can only be read."""
+    run = make_run(tmp_path / "run", pairs_of([1000.0] * 200))
+    (run.path / "batch.json").mkdir()  # root can write into any folder
+    with pytest.raises(RunFolderError, match=naming("batch.json: Is a directory")):
+        recommend.main([str(run.path)])
+    told = capsys.readouterr().out
+    assert "recommended: a global batch of 1024" in told
+    assert "left in" not in told
+
+
 def test_measurements_that_no_run_can_have_made_are_left_out(tmp_path: Path) -> None:
     pairs = pairs_of([1000.0] * 10)
     run = make_run(tmp_path / "run", pairs)

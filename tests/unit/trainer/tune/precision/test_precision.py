@@ -260,6 +260,15 @@ def test_folder_that_takes_nothing_is_refused_before_training(monkeypatch: pytes
     assert not trained
 
 
+def test_what_was_measured_is_told_where_it_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """A disk that has filled up meanwhile takes minutes of fp16 on a CPU with it otherwise."""
+    with pytest.raises(RunFolderError, match=naming(" /proc/none/precision.json: ")):
+        recommend._write(answer_of(Choice({}, "why")), Path("/proc/none"), base="quickstart", overrides=[])
+    told = capsys.readouterr().out
+    assert "choice: as it is\n  why\n" in told
+    assert "left in" not in told
+
+
 def test_command_takes_what_is_recommended_though_another_value_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

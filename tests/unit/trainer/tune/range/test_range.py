@@ -1,16 +1,19 @@
 """The range test: pure parts against closed forms, and the command on a small run."""
 
+import argparse
 import json
 import math
 import shlex
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from error_texts import naming
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.tune.range import rising_rate as range_test
 from bigbatch.trainer.tune.range.curve import SmoothedLoss, Suggestion, exponential, smooth, suggest
@@ -141,6 +144,28 @@ SYNTHETIC = {
 }
 
 
+def test_folder_that_takes_nothing_is_refused_before_training(monkeypatch):
+    trained = []
+    monkeypatch.setattr(range_test, "_train", lambda *_, **__: trained.append(0))
+    options = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
+    with pytest.raises(RunFolderError, match=naming(" /proc/none: ")):
+        range_test.main(["--config", "quickstart", "--from=1", "--to=2", "--steps=20", "--out=/proc/none", *options])
+    assert not trained
+
+
+def test_reading_is_told_where_it_cannot_be_written(capsys):
+    """A disk that has filled up meanwhile takes no training of a hundred large batches with it."""
+    curve = range_test._Curve(SimpleNamespace(rank=0), num_steps=STEPS)
+    curve.lrs, curve.losses = LRS, [1 + 1.3 / (1 + (lr / 2.0) ** 2) for lr in LRS]
+    arguments = argparse.Namespace(out=Path("/proc/none"), config="quickstart", low=LRS[0], high=LRS[-1])
+    config = load_config(["--config", "quickstart"])
+    with pytest.raises(RunFolderError, match=naming(" /proc/none/range.json: ")):
+        range_test._finish(curve, config, arguments=arguments, overrides=[])
+    told = capsys.readouterr().out
+    assert "suggested: " in told
+    assert "plot: " not in told
+
+
 def run_range(*options, ranks=0):
     launch = ["launch", "mpirun", "--ranks", str(ranks), "--"] if ranks else []
     settings = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
@@ -170,4 +195,4 @@ def test_explosion_at_the_start_is_an_error(tmp_path):
     done = run_range("--from", "1e6", "--to", "1e9", "--steps", "40", "--out", str(tmp_path / "out"))
     assert done.returncode == 1
     assert "--from 1e+06" in done.stderr
-    assert not (tmp_path / "out").exists()
+    assert not any((tmp_path / "out").iterdir())
