@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
             what = " ".join([*overrides, *(["--launch"] if arguments.launch else [])])
             raise ConfigError(f"{what}: a run that there is cannot be changed; give --epochs N --out FOLDER to train")
         run = RunDir(Path(arguments.what))
+        if not run.config.is_file():
+            raise RunFolderError(f"{run.path} is no run folder: to train a config first, give --epochs N --out FOLDER")
     else:
         run = RunDir(arguments.out)
         if code := _train(short_run(arguments, overrides)):

@@ -206,7 +206,7 @@ def test_measurements_that_no_run_can_have_made_are_left_out(tmp_path: Path) -> 
         (["{run}"], RunFolderError, ("has no noise scale", "--run.noise_scale_every_steps 1", "bigbatch tune batch")),
         (["{few}"], TuneError, ("has 4 measurements", "5 are the fewest")),
         (["{flat}"], TuneError, ("gradients of zero", "look at its loss")),
-        (["{none}"], RunFolderError, ("is no run folder",)),
+        (["quickstart"], RunFolderError, ("quickstart is no run folder", "--epochs N --out FOLDER")),
         (["quickstart", "--epochs", "2"], ConfigError, ("--epochs and --out go together",)),
         (["{run}", "--run.seed=1"], ConfigError, ("--run.seed=1", "--epochs N --out FOLDER")),
         (["{run}", "--launch", "mpirun --ranks 2"], ConfigError, ("--launch", "cannot be changed")),
