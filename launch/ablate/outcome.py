@@ -11,13 +11,13 @@ from bigbatch.colours import COLOURS
 from bigbatch.errors import RunFolderError
 from bigbatch.launch.ablate.plan import STEP, Ablation
 from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
-from bigbatch.launch.report.collect import common_conditions, differences, whole_records
+from bigbatch.launch.report.collect import common_conditions, differences
 from bigbatch.launch.report.plots import plain_text
 from bigbatch.launch.report.tables import conditions_table
 from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, damage, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.tables import Table, markdown, plain_cell
-from bigbatch.trainer.run.folder import RunDir, writing
+from bigbatch.trainer.run.folder import RunDir, read_records, writing
 
 NOTE = (
     "Each step has the changes of all steps before it. Seconds are of training steps on one machine, without start, "
@@ -49,7 +49,7 @@ def _read(point: Point, folder: SweepFolder, *, target: float | None) -> RunResu
         return str(state["reason"] or state["state"])
     size = point.config.batch.global_batch_size
     try:
-        records = list(whole_records(folder.run(point.number)))
+        records = list(read_records(folder.run(point.number).metrics))
         return run_result(records, seed=point.config.run.seed, global_batch_size=size, target=target)
     except RunFolderError as error:
         return str(error)

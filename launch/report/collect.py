@@ -50,7 +50,7 @@ class RunResults:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield its records. Raises: RunFolderError."""
-        return whole_records(RunDir(self.folder))
+        return read_records(RunDir(self.folder).metrics)
 
     @cached_property
     def noise_scale(self) -> dict[str, Any] | None:
@@ -183,18 +183,10 @@ def read_run_results(run: RunDir) -> RunResults:
     return RunResults(run.path, config, common_conditions([summary]))
 
 
-def whole_records(run: RunDir) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl, one by one. Raises: RunFolderError."""
-    try:
-        yield from read_records(run.metrics)
-    except OSError as error:
-        raise RunFolderError(f"{run.metrics} is not readable: {error}") from error
-
-
 def train_records(run: RunDir) -> list[dict[str, Any]]:
     """Return the reports of the newest start, but for its first; each with the number of its steps."""
     records: list[dict[str, Any]] = []
-    for record in whole_records(run):
+    for record in read_records(run.metrics):
         if record["kind"] == "start":
             records = []
         elif record["kind"] == "train":

@@ -116,19 +116,22 @@ def require_writable(folder: Path) -> None:
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics file, one by one; each has a kind, which is a word.
 
-    Lines that are none, such as a last one that a crash has cut short, are left out.
+    Lines that are none, such as a last one that a crash has cut short, are left out. Raises: RunFolderError.
     """
     if not path.exists():
         return
-    with path.open(errors="replace") as file:
-        for line in file:
-            try:
-                record = parse_json(line)
-            except ValueError:
-                continue
-            # a word alone may become a file's name
-            if isinstance(record, dict) and isinstance(kind := record.get("kind"), str) and kind.isidentifier():
-                yield record
+    try:
+        with path.open(errors="replace") as file:
+            for line in file:
+                try:
+                    record = parse_json(line)
+                except ValueError:
+                    continue
+                # a word alone may become a file's name
+                if isinstance(record, dict) and isinstance(kind := record.get("kind"), str) and kind.isidentifier():
+                    yield record
+    except OSError as error:
+        raise RunFolderError(f"{path} is not readable: {error.strerror or error}") from error
 
 
 def read_curves(path: Path) -> list[dict[str, Any]]:

@@ -7,13 +7,12 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import ConfigError, RunFolderError, TuneError
+from bigbatch.errors import ConfigError, RunFolderError, TuneError, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
@@ -110,19 +109,30 @@ def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[s
 
 def _train(command: Sequence[str]) -> int:
     """Train, and pass on what asks to stop; 130 where it was stopped. Raises: TuneError where it failed."""
-    # in a session of its own: by a terminal, Ctrl-C would reach it twice
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    training: list[subprocess.Popen[bytes]] = []
+    asked: list[signal.Signals] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        # a training has no answer to the end of its terminal
+        asked.append(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
+        for process in training:
+            process.send_signal(asked[-1])
+
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    with handling(STOP_SIGNALS if is_nohup else (*STOP_SIGNALS, signal.SIGHUP), partial(_pass_on, process)):
-        code = process.wait()
+    with handling(STOP_SIGNALS if is_nohup else (*STOP_SIGNALS, signal.SIGHUP), pass_on):
+        # in a session of its own: by a terminal, Ctrl-C would reach it twice
+        training.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
+        for number in asked:  # while it was started
+            training[0].send_signal(number)
+        code = training[0].wait()
+    # asked before it could answer, of which a launcher makes 128 + N; 130 is its own answer, and it said so
+    ended_by = [number.name for number in asked if code in (-number, 128 + number)]
+    if ended_by and code != INTERRUPTED:
+        tell(f"stopped by {ended_by[0]} before it trained; the same command starts it")
+        return INTERRUPTED
     if code not in (0, INTERRUPTED):
         raise TuneError(f"the training ended with exit code {code}; what it said stands above")
     return code
-
-
-def _pass_on(process: "subprocess.Popen[bytes]", number: int, frame: FrameType | None) -> None:
-    # a training has no answer to the end of its terminal
-    process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -234,6 +234,14 @@ def test_tune_batch_refuses(
         recommend.main([option.format(**places) for option in options])
 
 
+def test_run_whose_metrics_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [])
+    run.metrics.unlink()
+    run.metrics.mkdir()  # root can read any file
+    with pytest.raises(RunFolderError, match=naming("metrics.jsonl is not readable: ")):
+        recommend.main([str(run.path)])
+
+
 def test_tune_batch_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -266,20 +274,29 @@ def test_tune_batch_passes_on_what_asks_it_to_stop(
     number: signal.Signals, passed: signal.Signals, tmp_path: Path
 ) -> None:
     """A training does not outlive its command, and says by 130 that it stopped, which is the command's code, too."""
-    mark = tmp_path / "mark"
-    child = (
-        "import pathlib, signal, sys, time\n"
-        f"signal.signal({int(passed)}, lambda *_: sys.exit(130))\n"
-        f"pathlib.Path({str(mark)!r}).touch()\n"
-        "time.sleep(60)\n"
-    )
+    answer = f"signal.signal({int(passed)}, lambda *_: sys.exit(130))"
+    assert stop_the_training(number, answer=answer, mark=tmp_path / "mark") == (130, "")
+
+
+@pytest.mark.parametrize("answer", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))"])
+def test_training_that_was_stopped_before_it_could_answer_has_not_failed(answer: str, tmp_path: Path) -> None:
+    """As while it imports torch; where a launcher starts it, that ends with 128 and the signal."""
+    code, told = stop_the_training(signal.SIGTERM, answer=answer, mark=tmp_path / "mark")
+    assert (code, told) == (130, "bigbatch: stopped by SIGTERM before it trained; the same command starts it\n")
+
+
+def stop_the_training(number: signal.Signals, *, answer: str, mark: Path) -> tuple[int, str]:
+    """Send a signal to the command while a child that answers so runs for it; its code, and what it told."""
+    child = f"import pathlib, signal, sys, time\n{answer}\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(60)\n"
     command = "import sys; from bigbatch.trainer.tune.batch import recommend; sys.exit(recommend._train(sys.argv[1:]))"
-    process = subprocess.Popen([sys.executable, "-c", command, sys.executable, "-c", child])
+    words = [sys.executable, "-c", command, sys.executable, "-c", child]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     while not mark.exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    assert process.wait(timeout=50) == 130
+    _, told = process.communicate(timeout=50)
+    return process.returncode, told
 
 
 @pytest.mark.long
