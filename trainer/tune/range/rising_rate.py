@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
     return leave_stopped(env) if stopped_by else 0
 
 
-def _without_earlier_test(overrides: Sequence[str]) -> Sequence[str]:
+def _without_earlier_test(overrides: Sequence[str]) -> list[str]:
     joined = join_values(overrides)
     kept = [word for word in joined if not word.startswith(f"--{EARLIER_TEST}=")]
-    return overrides if kept == joined else kept
+    return list(overrides) if kept == joined else kept
 
 
 class _Curve:
