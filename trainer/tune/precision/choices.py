@@ -31,9 +31,13 @@ class Gradients:
     weights: Magnitudes
     activations: Magnitudes
 
+    def shares(self, power: int) -> list[float]:
+        """Return of each the share that is without all digits at a scale of 2^power."""
+        return [each.shortened(scale_power=power) for each in (self.weights, self.activations)]
+
     def short(self, power: int) -> float:
-        """Return the larger of both shares that are without all digits at a scale of 2^power."""
-        return max(each.shortened(scale_power=power) for each in (self.weights, self.activations))
+        """Return the larger of both shares."""
+        return max(self.shares(power))
 
     def headroom(self, power: int) -> float:
         """Return the smaller of both headrooms, in powers of two."""
@@ -50,11 +54,12 @@ class Choice:
 
 def choose_scale(found: Gradients) -> tuple[int | None, str]:
     """Return the power of the loss scale to begin with and the reason; None where fp16 holds these at no scale."""
-    power = _mildest(POWERS, short=found.short, headroom=found.headroom)
+    power = _mildest(POWERS, short=found.shares, headroom=found.headroom)
     if power is None:
         return None, "gradients overflow fp16 at every loss scale: take optimizer.precision bf16 or fp32"
     reason = (
-        f"the smallest scale at which at most {TOLERANCE:.1%} more are short than at any ({found.short(power):.2%}); "
+        f"the smallest scale at which at most {TOLERANCE:.1%} more of either are short than at any "
+        f"({found.short(power):.2%} at most); "
         f"the largest may grow {2 ** found.headroom(power):.3g} times before it overflows"
     )
     return power, reason
@@ -102,8 +107,8 @@ def choose_predivide(weights: Magnitudes, *, num_ranks: int, scale_power: int = 
     """
     term_power = (num_ranks - 1).bit_length()
 
-    def short(power: int) -> float:
-        return weights.shortened(scale_power=scale_power + power - term_power)
+    def short(power: int) -> list[float]:
+        return [weights.shortened(scale_power=scale_power + power - term_power)]
 
     def headroom(power: int) -> float:
         return weights.headroom(scale_power=scale_power + power)
@@ -153,10 +158,21 @@ def span_choice(rows: Sequence[SpanRow], *, own: int) -> Choice:
     )
 
 
-def _mildest(powers: Sequence[int], *, short: Callable[[int], float], headroom: Callable[[int], float]) -> int | None:
-    """Return the first power, of those with room, at which about as few are short as at any of them."""
-    fitting = [power for power in powers if headroom(power) >= LEAST_HEADROOM]
-    if not fitting:
-        return None
-    least = min(short(power) for power in fitting)
-    return next(power for power in fitting if short(power) <= least + TOLERANCE)
+def _mildest(
+    powers: Sequence[int], *, short: Callable[[int], Sequence[float]], headroom: Callable[[int], float]
+) -> int | None:
+    """Return the first power, of those with room, at which about as few of each kind are short as at any of them.
+
+    Each kind by itself: activations of which half are 0 at any power say nothing of weights. Both shares fall as the
+    scale rises, so there is such a power.
+    """
+    fitting = {power: short(power) for power in powers if headroom(power) >= LEAST_HEADROOM}
+    least = [min(shares) for shares in zip(*fitting.values(), strict=True)]
+    return next(
+        (
+            power
+            for power, shares in fitting.items()
+            if all(share <= fewest + TOLERANCE for share, fewest in zip(shares, least, strict=True))
+        ),
+        None,
+    )

@@ -109,6 +109,13 @@ def test_scale_stops_where_the_largest_needs_room() -> None:
     assert scale_choice(found, growth_steps=None).values["optimizer.loss_scale_growth_steps"] == 2000
 
 
+def test_scale_keeps_the_digits_of_weights_beside_activations_that_are_zero() -> None:
+    """Half of the activations' are 0 at any scale: of weights as many could be short without being the larger share."""
+    # all of 2^-33 and above reach 2^-14 with 2^19, half of them with 2^9
+    found = Gradients(even(-33, -14), Magnitudes({-10: 1}, zeros=1, largest=2.0**-10))
+    assert choose_scale(found)[0] == 19
+
+
 def test_no_scale_holds_what_overflows() -> None:
     huge = Gradients(Magnitudes({20: 1}, largest=2.0**20), even(-5, -1))
     assert choose_scale(huge)[0] is None
