@@ -130,3 +130,26 @@ def test_figures_of_compressed_gradients() -> None:
         values = [100 * row[key] for row in rows for key in ("error", "error_of_all_steps")]
         for cell, value in zip(errors, values, strict=True):
             require(cell, value)
+
+
+def test_figures_of_wires() -> None:
+    head, sent, *seconds = rows_of("comm.md", "| fp32 | `float16`")
+    assert len(head) == len(sent) == 6
+    slow, fast = ([*record(f"comm-ways-wires-{rate}mbit")["rows"]] for rate in (200, 1000))
+    for cell, row in zip(sent[1:], slow, strict=True):
+        require(cell, row["node_bytes"] / 1e6)
+    for (_, *cells), rows in zip(seconds, (slow, fast), strict=True):
+        for cell, row in zip(cells, rows, strict=True):
+            require(cell, row["seconds"]["median"])
+
+
+def test_figures_of_precision_by_depth() -> None:
+    rows = {(row["model"], row["precision"]): row for row in record("precision-cpu-depths")["rows"]}
+    shown = rows_of("precision.md", "| fp32, images/s")[1:]
+    assert len(shown) == 5
+    for name, speed, *gains, memory in shown:
+        found = [rows[name.lower().replace("-", ""), each] for each in ("fp32", "bf16_autocast", "bf16")]
+        require(speed, found[0]["images_per_second"]["median"])
+        for cell, row in zip(gains, found[1:], strict=True):
+            require(cell, *(row["speedup"][key] for key in ("median", "min", "max")))
+        require(memory, found[0]["peak_mb"], found[2]["peak_mb"])
