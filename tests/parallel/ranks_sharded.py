@@ -279,6 +279,11 @@ def check_finite(communicator: Communicator) -> None:
     if communicator.rank == 0:
         master[0] = float("nan")
     assert not run.precision.is_finite()
+    state = [{"kept": torch.ones(3), "step": torch.tensor(1.0), "rate": 0.1}, {}]
+    assert run.precision.has_finite(state)
+    if communicator.rank == 0:
+        state[0]["kept"][1] = float("inf")
+    assert not run.precision.has_finite(state)
 
 
 def check_too_small(communicator: Communicator) -> None:

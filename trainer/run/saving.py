@@ -60,7 +60,7 @@ class CheckpointSaver:
         """Begin to write the checkpoint after so many steps, as all is now; settle says when it is on disk. Collective.
 
         The one before is to be settled. The first rank copies the state into its host's memory for it.
-        Raises: TrainingDiverged where weights are not finite; ReplicasDiffer.
+        Raises: TrainingDiverged where weights, or state of the optimizer, are not finite; ReplicasDiffer.
         """
         assert self._step is None
         started = awake_seconds()
@@ -89,6 +89,13 @@ class CheckpointSaver:
                 "schedule.base_lr or lengthen schedule.warmup_epochs"
             )
         self.compare(done=done)
+        if not parts.precision.has_finite(parts.optimizer.state.values()):
+            # a weight whose mean of squares is infinite gets updates of 0 for ever, by a loss that looks healthy
+            raise TrainingDiverged(
+                f"the updates up to step {done} left state of the optimizer that is not finite, which is not saved: "
+                "gradients overflowed; lower schedule.base_lr, lengthen schedule.warmup_epochs, or set "
+                "optimizer.clip_norm"
+            )
         with parts.showing() as in_training:
             yield {
                 "step": done,

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -154,6 +154,13 @@ class Precision:
     def is_finite(self) -> bool:
         """Tell whether every weight is finite. Waits for the device."""
         return self.weights.is_finite()
+
+    def has_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
+        """Tell whether what an optimizer keeps of each master is finite, on any rank. Collective; as is_finite."""
+        tensors = [value for kept in state for value in kept.values() if isinstance(value, Tensor)]
+        is_odd = not all(bool(tensor.isfinite().all()) for tensor in tensors)
+        odd_1 = torch.full((1,), float(is_odd), dtype=torch.float64, device=self._device)
+        return not self.weights.sum_parts(odd_1).any()
 
     def model_state(self) -> dict[str, Tensor]:
         """Return the model's state_dict with fp32 masters in place of half-precision weights."""
