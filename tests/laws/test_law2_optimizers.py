@@ -76,14 +76,16 @@ def train(data: Path, folder: Path, settings: dict[str, object], *, ranks: int, 
         pytest.param(1, {**ADAPTIVE, "optimizer.name": "adamw"}, marks=pytest.mark.long),
         (2, {**CYCLIC, "optimizer.sharded": "true"}),
         pytest.param(2, {**MUON, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
-        pytest.param(2, {**SHAMPOO, "optimizer.precision": "bf16"}, marks=pytest.mark.long),
+        pytest.param(
+            2, {**SHAMPOO, "optimizer.sharded": "true", "optimizer.precision": "bf16"}, marks=pytest.mark.long
+        ),
         pytest.param(
             2,
             {**ADAPTIVE, "optimizer.name": "lamb", "optimizer.sharded": "true", "optimizer.precision": "bf16"},
             marks=pytest.mark.long,
         ),
     ],
-    ids=["schedulefree-bf16", "adamw", "cyclic-sharded-lars", "muon-bf16", "shampoo-bf16", "sharded-lamb-bf16"],
+    ids=["schedulefree-bf16", "adamw", "cyclic-sharded-lars", "muon-bf16", "sharded-shampoo-bf16", "sharded-lamb-bf16"],
 )
 def test_a_run_in_two_parts_is_the_run_in_one(
     ranks: int, settings: dict[str, object], data: Path, tmp_path: Path

@@ -97,6 +97,17 @@ ADAPTIVE = {
 }
 
 
+MUON = {
+    "optimizer.name": "muon",
+    "optimizer.trust_coefficient": "null",
+    "optimizer.momentum_form": "null",
+    "optimizer.eps": "null",
+    "schedule.base_lr": 0.02,
+    "schedule.end_lr": 0.0,
+}
+SHAMPOO = {**MUON, "optimizer.name": "shampoo", "optimizer.eps": 1e-4, "optimizer.root_every_steps": 2}
+
+
 FOREIGN = dict.fromkeys(("model.width", "model.pool_first", "model.logit_scale"), "null")
 RESIDENT = {"data.loader": "resident", "data.crop": "padded", "data.crop_area_min": "null"}
 AVERAGED = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 1}
@@ -133,7 +144,8 @@ SHARDED = {"optimizer.sharded": "true"}
     [
         ((2, 3), {}),
         pytest.param((1, 4), {"optimizer.name": "lamb", **ADAPTIVE}, marks=pytest.mark.long),
-        pytest.param((1, 6), {"optimizer.name": "adamw", **ADAPTIVE}, marks=pytest.mark.long),
+        pytest.param((1, 3), MUON, marks=pytest.mark.long),
+        pytest.param((1, 6), SHAMPOO, marks=pytest.mark.long),
         pytest.param(
             (1, 8),
             {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024, "optimizer.clip_norm": 0.5, **SMALL_BUFFERS},
@@ -144,7 +156,7 @@ SHARDED = {"optimizer.sharded": "true"}
 def test_sharded_update_has_the_same_bits_on_any_number_of_ranks(
     ranks: tuple[int, int], overrides: dict[str, object], data: Path, tmp_path: Path
 ) -> None:
-    """Norms of LARS, LAMB and clipping are of pieces that depend on the ranks."""
+    """Norms of LARS, LAMB and clipping, and matrices, are of pieces that depend on the ranks."""
     for count in ranks:
         command = train_command(data, tmp_path / str(count), {**EXACT, **SHARDED, "run.epochs": 1, **overrides})
         run(forked(command, ranks=count))
@@ -171,17 +183,6 @@ HALF = {
     "augment.color_jitter": 0.4,
     "model.whitening_eps": 5e-4,
 }
-
-
-MUON = {
-    "optimizer.name": "muon",
-    "optimizer.trust_coefficient": "null",
-    "optimizer.momentum_form": "null",
-    "optimizer.eps": "null",
-    "schedule.base_lr": 0.02,
-    "schedule.end_lr": 0.0,
-}
-SHAMPOO = {**MUON, "optimizer.name": "shampoo", "optimizer.eps": 1e-4, "optimizer.root_every_steps": 2}
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ OPTIMIZERS = {"lars": (LARS, 1.0), "lamb": (ADAPTIVE, 0.01), "sgd": (HEAVY, 2.0)
 ORTHOGONAL = {"vector_lr_factor": 2.0, "newton_schulz_steps": 5, "newton_schulz_precision": "fp32"}
 ROOTS = {"block_size": 40, "root_every_steps": 2, "factor_decay": 0.9, "eps": 1e-3}
 WHOLE = {"muon": ({**HEAVY, **ORTHOGONAL}, 0.05), "shampoo": ({**HEAVY, **ROOTS}, 1.0)}
-"""The same of those that are not sharded."""
+"""The same of those that need whole matrices."""
 ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
 """Of the way gone by the weights: gradients in half precision are rounded after another sum."""
 
@@ -124,7 +124,7 @@ def loss_scale(run: Run) -> float:
 def check_sharded_update(communicator: Communicator) -> None:
     """All that is promised of it."""
     check_halves_of_a_sum(communicator)
-    for name in OPTIMIZERS:
+    for name in (*OPTIMIZERS, *WHOLE):
         for precision in ROUNDING:
             check_same_update(name, precision, communicator)
             check_checkpoints(name, precision, communicator)

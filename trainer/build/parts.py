@@ -1,13 +1,13 @@
 """From a config to all that a step works with: with the others of this room, the only files that know all parts."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import FRACTION_BITS, Grid
@@ -28,6 +28,7 @@ from bigbatch.trainer.models.norm import (
     flatten_running_statistics,
 )
 from bigbatch.trainer.models.own_state import refuse_own_state
+from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.run.weights import digest, load_weights_
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.divided_work import DividedWork
@@ -137,12 +138,15 @@ def _make_optimizer(
     config: Config, model: nn.Module, precision: Precision, *, reducer: GradientReducer, communicator: Communicator
 ) -> torch.optim.Optimizer:
     """Make the optimizer over all weights or, if sharded, over the share that this rank's precision then holds."""
-    make = partial(make_optimizer, config.optimizer, model, lr=config.schedule.base_lr)
-    if not config.optimizer.sharded:
-        optimizer = make(precision.masters)
-        if hasattr(optimizer, "divide"):
+
+    def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(config.optimizer, model, masters, lr=config.schedule.base_lr)
+        if isinstance(optimizer, MatrixOptimizer):
             optimizer.divide = DividedWork(communicator, one_by_one=config.run.reproducible)
         return optimizer
+
+    if not config.optimizer.sharded:
+        return make(precision.masters)
     # compiled code and a captured step leave no place to wait within a forward; others' modules may read weights of
     # submodules that they do not call, as MultiheadAttention does
     may_wait = config.compute.compile is None and not config.compute.cuda_graph

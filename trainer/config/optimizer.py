@@ -13,8 +13,6 @@ STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_
 
 WHOLE = ("muon", "shampoo")
 """Optimizers that need whole matrices, whose work ranks share."""
-SHARDED = tuple(name for name in OPTIMIZERS if name not in WHOLE)
-"""Optimizers that work on parts of tensors, too."""
 
 
 def is_foreign(name: str) -> bool:
@@ -55,7 +53,7 @@ def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.sharded:
         yield (
             f"optimizer.sharded=True does not go with optimizer.name={optimizer.name}, which may need whole tensors: "
-            f"set it to false, or take one of {', '.join(SHARDED)}"
+            f"set it to false, or take one of {', '.join(OPTIMIZERS)}"
         )
     for argument, key in STATED_ELSEWHERE.items():
         if argument in (optimizer.options or {}):
@@ -71,11 +69,6 @@ def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]
     """Refuse what a sharded update does not go with."""
     if not optimizer.sharded:
         return
-    if optimizer.name in OPTIMIZERS and optimizer.name not in SHARDED:
-        yield (
-            f"optimizer.sharded=True does not go with optimizer.name={optimizer.name}, which needs whole matrices: set "
-            "it to false, ranks share its work without it"
-        )
     if comm.wire_dtype is not None:
         yield (
             f"comm.wire_dtype={comm.wire_dtype} does not go with optimizer.sharded=True, whose gradients travel in "

@@ -1,12 +1,14 @@
 """What optimizers of whole matrices share: which weights are matrices, and SGD of the others."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from bigbatch.trainer.optim.division import Division, undivided
 from bigbatch.trainer.optim.fused import (
+    FusedOptimizer,
     by_device_and_dtype,
     momentum_buffers,
     overflow_flag,
@@ -15,12 +17,29 @@ from bigbatch.trainer.optim.fused import (
     unscaled_grads,
     write_,
 )
+from bigbatch.trainer.optim.wholes import AllHere, Wholes, shape_of
+
+
+class MatrixOptimizer(FusedOptimizer):
+    """Updates matrices by all that is in each, wherever it is, and may share the work with ranks that do the same."""
+
+    _own: ClassVar[tuple[str, ...]] = ("divide", "wholes")
+    replicated_state: ClassVar[tuple[str, ...]] = ()
+    """What it keeps for a weight that is not of the weight's shape: whole on every rank, whatever part that updates."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        """Take the groups."""
+        super().__init__(params, defaults)
+        self.divide: Division = undivided
+        """Replaced where several ranks hold the same tensors: each then does the work on a share of them."""
+        self.wholes: Wholes = AllHere()
+        """Replaced where a rank holds only a part of each weight."""
 
 
 def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
     """Divide a group into matrices that adapt and the rest, at its own rate; without a part that would be empty."""
     named = list(zip(group["names"], group["params"], strict=True))
-    matrices = {name for name, tensor in named if group["adapt"] and tensor.dim() > 1}
+    matrices = {name for name, tensor in named if group["adapt"] and len(shape_of(tensor)) > 1}
     parts = []
     for is_matrix in (True, False):
         some = [(name, tensor) for name, tensor in named if (name in matrices) is is_matrix]
@@ -46,7 +65,7 @@ def problem_with_group(group: dict[str, Any], *, asked_by: str, does: str) -> st
 def _problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
     """Say, with a reason, which weight of a group that adapts is no matrix."""
     for index, weight in enumerate(group["params"]):
-        if group["adapt"] and weight.dim() < 2:
+        if group["adapt"] and len(shape_of(weight)) < 2:
             name = group["names"][index] if "names" in group else f"parameter {index} of the group"
             return (
                 f"{reason}, and {name} has shape {tuple(weight.shape)}: put it into a group with adapt=False, which "
@@ -64,7 +83,7 @@ def problem_with_count(key: str, value: object) -> str | None:
 
 def updatable(groups: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Tensor]]]:
     """List what one kernel can work on of each group, beside it: weights that have a gradient, and elements."""
-    with_elements = [(group, [w for w in group["params"] if w.numel()]) for group in groups]
+    with_elements = [(group, [w for w in group["params"] if shape_of(w).numel()]) for group in groups]
     return [(group, weights) for group, some in with_elements for weights in by_device_and_dtype(some)]
 
 

@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 from bigbatch.trainer.config.sections import OptimizerConfig
-from bigbatch.trainer.optim.division import Division, undivided
-from bigbatch.trainer.optim.fused import (
-    FusedOptimizer,
-    momentum_buffers,
-    overflow_flag,
-    unscaled_grads,
-    write_,
+from bigbatch.trainer.optim.fused import momentum_buffers, overflow_flag, unscaled_grads, write_
+from bigbatch.trainer.optim.matrices import (
+    MatrixOptimizer,
+    apart,
+    follow_,
+    problem_with_count,
+    problem_with_group,
+    updatable,
 )
-from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_group, updatable
 from bigbatch.trainer.optim.newton_schulz import cost, orthogonalised
+from bigbatch.trainer.optim.wholes import shape_of
 
 PRECISIONS = ("fp32", "bf16")
 
 
-class Muon(FusedOptimizer):
+class Muon(MatrixOptimizer):
     """Follows the momentum of each weight, made orthogonal; the rest goes by Nesterov SGD.
 
     With gradient g, weight w, momentum buffer v, and a convolution's filters as rows of a matrix (out x in * kh * kw):
@@ -38,7 +39,7 @@ class Muon(FusedOptimizer):
     are applied on the device: step() never waits for it, and an overflow leaves weights and momentum untouched.
     """
 
-    _own = ("divide", "_steps", "_precision")
+    _own = (*MatrixOptimizer._own, "_steps", "_precision")
 
     def __init__(
         self,
@@ -62,8 +63,6 @@ class Muon(FusedOptimizer):
             raise ValueError(problem)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adapt": adapt}
         super().__init__(params, defaults)
-        self.divide: Division = undivided
-        """Replaced where several ranks hold the same weights: each then orthogonalises a share."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         return problem_with_group(group, asked_by="Muon", does="makes matrices orthogonal")
@@ -72,15 +71,16 @@ class Muon(FusedOptimizer):
         parts = updatable(self.param_groups)
         matrices = [(group, weights) for group, weights in parts if group["adapt"]]
         directions = [self._directions(weights, group) for group, weights in matrices]
-        finish = self._start([direction for some in directions for direction in some])
+        all_weights = [w for _, weights in matrices for w in weights]
+        finish = self._start(self.wholes.gather(all_weights, [d for some in directions for d in some]))
         # while results of other ranks are on their way
         for group, weights in parts:
             if not group["adapt"]:
                 follow_(self, weights, group)
-        found = iter(finish())
+        found = iter(self.wholes.own(all_weights, finish()))
         for (group, weights), updates in zip(matrices, directions, strict=True):
             torch._foreach_copy_(updates, [next(found) for _ in updates])
-            torch._foreach_mul_(updates, [_scale(w.shape) for w in weights])
+            torch._foreach_mul_(updates, [_scale(shape_of(w)) for w in weights])
             overflow, decay = overflow_flag(self, weights[0].device), group["weight_decay"]
             write_(weights, updates, [], lr=group["lr"], weight_decay=decay, overflow=overflow)
 

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.trainer.config.sections import OptimizerConfig
-from bigbatch.trainer.optim.division import Division, undivided
 from bigbatch.trainer.optim.fused import (
-    FusedOptimizer,
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
@@ -20,10 +18,18 @@ from bigbatch.trainer.optim.fused import (
     unscaled_grads,
 )
 from bigbatch.trainer.optim.inverse_root import inverse_fourth_roots
-from bigbatch.trainer.optim.matrices import apart, follow_, problem_with_count, problem_with_group, updatable
+from bigbatch.trainer.optim.matrices import (
+    MatrixOptimizer,
+    apart,
+    follow_,
+    problem_with_count,
+    problem_with_group,
+    updatable,
+)
+from bigbatch.trainer.optim.wholes import shape_of
 
 
-class Shampoo(FusedOptimizer):
+class Shampoo(MatrixOptimizer):
     """Does Nesterov SGD along gradients that are preconditioned from both sides and as long as they were.
 
     With gradient G of a matrix W, a convolution's filters as rows (out x in * kh * kw), in blocks of at most block_size
@@ -40,7 +46,8 @@ class Shampoo(FusedOptimizer):
     where roots are due.
     """
 
-    _own = ("divide", "_block_size", "_every", "_factor_decay", "_eps", "_calls_before_roots")
+    _own = (*MatrixOptimizer._own, "_block_size", "_every", "_factor_decay", "_eps", "_calls_before_roots")
+    replicated_state = ("factors", "roots")
 
     def __init__(
         self,
@@ -69,8 +76,6 @@ class Shampoo(FusedOptimizer):
         """That certainly come before roots are due; 0 where the device has to be asked."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adapt": adapt}
         super().__init__(params, defaults)
-        self.divide: Division = undivided
-        """Replaced where several ranks hold the same weights: each then computes a share of the roots."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load it; the next call counts from what was loaded."""
@@ -82,25 +87,28 @@ class Shampoo(FusedOptimizer):
 
     def _update_groups_(self) -> None:
         parts = updatable(self.param_groups)
-        matrices = [(group, weights, unscaled_grads(self, weights)) for group, weights in parts if group["adapt"]]
+        own = [(group, weights, unscaled_grads(self, weights)) for group, weights in parts if group["adapt"]]
+        all_weights = [w for _, weights, _ in own for w in weights]
+        whole = iter(self.wholes.gather(all_weights, [g for _, _, grads in own for g in grads]))
+        matrices = [(group, weights, [next(whole) for _ in weights]) for group, weights, _ in own]
         for _, weights, grads in matrices:
             self._make_state(weights)
             self._follow_factors_(weights, grads)
-        finish = self._start_roots([w for _, weights, _ in matrices for w in weights])
+        finish = self._start_roots(all_weights)
         # while roots of other ranks are on their way
         for group, weights in parts:
             if not group["adapt"]:
                 follow_(self, weights, group)
         finish()
         for group, weights, grads in matrices:
-            follow_(self, weights, group, self._grafted(weights, grads))
+            follow_(self, weights, group, self.wholes.own(weights, self._grafted(weights, grads)))
 
     def _make_state(self, weights: list[Tensor]) -> None:
         """Make factors of zeros and, for roots, identities: until roots are due, a weight goes by SGD."""
         for w in weights:
             state = self.state[w]
             if "factors" not in state:
-                state["factors"] = w.new_zeros(num_factor_elements(w.shape, block_size=self._block_size))
+                state["factors"] = w.new_zeros(num_factor_elements(shape_of(w), block_size=self._block_size))
                 state["roots"] = torch.zeros_like(state["factors"])
                 for root_NN in self._squares(w, "roots"):
                     root_NN.fill_diagonal_(1.0)
@@ -110,7 +118,7 @@ class Shampoo(FusedOptimizer):
 
     def _squares(self, weight: Tensor, name: str) -> list[Tensor]:
         """Return the left and the right square of each block, as views of what lies in one vector."""
-        sizes = [size for shape in block_shapes(weight.shape, block_size=self._block_size) for size in shape]
+        sizes = [size for shape in block_shapes(shape_of(weight), block_size=self._block_size) for size in shape]
         parts = self.state[weight][name].split([size**2 for size in sizes])
         return [part.view(size, size) for part, size in zip(parts, sizes, strict=True)]
 
@@ -163,14 +171,14 @@ class Shampoo(FusedOptimizer):
         return True
 
     def _grafted(self, weights: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """Return the preconditioned gradients, each as long as its gradient, laid out like the weights."""
+        """Return the preconditioned gradients, each as long as its gradient, and laid out like it."""
         directions = []
         for weight, grad in zip(weights, grads, strict=True):
-            direction_MN = torch.empty((len(weight), math.prod(weight.shape[1:])), dtype=grad.dtype, device=grad.device)
+            direction_MN = grad.new_empty((len(grad), math.prod(grad.shape[1:])))
             roots = iter(self._squares(weight, "roots"))
             for block_MN, out_MN in zip(self._blocks(grad), self._blocks(direction_MN), strict=True):
                 out_MN.copy_(next(roots) @ block_MN @ next(roots))
-            directions.append(torch.empty_like(weight).copy_(direction_MN.view(weight.shape)))
+            directions.append(torch.empty_like(grad).copy_(direction_MN.view(grad.shape)))
         g_N, p_N = norms_of([*grads, *directions]).view(2, -1)
         return scaled(directions, one_where_a_norm_is_zero(g_N / p_N, g_N, p_N))
 

@@ -60,11 +60,13 @@ def sharded_notes(config: Config, parts: Parts) -> list[str]:
     if not config.optimizer.sharded:
         return []
     memory = update_memory(config, parts)
+    matrices = matrix_bytes(config, parts) + gather_bytes(config, parts)
+    more = f", and {config.optimizer.name} keeps {_mb(matrices)} on each for whole matrices" if matrices else ""
     return [
         f"sharded over {parts.communicator.world_size} ranks: each keeps {_mb(memory.kept_bytes)} of optimizer state, "
         f"fp32 masters and their gradients instead of {_mb(memory.whole_bytes)}, and gets the sums of "
         f"{_mb(memory.summed_bytes)} of {_mb(memory.gradient_bytes)} of gradients; weights and gradient buffers are "
-        "whole on each"
+        f"whole on each{more}"
     ]
 
 
@@ -76,14 +78,25 @@ def matrix_bytes(config: Config, parts: Parts) -> int:
 
 
 def gather_bytes(config: Config, parts: Parts) -> int:
-    """Return the bytes of the buffer in which ranks gather what each has done of the work on matrices."""
+    """Return the bytes of buffers in which ranks gather what each has of matrices, and has done of the work on them."""
     if config.optimizer.name not in WHOLE or not (work := _shared_work(config, parts)):
         return 0
+    wholes = _whole_buffer_bytes(parts) if config.optimizer.sharded else 0
     costs, num_elements = zip(*work, strict=True)
     world_size = parts.communicator.world_size
     shares = share_out(costs, num_elements, world_size=world_size)
     element_bytes = FP32_BYTES // 2 if config.optimizer.newton_schulz_precision == "bf16" else FP32_BYTES
-    return element_bytes * gathered_elements(shares, num_elements, world_size=world_size)
+    return wholes + element_bytes * gathered_elements(shares, num_elements, world_size=world_size)
+
+
+def _whole_buffer_bytes(parts: Parts) -> int:
+    """Return the bytes, in fp32, of the fusion buffers that have a matrix."""
+    num_ranks, parameters = parts.communicator.world_size, dict(parts.model.named_parameters())
+    return FP32_BYTES * sum(
+        round_up(buffer.num_elements, num_ranks * buffer.align)
+        for buffer in parts.reducer.plan.buffers
+        if any(parameters[tensor.name].dim() > 1 for tensor in buffer.tensors)
+    )
 
 
 def _shared_work(config: Config, parts: Parts) -> list[tuple[float, int]]:

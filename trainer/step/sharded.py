@@ -13,11 +13,13 @@ from bigbatch.comm.gradients.fusion import FusionPlan, round_up
 from bigbatch.comm.gradients.reducer import GradientReducer, dense_strides
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.optim.matrices import MatrixOptimizer
+from bigbatch.trainer.optim.wholes import Part
 from bigbatch.trainer.step.exact_norms import exact_norms
 from bigbatch.trainer.step.precision import Precision
 
 STEP = "step"
-"""What optimizers call the one part of a parameter's state that is no tensor of the parameter's shape."""
+"""What optimizers call the count of a parameter's updates, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
 
 
 class ShardedWeights:
-    """Holds a model's weights, of which each rank updates its own parts: Weights, with the memory of a share.
+    """Holds a model's weights, of which each rank updates its own parts: Weights, Wholes, and the memory of a share.
 
     The parameters become views of flat buffers that are laid out as the reducer's gradients. fp32 parts are updated
     where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter; with a grid, too,
@@ -101,6 +103,9 @@ class ShardedWeights:
         if behind_forward:
             self._wait_in_forward(model)
         self.masters: Mapping[str, Tensor] = {name: self._master(name) for name in self._parameters}
+        self._names = {master: name for name, master in self.masters.items()}
+        self._wholes: dict[int, Tensor] = {}
+        """fp32 buffers in which whole matrices are put together, by the number of the fusion buffer."""
         self.replicated: Mapping[str, Tensor] = {}
         self.load_(masters)
 
@@ -131,7 +136,8 @@ class ShardedWeights:
 
     def _master(self, name: str) -> Tensor:
         piece = self._pieces[name]
-        master = nn.Parameter(self._full[piece.buffer][piece.start : piece.stop])
+        master = Part(self._full[piece.buffer][piece.start : piece.stop])
+        master.whole_shape = self._parameters[name].size()
         master.grad = self._full_grads[piece.buffer][piece.start : piece.stop]
         return master
 
@@ -195,6 +201,36 @@ class ShardedWeights:
         with self._exposed.measure([squares_N]):
             return self._communicator.sum_(squares_N, label="all-reduce of norms")
 
+    def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
+        """Put whole tensors together out of the ranks' parts, in fp32 buffers that are kept for it. Collective.
+
+        They are overwritten by the next call. weights: some of the masters, the same on all ranks.
+        """
+        names = [self._names[weight] for weight in weights]
+        indices = sorted({self._pieces[name].buffer for name in names})
+        self._allocate_wholes(indices)
+        own = {index: self._scatter_gather.own_part(self._wholes[index]) for index in indices}
+        places = [self._pieces[name] for name in names]
+        if places:
+            torch._foreach_copy_([own[piece.buffer][piece.start : piece.stop] for piece in places], parts)
+        gathers = [
+            self._scatter_gather.start_all_gather(self._wholes[index], label=f"all-gather of matrices {index}")
+            for index in indices
+        ]
+        with self._exposed.measure([self._wholes[index] for index in indices]):
+            for gather in gathers:
+                gather.wait()
+        return [self._view(name, self._wholes) for name in names]
+
+    def _allocate_wholes(self, indices: list[int]) -> None:
+        new = [index for index in indices if index not in self._wholes]
+        sizes = [(self._buffers[index].numel(), torch.float32) for index in new]
+        self._wholes.update(zip(new, self._communicator.allocate_all(sizes) if new else [], strict=True))
+
+    def own(self, weights: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
+        """Return this rank's part of each whole tensor."""
+        return [self._piece_of(self._names[weight], whole) for weight, whole in zip(weights, wholes, strict=True)]
+
     def half_grads(self) -> list[Tensor]:
         """List the half-precision gradients of the own parts, without what fills these up."""
         half = {index for index, grads_M in enumerate(self._grads) if grads_M.dtype != torch.float32}
@@ -225,9 +261,10 @@ class ShardedWeights:
     def _piece_of(self, name: str, whole: Tensor) -> Tensor:
         """Take this rank's elements of a whole tensor."""
         parameter, piece = self._parameters[name], self._pieces[name]
-        like = torch.empty_strided(parameter.size(), dense_strides(parameter), dtype=whole.dtype, device=whole.device)
         # pieces count elements as memory has them (channels-last, too), not as indices run
-        flat_N = like.copy_(whole).as_strided((whole.numel(),), (1,))
+        if whole.stride() != (strides := dense_strides(parameter)):
+            whole = torch.empty_strided(whole.size(), strides, dtype=whole.dtype, device=whole.device).copy_(whole)
+        flat_N = whole.as_strided((whole.numel(),), (1,))
         return flat_N[piece.offset : piece.offset + piece.stop - piece.start]
 
     @torch.no_grad()
@@ -245,23 +282,25 @@ class ShardedWeights:
         return tensors
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer over the masters know whole norms, and read and write its state as that of whole tensors.
+        """Let an optimizer over the masters know whole norms or matrices, and have the state of whole tensors.
 
-        Its state_dict() and load_state_dict() are collective then.
+        Its state_dict() and load_state_dict(), which are collective then, give and take that.
         Raises: TypeError for one that adapts, but takes no norms: its own would be those of shares.
         """
-        if hasattr(optimizer, "norms"):
+        if isinstance(optimizer, MatrixOptimizer):
+            optimizer.wholes = self
+        elif hasattr(optimizer, "norms"):
             optimizer.norms = self.norms
         elif "adapt" in optimizer.defaults:
             raise TypeError(f"{type(optimizer).__name__} adapts, but has no attribute norms: take them as LARS does")
         optimizer.register_state_dict_post_hook(self._whole_state)
         optimizer.register_load_state_dict_pre_hook(self._own_state)
 
-    def _whole_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        names = _names(state_dict)
+    def _whole_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        names, as_they_are = _names(state_dict), _replicated(optimizer)
         states = {index: dict(state) for index, state in state_dict["state"].items()}
         # a dict keeps the order, a set would not: all ranks gather the same key at the same time
-        keys = {key: None for state in states.values() for key in state if key != STEP}
+        keys = {key: None for state in states.values() for key in state if key not in as_they_are}
         for key in keys:
             parts = [torch.zeros_like(full_M) for full_M in self._full]
             for index, state in states.items():
@@ -272,16 +311,21 @@ class ShardedWeights:
                 state[key] = whole[names[index]]
         return {**state_dict, "state": states}
 
-    def _own_state(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        names = _names(state_dict)
+    def _own_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        names, as_they_are = _names(state_dict), _replicated(optimizer)
         states = {
             index: {
-                key: value if key == STEP else self._piece_of(names[index], value).clone()
+                key: value if key in as_they_are else self._piece_of(names[index], value).clone()
                 for key, value in state.items()
             }
             for index, state in state_dict["state"].items()
         }
         return {**state_dict, "state": states}
+
+
+def _replicated(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """List the parts of an optimizer's state that are not of the weights' shapes, and alike on all ranks."""
+    return (STEP, *(optimizer.replicated_state if isinstance(optimizer, MatrixOptimizer) else ()))
 
 
 def _require_shares(plan: FusionPlan, *, world_size: int) -> None:

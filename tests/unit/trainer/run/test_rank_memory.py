@@ -106,6 +106,10 @@ def test_memory_of_work_on_matrices_that_ranks_share_out() -> None:
     in_half = (*MUON, "--optimizer.newton_schulz_precision=bf16")
     assert rank_bytes(*make_matrices(*in_half, num_ranks=2)) == plain + 48 * 2
     assert rank_bytes(*make_matrices(*MUON, num_ranks=1)) == plain
+    # sharded, a rank has 27 of 54 places of the state, and a buffer of all 54 for whole matrices
+    sharded = make_matrices(*MUON, "--optimizer.sharded=true", num_ranks=2)
+    assert rank_bytes(*sharded) == 53 * 2 * 4 + 27 * 4 + 48 * 4 + 54 * 4
+    assert "and muon keeps 0.000408 MB on each for whole matrices" in sharded_notes(*sharded)[0]
     # on five ranks three had padding: all do all
     assert rank_bytes(*make_matrices(*MUON, num_ranks=5)) == plain
     # blocks of 3 x 4, two a matrix: factors and roots of 9 + 16 numbers each
