@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import filter as matching
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
@@ -99,7 +100,13 @@ def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _unwrapped(state: object) -> object:
     """Unwrap what lies in the nests, its names without the prefixes of wrappers."""
-    while isinstance(state, Mapping) and (nest := next((key for key in NESTS if key in state), None)):
+    seen: set[int] = set()  # a file may say that they lie in each other
+    while (
+        isinstance(state, Mapping)
+        and id(state) not in seen
+        and (nest := next((key for key in NESTS if key in state), None))
+    ):
+        seen.add(id(state))
         state = state[nest]
     # a loop: a compiled model within DistributedDataParallel has both, in either order
     while isinstance(state, Mapping) and (prefix := next((w for w in WRAPPERS if _all_start_with(w, state)), None)):
@@ -119,7 +126,18 @@ def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
     if odd or not state:
         what = f"{odd[0]!r} in it is of type {type(state[odd[0]]).__name__}" if odd else "what it holds is empty"
         raise CheckpointError(f"{source} holds no state_dict, since {what}: {remedy}")
+    if odd := [name for name, tensor in state.items() if not _is_plain(tensor)]:
+        raise CheckpointError(
+            f"{source}: {odd[0]} is no dense tensor of real numbers of 16 bits or more: save it as it is used, such as "
+            "by .to_dense() or .float()"
+        )
     return dict(state)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    # of 8 bits and less are values that mean something with a scale alone
+    return is_dense and not tensor.is_complex() and (tensor.element_size() > 1 or not tensor.is_floating_point())
 
 
 def _require_names(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str) -> None:

@@ -1,5 +1,6 @@
 """Weights out of checkpoints and files, ours and others', into a model. Nothing in them is executed."""
 
+import errno
 import hashlib
 import json
 import re
@@ -50,6 +51,8 @@ def load_weights_(
         weights = from_foreign(state, model, source=str(path), new_head=new_head)
     else:
         weights, told = partly_from_foreign(state, model, source=str(path), patterns=partial)
+    if empty := [name for name, tensor in weights.items() if tensor.is_meta]:
+        raise CheckpointError(f"{path}: {empty[0]} is a shape without values: save a model that is on no meta device")
     if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise CheckpointError(f"{path}: {odd[0]} holds values that are not finite: name weights of an earlier step")
     model.load_state_dict(weights)
@@ -78,6 +81,8 @@ def _read(path: Path) -> Any:
 
 
 def _read_file(path: Path) -> Any:
+    if path.exists() and not path.is_file():  # a pipe that nobody writes to would never open
+        raise _unreadable(path, OSError(errno.EINVAL, "it is no plain file"))
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:

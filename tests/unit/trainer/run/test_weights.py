@@ -1,8 +1,10 @@
 """Files of weights and checkpoints into a model: read without executing code, and what is wrong is told in one line."""
 
+import os
 import pickle
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,47 @@ def test_junk_is_said_to_hold_no_weights(junk: bytes, tmp_path: Path, recwarn: p
     said = refusal(tmp_path / "a.pt", small())
     assert re.search("holds no weights that torch.load reads|it ends too soon|Invalid magic number", said), said
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        Tensor.to_sparse,
+        lambda weight: weight.to(torch.complex64),
+        lambda weight: weight.to(torch.float8_e4m3fn),
+        lambda weight: torch.nested.as_nested_tensor([weight[0], weight[1]]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_are_no_numbers_of_16_bits_or_more_are_refused_by_name(
+    convert: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    config = small()
+    state = random_model(config).state_dict()
+    torch.save({**state, "prep.0.weight": convert(state["prep.0.weight"])}, tmp_path / "a.pt")
+    said = refusal(tmp_path / "a.pt", config)
+    assert "a.pt: prep.0.weight is no dense tensor of real numbers of 16 bits or more" in said
+
+
+def test_tensor_without_values_is_refused_by_name(tmp_path: Path) -> None:
+    state = random_model(small()).state_dict()
+    torch.save({**state, "prep.0.weight": state["prep.0.weight"].to("meta")}, tmp_path / "a.pt")
+    assert "a.pt: prep.0.weight is a shape without values" in refusal(tmp_path / "a.pt", small())
+
+
+def test_file_whose_nests_hold_each_other_is_refused(tmp_path: Path) -> None:
+    """Whoever looked into each nest would not come to an end."""
+    inner: dict[str, object] = {}
+    outer = {"state_dict": inner}
+    inner["model"] = outer
+    torch.save(outer, tmp_path / "a.pt")
+    assert "holds no state_dict" in refusal(tmp_path / "a.pt", small())
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_pipe_that_nobody_writes_to_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    assert f"{name} is not readable as weights (it is no plain file)" in refusal(tmp_path / name, small())
 
 
 def refusal(path: Path, config: Config) -> str:
