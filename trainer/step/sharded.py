@@ -206,13 +206,14 @@ class ShardedWeights:
 
         They are overwritten by the next call. weights: some of the masters, the same on all ranks.
         """
+        if not weights:
+            return []
         names = [self._names[weight] for weight in weights]
         indices = sorted({self._pieces[name].buffer for name in names})
         self._allocate_wholes(indices)
         own = {index: self._scatter_gather.own_part(self._wholes[index]) for index in indices}
         places = [self._pieces[name] for name in names]
-        if places:
-            torch._foreach_copy_([own[piece.buffer][piece.start : piece.stop] for piece in places], parts)
+        torch._foreach_copy_([own[piece.buffer][piece.start : piece.stop] for piece in places], parts)
         gathers = [
             self._scatter_gather.start_all_gather(self._wholes[index], label=f"all-gather of matrices {index}")
             for index in indices
