@@ -41,12 +41,12 @@ def suggested_rate(
     path = path / FILE if path.is_dir() else path
     try:
         found = parse_json(read_plain(str(path)))
-        rate, recipe = found["suggested_lr"], read_recipe(found["config"])
+        rate, recipe = found["suggested_lr"], _plain(read_recipe(found["config"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is no range test"
         raise ConfigError(f"{stated}: {why}; name a {FILE} that bigbatch tune range has written") from error
-    if others := [key for key in values if _decides(key) and _plain(values[key]) != _plain(recipe.get(key))]:
-        named = ", ".join(f"{key}={_plain(recipe.get(key))} there and {_plain(values[key])} here" for key in others)
+    if others := [key for key in values if _decides(key) and _plain(values[key]) != recipe.get(key)]:
+        named = ", ".join(f"{key}={recipe.get(key)} there and {_plain(values[key])} here" for key in others)
         raise ConfigError(f"{stated} is of another recipe, with {named}: repeat bigbatch tune range with this one")
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= sys.float_info.max:
         raise ConfigError(
@@ -60,4 +60,5 @@ def _decides(key: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    """Return it as JSON has it. Raises: TypeError, ValueError and RecursionError for what YAML has beside that."""
     return json.loads(json.dumps(value))

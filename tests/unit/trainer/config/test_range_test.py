@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_what_is_no_range_test_is_refused(content: Any, tmp_path: Path) -> None:
         (tmp_path / "range.json").write_text(content)
     with pytest.raises(ConfigError, match=naming("schedule.range_test=", "bigbatch tune range has written")):
         load_config([*ONE_CYCLE, f"--schedule.range_test={tmp_path / 'range.json'}"])
+
+
+@pytest.mark.parametrize("mean", ["2020-01-01", "!!binary aGVsbG8=", "!!set {a, b}", "&own [*own]"])
+def test_recipe_of_values_that_no_config_has_is_no_range_test(mean: str, tmp_path: Path) -> None:
+    file = write_test(tmp_path / "test") / "range.json"
+    record = json.loads(file.read_text())
+    record["config"] = re.sub(r"  mean:(\n  - .*)*", f"  mean: {mean}", record["config"])
+    file.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=naming("schedule.range_test=", "it is no range test")):
+        load_config([*ONE_CYCLE, f"--schedule.range_test={file}"])
 
 
 @pytest.mark.parametrize("rate", [10**400, -1, True, "1"], ids=["beyond floats", "negative", "a truth", "a text"])
