@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -433,6 +434,33 @@ def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> No
         rundir.write_text(rundir.config, "")
     with writing(tmp_path / "other"):
         pass
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kind": "train"},
+        {"kind": "eval", **EVAL_RECORD, "top1": "x"},
+        {"kind": "train", **TRAIN_RECORD, "lr": 10**400},
+        {"kind": "train", **TRAIN_RECORD, "loss": None},
+        {"kind": "train", **TRAIN_RECORD, "epoch": math.nan},
+    ],
+)
+def test_report_record_that_no_run_writes_is_left_out_of_the_plot(odd: dict[str, Any]) -> None:
+    """A run comes to its plot after it has trained, and before its summary."""
+    records = [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
+    panels = draw_run([odd, *records], title="a run", label_smoothing=0.0).axes
+    assert [[line.get_xdata().tolist() for line in panel.get_lines()] for panel in panels] == [
+        [[0.5], [0.5]],
+        [[0.5], [0.5]],
+        [[0.5]],
+    ]
+
+
+def test_report_noise_scale_without_its_band_is_left_out_of_the_plot() -> None:
+    record = {"kind": "train", **TRAIN_RECORD, "noise_scale": 30.0}
+    figure = draw_run([record], title="a run", label_smoothing=0.0)
+    assert [len(panel.get_lines()) for panel in figure.axes] == [1, 0, 1]
 
 
 @pytest.mark.slow
