@@ -246,7 +246,12 @@ def _beat_of(path: Path) -> int:
 def _create(path: Path, text: bytes) -> bool:
     """Make a file that is not there; False where it is. Raises: OSError."""
     aside = path.with_name(f".owner.{uuid.uuid4().hex}")
-    aside.write_bytes(text)
+    try:
+        aside.write_bytes(text)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
     try:
         os.link(aside, path)
         return True
