@@ -153,3 +153,12 @@ def test_figures_of_precision_by_depth() -> None:
         for cell, row in zip(gains, found[1:], strict=True):
             require(cell, *(row["speedup"][key] for key in ("median", "min", "max")))
         require(memory, found[0]["peak_mb"], found[2]["peak_mb"])
+
+
+def test_figures_of_largest_microbatches() -> None:
+    found = {(row["model"], row["precision"]): row["largest"] for row in record("precision-cpu-largest")["rows"]}
+    (_, *models), *rows = rows_of("precision.md", "largest microbatch")
+    assert len(found) == len(rows) * len(models)
+    for name, *cells in rows:
+        for model, cell in zip(models, cells, strict=True):
+            require(cell, found[model.lower().replace("-", ""), name])
