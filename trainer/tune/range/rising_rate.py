@@ -42,8 +42,10 @@ def main(argv: Sequence[str]) -> int:
     if steps < MIN_STEPS:
         raise ConfigError(f"--steps {steps} are too few to read a curve from: give at least {MIN_STEPS}")
     overrides = _without_earlier_test(overrides)
-    first = f"--schedule.base_lr={low!r}"  # and not what an earlier test suggests, whose recipe may have changed
-    config = load_config(["--config", arguments.config, *overrides, first], prog="bigbatch tune range")
+    # an earlier one may be of another recipe, for which this one is made
+    config = load_config(
+        ["--config", arguments.config, *overrides, f"--{EARLIER_TEST}=null"], prog="bigbatch tune range"
+    )
     run = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test sees that itself
     config = dataclasses.replace(config, run=run)
     env = read_process_env()

@@ -1,6 +1,7 @@
 """What a search is about, checked as a whole before anything runs."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,13 @@ from typing import Any
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.tune.search.records import Metric
 from bigbatch.trainer.tune.search.short_run import Launch, parse_launch, shorten
 from bigbatch.trainer.tune.search.space import Axis, flags, parse_space
+
+RATE = "schedule.base_lr"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class Experiment:
 
     def config(self, values: dict[str, str]) -> Config:
         """Make the whole experiment with these values. Raises: ConfigError."""
-        config = load_config([*self.search.config, *flags(values)], prog="bigbatch tune search")
+        config = _load(self.search, self.axes, values)
         accumulation_steps(config.batch, world_size=self.launch.num_ranks)
         return config
 
@@ -90,7 +94,7 @@ def make_experiment(search: Search) -> Experiment:
     if search.rounds > search.trials:
         raise ConfigError(f"--rounds {search.rounds} exceed --trials {search.trials}: each round needs a trial")
     axes, launch = parse_space(search.space), parse_launch(search.launch)
-    base = load_config(search.config, prog="bigbatch tune search")
+    base = _load(search, axes, {})
     experiment = Experiment(search, axes, base, launch)
     experiment.short_config({}, directory=search.folder)
     for axis, text in zip(axes, search.space, strict=True):
@@ -101,3 +105,10 @@ def make_experiment(search: Search) -> Experiment:
             except ConfigError as error:
                 raise ConfigError(f"--space {text}: at {end}, {error}") from error
     return experiment
+
+
+def _load(search: Search, axes: Sequence[Axis], values: dict[str, str]) -> Config:
+    """Load the experiment with these values; where the rate is searched, without the range test of a file."""
+    is_searched = any(axis.key == RATE for axis in axes)
+    without = [f"--{RANGE_TEST}=null"] if is_searched and RATE not in values else []
+    return load_config([*search.config, *without, *flags(values)], prog="bigbatch tune search")

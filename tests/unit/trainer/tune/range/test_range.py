@@ -6,6 +6,7 @@ import math
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.tune.range import rising_rate as range_test
 from bigbatch.trainer.tune.range.curve import SmoothedLoss, Suggestion, exponential, smooth, suggest
 from bigbatch.trainer.tune.range.report import explain
+from bigbatch.trainer.tune.search.experiment import make_experiment
 from bigbatch.trainer.tune.search.options import parse_search
 
 STEPS = 121
@@ -106,14 +108,18 @@ def test_range_needs_no_earlier_one(words, tmp_path, monkeypatch):
 
     monkeypatch.setattr(range_test, "bind_rank", lambda *_: None)
     monkeypatch.setattr(range_test, "join_job", meet)
-    options = ["--from", "0.5", "--to", "2", "--steps", "20", "--out", str(tmp_path / "out")]
+    # from below the end of the schedule, which is 0.0001
+    options = ["--from", "1e-5", "--to", "2", "--steps", "20", "--out", str(tmp_path / "out")]
     with pytest.raises(Reached):
         range_test.main(["--config", *experiment, *options])
-    assert (started[0].schedule.base_lr, started[0].data.flip) == (0.5, False)
+    assert (started[0].schedule.range_test, started[0].data.flip) == (None, False)
     kept = range_test._without_earlier_test(experiment)
     command = shlex.split(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=kept)[-1])
-    search = parse_search(command[3:])
-    assert load_config([*search.config, "--schedule.base_lr=4"]).data.flip is False
+    search = parse_search([*command[3:], "--study", str(tmp_path / "study")])
+    assert make_experiment(search).config({"schedule.base_lr": "4"}).data.flip is False
+    twice = replace(search, config=(*search.config, "--schedule.range_test=runs/older"))
+    with pytest.raises(ConfigError, match=naming("schedule.base_lr both state the rate")):
+        make_experiment(twice)
 
 
 @pytest.mark.parametrize(
