@@ -144,6 +144,7 @@ SHARDED = {"optimizer.sharded": "true"}
     [
         ((2, 3), {}),
         pytest.param((1, 4), {"optimizer.name": "lamb", **ADAPTIVE}, marks=pytest.mark.long),
+        pytest.param((1, 6), {"optimizer.name": "adamw", **ADAPTIVE}, marks=pytest.mark.long),
         pytest.param((1, 3), MUON, marks=pytest.mark.long),
         pytest.param((1, 6), SHAMPOO, marks=pytest.mark.long),
         pytest.param(

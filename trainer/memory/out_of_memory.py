@@ -8,6 +8,7 @@ import torch
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.config.optimizer import WHOLE
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.memory.largest_batch import Found, fits_memory, free_memory, largest_fitting, sizes_within
 
@@ -50,10 +51,10 @@ def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> 
     if found.size is None and not found.is_complete:
         return "there was no time to try smaller ones; halve it and batch.bn_span"
     if found.size is None:
-        return (
-            "nor does any smaller one; choose a smaller model.name or data.image_size, optimizer.precision bf16, or "
-            "optimizer.sharded on more ranks"
-        )
+        ways = ["a smaller model.name or data.image_size", "optimizer.precision bf16"]
+        if config.optimizer.name not in WHOLE:  # whose whole matrices take in fp32 what a share of the state saves
+            ways.append("optimizer.sharded on more ranks")
+        return f"nor does any smaller one; choose {', '.join(ways[:-1])}, or {ways[-1]}"
     words = "does" if found.is_complete else "does, and there was no time to try all of the larger ones"
     line = f"{at_least}{found.size} {words}; {propose(config, found.size, world_size=world_size)}"
     num_blocks = RESIDUAL_BLOCKS.get(config.model.name, 0)

@@ -47,7 +47,7 @@ class Shampoo(MatrixOptimizer):
     """
 
     _own = (*MatrixOptimizer._own, "_block_size", "_every", "_factor_decay", "_eps", "_calls_before_roots")
-    replicated_state = ("factors", "roots")
+    replicated_state = ("factors", "roots", "step")
 
     def __init__(
         self,

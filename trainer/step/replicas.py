@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ReplicasDiffer
+from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.step.plan import Parts
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,15 +25,16 @@ def replicas(parts: Parts, *, done: int) -> dict[str, Tensor]:
     """Return what every rank holds a copy of after so many steps, by names for messages, in the same order on all.
 
     Weights, optimizer state, running statistics of batch norm, and the average of the weights. Of a sharded update
-    (optimizer.sharded) weights as the model sees them, alone: masters and state are on one rank each. Buffers of
-    others' modules may differ between ranks, and are left out.
+    (optimizer.sharded) weights as the model sees them, and of the state what is of whole matrices: the rest and masters
+    are on one rank each. Buffers of others' modules may differ between ranks, and are left out.
     """
     weights, whole = dict(parts.model.named_parameters()), parts.precision.weights.replicated
+    of_matrices = parts.optimizer.replicated_state if isinstance(parts.optimizer, MatrixOptimizer) else ()
     state = {
         f"{key} of {name}": value
-        for name, master in whole.items()
+        for name, master in parts.precision.masters.items()
         for key, value in parts.optimizer.state.get(master, {}).items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and (name in whole or key in of_matrices)
     }
     average = {f"the average of {name}": value for name, value in parts.average.state_dict(done).items()}
     statistics = {"the running statistics of batch norm": parts.statistics.running_N}

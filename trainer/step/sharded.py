@@ -285,7 +285,7 @@ class ShardedWeights:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer over the masters know whole norms or matrices, and have the state of whole tensors.
 
-        Its state_dict() and load_state_dict(), which are collective then, give and take that.
+        Its state_dict() and load_state_dict(), which are collective then, give and take that. No copy of it can update.
         Raises: TypeError for one that adapts, but takes no norms: its own would be those of shares.
         """
         if isinstance(optimizer, MatrixOptimizer):
