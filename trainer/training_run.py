@@ -31,7 +31,6 @@ from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.hooks import TrainingHooks
-from bigbatch.trainer.run.loggers import require_loggers
 from bigbatch.trainer.run.memory_copies import open_copies
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
 from bigbatch.trainer.run.notice import NoticeWatch
@@ -72,7 +71,6 @@ class TrainingRun:
         self.watchers = watchers
         self.rundir = RunDir(Path(config.run.directory))
         self.is_first = communicator.rank == 0
-        require_loggers(config)
         local, staged = stage_data(config, communicator)
         self.train_split, self.eval_split = build_input.make_splits(local, communicator)
         self.placement = [line for line in (job.bound, staged) if line]

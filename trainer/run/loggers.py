@@ -13,7 +13,7 @@ from bigbatch.errors import first_line
 from bigbatch.files import replacing
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases, require_wandb
+from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
 
 Say = Callable[[str], None]
 
@@ -150,12 +150,6 @@ class Guarded:
                 f"run.loggers: {self._name} failed ({first_line(error)}): the run goes on without it, and "
                 "metrics.jsonl has every record"
             )
-
-
-def require_loggers(config: Config) -> None:
-    """See that what the loggers import is installed. Raises: ConfigError naming what to install."""
-    if "wandb" in config.run.loggers:
-        require_wandb()
 
 
 def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[Guarded]:

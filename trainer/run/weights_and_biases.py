@@ -7,7 +7,7 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-from bigbatch.errors import ConfigError, first_line
+from bigbatch.errors import first_line
 from bigbatch.trainer.run.folder import RunDir
 
 REACH_SECONDS = 30.0
@@ -16,16 +16,13 @@ CLOSE_SECONDS = 60.0
 """How long the end of a run waits for what is still to be sent."""
 
 
-def require_wandb() -> Any:
-    """Import wandb. Raises: ConfigError where it is not installed."""
+def _import_wandb() -> Any:
+    """Import it. Raises: ImportError that names what to install."""
     try:
         import wandb
         from wandb import init  # noqa: F401  a folder named wandb, such as it leaves behind, imports, and has none
     except Exception as error:  # what it imports in turn may raise anything, as an older protobuf does
-        raise ConfigError(
-            f"run.loggers has wandb, which cannot be imported ({first_line(error)}): pip install 'bigbatch[wandb]', or "
-            "take it out of run.loggers"
-        ) from error
+        raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
     return wandb
 
 
@@ -45,6 +42,8 @@ class WeightsAndBiases:
         from_step: int,
         say: Callable[[str], None],
     ) -> None:
+        """Start the thread. Raises: ImportError."""
+        self._wandb = _import_wandb()
         self._id_path = rundir.wandb_id
         self._arguments = {
             "project": "bigbatch",
@@ -74,7 +73,7 @@ class WeightsAndBiases:
             self._error = error
 
     def _open(self) -> Any:
-        wandb = require_wandb()
+        wandb = self._wandb
         # quiet, or it would ask a terminal for a key, and take standard output over
         settings = wandb.Settings(console="off", silent=True, init_timeout=REACH_SECONDS)
         wandb.setup(settings)
