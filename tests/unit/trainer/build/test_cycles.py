@@ -19,6 +19,10 @@ def test_cycles_of_an_epoch_are_those_of_its_steps() -> None:
     config = load_config(["--config", "quickstart", *options])
     rate = make_schedule_of(config, PLAN_OF_FOUR)
     assert [rate(step) for step in range(8)] == [2, 4, 2, 0] * 2
+    lower = make_schedule_of(
+        load_config(["--config", "quickstart", *options, "--schedule.cycle_factor=0.5"]), PLAN_OF_FOUR
+    )
+    assert [lower(step) for step in range(7)] == [2, 4, 2, 0, 1, 2, 1]
     momentum = make_momentum_of(config, rate)
     assert momentum is not None
     assert [momentum(step) for step in range(4)] == pytest.approx([0.7, 0.5, 0.7, 0.9])

@@ -38,8 +38,8 @@ def one_rank() -> Communicator:
     return connect(env=ALONE, backend="gloo")
 
 
-def cifar10(root: Path) -> Config:
-    words = ["data.num_classes=2", "batch.global_batch_size=4", "batch.microbatch_size=4", "batch.bn_span=4"]
+def cifar10(root: Path, *others: str) -> Config:
+    words = ["data.num_classes=2", "batch.global_batch_size=4", "batch.microbatch_size=4", "batch.bn_span=4", *others]
     return load_config(["--config", "cifar10", f"--data.root={root}", *(f"--{word}" for word in words)])
 
 
@@ -237,6 +237,41 @@ def test_sharded_update_gathers_weights_behind_the_next_forward_where_that_can_w
     unused: Any = None
     build_parts._make_optimizer(config, unused, unused, reducer=unused, communicator=unused)
     assert asked == [hides]
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+def test_ranks_share_out_the_work_on_matrices(
+    name: str, is_sharded: bool, is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself where bits must not depend on which others a rank has."""
+    words = [f"optimizer.name={name}", f"optimizer.sharded={is_sharded}", "optimizer.nesterov=true"]
+    words += [f"optimizer.eps={'1e-6' if name == 'shampoo' else 'null'}", "schedule.end_lr=0"]
+    words += [f"optimizer.{key}=null" for key in ("trust_coefficient", "momentum_form")]
+    words += [f"run.reproducible={is_exact}"]
+    config = load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
+    monkeypatch.setattr(build_parts, "DividedWork", lambda communicator, *, one_by_one: (communicator, one_by_one))
+    monkeypatch.setattr(
+        build_parts, "shard_update", lambda *_, make_optimizer, **__: make_optimizer(dict(model.named_parameters()))
+    )
+    model, ranks = torch.nn.Linear(3, 2), one_rank()
+    weights: Any = SimpleNamespace(masters=dict(model.named_parameters()))
+    unused: Any = None
+    made: Any = build_parts._make_optimizer(config, model, weights, reducer=unused, communicator=ranks)
+    assert made.divide == (ranks, is_exact)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_resident_pictures_lie_where_the_config_states(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_images(tmp_path)
+    made: list[bool] = []
+    monkeypatch.setattr(build_input, "ResidentLoader", lambda **facts: made.append(facts["is_on_host"]))
+    config = cifar10(tmp_path, f"data.resident_on={where}")
+    build_input.make_splits(config, one_rank())
+    assert made == [where == "host"] * 2
 
 
 @pytest.mark.parametrize("zero_gamma", [True, False])

@@ -103,6 +103,14 @@ def test_orthogonalised_takes_a_transposed_matrix_and_other_shapes_beside_it():
     assert not found[3].any()  # and no NaN of 0 / 0
 
 
+def test_orthogonalised_divides_what_is_next_to_nothing_by_the_smallest_norm():
+    """Of norm 1e-9, a hundredth of that of the source, 1e-7; of norm 1e-6 by its own."""
+    small, own = (norm * torch.eye(1, dtype=torch.float64) for norm in (1e-9, 1e-6))
+    found = orthogonalised([small, own], steps=1, dtype=torch.float64)
+    assert float(found[0]) == pytest.approx(polynomial(0.01), rel=1e-9)
+    assert float(found[1]) == pytest.approx(polynomial(1.0), rel=1e-9)
+
+
 def test_orthogonalised_in_bf16_is_near_that_in_fp32():
     tensor = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     exact, half = (orthogonalised([tensor], steps=5, dtype=d)[0] for d in (torch.float32, torch.bfloat16))

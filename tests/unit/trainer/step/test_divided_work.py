@@ -7,7 +7,7 @@ import torch
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.trainer.step.divided_work import DividedWork, share_out
+from bigbatch.trainer.step.divided_work import DividedWork, gathered_elements, share_out
 
 
 def test_share_out_gives_the_dearest_first_to_whoever_has_least() -> None:
@@ -32,6 +32,16 @@ def test_share_out_balances_and_overlaps_nothing(world_size: int) -> None:
     assert max(map(max, filter(None, taken))) + 1 == shares.part
     # Graham's bound for any list of tasks, whatever the best possible is
     assert max(loads) <= sum(costs) / world_size + (1 - 1 / world_size) * max(costs) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "expected"),
+    [([8, 8], 2, 16), ([12, 4], 2, 24), ([10, 2, 2], 3, 0), ([10], 2, 20), ([10], 3, 0), ([10], 1, 0), ([], 2, 0)],
+)
+def test_what_is_gathered_is_at_most_twice_what_there_is(sizes: list[int], world_size: int, expected: int) -> None:
+    """A rank's part is as long as the longest: of 10, 2 and 2 on three, 30 elements for 14, more than twice as many."""
+    shares = share_out([float(size) for size in sizes], sizes, world_size=world_size)
+    assert gathered_elements(shares, sizes, world_size=world_size) == expected
 
 
 @pytest.mark.parametrize(("one_by_one", "expected"), [(False, [3]), (True, [1, 1, 1])])
