@@ -8,6 +8,7 @@ from pathlib import Path
 from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.launch.ablate import outcome
+from bigbatch.launch.ablate.inference import measure
 from bigbatch.launch.ablate.plan import Ablation, choose, find_ablation, make_points, packaged_ablations
 from bigbatch.launch.sweep.folder import FAILED, SweepFolder, alone_in, prepare, require_same, state_of, to_run
 from bigbatch.launch.sweep.points import Point, describe_values
@@ -83,16 +84,18 @@ def _run(
     show = Show(folder, num_points=len(missing), is_terminal=sys.stdout.isatty())
     try:
         run_points(ablation.as_sweep(), missing, folder, on_end=show.end, goes_on=True)
+        inference = measure(ablation, points, folder)
     except (Interrupted, KeyboardInterrupt):
         tell("stopped; the same command goes on with what is missing")
         return INTERRUPTED
     finally:
         show.close()
     steps = outcome.collect(ablation, points, folder)
-    outcome.write(ablation, steps, outcome.conditions_of(points, folder), folder=folder.path)
-    show_table(outcome.table_of(ablation, steps), stdout_console())
+    outcome.write(ablation, steps, inference, outcome.conditions_of(points, folder), folder=folder.path)
+    for table in outcome.tables_of(ablation, steps, inference):
+        show_table(table, stdout_console())
     print(f"written: {folder.path / 'ablation.md'} (and .json and .png beside it)")
     failed = sum(state_of(folder, point.number) == FAILED for point in chosen)
     if failed:
         print(f"{failed} of {len(chosen)} runs failed, their output is in points/N/log.txt; --retry-failed runs them")
-    return SOME_FAILED if failed else 0
+    return SOME_FAILED if failed or (inference and any(form.undone for form in inference.forms)) else 0

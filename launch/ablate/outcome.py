@@ -9,6 +9,8 @@ from typing import Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.errors import RunFolderError
+from bigbatch.launch.ablate.inference import Inference
+from bigbatch.launch.ablate.inference import make_table as inference_table
 from bigbatch.launch.ablate.plan import STEP, Ablation
 from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
 from bigbatch.launch.report.collect import common_conditions, differences
@@ -21,7 +23,7 @@ from bigbatch.trainer.run.folder import RunDir, read_records, writing
 
 NOTE = (
     "Each step has the changes of all steps before it. Seconds are of training steps on one machine, without start, "
-    "evaluation and checkpoints."
+    "evaluation and checkpoints. Inference is by one process, without reading and decoding."
 )
 
 
@@ -62,20 +64,29 @@ def conditions_of(points: Sequence[Point], folder: SweepFolder) -> dict[str, Any
     return common_conditions([summary for point in points if (summary := read_summary(folder, point.number))])
 
 
-def table_of(ablation: Ablation, steps: Sequence[StepResult]) -> Table:
-    """Return the table of times and accuracies."""
-    return make_table(f"Ablation: {ablation.name}", steps, target=ablation.target_top1)
+def tables_of(ablation: Ablation, steps: Sequence[StepResult], inference: Inference | None) -> list[Table]:
+    """Return the table of times and accuracies, and that of inference where there is one."""
+    table = make_table(f"Ablation: {ablation.name}", steps, target=ablation.target_top1)
+    return [table, *([inference_table(inference)] if inference else [])]
 
 
-def write(ablation: Ablation, steps: Sequence[StepResult], conditions: dict[str, Any], *, folder: Path) -> None:
+def write(
+    ablation: Ablation,
+    steps: Sequence[StepResult],
+    inference: Inference | None,
+    conditions: dict[str, Any],
+    *,
+    folder: Path,
+) -> None:
     """Write ablation.md, ablation.json and ablation.png. Raises: RunFolderError."""
     lines = [
-        markdown(table_of(ablation, steps)),
+        *map(markdown, tables_of(ablation, steps, inference)),
         NOTE,
         *map(plain_cell, differences(conditions)),
         markdown(conditions_table(conditions)),
     ]
     facts = {**asdict(ablation), "steps": [asdict(step) for step in steps], "conditions": conditions}
+    facts["inference"] = asdict(inference) if inference else None
     out = RunDir(folder)
     out.write_text(folder / "ablation.md", "\n\n".join(lines) + "\n")
     out.write_text(folder / "ablation.json", json.dumps(facts, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """What an ablation's file says, and the points that it makes of it: each step has the changes of those before it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,17 @@ from bigbatch.launch.sweep.plan import Sweep, check_keys, read_stated
 from bigbatch.launch.sweep.points import Point
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import PACKAGED, as_yaml, load_config
-from bigbatch.trainer.config.schema import Config, all_keys
+from bigbatch.trainer.config.schema import Config, all_keys, lookup
 from bigbatch.trainer.tune.search.short_run import shorten
 
 STEP = "step"
 """What the value of a point is called."""
 RANKS = "ranks"
 """What a step may state beside keys of the experiment: how many ranks it and those after it have."""
-OURS = ("run.directory", "run.eval_every_epochs", "run.eval_offset_epochs", "run.target_top1", "run.resume")
+OURS = ("run.directory", "run.eval_every_epochs", "run.eval_offset_epochs", "run.resume")
 """Keys that an ablation sets itself."""
+EARLY = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
+"""Keys that end a run early, which a recipe's own would do to all steps: they count where the ablation states them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Ablation:
     """Of each run, on this machine, as long as no step states others."""
     timeout_minutes: float
     """A run that takes longer is ended and has failed."""
+    inference: dict[str, list[Any]] = field(default_factory=dict)
+    """Names of forms in which what the last step trained answers, and words of `bigbatch evaluate` that each adds."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without the experiment. Raises: LaunchOptionError."""
@@ -56,6 +60,8 @@ class Ablation:
                 raise LaunchOptionError(f"{where}: {taken[0]}: the ablation sets it itself: leave it out")
         if odd := [name for name in self.steps if "," in name]:
             raise LaunchOptionError(f"steps: {odd[0]!r} holds a comma, which stands between names: leave it out")
+        if odd := [name for name, words in self.inference.items() if not all(isinstance(word, str) for word in words)]:
+            raise LaunchOptionError(f"inference: {odd[0]}: {self.inference[odd[0]]} must be words of bigbatch evaluate")
         if self.target_top1 is not None and not 0 < self.target_top1 <= 1:
             raise LaunchOptionError(f"target_top1: {self.target_top1:g} must be a share of right answers, such as 0.94")
         self.as_sweep()
@@ -112,6 +118,9 @@ def make_points(
     epochs: of every step, whose schedule shrinks or grows with it; None for those of each. Raises: ConfigError.
     """
     points: list[Point] = []
+    overridden = [word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--")]
+    if taken := [key for key in overridden if key in OURS]:
+        raise ConfigError(f"--{taken[0]}: the ablation sets it itself: leave it out")
     for repeat in range(seeds):
         for name, changes in ablation.cumulative():
             number, ranks = len(points), changes.pop(RANKS)
@@ -119,12 +128,15 @@ def make_points(
             try:
                 config = load_config(["--config", ablation.config, *words], prog="bigbatch ablate")
                 accumulation_steps(config.batch, world_size=ranks)
+                stated = [key for key in EARLY if key in (*changes, *overridden)]
+                ends: dict[str, Any] = {key.partition(".")[2]: lookup(config, key) for key in stated}
                 whole = shorten(
                     config,
                     epochs=epochs or config.run.epochs,
-                    evaluate_each=ablation.target_top1 is not None,
+                    evaluate_each=ablation.target_top1 is not None or bool(ends),
                     directory=folder / "points" / str(number) / "run",
                 )
+                whole = replace(whole, run=replace(whole.run, **ends))
             except ConfigError as error:
                 raise ConfigError(f"step {name}: {error}") from error
             config = _with_seed(whole, whole.run.seed + repeat)

@@ -126,7 +126,7 @@ def read_stated(path: Path, kind: type[Stated], *, replaced: dict[str, Any], exa
         raise LaunchOptionError(f"{path} is not readable YAML: {words}; see {PACKAGED / example}") from error
     held = dataclasses.fields(kind)  # type: ignore[arg-type]
     fields = {field.name: field.type for field in held}
-    needed = [field.name for field in held if field.default is dataclasses.MISSING]
+    needed = [f.name for f in held if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     try:
         if not isinstance(content, dict):
             raise LaunchOptionError(f"it holds no keys; see {PACKAGED / example}")

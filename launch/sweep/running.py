@@ -58,7 +58,7 @@ def run_point(sweep: Sweep, point: Point, folder: SweepFolder, *, goes_on: bool 
         start_over(folder, number)
     change_state(folder, number, state=MISSING, reason=None, exit_code=None, started=time.time(), command=argv)
     began = time.monotonic()
-    code, ended_by = _run(argv, log=folder.log(number), seconds=60 * sweep.timeout_minutes)
+    code, ended_by = run_logged(argv, log=folder.log(number), seconds=60 * sweep.timeout_minutes)
     outcome = judge(folder, number, exit_code=code)
     if ended_by == "person":
         change_state(folder, number, state=MISSING)
@@ -95,8 +95,11 @@ def judge(folder: SweepFolder, number: int, *, exit_code: int | None, log: Path 
     return {"state": FAILED, "reason": find_reason(log or folder.log(number), exit_code=exit_code)}
 
 
-def _run(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[int, str]:
-    """Return exit code, and what ended it: itself, time, or a person, whose second Ctrl-C is firmer than the first."""
+def run_logged(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[int, str]:
+    """Return exit code, and what ended it: itself, time, or a person, whose second Ctrl-C is firmer than the first.
+
+    log: gets all that it prints. Raises: RunFolderError.
+    """
     with writing(log):
         file = log.open("wb")
     with file:

@@ -36,7 +36,7 @@ STEPS = {
 }
 
 
-def write_ablation(folder: Path, *, steps: dict[str, dict[str, Any]]) -> str:
+def write_ablation(folder: Path, *, steps: dict[str, dict[str, Any]], **changes: Any) -> str:
     write_dataset(folder / "shapes", train_per_class=7, val_per_class=1, side_pixels=(32, 36))
     stated = {
         "name": "tiny",
@@ -46,14 +46,15 @@ def write_ablation(folder: Path, *, steps: dict[str, dict[str, Any]]) -> str:
         "target_top1": None,
         "ranks": 1,
         "timeout_minutes": 10,
-    }
+    } | changes
     (folder / "tiny.yaml").write_text(yaml.safe_dump(stated, sort_keys=False))
     return str(folder / "tiny.yaml")
 
 
 def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    command = ["ablate", write_ablation(tmp_path, steps=STEPS), "--folder", str(out), "--epochs", "2"]
+    forms = {"fp32": [], "bf16, folded": ["--optimizer.precision=bf16", "--fold"]}
+    command = ["ablate", write_ablation(tmp_path, steps=STEPS, inference=forms), "--folder", str(out), "--epochs", "2"]
     assert main([*command, "--only", "whitening"]) == 0
     assert "1 runs, 1 to do" in capsys.readouterr().out
     assert main(command) == 3
@@ -66,7 +67,14 @@ def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.Ca
         assert result["epochs"] == 2
         assert 0 < result["seconds"] < 600
         assert 0 <= result["top1"] <= 1
-    assert "| whitening | 1 | 2 |" in (out / "ablation.md").read_text()
+    text = (out / "ablation.md").read_text()
+    assert "| whitening | 1 | 2 |" in text
+    assert "Inference with what whitening trained" in text
+    plain, folded = json.loads((out / "ablation.json").read_text())["inference"]["forms"]
+    assert plain["top1"] == [steps["whitening"]["runs"][0]["top1"]], "of 10 pictures"
+    assert (len(folded["images_per_second"]), folded["undone"]) == (1, [])
+    told = (out / "points/2/evaluate--optimizer.precision=bf16--fold.txt").read_text()
+    assert "(bf16, 8 of 8 norms folded)" in told
 
 
 def test_ablation_that_was_stopped_goes_on_from_the_checkpoint(tmp_path: Path) -> None:

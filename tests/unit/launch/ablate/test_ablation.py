@@ -12,11 +12,12 @@ from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, LaunchOptionError
-from bigbatch.launch.ablate import outcome
+from bigbatch.launch.ablate import inference, outcome
 from bigbatch.launch.ablate.plan import choose, find_ablation, make_points, packaged_ablations
 from bigbatch.launch.ablate.results import RunResult, StepResult, make_table, run_result
 from bigbatch.launch.sweep.folder import SweepFolder, change_state, prepare
 from bigbatch.launch.sweep.points import Point
+from bigbatch.launch.tables import Table
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import all_keys, lookup
 from bigbatch.trainer.run.folder import RunDir
@@ -82,6 +83,26 @@ def test_ablation_epochs_are_those_of_all_steps_and_without_a_target_the_last_on
     assert points[2].config.schedule.warmup_epochs == 0.5
 
 
+def test_ablation_step_ends_early_where_the_ablation_says_so_and_not_where_its_recipe_does(tmp_path: Path) -> None:
+    recipe = {"base": "quickstart", "run": {"target_top1": 0.4, "stop_metric": "top1", "stop_after_evaluations": 2}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    patience = {"run.stop_metric": "top1", "run.stop_after_evaluations": 3}
+    steps: dict[str, dict[str, Any]] = {"whole": {}, "target": {"run.target_top1": 0.3}, "patience": patience}
+    ablation = find_ablation(
+        write(tmp_path / "a.yaml", steps=steps, config=str(tmp_path / "recipe.yaml"), target_top1=None)
+    )
+
+    def ends(*overrides: str) -> list[tuple[Any, ...]]:
+        points = make_points(ablation, folder=Path("out"), epochs=6, seeds=1, overrides=overrides)
+        runs = [point.config.run for point in points]
+        return [(r.target_top1, r.stop_metric, r.stop_after_evaluations, r.eval_every_epochs) for r in runs]
+
+    assert ends() == [(None, None, None, 6), (0.3, None, None, 1), (0.3, "top1", 3, 1)]
+    assert ends("--run.target_top1=0.2") == [(0.2, None, None, 1), (0.2, None, None, 1), (0.2, "top1", 3, 1)]
+    with pytest.raises(ConfigError, match=naming("--run.eval_every_epochs")):
+        ends("--run.eval_every_epochs", "2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", packaged_ablations())
 def test_ablation_that_is_packaged_makes_points(name: str) -> None:
@@ -121,6 +142,7 @@ def refusal(name: str) -> str:
         ({"options": {"run.directory": "x"}}, "options: run.directory: the ablation sets it itself: leave it out"),
         ({"target_top1": 94}, "target_top1: 94 must be a share of right answers, such as 0.94"),
         ({"ranks": 0}, "ranks: 0 must be a number from 1 on"),
+        ({"inference": {"a": [3]}}, "inference: a: [3] must be words of bigbatch evaluate"),
         ({"steps": {"a": {"ranks": 0.5}}}, "a: ranks: 0.5 must be a number from 1 on"),
         ({"name": "a b"}, "name 'a b' must be letters"),
     ],
@@ -255,6 +277,51 @@ def test_ablation_table_by_hand() -> None:
     )
     plain = make_table("t", steps, target=None)
     assert {len(row) for row in (plain.head, *plain.rows)} == {10}
+
+
+def test_ablation_inference_is_that_of_the_last_step_that_has_runs(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations are made up: 100 images/s, and 50 more with each word; the second run's cannot be folded,
+    and none compiled."""
+    forms = {"plain": ["--a=1"], "folded": ["--fold"], "half": [], "compiled": ["--compile"]}
+    ablation, folder = find_ablation(write(Path(file), inference=forms)), SweepFolder(Path("out"))
+    points = make_points(ablation, folder=folder.path, epochs=None, seeds=2, overrides=[])
+    prepare(folder, ablation.as_sweep(), points)
+    asked: list[list[str]] = []
+
+    def evaluate(argv: list[str], *, log: Path, seconds: float) -> tuple[int, str]:
+        _, run, *words = argv[argv.index("evaluate") :]
+        asked.append([run, *words])
+        assert (words[-1], seconds) == ("--json", 300)
+        if "--fold" in words and ("points/4" in run or "--compile" in words):
+            log.write_text("bigbatch: no norm to fold\n")
+            return 1, "itself"
+        record = {"model_images_per_second": 50.0 + 50 * len(words[:-1]), "top1": 0.5}
+        log.write_text(f"in words\n{json.dumps(record)}\n")
+        return 0, "itself"
+
+    monkeypatch.setattr(inference, "run_logged", evaluate)
+    assert inference.measure(ablation, points, folder) is None, "nothing is trained"
+    for number in (0, 1, 4):  # the first seed of plain, both of smooth
+        change_state(folder, number, state="done")
+    found = inference.measure(ablation, points, folder)
+    assert found is not None
+    assert inference.make_table(found) == Table(
+        "Inference with what smooth trained",
+        inference.make_table(found).head,
+        (
+            ("plain", "2", "100", "100 to 100", "1.00", "1.00", "50.00%"),
+            ("folded", "1, 1 not: no norm to fold", "150", "150 to 150", "1.50", "1.50", "50.00%"),
+            ("half", "1, 1 not: no norm to fold", "150", "150 to 150", "1.00", "1.50", "50.00%"),
+            ("compiled", "0: no norm to fold", *[""] * 5),
+        ),
+    )
+    assert asked[:2] == [["out/points/1/run", "--a=1", "--json"], ["out/points/1/run", "--a=1", "--fold", "--json"]]
+    asked.clear()
+    assert inference.measure(ablation, points, folder) == found
+    assert [words for run, *words in asked if run == "out/points/1/run"] == [
+        ["--a=1", "--fold", "--compile", "--json"]
+    ], "what was told is not measured again"
+    assert inference.measure(find_ablation(write(Path(file))), points, folder) is None
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ class Begun:
         self.checkpoint = self.folder.run(0).checkpoints / "step-3"
         self.checkpoint.mkdir(parents=True)
         self.found: list[bool] = []
-        monkeypatch.setattr(running, "_run", self._run)
+        monkeypatch.setattr(running, "run_logged", self._run)
 
     def _run(self, argv: object, *, log: Path, seconds: float) -> tuple[int, str]:
         self.found.append(self.checkpoint.exists())
