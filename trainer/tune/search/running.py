@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from bigbatch.errors import FOLLOWS
+from bigbatch.errors import FOLLOWS, printable
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 
 OUTPUT = "output.txt"
@@ -122,8 +122,11 @@ class RunningTrial:
 
 
 def find_reason(text: str) -> str:
-    """Find the last line that begins as errors of bigbatch do, without that; else the last line; nothing in no text."""
+    """Find the last line that begins as errors of bigbatch do, without that; else the last line; nothing in no text.
+
+    What a terminal would obey is escaped.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     ours = [line.partition("bigbatch: ")[2] for line in lines if re.match(r"(\[[^]]*\]:?\s*)?bigbatch: ", line)]
     causes = [line for line in ours if not FOLLOWS.search(line)]
-    return (causes or ours or lines or [""])[-1][:REASON_CHARS]
+    return printable((causes or ours or lines or [""])[-1][:REASON_CHARS])

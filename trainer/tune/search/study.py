@@ -1,11 +1,16 @@
 """The journal of a search and the choice of its values, by Optuna: the one file that knows it."""
 
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import TuneError
+from bigbatch.errors import TuneError, UserError, first_line
+from bigbatch.files import read_plain
+from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.tune.search.records import State, TrialEnd
 from bigbatch.trainer.tune.search.space import Axis, SearchRange
 
@@ -28,24 +33,28 @@ def import_optuna() -> Any:
 class Round:
     """Holds the trials of one round: even (quasi-random) over its space, kept in a journal that survives a kill.
 
-    A trial is known by its index in the round.
+    A trial is known by its index in the round. Whoever has the round is alone with its journal. What the file system
+    refuses is a RunFolderError.
     """
 
     def __init__(
         self, journal: Path, axes: tuple[Axis, ...], *, number: int, maximize: bool, prune_from_epoch: int, seed: int
     ) -> None:
-        """Open the round. prune_from_epoch: no trial is pruned before. Raises: TuneError."""
+        """Open the round. prune_from_epoch: no trial is pruned before. Raises: TuneError, also for a damaged one."""
         self._optuna = optuna = import_optuna()
+        self._journal = journal
         self._axes = axes
         self._distributions = {axis.key: _distribution(optuna, axis) for axis in axes}
-        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(journal)))
-        self._study = optuna.create_study(
-            storage=storage,
-            study_name=f"round-{number}",
-            direction="maximize" if maximize else "minimize",
-            load_if_exists=True,
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_JUDGED, n_warmup_steps=prune_from_epoch),
-        )
+        with _reading(journal):
+            _drop_cut_off_line(journal)
+            file = optuna.storages.journal.JournalFileBackend(str(journal), _NoLock())
+            self._study = optuna.create_study(
+                storage=optuna.storages.JournalStorage(file),
+                study_name=f"round-{number}",
+                direction="maximize" if maximize else "minimize",
+                load_if_exists=True,
+                pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_JUDGED, n_warmup_steps=prune_from_epoch),
+            )
         self._study.sampler = self._sampler(seed + number)  # or all rounds would try the same shares of their ranges
         self._trials: dict[int, Any] = {}
 
@@ -63,12 +72,14 @@ class Round:
 
     def ask(self) -> tuple[int, dict[str, str]]:
         """Start a new trial: its index and values."""
-        return self._values(self._study.ask())
+        with writing(self._journal):
+            return self._values(self._study.ask())
 
     def unfinished(self) -> list[tuple[int, dict[str, str]]]:
         """List the trials that were under way when the last search in this folder was stopped or killed."""
-        running = self._study.get_trials(states=(self._optuna.trial.TrialState.RUNNING,))
-        return [self._values(self._optuna.trial.Trial(self._study, trial._trial_id)) for trial in running]
+        with writing(self._journal):
+            running = self._study.get_trials(states=(self._optuna.trial.TrialState.RUNNING,))
+            return [self._values(self._optuna.trial.Trial(self._study, trial._trial_id)) for trial in running]
 
     def _values(self, trial: Any) -> tuple[int, dict[str, str]]:
         """Choose values: what the journal has not chosen yet is chosen now."""
@@ -80,19 +91,21 @@ class Round:
     def should_stop(self, index: int, *, epoch: int, result: float) -> bool:
         """Note an evaluation; True where the trial is worse than the median of the others after as many epochs."""
         trial = self._trials[index]
-        if epoch not in self._study.trials[index].intermediate_values:  # a resumed trial may come by again
-            trial.report(result, epoch)
-        return bool(trial.should_prune())
+        with writing(self._journal):
+            if epoch not in self._study.trials[index].intermediate_values:  # a resumed trial may come by again
+                trial.report(result, epoch)
+            return bool(trial.should_prune())
 
     def tell(self, index: int, ended: TrialEnd) -> None:
         """Note how a trial ended."""
         trial, states = self._trials[index], self._optuna.trial.TrialState
-        for name, value in (("state", ended.state), ("reason", ended.reason), ("seconds", ended.seconds)):
-            trial.set_user_attr(name, value)
-        if ended.state == "finished":
-            self._study.tell(trial, ended.result)
-        else:
-            self._study.tell(trial, state=states.PRUNED if ended.state == "pruned" else states.FAIL)
+        with writing(self._journal):
+            for name, value in (("state", ended.state), ("reason", ended.reason), ("seconds", ended.seconds)):
+                trial.set_user_attr(name, value)
+            if ended.state == "finished":
+                self._study.tell(trial, ended.result)
+            else:
+                self._study.tell(trial, state=states.PRUNED if ended.state == "pruned" else states.FAIL)
 
     def ended(self) -> list[tuple[int, dict[str, str], TrialEnd]]:
         """List index, values and outcome of every trial that ended, in the order of their start."""
@@ -101,6 +114,38 @@ class Round:
             for trial in self._study.trials
             if trial.state.is_finished()
         ]
+
+
+class _NoLock:
+    """Stands in for Optuna's lock, a link that outlives a kill: where it leads nowhere, Optuna waits without end."""
+
+    def acquire(self) -> bool:
+        """Be alone, as the folder's own lock has it."""
+        return True
+
+    def release(self) -> None:
+        """Leave nothing."""
+
+
+@contextmanager
+def _reading(journal: Path) -> Iterator[None]:
+    """Guard code that reads the whole journal. Raises: RunFolderError; TuneError where it is damaged."""
+    try:
+        with writing(journal):
+            yield
+    except UserError:
+        raise
+    except Exception as error:  # whatever Optuna meets where a line is none of its own
+        raise TuneError(f"{journal} is damaged ({first_line(error)}): choose another --study") from error
+
+
+def _drop_cut_off_line(journal: Path) -> None:
+    """Drop a last line that a kill or a full disk has cut off: the next one would be written behind it.
+
+    What it told is done again. Raises: OSError.
+    """
+    if journal.exists() and (text := read_plain(journal)) and not text.endswith(b"\n"):
+        os.truncate(journal, text.rfind(b"\n") + 1)
 
 
 def _ended(trial: Any) -> TrialEnd:

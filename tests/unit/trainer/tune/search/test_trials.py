@@ -1,11 +1,14 @@
 """The parts of a search that run no training: a trial's config and command, its process, the study."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
+import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +16,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.comm.rendezvous.environ import visible_gpus
-from bigbatch.errors import ConfigError, TuneError
+from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.run.folder import read_records
@@ -225,6 +228,7 @@ def test_reason_of_this_process_and_not_of_an_earlier_one(tmp_path):
             "rank 1 ended with exit code 1; ending the others",
         ),
         ("Traceback\nValueError: bad\n\n", "ValueError: bad"),
+        ("bigbatch: no class \x1b]0;owned\x07 here\n", r"no class \x1b]0;owned\x07 here"),
         ("", ""),
     ],
 )
@@ -482,3 +486,54 @@ def test_search_picture_has_its_star_where_the_table_has_its_first_row():
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["round 1", "round 1, pruned (where it ended)", "best that finished: trial 1, top-1 75.00%"]
     assert figure.get_suptitle() == "4 trials, without 1 that failed"
+
+
+def test_search_whose_journal_was_cut_off_goes_on(tmp_path):
+    """A kill or a full disk may leave part of a line: what it told is told again, and the next line is whole."""
+    first = open_round(tmp_path)
+    done, left = first.ask(), first.ask()
+    first.tell(done[0], finished(0.3))
+    before = (tmp_path / "journal.log").read_bytes()
+    first.tell(left[0], finished(0.4))
+    after = (tmp_path / "journal.log").read_bytes()
+    (tmp_path / "journal.log").write_bytes(after[: len(before) + 20])
+    again = open_round(tmp_path)
+    assert again.unfinished() == [left]
+    again.tell(left[0], finished(0.4))
+    assert open_round(tmp_path).ended() == [(*done, finished(0.3)), (*left, finished(0.4))]
+
+
+def test_search_does_not_wait_for_the_lock_of_a_killed_one(tmp_path, monkeypatch):
+    """Optuna's is a link to the journal's path as it was named, which leads nowhere from another folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "search").mkdir()
+    (tmp_path / "search/journal.log.lock").symlink_to("search/journal.log")
+    assert open_round(Path("search")).ask()[0] == 0
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 10_000, b"1\n", b"{}\n", b'{"op_code": 0}\n{"op_code": 99}\n', b"\xff\n\xff\n"]
+)
+def test_journal_that_is_damaged_is_refused(tmp_path, text):
+    (tmp_path / "journal.log").write_bytes(text + b"\n")
+    with pytest.raises(TuneError, match=naming(tmp_path / "journal.log", "--study")):
+        open_round(tmp_path)
+
+
+def test_journal_that_is_no_plain_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "journal.log")
+    with pytest.raises(RunFolderError, match=naming(tmp_path / "journal.log", "no plain file")):
+        open_round(tmp_path)
+
+
+def test_journal_that_the_disk_has_no_room_for_is_named(tmp_path, monkeypatch):
+    study = open_round(tmp_path)
+    index, _ = study.ask()
+    monkeypatch.setattr(os, "fsync", raise_no_space)
+    for act in (study.ask, partial(study.tell, index, finished(0.5))):
+        with pytest.raises(RunFolderError, match=naming(tmp_path / "journal.log", "No space left")):
+            act()
+
+
+def raise_no_space(descriptor):
+    raise OSError(errno.ENOSPC, "No space left on device")
