@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table as Shown
 from rich.text import Text
 
+from bigbatch.errors import printable
+
 NOT_MEASURED = "Not measured"
 NOT_TOLD = "not told by a driver"
 NUMBER = re.compile(r"[-+]?\d[\d,.]*(\s|%|$)")
@@ -42,13 +44,18 @@ def stdout_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
+def shown_text(text: str) -> Text:
+    """Make text for a terminal that is no markup, and holds nothing that a terminal obeys."""
+    return Text("\n".join(map(printable, text.split("\n"))))
+
+
 def show_table(table: Table, console: Console) -> None:
-    """Print it on a terminal, without taking its text for markup."""
-    shown = Shown(title=Text(table.title))
+    """Print it on a terminal, without taking its text for markup, or for what a terminal obeys."""
+    shown = Shown(title=shown_text(table.title))
     for name, is_number in zip(table.head, table.is_number, strict=True):
-        shown.add_column(Text(name), justify="right" if is_number else "left")
+        shown.add_column(shown_text(name), justify="right" if is_number else "left")
     for row in table.rows:
-        shown.add_row(*map(Text, row))
+        shown.add_row(*map(shown_text, row))
     console.print(shown)
 
 

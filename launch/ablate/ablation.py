@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.errors import LaunchOptionError, printable, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.launch.ablate import outcome
 from bigbatch.launch.ablate.inference import measure
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _explain(ablation: Ablation, overrides: Sequence[str]) -> None:
     print(f"{ablation.name}: {len(ablation.steps)} steps from {ablation.config}, each on top of those before it")
     for name, changes in ablation.steps.items():
-        print(f"  {name}: " + (describe_values(changes) or "no change"))
+        print(printable(f"  {name}: " + (describe_values(changes) or "no change")))
     if overrides:
         print(f"  in all steps: {' '.join(overrides)}")
 

@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.report import plots
@@ -23,7 +21,7 @@ from bigbatch.launch.report.tables import (
     split_table,
     unmeasured_table,
 )
-from bigbatch.launch.tables import Table, markdown, plain_cell, show_table, stdout_console
+from bigbatch.launch.tables import Table, markdown, plain_cell, show_table, shown_text, stdout_console
 from bigbatch.launch.words import percent
 from bigbatch.trainer.run.folder import RunDir, writing
 
@@ -95,7 +93,7 @@ class ScalingReport:
         """Print it on the terminal."""
         console = stdout_console()
         for line in self.findings:
-            console.print(Text(line))
+            console.print(shown_text(line))
         for table in self.tables:
             show_table(table, console)
 

@@ -11,8 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
+from bigbatch.errors import printable
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
+from bigbatch.launch.tables import shown_text
 from bigbatch.trainer.config.file import as_yaml
 
 
@@ -43,10 +45,10 @@ class Show:
             f"{self._ended} of {self._num_points}, about {left:.0f} min left"
         )
         if self._bar and self._task is not None:
-            self._bar.console.print(Text(text))
+            self._bar.console.print(shown_text(text))
             self._bar.advance(self._task)
         else:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -82,7 +84,7 @@ def print_table(folder: SweepFolder, points: Sequence[Point]) -> None:
             str(point.number),
             *(Text(as_yaml(point.values[key])) for key in keys),
             *(f"{size:,}" for size in sizes),
-            Text(shown),
+            shown_text(shown),
         )
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)

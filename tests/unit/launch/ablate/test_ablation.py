@@ -360,3 +360,18 @@ def test_ablation_folder_is_of_one_ablation_and_takes_more_seeds(file: str, caps
     RunDir(folder.point(1)).write_text(folder.run(1).metrics, '{"kind": "train", "step": 3}\n')
     (damaged,) = outcome.collect(ablation, points[1:2], folder)
     assert damaged.undone == ("its files are damaged: 'images_per_second' is not there",)
+
+
+def test_ablation_says_nothing_that_a_terminal_obeys(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither by a step's name nor by a reason that somebody else put into the folder."""
+    obeyed = "\x1b]0;owned\x07\x9b31m"
+    write(Path(file), steps={f"plain{obeyed}": {}})
+    points = make_points(find_ablation(file), folder=Path("out"), epochs=None, seeds=1, overrides=[])
+    folder = SweepFolder(Path("out"))
+    prepare(folder, find_ablation(file).as_sweep(), points)
+    change_state(folder, 0, state="failed", reason=f"died{obeyed}\nafterwards")
+    assert main(["ablate", file, "--folder", "out", "--dry-run"]) == 0
+    assert main(["ablate", file, "--folder", "out"]) == 3
+    out = capsys.readouterr().out
+    assert "owned" in out
+    assert not set("\x1b\x07\x9b") & set(out)
