@@ -98,12 +98,23 @@ def write_own(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def read_plain(path: str) -> bytes:
-    """Read a plain file. Raises: OSError, also for a pipe, a socket or a device, which may never end."""
+def open_plain(path: str | Path, *, buffering: int = -1) -> BinaryIO:
+    """Open a plain file to read. Raises: OSError, also for a pipe, a socket or a device, which may never end."""
+    return open(path, "rb", buffering, opener=_open_plain)
+
+
+def _open_plain(name: str, flags: int) -> int:
     # O_NONBLOCK: a pipe that nobody writes to would never open
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file")
+    descriptor = os.open(name, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file")
+    return descriptor
+
+
+def read_plain(path: str | Path) -> bytes:
+    """Read a plain file, as open_plain opens it. Raises: OSError."""
+    with open_plain(path, buffering=0) as file:
         return file.read()
 
 

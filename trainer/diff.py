@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bigbatch.errors import CheckpointError, RunFolderError, first_line, printable
 from bigbatch.exit_codes import FAILED
+from bigbatch.files import read_plain
 from bigbatch.trainer.parting import Parting, find_places, likely_cause, listed
 from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.digests import BY_MICROBATCH, PHASES, PLACE_LETTERS, SUMMED, values_folder
@@ -69,7 +70,7 @@ def read_run(path: Path) -> Run:
     """Read what a run recorded. Raises: RunFolderError where there is no run."""
     rundir = RunDir(path)
     try:
-        config = rundir.config.read_text()
+        config = read_plain(rundir.config).decode()
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} holds no run ({first_line(error)}): name a run folder") from error
     digests: dict[int, Mapping[str, Any]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from bigbatch.errors import RunFolderError, UserError
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Step, Variant, median_step
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, damage, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
@@ -220,9 +220,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return _mapping(path, lambda text: yaml.load(text, StrictLoader))
 
 
-def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     try:
-        found = parse(path.read_text())
+        found = parse(read_plain(path))
     except (OSError, *UNREADABLE) as error:
         raise RunFolderError(f"{path} is not readable: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from bigbatch.errors import LaunchOptionError, tell
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.locks import open_lock, try_lock
@@ -105,7 +105,7 @@ def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> 
     if not folder.sweep.exists():
         return
     try:
-        old = yaml.load(folder.sweep.read_text(), StrictLoader)
+        old = yaml.load(read_plain(folder.sweep), StrictLoader)
     except (OSError, *UNREADABLE) as error:
         raise LaunchOptionError(f"{folder.sweep} is not readable: name another --folder") from error
     old = old if isinstance(old, dict) else {}
@@ -124,7 +124,7 @@ def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> 
 def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) -> None:
     path = folder.config(point.number)
     try:
-        old = read_dumped(path.read_text())
+        old = read_dumped(read_plain(path).decode())
     except (OSError, TypeError, AttributeError, *UNREADABLE) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {folder.point(point.number)}") from error
     new = read_dumped(dump_config(point.config))
@@ -143,9 +143,11 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
     """Read that of one point. Raises: LaunchOptionError where the file is damaged."""
     try:
-        state = dict(parse_json(folder.state(number).read_text()))
+        state = dict(parse_json(read_plain(folder.state(number))))
         if state["state"] not in (MISSING, SUBMITTED, DONE, FAILED) or state["number"] != number:
             raise ValueError(f"state {state['state']} of point {state['number']}")
+        if not isinstance(state.get("reason"), str | None):
+            raise TypeError("a reason that is no text")
         return state
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise LaunchOptionError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
@@ -177,7 +179,7 @@ def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, 
 def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
     """Read that of a point's finished run; None without one."""
     try:
-        return dict(parse_json(folder.run(number).summary.read_text()))
+        return dict(parse_json(read_plain(folder.run(number).summary)))
     except (OSError, ValueError, TypeError):
         return None
 

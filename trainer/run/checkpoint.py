@@ -16,7 +16,7 @@ import torch
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError
-from bigbatch.files import exchange, flush, parse_json
+from bigbatch.files import exchange, flush, open_plain, parse_json, read_plain
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -168,7 +168,7 @@ def _reason(error: Exception) -> str:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return what a checkpoint says of itself. Raises: OSError; ValueError."""
-    return dict(parse_json((path / MANIFEST_FILE).read_text()))
+    return dict(parse_json(read_plain(path / MANIFEST_FILE)))
 
 
 @contextmanager
@@ -298,7 +298,7 @@ def _other(path: Path) -> str:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

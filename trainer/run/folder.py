@@ -1,5 +1,6 @@
 """The run folder: one place for everything that a run leaves behind. Imports no torch."""
 
+import io
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import RunFolderError
-from bigbatch.files import parse_json, write_whole
+from bigbatch.errors import RunFolderError, first_line
+from bigbatch.files import open_plain, parse_json, read_plain, write_whole
 from bigbatch.trainer.config.file import RUN_CONFIG, load_config
 from bigbatch.trainer.config.schema import Config
 
@@ -121,7 +122,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     try:
-        with path.open(errors="replace") as file:
+        with io.TextIOWrapper(open_plain(path), errors="replace") as file:
             for line in file:
                 try:
                     record = parse_json(line)
@@ -147,6 +148,16 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
             if len(reports) > MOST_REPORTS:
                 reports, stride = reports[::2], 2 * stride
     return reports + [record for record in read_records(path) if record["kind"] not in ("train", "digests")]
+
+
+def read_summary(rundir: RunDir) -> dict[str, Any]:
+    """Read what a finished run came to. Raises: RunFolderError."""
+    try:
+        return dict(parse_json(read_plain(rundir.summary)))
+    except (OSError, ValueError, TypeError) as error:
+        raise RunFolderError(
+            f"{rundir.summary} is not readable ({first_line(error)}): remove it, and the same command writes it anew"
+        ) from error
 
 
 def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:

@@ -18,7 +18,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import broadcast_object
 from bigbatch.errors import CheckpointError, tell
-from bigbatch.files import mode_of_own, write_whole
+from bigbatch.files import mode_of_own, read_plain, write_whole
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.remedies import MEMORY
 from bigbatch.trainer.machine.cgroup import free_memory
@@ -233,7 +233,7 @@ def open_copies(config: Config, communicator: Communicator, *, memory: Path = Pa
 def _known(path: Path) -> str:
     """Return the name that the run's copies have; empty where it has none, or what cannot be one."""
     try:
-        name = path.read_text().strip()
+        name = read_plain(path).decode().strip()
     except (OSError, ValueError):
         return ""
     return name if NAME.fullmatch(name) else ""

@@ -10,7 +10,6 @@ from typing import Any
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import tell
-from bigbatch.files import parse_json
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.score import CROSS_ENTROPY
@@ -23,7 +22,7 @@ from bigbatch.trainer.run.checkpoint import (
     set_damaged_aside,
 )
 from bigbatch.trainer.run.cost import spent_in_all
-from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, writing
+from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, Silent, make_reporter
@@ -155,7 +154,7 @@ class RunOutput:
             return None
         if totals.steps == 0 and rundir.summary.exists():
             self.say("this run was finished before; its summary:")
-            summary = parse_json(rundir.summary.read_text())
+            summary = read_summary(rundir)
         else:
             summary = make_summary(
                 totals,

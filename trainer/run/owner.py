@@ -22,7 +22,7 @@ from threading import Event, Thread
 from bigbatch.boot import boot_id
 from bigbatch.comm.rendezvous.environ import slurm_job, start_of_launcher
 from bigbatch.errors import RunFolderError
-from bigbatch.files import parse_json, write_whole
+from bigbatch.files import open_plain, parse_json, read_plain, write_whole
 from bigbatch.trainer.run.folder import writing
 
 BEAT_SECONDS = 3.0
@@ -229,7 +229,7 @@ def _text(claim: Claim) -> bytes:
 def _read(path: Path) -> Claim | None:
     """Return the claim of a file; None where it is gone, half written, or of another version."""
     try:
-        return Claim(**parse_json(path.read_text()))
+        return Claim(**parse_json(read_plain(path)))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -237,7 +237,7 @@ def _read(path: Path) -> Claim | None:
 def _beat_of(path: Path) -> int:
     """Return what each beat of an owner changes: of an open file, as NFS may know a name's state of a minute ago."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return 0

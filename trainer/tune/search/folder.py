@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bigbatch.errors import TuneError
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.run.folder import RunDir, writing
 from bigbatch.trainer.run.resume import changes
@@ -76,7 +76,7 @@ def require_own(folder: StudyFolder, identity: dict[str, Any]) -> None:
             raise TuneError(f"{folder.path} is not empty and holds no search: choose another --study")
         return
     try:
-        old = parse_json(folder.identity.read_text())
+        old = parse_json(read_plain(folder.identity))
         odd = _differences(old, identity)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise TuneError(f"{folder.identity} is not readable ({error}): choose another --study") from error

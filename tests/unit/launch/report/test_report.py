@@ -529,6 +529,7 @@ def write_sweep(folder: Path, text: str) -> None:
         ("point.json", '{"state": "done", "number": 3}', "its files are damaged: 'values' is not there"),
         ("point.json", '{"values": 3, "state": "done", "number": 3}', "its files are damaged"),
         ("point.json", "{", "point.json is not readable"),
+        ("point.json", '{"state": "failed", "number": 3, "reason": {"a": 1}}', "point.json is not readable"),
     ],
 )
 def test_report_tells_of_a_damaged_point_and_has_the_others(file: str, text: str, why: str, sweep: Path) -> None:

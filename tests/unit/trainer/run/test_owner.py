@@ -185,6 +185,12 @@ def test_owner_whose_file_is_no_claim_is_judged_by_its_beats(clock: Clock, tmp_p
     assert clock.now > 130
 
 
+def test_owner_whose_file_is_a_pipe_is_not_waited_for_without_end(clock: Clock, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".owner-1")
+    may_take(tmp_path)
+    assert clock.now > 30
+
+
 def test_owner_of_the_same_slurm_job_is_replaced_by_its_restart_alone(clock: Clock, tmp_path: Path) -> None:
     first = replace(ELSEWHERE, job="12 of big")
     path = lay(tmp_path, first)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.run import folder, summary
 from bigbatch.trainer.run.cost import Spent, spent_in_all
-from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, writing
+from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
 from bigbatch.trainer.run.progress import Bar, Lines, Silent, describe, make_reporter, rows, show
 from bigbatch.trainer.run.resume import changes
@@ -111,6 +112,22 @@ def test_report_a_resumed_run_drops_records_that_it_cannot_have_written(tmp_path
     MetricsLog(rundir, from_step=1).close()
     assert list(read_records(rundir.metrics)) == [whole]
     assert spent_in_all(read_records(rundir.metrics)) == Spent()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_records_that_have_no_end_are_refused(kind: str, tmp_path: Path) -> None:
+    path = RunDir(tmp_path).metrics
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(RunFolderError, match=naming(path, "no plain file")):
+        list(read_records(path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 10_000, "null", '"a"'])
+def test_summary_that_is_damaged_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    """A node that lost its power may leave an empty one."""
+    RunDir(tmp_path).summary.write_text(text)
+    with pytest.raises(RunFolderError, match=naming(RunDir(tmp_path).summary, "remove it")):
+        read_summary(RunDir(tmp_path))
 
 
 class Ranks:
