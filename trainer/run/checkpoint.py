@@ -189,8 +189,9 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
     for path, step in _folders(directory).items():
         try:
             manifest = read_manifest(path)
-            found.append(Checkpoint(path, int(manifest["step"]), manifest["top1"], manifest.get("is_agreed", False)))
-        except (OSError, ValueError, KeyError, TypeError):
+            top1 = None if manifest["top1"] is None else float(manifest["top1"])
+            found.append(Checkpoint(path, int(manifest["step"]), top1, manifest.get("is_agreed", False)))
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             found.append(Checkpoint(path, step, None))
     return sorted(found, key=lambda c: c.step)
 

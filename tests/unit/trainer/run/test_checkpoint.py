@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import pathlib
 import re
@@ -163,6 +164,17 @@ def test_checkpoint_unfinished_and_foreign_folders_are_not_listed(tmp_path: Path
         shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
     (tmp_path / "step-old" / "manifest.json").unlink()
     assert [c.step for c in list_checkpoints(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("changed", [{"step": math.inf}, {"top1": "0.5 or so"}, {"top1": 10**400}, {"step": None}])
+def test_checkpoint_whose_manifest_is_damaged_is_listed_by_its_step_alone(
+    changed: dict[str, object], tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, 0.5)
+    manifest = tmp_path / "step-00000001/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changed))
+    assert [(c.step, c.top1) for c in list_checkpoints(tmp_path)] == [(1, None), (2, 0.5)]
 
 
 def test_checkpoint_what_a_killed_write_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
