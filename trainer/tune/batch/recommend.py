@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import ConfigError, RunFolderError, TuneError, tell
+from bigbatch.errors import ConfigError, RunFolderError, TuneError, printable, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
             plot_answer(answer, run.path / "batch.png")
     finally:  # a run on a disk that is full, or read-only, tells it all the same
         for line in explain(answer):
-            print(line)
-    print(f"left in {run.path}: batch.json{' and batch.png' if answer.rows else ''}")
+            print(printable(line))
+    print(printable(f"left in {run.path}: batch.json{' and batch.png' if answer.rows else ''}"))
     return 0
 
 

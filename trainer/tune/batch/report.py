@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.colours import COLOURS
+from bigbatch.errors import printable
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
 from bigbatch.trainer.tune.batch.critical import (
@@ -159,7 +160,8 @@ def plot_answer(answer: Answer, path: Path) -> None:
     if answer.recommended is not None:
         axes.axvline(answer.recommended, color="0.3", linestyle="--", linewidth=1, label="recommended")
     axes.set_xlim(low, high)
-    axes.set_title(f"Steps against images: {answer.run}", fontsize=11)
+    # a path may have two dollar signs
+    axes.set_title(printable(f"Steps against images: {answer.run}"), fontsize=11, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     with writing(path):

@@ -12,7 +12,7 @@ import yaml
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import ConfigError, TrainingDiverged, TuneError
+from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, printable
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import as_yaml, find_config, load_config
@@ -190,14 +190,14 @@ def _write(answer: Answer, out: Path, *, base: str, overrides: Sequence[str]) ->
         _write_files(answer, folder, base=base)
     finally:  # a full disk does not take away what was measured
         for line in explain(answer):
-            print(line)
+            print(printable(line))
     words = ["bigbatch", "train", "--config", str(folder.path / "precision.yaml"), *overrides]
     stated = {word.partition("=")[0] for word in overrides}
     for key, value in answer.values.items():
         if f"--{key}" in stated:  # and would go before the file's
             words += [f"--{key}", as_yaml(value)]
-    print(f"left in {folder.path}: precision.yaml, precision.json, precision.png")
-    print(f"take it by {shlex.join(words)}")
+    print(printable(f"left in {folder.path}: precision.yaml, precision.json, precision.png"))
+    print(printable(f"take it by {shlex.join(words)}"))
 
 
 def _write_files(answer: Answer, folder: RunDir, *, base: str) -> None:
@@ -219,7 +219,7 @@ def _base(config: str) -> str:
 
 def _say(communicator: Communicator, text: str) -> None:
     if communicator.rank == 0:
-        print(text, flush=True)
+        print(printable(text), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from bigbatch.colours import COLOURS
+from bigbatch.errors import printable
 from bigbatch.trainer.config.file import as_yaml
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.tune.precision.choices import POWERS, Choice, Gradients, SpanRow, WireRow
@@ -179,7 +180,7 @@ def plot_answer(answer: Answer, path: Path, *, title: str) -> None:
     for axes in (sizes, scales):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(printable(title), fontsize=11, parse_math=False)  # a path may have two dollar signs
     with writing(path):
         figure.savefig(path, dpi=120)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bigbatch.errors import printable
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.tune.range.curve import Suggestion, smooth
 
@@ -55,7 +56,8 @@ def plot_range(lrs: Sequence[float], losses: Sequence[float], found: Suggestion,
     ):
         if lr is not None:
             axes.axvline(lr, color=color, linestyle="--", label=f"{label}: {lr:.3g}")
-    axes.set(xscale="log", xlabel="learning rate", ylabel="cross-entropy (nats)", title=title)
+    axes.set(xscale="log", xlabel="learning rate", ylabel="cross-entropy (nats)")
+    axes.set_title(printable(title), parse_math=False)  # a path may have two dollar signs
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     with writing(path):

@@ -29,7 +29,7 @@ from bigbatch.trainer.tune.batch.critical import (
     thirds,
     trade,
 )
-from bigbatch.trainer.tune.batch.report import explain, make_answer
+from bigbatch.trainer.tune.batch.report import explain, make_answer, plot_answer
 
 BATCH = 512
 """That of the quick start, in microbatches of 128."""
@@ -143,6 +143,14 @@ def test_the_answer_is_clear_and_says_what_is_not_known() -> None:
     text = "\n".join(explain(drowned))
     assert "in doubt, as the band is wide" in text
     assert shlex.split(text.rpartition("batch: ")[2])[:4] == ["bigbatch", "tune", "batch", "runs/a b"]
+
+
+def test_picture_is_named_by_any_path(tmp_path: Path) -> None:
+    """Between two dollar signs matplotlib reads mathematics."""
+    run = Path("runs/a$\\frac{$b\x1b")
+    answer = make_answer(pairs_of([1000.0] * 200), run=run, global_batch_size=BATCH, microbatch_size=128)
+    plot_answer(answer, tmp_path / "batch.png")
+    assert (tmp_path / "batch.png").stat().st_size > 1000
 
 
 def test_a_signal_that_drowned_recommends_nothing() -> None:

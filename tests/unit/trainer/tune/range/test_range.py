@@ -18,7 +18,7 @@ from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.tune.range import rising_rate as range_test
 from bigbatch.trainer.tune.range.curve import SmoothedLoss, Suggestion, exponential, smooth, suggest
-from bigbatch.trainer.tune.range.report import explain
+from bigbatch.trainer.tune.range.report import explain, plot_range
 from bigbatch.trainer.tune.search.experiment import make_experiment
 from bigbatch.trainer.tune.search.options import parse_search
 
@@ -79,6 +79,12 @@ def test_reading_in_words():
     calm = "\n".join(explain(Suggestion(4.0, None, 4.0), high=50, experiment=["quickstart"]))
     assert "did not explode up to 50: raise --to" in calm
     assert "log:1:50" in calm
+
+
+def test_picture_is_named_by_any_path(tmp_path):
+    """Between two dollar signs matplotlib reads mathematics, and fails after all of the training."""
+    plot_range([1, 2], [2, 1], Suggestion(None, None, None), tmp_path / "range.png", title="a$\\frac{$b\x1b.yaml")
+    assert (tmp_path / "range.png").stat().st_size > 1000
 
 
 def test_suggested_search_is_of_the_experiment_as_it_was_overridden():
