@@ -259,7 +259,12 @@ class GradientReducer:
             self._start_over()
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero: one fill per buffer."""
+        """Set all gradients to zero: one fill per buffer. Raises: RuntimeError while they are being summed."""
+        if self._num_started:
+            raise RuntimeError(
+                "zero_grad() while gradients are being summed over ranks: call wait() after backward, before the "
+                "optimizer's step"
+            )
         for buffer_N in self.buffers:
             buffer_N.zero_()
         if self._grid_sums:

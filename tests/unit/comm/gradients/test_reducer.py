@@ -499,6 +499,17 @@ def test_reducer_of_a_compiled_model() -> None:
         backend.events.clear()
 
 
+def test_reducer_refuses_to_zero_gradients_that_nobody_waited_for() -> None:
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator(RecordingBackend()))
+    loss_of(model, torch.ones(2, 3, 4, 4)).backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\).*wait\(\)"):
+        reducer.zero_grad()
+    reducer.wait()
+    reducer.zero_grad()
+    assert not any(p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("is_active", [True, False])
 def test_reducer_refuses_a_second_backward_before_wait(is_active: bool) -> None:
     model = make_model()
