@@ -39,6 +39,7 @@ def draw(records: Sequence[dict[str, Any]]) -> Figure:
     for row, record in zip(figure.subplots(len(records), 3, squeeze=False), records, strict=True):
         dataset = record["conditions"]["options"]["dataset"]
         by_batch(row[0], record["cases"], title=f"{dataset}: equal epochs, each tuned alike")
+        row[0].legend()
         others(row[1], record["cases"])
         losses(row[2], record["cases"])
     return figure
@@ -57,8 +58,9 @@ def by_batch(axes: Axes, found: dict[str, Any], *, title: str, colours: Mapping[
         dots = [(c["batch"], 100 * run["top1"]) for c in rows for run in c["runs"] if run["top1"] is not None]
         axes.scatter([x for x, _ in dots], [y for _, y in dots], color=colour, s=14)
     axes.set_xscale("log", base=2)
+    batches = sorted({case["batch"] for case in found.values() if case["family"] == "batch"})
+    axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
     axes.set(xlabel="global batch", ylabel="correct (%)", title=title)
-    axes.legend()
 
 
 def mark_incomplete(axes: Axes, case: dict[str, Any], *, colour: str, place: int) -> None:

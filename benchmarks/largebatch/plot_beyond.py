@@ -28,11 +28,12 @@ def main() -> None:
 def draw(records: Sequence[dict[str, Any]]) -> Figure:
     """Draw two panels for each record."""
     figure = Figure(figsize=(11, 3.8 * len(records)), layout="constrained")
-    for row, record in zip(figure.subplots(len(records), 2, squeeze=False), records, strict=True):
+    for row, record in zip(figure.subplots(len(records), 2, squeeze=False, sharey="row"), records, strict=True):
         dataset = record["conditions"]["options"]["dataset"]
         ways = {"equal steps": record["cases"], "equal time": in_equal_time(record["cases"])}
         for axes, (way, found) in zip(row, ways.items(), strict=True):
             by_batch(axes, found, title=f"{dataset}: {way}, each tuned alike", colours=COLOURS)
+        row[0].legend()
     return figure
 
 

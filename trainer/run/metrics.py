@@ -118,7 +118,7 @@ def draw_run(
     for axes, rows, key, scale, style, color, label in lines:
         epochs, values = [r["epoch"] for r in rows], [scale * r[key] for r in rows]
         if rows:
-            seen = style if len(rows) > 1 else "o"  # a line through one point is not
+            seen = style if len(rows) > 1 else style.strip("-") or "o"  # a line through one point is not
             axes.plot(epochs, values, seen, color=color, markersize=5, label=label, clip_on=False)
     loss_axes.set(ylabel=loss, title="Loss")
     accuracy_axes.set(ylabel="correct (%)", title="Accuracy, evaluation", ylim=(0, 100))

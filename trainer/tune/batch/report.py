@@ -151,9 +151,12 @@ def plot_answer(answer: Answer, path: Path) -> None:
     batches = [row.global_batch_size for row in answer.rows]
     axes.plot(batches, [row.steps for row in answer.rows], "o-", color=COLOURS[0], label="steps")
     axes.plot(batches, [row.images for row in answer.rows], "s-", color=COLOURS[1], label="images")
-    axes.set(xscale="log", yscale="log", xlabel="global batch", ylabel="beside the fewest there can be")
-    axes.set_xticks(batches, [str(batch) for batch in batches], rotation=45, minor=False)
-    axes.minorticks_off()
+    axes.set(xlabel="global batch", ylabel="times the fewest that there can be")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(batches)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
     low, high = axes.get_xlim()
     band = (max(low, answer.critical.low), min(high, answer.critical.high or high))
     axes.axvspan(*band, color="0.85", label="critical batch, 95% band")

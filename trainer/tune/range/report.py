@@ -35,7 +35,7 @@ def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> lis
         lines.append(f"exploded at {found.exploded_lr:.4g}; a tenth of that is {found.tenth_lr:.4g}")
     limit = found.exploded_lr or high
     lines.append(f"suggested: {found.suggested_lr:.4g}, which a search starts from:")
-    space = f"schedule.base_lr=log:{found.suggested_lr / 4:.3g}:{limit:.3g}"
+    space = f"schedule.base_lr=log:{found.suggested_lr / 4:.4g}:{limit:.4g}"
     config = shlex.join(experiment)
     lines.append(f"  bigbatch tune search --config {config} --space {space} --trials 12 --epochs 3 --study FOLDER")
     return lines
@@ -55,9 +55,13 @@ def plot_range(lrs: Sequence[float], losses: Sequence[float], found: Suggestion,
         (found.exploded_lr, "#D55E00", "exploded"),
     ):
         if lr is not None:
-            axes.axvline(lr, color=color, linestyle="--", label=f"{label}: {lr:.3g}")
+            axes.axvline(lr, color=color, linestyle="--", label=f"{label}: {lr:.4g}")
     axes.set(xscale="log", xlabel="learning rate", ylabel="cross-entropy (nats)")
     axes.set_title(printable(title), parse_math=False)  # a path may have two dollar signs
+    first, low = losses[0], min(losses)
+    room = max(first - low, abs(first) / 2)
+    if max(losses) > first + room:  # an explosion is many times as high as the descent that is to be seen
+        axes.set_ylim(low - room / 10, first + room)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     with writing(path):

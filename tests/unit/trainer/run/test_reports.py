@@ -314,6 +314,12 @@ def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatc
     assert axes.get_ylabel() == "pictures"
 
 
+def test_report_of_one_evaluation_tells_its_two_accuracies_apart() -> None:
+    evaluation = {"kind": "eval", "epoch": 2.0, "loss": 1.5, "top1": 0.3, "top5": 0.9}
+    _, accuracy_axes, _ = draw_run([evaluation], title="a run", label_smoothing=0.0).axes
+    assert [line.get_marker() for line in accuracy_axes.get_lines()] == ["o", "s"]
+
+
 def test_report_a_summary_says_what_the_grid_lost_of_a_reproducible_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
     a_run = partial(summary_of, algorithm="ring", why="")

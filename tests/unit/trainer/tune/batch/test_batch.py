@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from error_texts import naming
+from matplotlib.figure import Figure
 
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.trainer.config.file import dump_config, load_config
@@ -167,6 +168,20 @@ def make_run(folder: Path, pairs: Sequence[Pair]) -> RunDir:
     records = [{"kind": KIND, "signal": signal, "global_squared_norm": square} for signal, square in pairs]
     run.write_text(run.metrics, "".join(json.dumps(record) + "\n" for record in records))
     return run
+
+
+def test_picture_of_an_answer_says_how_many_times_the_fewest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where no power of ten is between 1 and the largest, a logarithmic axis has no number of its own."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    answer = make_answer(
+        pairs_of([300.0] * 50), run=tmp_path, global_batch_size=256, microbatch_size=64, num_train=5000
+    )
+    plot_answer(answer, tmp_path / "batch.png")
+    (axes,) = drawn[0].axes
+    low, high = axes.get_ylim()
+    ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    assert [label.get_text() for tick, label in ticks if low <= tick <= high] == ["2", "4", "8"]
 
 
 @pytest.mark.slow

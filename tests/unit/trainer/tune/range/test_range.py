@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from error_texts import naming
+from matplotlib.figure import Figure
 
 from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.trainer.config.file import load_config
@@ -25,6 +26,20 @@ from bigbatch.trainer.tune.search.options import parse_search
 STEPS = 121
 LR = exponential(1e-3, 1e3, steps=STEPS)
 LRS = [LR(step) for step in range(STEPS)]
+
+
+def test_picture_of_an_explosion_still_shows_the_descent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    lrs, losses = [1.0, 10.0, 100.0, 2000.0], [2.0, 1.0, 1.6, 80.0]
+    plot_range(lrs, losses, Suggestion(10.0, 2000.0, 10.0), tmp_path / "range.png", title="a range")
+    (axes,) = drawn[0].axes
+    low, high = axes.get_ylim()
+    assert 0.5 < low < 1.0
+    assert 2.0 < high <= 2 * 2.0
+    legend = axes.get_legend()
+    assert legend is not None
+    assert "exploded: 2000" in [text.get_text() for text in legend.get_texts()]
 
 
 def test_learning_rate_rises_by_the_same_factor_each_step():
