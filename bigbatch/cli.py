@@ -50,7 +50,7 @@ COMMANDS = {
     ),
     "diff": ("bigbatch.trainer.diff", "the first step, tensor and element in which two runs differ"),
     "config": (GROUP, "show an experiment with all its values, what differs between two, which there are"),
-    "tune": (GROUP, "find a learning rate's range; search config values on short runs"),
+    "tune": (GROUP, "find good values: learning rate, global batch, loss scale and wire, or any by a search"),
     "ablate": ("bigbatch.launch.ablate.ablation", "train a recipe trick by trick: the time and accuracy of each"),
     "launch": (
         "bigbatch.launch.start",

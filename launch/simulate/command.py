@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulate a recipe's step on a cluster: its gradients, fusion plan and algorithms as events. Says "
         "time, efficiency and what the rest is lost to, time to the end, GPU-hours, and a band. What it rests on is "
         "printed first; docs/simulate.md says how far off it was on published rows.",
-        epilog="examples: bigbatch simulate imagenet/resnet50_64k --cluster dgx_a100 --gpus 8..2048 --deadline 1h | "
+        epilog="examples: bigbatch simulate imagenet/resnet50_64k --cluster dgx_a100 --gpus 8..2048 --deadline 1h; "
         "bigbatch simulate --given GIVEN.csv --rows QUESTIONS.csv --out PREDICTED.csv",
         allow_abbrev=False,
     )

@@ -132,7 +132,9 @@ def read_stated(path: Path, kind: type[Stated], *, replaced: dict[str, Any], exa
             raise LaunchOptionError(f"it holds no keys; see {PACKAGED / example}")
         check_keys(content, legal=tuple(fields), where="top level")
         if absent := [name for name in needed if name not in content]:
-            raise LaunchOptionError(f"{absent[0]} is missing; the file must state every key")
+            raise LaunchOptionError(
+                f"missing: {', '.join(absent)}; it must state every key, as {PACKAGED / example} does"
+            )
         for name, value in content.items():
             _check_type(name, value, fields[name])
         return kind(**(content | replaced))

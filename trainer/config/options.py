@@ -78,11 +78,10 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
         prog=prog,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Train one experiment: a YAML file of what differs from the defaults, and any key as an override. "
-        f"Packaged experiments: {', '.join(packaged)}.",
-        epilog=f"example: {prog} --config quickstart --run.epochs 24 --optimizer.momentum 0.8. "
-        + ", ".join(f"{alias} is short for --{key}" for alias, key in ALIASES.items())
-        + ".",
+        description="Train one experiment: a YAML file of what differs from the defaults, and any key as an override; "
+        + "".join(f"{alias} is short for --{key}. " for alias, key in ALIASES.items())
+        + f"Packaged experiments: {', '.join(packaged)}.",
+        epilog=f"example: {prog} --config quickstart --run.epochs 24 --optimizer.momentum 0.8",
         usage=f"{prog} --config NAME_OR_FILE [--section.key VALUE ...]",
     )
     parser.add_argument(

@@ -45,7 +45,7 @@ def param_groups(
     lr_factors: pattern of names -> factor, of which the first that matches counts, 1 where none does. Each group is
     then divided by them; they multiply lr_factor and leave weight_decay.
     substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
-    `names` keeps the parameters' names, in order; `adapt` is read by LARS and LAMB, torch's optimizers carry it along.
+    `names` keeps the parameters' names, in order; `adapt` is read by our optimizers, torch's carry it along.
     Raises: ValueError for a substitute that names no trainable parameter, and for a pattern that decides for none.
     """
     tensors: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}

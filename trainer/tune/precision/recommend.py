@@ -228,15 +228,15 @@ def _parser() -> argparse.ArgumentParser:
         usage="bigbatch tune precision --config NAME --out FOLDER [--steps N] [--spans N ...] [--num-ranks N] "
         "[--try-steps N] [--dry-run] [--section.key VALUE ...]",
         description="Train a config for a few steps in fp32, count its gradients by size, and say from their underflow "
-        "which loss scale, wire between ranks and ghost batch to take; then train as many steps so. Runs as one rank "
-        "of a job.",
+        "which loss scale, wire between ranks and ghost batch to take; then try that for --try-steps. Runs as one "
+        "rank of a job.",
         epilog="example: bigbatch tune precision --config quickstart --optimizer.precision fp16 --out runs/precision",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--config", required=True, help="YAML file, or name of a packaged experiment")
     add("--out", type=Path, required=True, metavar="FOLDER", help="for precision.yaml, precision.json, precision.png")
-    add("--steps", type=int, default=STEPS, metavar="N", help=f"of each run (default: {STEPS})")
+    add("--steps", type=int, default=STEPS, metavar="N", help=f"in fp32, with each ghost batch (default: {STEPS})")
     add("--spans", type=int, nargs="+", metavar="N", help="ghost batches to compare (default: half the own, twice it)")
     add("--num-ranks", type=int, metavar="N", help="of the job to choose a wire for (default: of this one)")
     add(

@@ -59,7 +59,7 @@ def test_sweep_file_that_is_wrong_is_refused_in_a_line(
         ("", ("keys", "scaling.yaml")),
         ("name: [", ("YAML", "line 1, column 8")),
         ("name: a\nname: b\n", ("YAML", "name", "twice")),
-        ("name: a\n", ("config ", "every key")),
+        ("name: a\n", ("config", "options", "timeout_minutes", "every key", "scaling.yaml")),
     ],
 )
 def test_sweep_file_that_is_none_is_refused(text: str, named: tuple[str, ...], file: Path) -> None:
