@@ -286,6 +286,16 @@ def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> 
     assert sum(isinstance(module, BlurConv2d) for module in model.modules()) == (6 if blurpool else 0)
 
 
+def test_start_of_the_weights_is_the_one_that_the_config_names() -> None:
+    """Of the resnet9: a convolution of 3 x 3 from 32 channels to 64, and the classifier."""
+    words = ["model.width=16", "model.init=xavier", "model.linear_std=0.5", "data.num_classes=100"]
+    model = make_model(load_config(["--config", "quickstart", *(f"--{word}" for word in words)]), one_rank())
+    convolution = next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.weight.shape[:2] == (64, 32))
+    head = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    assert float(convolution.weight.detach().std()) == pytest.approx((2 / (9 * 32 + 9 * 64)) ** 0.5, rel=0.05)
+    assert float(head.weight.detach().std()) == pytest.approx(0.5, rel=0.05)
+
+
 def test_generated_samples_have_no_digest() -> None:
     config = quickstart("data.loader=synthetic", "data.num_synthetic_samples=1024")
     assert build_input.samples_digest(build_input.make_splits(config, one_rank())[0]) is None
