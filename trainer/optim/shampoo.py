@@ -139,7 +139,9 @@ class Shampoo(MatrixOptimizer):
             for block_MN in self._blocks(grad):
                 next(squares).lerp_(block_MN @ block_MN.mT, share)
                 next(squares).lerp_(block_MN.mT @ block_MN, share)
-        torch._foreach_add_([self.state[w]["step"] for w in weights], 1.0 if overflow is None else 1 - overflow)
+        # a list: with one tensor of no dimension torch takes its number, for which the host waits
+        counted = 1.0 if overflow is None else [1 - overflow] * len(weights)
+        torch._foreach_add_([self.state[w]["step"] for w in weights], counted)
 
     def _start_roots(self, weights: list[Tensor]) -> Callable[[], None]:
         """Start on new roots where they are due; what is returned waits for them."""

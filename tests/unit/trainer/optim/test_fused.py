@@ -20,6 +20,7 @@ from optimizer_steps import (
     set_random_grads,
 )
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from bigbatch.trainer.optim import lamb, lars
 from bigbatch.trainer.optim.fused import scaled_on_gpu
@@ -234,7 +235,7 @@ def test_fused_overflow_counted_on_two_devices_skips(name):
     assert is_untouched(optimizer)
 
 
-def launches(num_tensors, *, name, is_scaled):
+def launches(num_tensors, *, name, is_scaled, prepare=lambda optimizer: None):
     """List what a step on that many tensors launches, by tensors that have a device and no values."""
     shapes = ((4, 3, 3, 3), (5, 7), (6,), (1,), ())
     with FakeTensorMode():
@@ -245,11 +246,15 @@ def launches(num_tensors, *, name, is_scaled):
         optimizer = MAKERS[name](weights, weight_decay=0.1)
         if is_scaled:
             optimizer.grad_scale, optimizer.found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        prepare(optimizer)
         with Launches() as seen:
             optimizer.step()  # also makes the state
             seen.names.clear()
             optimizer.step()
     return seen.names
+
+
+SYNCS = {"_local_scalar_dense", "is_nonzero", "equal"}
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.10 launches one kernel a tensor for the trust ratios")
@@ -266,8 +271,20 @@ def launches(num_tensors, *, name, is_scaled):
 def test_fused_gpu_step_neither_syncs_nor_grows_with_the_number_of_tensors(name, kernels, is_scaled):
     seen = launches(10, name=name, is_scaled=is_scaled)
     assert launches(100, name=name, is_scaled=is_scaled) == seen
-    assert not {"_local_scalar_dense", "is_nonzero", "equal"} & set(seen)
+    assert not SYNCS & set(seen)
     assert kernels <= set(seen)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_fused_gpu_step_of_shampoo_syncs_where_roots_are_due_alone(is_scaled):
+    def far_from_roots(optimizer):
+        optimizer._calls_before_roots = 9
+
+    seen = launches(10, name="shampoo", is_scaled=is_scaled, prepare=far_from_roots)
+    assert not SYNCS & set(seen)
+    assert {"mm", "_fused_sgd_"} <= set(seen)
+    with pytest.raises(DataDependentOutputException):  # what it asks the device for has no value here
+        launches(10, name="shampoo", is_scaled=is_scaled)
 
 
 def test_fused_launches_of_a_loop_are_seen():
