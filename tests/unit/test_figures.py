@@ -81,6 +81,28 @@ def test_figures_of_ten_times() -> None:
         require(right, top1(runs))
 
 
+def test_figures_of_the_ends_of_ten_times() -> None:
+    found = record("ten-times-ends-cpu")
+    first = median(found["steps"][0]["runs"], "seconds")
+    for (_, seconds, times, epochs, right), step in zip(
+        rows_of("sources.md", "the last rows")[1:], found["steps"], strict=True
+    ):
+        own = [run["seconds"] for run in step["runs"]]
+        require(seconds, statistics.median(own), min(own), max(own))
+        require(times, first / statistics.median(own))
+        require(epochs, *sorted({run["epochs"] for run in step["runs"]}))
+        require(right, top1(step["runs"]))
+    forms = found["inference"]["forms"]
+    first = statistics.median(forms[0]["images_per_second"])
+    for (_, rate, times, right), form in zip(
+        rows_of("sources.md", "inference by it, each on top of those before")[1:], forms, strict=True
+    ):
+        own = form["images_per_second"]
+        require(rate, statistics.median(own), min(own), max(own))
+        require(times, statistics.median(own) / first)
+        require(right, 100 * statistics.fmean(form["top1"]))
+
+
 def test_figures_of_the_bag_of_tricks_at_full_width() -> None:
     found = record("bag-of-tricks-full-cpu")
     for name, right, seconds in rows_of("bag.md", "step | top-1 | training, s")[1:]:
