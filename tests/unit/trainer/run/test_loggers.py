@@ -353,6 +353,7 @@ def test_loggers_of_a_whole_run_whose_wandb_is_away_or_missing(
         "schedule.warmup_epochs": 1,
         "run.loggers": "[csv, wandb]",
         "run.directory": tmp_path,
+        "data.std": "[0.01,0.01,0.01]",
     }
     assert train.main(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]) == 0
     assert len([line for line in capsys.readouterr().out.splitlines() if "wandb" in line]) == num_said
@@ -362,6 +363,8 @@ def test_loggers_of_a_whole_run_whose_wandb_is_away_or_missing(
     assert [float(row["top1"]) for row in read_csv(rundir, "eval")] == [record["top1"] for record in records]
     assert [row["step"] for row in read_csv(rundir, "noise")] == ["2", "4"]
     assert {path.stem for path in rundir.csv.iterdir()} <= {*KINDS_WITH_FIGURES}
+    hints = [record["hint"] for record in read_records(rundir.metrics) if record["kind"] == "hint"]
+    assert sum("far from normalised" in text for text in hints) == 1, "a hint has no figures, and no table"
     assert not rundir.tensorboard.exists()
 
 
