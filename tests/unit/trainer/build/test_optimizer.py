@@ -87,6 +87,12 @@ def test_make_optimizer_hands_shampoos_settings_on() -> None:
     assert (optimizer._block_size, optimizer._every, optimizer._factor_decay, optimizer._eps) == (3, 2, 0.9, 1e-4)
 
 
+def test_make_optimizer_hands_muons_settings_on() -> None:
+    optimizer: Any = make("muon", nesterov=False, newton_schulz_precision="bf16")[0]
+    assert (optimizer._steps, optimizer._precision) == (3, "bf16")
+    assert [group["nesterov"] for group in optimizer.param_groups] == [False, False]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_make_optimizer_hands_settings_on(name: str) -> None:
     optimizer, _ = make(name)
