@@ -317,6 +317,15 @@ def test_momentum_survives_an_overflow_in_the_first_step(monkeypatch: pytest.Mon
     assert all(not bool(momentum.any()) for momentum in momenta)
 
 
+def test_momentum_of_a_run_mirrors_its_rate_where_the_config_says_so() -> None:
+    """At its highest rate, after the warm-up, it is the lowest."""
+    config, communicator = quickstart("schedule.low_momentum=0.5", "schedule.warmup_epochs=1"), one_rank()
+    plan = make_plan(config, communicator, num_samples=5120, first_step=0)
+    parts = make_parts(config, communicator, plan=plan, tuned=None)
+    parts.set_lr_(step=plan.steps_per_epoch - 1)
+    assert [group["momentum"] for group in parts.optimizer.param_groups] == pytest.approx([0.5, 0.5])
+
+
 def test_join_job_refuses_a_gpu_without_bf16_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_job, "choose_device", lambda env, *, backend: torch.device("cuda", 0))
     monkeypatch.setattr(build_job, "connect", lambda **settings: pytest.fail("ranks met"))
