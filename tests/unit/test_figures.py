@@ -127,6 +127,14 @@ def test_figures_of_pilots() -> None:
     assert shown == len(runs)
 
 
+def test_figures_of_how_weights_start() -> None:
+    for (name, cell), step in zip(rows_of("models.md", "start")[1:], record("starts-cpu")["steps"], strict=True):
+        assert name.replace("`", "") == step["name"]
+        found = [100 * run["top1"] for run in step["runs"]]
+        assert len(found) == 3
+        require(cell, statistics.fmean(found), statistics.stdev(found))
+
+
 def test_figures_of_the_noise_scale() -> None:
     (_, *batches), (_, *steps), (_, *scales) = rows_of("noise-scale.md", "global batch")
     found = record("noise-scale-cpu")
