@@ -80,13 +80,13 @@ class Control:
         with self.explained(what):
             key, all_texts = self._collect(text, what=what, timeout_seconds=timeout_seconds)
             if self.rank != 0:
-                all_texts = self._take(key, what=what, timeout_seconds=timeout_seconds).split("\0")
+                all_texts = self._take(key, source=0, what=what, timeout_seconds=timeout_seconds).split("\0")
                 self.store.set(f"{key}/read/{self.rank}", "1")
                 return all_texts
             self._put(key, "\0".join(all_texts))
             for rank in range(1, self.world_size):
                 # rank 0 may hold the store, so it stays until all have read
-                self._await(f"{key}/read/{rank}", what=what)
+                self._await(f"{key}/read/{rank}", source=rank, what=what)
             return all_texts
 
     def collect_text(self, text: str, *, what: str) -> list[str]:
@@ -103,7 +103,7 @@ class Control:
         with self.explained(what):
             key = self.next_key()
             if self.rank != 0:
-                return self._take(key, what=what, timeout_seconds=timeout_seconds)
+                return self._take(key, source=0, what=what, timeout_seconds=timeout_seconds)
             self._put(key, text)
             return text
 
@@ -118,8 +118,10 @@ class Control:
         if self.rank != 0:
             self._put(f"{key}/{self.rank}", text)
             return key, []
-        keys = [f"{key}/{rank}" for rank in range(1, self.world_size)]
-        return key, [text, *(self._take(each, what=what, timeout_seconds=timeout_seconds) for each in keys)]
+        texts = [text]
+        for rank in range(1, self.world_size):
+            texts.append(self._take(f"{key}/{rank}", source=rank, what=what, timeout_seconds=timeout_seconds))
+        return key, texts
 
     def _put(self, key: str, text: str) -> None:
         """Write a text in pieces that the store takes."""
@@ -130,9 +132,9 @@ class Control:
         # last: who waits for this key finds all pieces there
         self.store.set(key, str(len(pieces)))
 
-    def _take(self, key: str, *, what: str, timeout_seconds: float | None = None) -> str:
-        """Wait for a text and read it."""
-        self._await(key, what=what, timeout_seconds=timeout_seconds)
+    def _take(self, key: str, *, source: int, what: str, timeout_seconds: float | None = None) -> str:
+        """Wait for a rank's text and read it."""
+        self._await(key, source=source, what=what, timeout_seconds=timeout_seconds)
         count = int(self.store.get(key))
         return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
 
@@ -142,13 +144,16 @@ class Control:
             self._await(key, what=what)
             return str(self.store.get(key).decode())
 
-    def _await(self, key: str, *, what: str, timeout_seconds: float | None = None) -> None:
-        """Wait for a key, and heed the others meanwhile."""
+    def _await(self, key: str, *, what: str, source: int | None = None, timeout_seconds: float | None = None) -> None:
+        """Wait for a key, and heed the others meanwhile. source: the rank that writes it, which must live so long."""
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + ANSWER_SECONDS)
         while not store.wait_for(key, min(HEED_SECONDS, max(0.0, limit - seconds))):
             seconds = awake_seconds() - start
             self.heed_others(what, seconds)
+            # asked before the key: it may have written this at the very last
+            if source in store.gone() and not store.check([key]):
+                raise RuntimeError(f"the process of rank {source} has ended")
             if seconds > limit:
                 raise TimeoutError("some rank has not come to it")
 

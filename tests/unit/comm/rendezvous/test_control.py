@@ -23,6 +23,7 @@ from bigbatch.comm.rendezvous import control, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.job_store import JobStore, Line
 from bigbatch.comm.rendezvous.meeting import listen, rendezvous
 from bigbatch.comm.rendezvous.places import meet
 from bigbatch.errors import CommError, PeerLostError, first_line
@@ -56,6 +57,33 @@ def half_a_job(seconds: float = 5.0) -> Control:
 def test_gather_text_names_the_rank_that_misses_it() -> None:
     with pytest.raises(PeerLostError, match=r"rank 0.*comparison.* \d+\.\d s.*rank 1 on node1.*control"):
         half_a_job(0.3).gather_text("seed: 1")
+
+
+def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "HEED_SECONDS", 0.1)
+    job = half_a_job(60)
+    assert isinstance(job.store, JobStore)
+    killed = Line("127.0.0.1", job.store.port, job.secret, rank=1, timeout=SECONDS)
+    assert killed._presence is not None
+    for stream in (*killed._idle, killed._presence):
+        stream.close()
+    said = naming("comparison", "rank 1 on node1", "the process of rank 1 has ended")
+    with pytest.raises(PeerLostError, match=said) as caught:
+        job.gather_text("seed: 1")
+    assert float(re.findall(r"after (\d+\.\d) s", str(caught.value))[0]) < 30
+
+
+def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "HEED_SECONDS", 0.05)
+    job = half_a_job(60)
+
+    def write_and_end(store: JobStore) -> frozenset[int]:
+        store.set("bigbatch/text/1/1/piece/0", "seed: 2")
+        store.set("bigbatch/text/1/1", "1")
+        return frozenset({1})
+
+    monkeypatch.setattr(JobStore, "gone", write_and_end)
+    assert job.collect_text("seed: 1", what="seeds") == ["seed: 1", "seed: 2"]
 
 
 def test_gather_text_of_a_world_of_one() -> None:
