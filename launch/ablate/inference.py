@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, read_plain
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.ablate.plan import STEP, Ablation
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, state_of
@@ -67,7 +67,7 @@ def _evaluate(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[float,
 def _told(log: Path) -> tuple[float, float] | None:
     """Return images per second of the model alone and top-1 by the record that ends a log; None of one without."""
     try:
-        record = parse_json(log.read_text().splitlines()[-1])
+        record = parse_json(read_plain(log).splitlines()[-1])
         rate, top1 = float(record["model_images_per_second"]), float(record["top1"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
