@@ -106,7 +106,8 @@ def open_plain(path: str | Path, *, buffering: int = -1) -> BinaryIO:
 def _open_plain(name: str, flags: int) -> int:
     # O_NONBLOCK: a pipe that nobody writes to would never open
     descriptor = os.open(name, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself says that it is a folder
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no plain file")
     return descriptor
