@@ -310,7 +310,8 @@ def test_training_that_was_stopped_before_it_could_answer_has_not_failed(answer:
 
 def stop_the_training(number: signal.Signals, *, answer: str, mark: Path) -> tuple[int, str]:
     """Send a signal to the command while a child that answers so runs for it; its code, and what it told."""
-    child = f"import pathlib, signal, sys, time\n{answer}\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(60)\n"
+    child = f"import pathlib, signal, sys, time\n{answer}\npathlib.Path({str(mark)!r}).touch()\n"
+    child += "for _ in range(600): time.sleep(0.1)"  # what comes just before a sleep is answered after it
     command = "import sys; from bigbatch.trainer.tune.batch import recommend; sys.exit(recommend._train(sys.argv[1:]))"
     words = [sys.executable, "-c", command, sys.executable, "-c", child]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
