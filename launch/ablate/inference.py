@@ -9,6 +9,7 @@ from pathlib import Path
 from bigbatch.files import parse_json, read_plain
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.ablate.plan import STEP, Ablation
+from bigbatch.launch.ablate.results import GAINS, gains, reasons
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, state_of
 from bigbatch.launch.sweep.job_log import find_reason
 from bigbatch.launch.sweep.points import Point
@@ -45,11 +46,11 @@ def measure(ablation: Ablation, points: Sequence[Point], folder: SweepFolder) ->
     done = [point for point in points if state_of(folder, point.number) == DONE]
     if not done or not ablation.inference:
         return None
-    step = [name for name in ablation.steps if any(point.values[STEP] == name for point in done)][-1]
+    step = max((point.values[STEP] for point in done), key=list(ablation.steps).index)
     found: dict[str, list[tuple[float, float] | str]] = {name: [] for name in ablation.inference}
     words = dict(zip(ablation.inference, accumulate(map(tuple, ablation.inference.values())), strict=True))
-    for point in done:
-        for name in words if point.values[STEP] == step else ():
+    for point in (each for each in done if each.values[STEP] == step):
+        for name in words:
             # what was measured with other words does not count
             log = folder.point(point.number) / f"evaluate{''.join(words[name])}.txt".replace("/", "_")
             argv = [*bigbatch_argv(), "evaluate", str(folder.run(point.number).path), *words[name], "--json"]
@@ -83,18 +84,16 @@ def _result(name: str, words: tuple[str, ...], found: Sequence[tuple[float, floa
 def make_table(inference: Inference) -> Table:
     """Make a table with a row for each form. Its gain is in images per second, over those before it."""
     head: tuple[str, ...] = ("form", "runs", "images/s of the model, median", "lowest to highest")
-    head += ("times as fast as the one before", "as the first", "top-1, mean")
-    medians = [statistics.median(form.images_per_second) for form in inference.forms if form.images_per_second]
-    rows, before = [], medians[:1]
+    head += (*GAINS, "top-1, mean")
+    told = [form.images_per_second for form in inference.forms if form.images_per_second]
+    gained = gains([1 / statistics.median(rates) for rates in told])
+    rows = []
     for form in inference.forms:
-        rates, reasons = form.images_per_second, "; ".join(dict.fromkeys(form.undone))
+        rates, why = form.images_per_second, reasons(form.undone)
         if not rates:
-            rows.append((form.name, f"0: {reasons}", *("",) * (len(head) - 2)))
+            rows.append((form.name, f"0: {why}", *("",) * (len(head) - 2)))
             continue
-        rate = statistics.median(rates)
-        gains = tuple(f"{rate / other:.2f}" for other in (before[-1], before[0]))
-        before.append(rate)
-        runs = f"{len(rates)}, {len(form.undone)} not: {reasons}" if reasons else str(len(rates))
-        span = f"{min(rates):,.0f} to {max(rates):,.0f}"
-        rows.append((form.name, runs, f"{rate:,.0f}", span, *gains, f"{100 * statistics.fmean(form.top1):.2f}%"))
+        runs = f"{len(rates)}, {len(form.undone)} not: {why}" if why else str(len(rates))
+        speeds = (f"{statistics.median(rates):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}")
+        rows.append((form.name, runs, *speeds, *next(gained), f"{100 * statistics.fmean(form.top1):.2f}%"))
     return Table(f"Inference with what {inference.step} trained", head, tuple(rows))

@@ -2,12 +2,15 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.launch.tables import Table
 from bigbatch.launch.words import percent
+
+GAINS = ("times as fast as the one before", "as the first")
+"""What the two columns of gains() are called."""
 
 
 @dataclass(frozen=True)
@@ -67,35 +70,43 @@ def run_result(
 def make_table(title: str, steps: Sequence[StepResult], *, target: float | None) -> Table:
     """Make a table with a row for each step. A step's gain is in training seconds, over those before it."""
     head: tuple[str, ...] = ("step", "runs", "epochs", "training, median s", "lowest to highest s")
-    head += ("times as fast as the one before", "as the first", "an evaluation, median s")
+    head += (*GAINS, "an evaluation, median s")
     head += ("top-1, mean", "standard deviation, points")
     if target is not None:
         head += (f"to {percent(target)}, median s",)
-    medians = [statistics.median(run.seconds for run in step.runs) for step in steps if step.runs]
-    rows, before = [], medians[:1]
+    gained = gains([statistics.median(run.seconds for run in step.runs) for step in steps if step.runs])
+    rows = []
     for step in steps:
-        if not step.runs:
-            rows.append((step.name, f"0: {'; '.join(dict.fromkeys(step.undone))}", *("",) * (len(head) - 2)))
-            continue
-        seconds = statistics.median(run.seconds for run in step.runs)
-        gains = tuple(f"{other / seconds:.2f}" for other in (before[-1], before[0]))
-        before.append(seconds)
-        rows.append(_row(step, gains=gains, target=target))
+        if step.runs:
+            rows.append(_row(step, gained=next(gained), target=target))
+        else:
+            rows.append((step.name, f"0: {reasons(step.undone)}", *("",) * (len(head) - 2)))
     return Table(title, head, tuple(rows))
 
 
-def _row(step: StepResult, *, gains: tuple[str, ...], target: float | None) -> tuple[str, ...]:
+def gains(costs: Sequence[float]) -> Iterator[tuple[str, ...]]:
+    """Tell of each how many times as fast it is as the one before, and as the first, by what each takes."""
+    for before, cost in zip((*costs[:1], *costs[:-1]), costs, strict=True):
+        yield tuple(f"{other / cost:.2f}" for other in (before, costs[0]))
+
+
+def reasons(undone: Sequence[str]) -> str:
+    """Tell each reason once."""
+    return "; ".join(dict.fromkeys(undone))
+
+
+def _row(step: StepResult, *, gained: tuple[str, ...], target: float | None) -> tuple[str, ...]:
     seconds, top1 = [run.seconds for run in step.runs], [run.top1 for run in step.runs]
     evaluations = [run.evaluation_seconds for run in step.runs if run.evaluation_seconds is not None]
     resumed = sum(run.resumed > 0 for run in step.runs)
-    undone = f", {len(step.undone)} not: {'; '.join(dict.fromkeys(step.undone))}" if step.undone else ""
+    undone = f", {len(step.undone)} not: {reasons(step.undone)}" if step.undone else ""
     row: tuple[str, ...] = (
         step.name,
         f"{len(step.runs)}{f', {resumed} resumed' if resumed else ''}{undone}",
         f"{step.runs[0].epochs:g}",
         f"{statistics.median(seconds):,.1f}",
         f"{min(seconds):,.1f} to {max(seconds):,.1f}",
-        *gains,
+        *gained,
         f"{statistics.median(evaluations):,.1f}" if evaluations else "not told",
         f"{100 * statistics.fmean(top1):.2f}%",
         f"{100 * statistics.stdev(top1):.2f}" if len(top1) > 1 else "one run",

@@ -9,12 +9,13 @@ from typing import Any
 
 import yaml
 
-from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.errors import LaunchOptionError, RunFolderError, tell
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import UNREADABLE, StrictLoader, dump_config, read_dumped
+from bigbatch.trainer.run import folder as run_folder
 from bigbatch.trainer.run.folder import RunDir, writing
 
 MISSING, SUBMITTED, DONE, FAILED = "missing", "submitted", "done", "failed"
@@ -179,8 +180,8 @@ def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, 
 def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
     """Read that of a point's finished run; None without one."""
     try:
-        return dict(parse_json(read_plain(folder.run(number).summary)))
-    except (OSError, ValueError, TypeError):
+        return run_folder.read_summary(folder.run(number))
+    except RunFolderError:
         return None
 
 
