@@ -1,7 +1,6 @@
-"""What a point's job printed: why it failed, in one line, and when it ran."""
+"""What a point's job printed: why it failed, in one line."""
 
 import re
-from datetime import datetime
 from pathlib import Path
 
 from bigbatch.errors import FOLLOWS
@@ -40,18 +39,6 @@ def has_failed(log: Path) -> bool:
     """Say whether the last line of a job's script says so."""
     ends = [line for line in _lines(log) if DATED.match(line) and "ended with exit code" in line]
     return bool(ends) and not ends[-1].endswith(" 0")
-
-
-def find_times(log: Path) -> tuple[float | None, float | None]:
-    """Say when a Slurm job began last, in seconds since 1970, and for how many it ran; None where its log is silent."""
-    began = ended = None
-    for match in filter(None, map(DATED.match, _lines(log))):
-        at = datetime.fromisoformat(match[1] or match[3]).timestamp()
-        if (match[2] or "").startswith("job "):
-            began, ended = at, None  # a job that was requeued begins again in the same log
-        else:
-            ended = at
-    return began, None if began is None or ended is None else ended - began
 
 
 def _lines(log: Path) -> list[str]:

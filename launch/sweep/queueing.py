@@ -21,7 +21,7 @@ from bigbatch.launch.sweep.folder import (
     read_summary,
     state_of,
 )
-from bigbatch.launch.sweep.job_log import find_times, has_failed
+from bigbatch.launch.sweep.job_log import has_failed
 from bigbatch.launch.sweep.jobs import array_job, array_words, arrays
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
@@ -152,8 +152,7 @@ def record_end(folder: SweepFolder, number: int) -> dict[str, Any]:
     log = _log(folder, number)
     outcome = judge(folder, number, exit_code=None, log=log)
     code = 0 if outcome["state"] == DONE else None
-    started, seconds = find_times(log)
-    return change_state(folder, number, exit_code=code, started=started, seconds=seconds, **outcome)
+    return change_state(folder, number, exit_code=code, **outcome)
 
 
 def _log(folder: SweepFolder, number: int) -> Path:

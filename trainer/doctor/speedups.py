@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.precision import CAPABILITY
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import READERS, SCALED
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change
+from bigbatch.trainer.input.loaders import dali
 
 Tried = Iterator[Candidate | Unmeasured]
 
@@ -100,7 +100,7 @@ def _loader(config: Config, machine: Machine) -> Tried:
         return
     if not machine.is_gpu:
         yield Unmeasured("loader", "data.loader=dali decodes on a GPU, and there is none")
-    elif find_spec("nvidia.dali") is None:
+    elif not dali.is_installed():
         yield Unmeasured("loader", "data.loader=dali is not installed: pip install 'bigbatch[dali]'")
     else:
         yield Candidate("loader", {"data.loader": "dali"}, RESIZES)

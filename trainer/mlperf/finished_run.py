@@ -8,6 +8,7 @@ from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.mlperf.reference import Event
+from bigbatch.trainer.run.cost import durations
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
 
@@ -34,7 +35,10 @@ class FinishedRun:
 def read_run(rundir: RunDir) -> FinishedRun:
     """Read a run folder. Raises: RunFolderError where the folder is none of a run that was evaluated; ConfigError."""
     config = load_run_config(rundir, [], prog="bigbatch verify")
-    records = list(read_records(rundir.metrics))
+    records, at = [], None
+    for record, seconds in durations(read_records(rundir.metrics)):
+        at = float(record["time"]) if at is None else at + seconds
+        records.append(record | {"time": at})
     starts = [record for record in records if record["kind"] == "start"]
     evaluations = tuple(record for record in records if record["kind"] == "eval")
     if not starts:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+ELAPSED = "elapsed_seconds"
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -16,21 +18,31 @@ class Spent:
     """In steps; None where a driver did not tell."""
 
 
+def durations(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield each record of a metrics file with the seconds since the record before it; 0 for the first.
+
+    Within a start of the run they are those of its monotonic clock. The time of day, which may be set meanwhile, counts
+    between two starts and for records of older releases, which hold nothing else.
+    """
+    before: dict[str, Any] = {}
+    for record in records:
+        is_timed = record["kind"] != "start" and ELAPSED in record and ELAPSED in before
+        name = ELAPSED if is_timed else "time"
+        yield record, max(0.0, record[name] - before.get(name, record[name]))
+        before = record
+
+
 def spent_by(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Spent]]:
     """Yield each record of a metrics file, and what the run had cost by then."""
     hours = rank_hours = 0.0
     joules: float | None = 0.0
-    before: float | None = None
     ranks = 1
-    for record in records:
+    for record, seconds in durations(records):
         if record["kind"] == "start":
             ranks = record["job"].get("world_size", 1)
-        # from the record before it to a start nothing ran
-        elif before is not None:
-            # a clock may be set back, or be another node's
-            passed = max(0.0, record["time"] - before) / 3600
-            hours, rank_hours = hours + passed, rank_hours + ranks * passed
-        before = record["time"]
+        # nothing ran between a start and the record before it
+        else:
+            hours, rank_hours = hours + seconds / 3600, rank_hours + ranks * seconds / 3600
         if record["kind"] == "train":
             own = record.get("energy_joules")
             joules = None if joules is None or own is None else joules + own

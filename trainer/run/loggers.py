@@ -37,7 +37,7 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by their names, those of own metrics after metrics/; without its step and time."""
     own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
     named = {name: value for name, value in {**record, **own}.items() if isinstance(value, int | float)}
-    return {name: value for name, value in named.items() if name not in ("step", "time")}
+    return {name: value for name, value in named.items() if name not in ("step", "time", "elapsed_seconds")}
 
 
 class TensorBoard:

@@ -36,14 +36,17 @@ class MetricsLog:
                     if _is_whole(record) and _stays(record, from_step=from_step):
                         file.write((json.dumps(record) + "\n").encode())
             self._file = self._path.open("a")
+        self._opened_at = time.monotonic()
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Log one record: start, train, eval, noise, input, hint or skipped. It holds at least step.
 
-        In the file it gets its time, in seconds since 1970. Raises: RunFolderError.
+        In the file it also gets its time of day, in seconds since 1970, and the seconds since this start of the run,
+        from which durations are computed: the time of day may be set meanwhile. Raises: RunFolderError.
         """
+        stamps = {"time": time.time(), "elapsed_seconds": time.monotonic() - self._opened_at}
         with writing(self._path):
-            self._file.write(json.dumps({"kind": kind, "time": time.time(), **record}) + "\n")
+            self._file.write(json.dumps({"kind": kind, **stamps, **record}) + "\n")
             # a record is whole in the file before the next one, whatever then ends the process
             self._file.flush()
         if figures := figures_of(record):

@@ -1,7 +1,6 @@
 """An evaluation of a whole validation set beside its decoding alone."""
 
 from contextlib import closing
-from importlib.util import find_spec
 
 from benchmarks.gpu.suite.context import Context, Found
 from benchmarks.gpu.suite.images import like_imagenet, small_images
@@ -10,6 +9,7 @@ from benchmarks.gpu.suite.torchvision_peer import num_workers
 from benchmarks.record import ratios
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.inference.accuracy import evaluate
+from bigbatch.trainer.input.loaders import dali
 from bigbatch.trainer.input.shards import open_split
 
 ROUNDS = 3
@@ -21,7 +21,7 @@ def measure(context: Context) -> Found:
     found, size = Found(), context.size
     made = small_images if context.is_small else lambda scratch: like_imagenet(scratch, num_images=size.eval_images)
     root = context.data or made(context.scratch)
-    loader = "dali" if find_spec("nvidia.dali") else "torchvision"
+    loader = "dali" if dali.is_installed() else "torchvision"
     images = {
         "data.loader": loader,
         "data.root": str(root),

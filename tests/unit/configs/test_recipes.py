@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from mlperf_logging.rcp_checker import rcp_checker
 
 from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.backends.base import Capabilities
@@ -19,6 +18,8 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.mlperf.rules import check_rules
+
+rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
 
 DOCS = Path(__file__).resolve().parents[3] / "docs/recipes.md"
 IMAGENET_TRAIN = 1_281_167

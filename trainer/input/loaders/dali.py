@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,12 @@ class DaliDecoder:
         self._in_flight.clear()
         if self._pipeline is not None:
             self._pipeline.reset()
+
+
+def is_installed() -> bool:
+    """Tell whether DALI can be imported, without importing it."""
+    # find_spec imports the packages around the one that it looks for
+    return find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None
 
 
 def _import_dali() -> tuple[Any, Any, Any]:

@@ -1,12 +1,10 @@
-"""Reason and times that the log of a job tells."""
+"""The reason that the log of a job states."""
 
-from datetime import datetime
 from pathlib import Path
 
 import pytest
-from small_sweep import AGAIN, ENDED, FIRST
 
-from bigbatch.launch.sweep.job_log import find_reason, find_times
+from bigbatch.launch.sweep.job_log import find_reason
 
 CPU_MEMORY = "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"
 GPU_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
@@ -37,22 +35,3 @@ def test_sweep_job_log_reasons(text: str, code: int | None, reason: str, tmp_pat
     (tmp_path / "log").write_text(text)
     assert find_reason(tmp_path / "log", exit_code=code) == reason
     assert find_reason(tmp_path / "none", exit_code=7) == "exit code 7, and printed nothing"
-
-
-@pytest.mark.parametrize(
-    ("lines", "minute", "seconds"),
-    [
-        ((FIRST, "a step", AGAIN, "a step", ENDED), 30, 41.0),
-        ((FIRST, "a step", ENDED), 20, 641.0),
-        ((FIRST, TIME_LIMIT, "last words"), 20, 683.0),
-        ((FIRST, "a step"), 20, None),
-        (("a step", ENDED), None, None),
-    ],
-)
-def test_sweep_job_log_time_in_the_queue_does_not_count(
-    lines: tuple[str, ...], minute: int | None, seconds: float | None, tmp_path: Path
-) -> None:
-    (tmp_path / "log").write_text("\n".join(lines) + "\n")
-    began = None if minute is None else datetime(2026, 11, 21, 8, minute).timestamp()
-    assert find_times(tmp_path / "log") == (began, seconds)
-    assert find_times(tmp_path / "none") == (None, None)

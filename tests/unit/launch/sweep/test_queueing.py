@@ -76,8 +76,7 @@ def test_sweep_points_go_through_the_slurm_queue(file: Path, slurm: Path, capsys
     log.write_text(f"{FIRST}\nbigbatch: rank 1 on n1 does not answer\n{ENDED}\n".replace("code 0", "code 1"))
     assert main(command) == 3
     assert states(folder) == ["done", "failed"]
-    state = read_state(folder, 1)
-    assert (state["reason"], state["seconds"]) == ("rank 1 on n1 does not answer", 641.0)
+    assert read_state(folder, 1)["reason"] == "rank 1 on n1 does not answer"
     assert len(list(slurm.glob("script-*"))) == 1, "nothing was submitted twice"
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from error_texts import naming
 from optimizer_steps import DEVICES, assert_same_bits, clones, scaled_step, set_random_grads
-from schedulefree import SGDScheduleFree
 from torch import nn
 
 from bigbatch.errors import ConfigError
@@ -27,6 +26,8 @@ from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.optim.shampoo import Shampoo
 from bigbatch.trainer.step.guard import step_or_skip_
 from tests.unit.trainer.config.test_schema import make_config
+
+SGDScheduleFree = pytest.importorskip("schedulefree").SGDScheduleFree
 
 LR = 0.1
 MUON = {"vector_lr_factor": 0.5, "newton_schulz_steps": 3, "newton_schulz_precision": "fp32"}

@@ -7,14 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import pytest
-import timm
 import torch
 import torchvision
 from error_texts import naming
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from bigbatch.cli import main
@@ -23,6 +19,11 @@ from bigbatch.trainer.inference import formats as export_formats
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.run.checkpoint import save_checkpoint
+
+onnxruntime = pytest.importorskip("onnxruntime")
+timm = pytest.importorskip("timm")
+safetensors = pytest.importorskip("safetensors")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 SIZE = 32
 SMALL = ["--data.root=none", "--data.image_size=32"]
@@ -141,7 +142,7 @@ def test_export_safetensors_reads_what_it_is_given(
     out = tmp_path / "model.safetensors"
     source, code = export(model, "safetensors", out)
     assert code == 0
-    with safe_open(out, framework="pt") as file:
+    with safetensors.safe_open(out, framework="pt") as file:
         found, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     state = source.state_dict()
     assert found.keys() == state.keys()

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import onnx
 import pytest
 import torch
 import torch._inductor.config
@@ -20,6 +19,8 @@ from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference import folding
 from bigbatch.trainer.inference.folding import compile_, fold_norms, for_inference, forward_rate, num_norms
 from bigbatch.trainer.models import MODELS
+
+onnx = pytest.importorskip("onnx")
 
 CPU = torch.device("cpu")
 PAGE = {"celu_alpha": 0.3, "norm_scale": 0.25, "is_whitened": True}

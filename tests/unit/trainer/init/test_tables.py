@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from error_texts import naming
 from PIL import Image
-from pyarrow import ipc, parquet
 from sample_images import encoded, smooth_image
 
 from bigbatch.cli import main
@@ -17,6 +15,9 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.init.layout import look
 from bigbatch.trainer.init.tables import find_tables, unpack_tables
+
+pa = pytest.importorskip("pyarrow")
+ipc, parquet = pytest.importorskip("pyarrow.ipc"), pytest.importorskip("pyarrow.parquet")
 
 KINDS = ("JPEG", "PNG", "WEBP")
 IMAGES = [encoded(smooth_image(seed, 40, 40), KINDS[seed % 3]) for seed in range(12)]

@@ -114,6 +114,7 @@ def test_input_report_record_with_a_stage_that_is_not_there_is_logged(tmp_path: 
     log.close()
     (record,) = read_records(rundir.metrics)
     assert record.pop("time") > 0
+    assert record.pop("elapsed_seconds") >= 0
     assert record == {"kind": "input", **input_record(RATES, step=0)}
 
 

@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from mlperf_logging.compliance_checker import mlp_compliance
-from mlperf_logging.rcp_checker import rcp_checker
 from mlperf_runs import RULES, START, verified, write_run
 
 from bigbatch.cli import main
-from bigbatch.trainer.mlperf.finished_run import read_run
+from bigbatch.trainer.mlperf.finished_run import mlperf_events, read_run
 from bigbatch.trainer.mlperf.reference import RULESET
 from bigbatch.trainer.run.folder import RunDir
+
+rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
+mlp_compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
 
 
 def compliant(log: Path) -> bool:
@@ -60,6 +61,17 @@ def test_finished_run_the_log_has_the_times_and_settings_of_the_run(tmp_path: Pa
     assert [e["metadata"]["epoch_num"] for e in events if e["key"] == "eval_accuracy"] == [38, 42]
     blocks = [e["metadata"] for e in events if e["key"] == "block_start"]
     assert [(b["first_epoch_num"], b["epoch_count"]) for b in blocks] == [(1, 38), (39, 4)]
+
+
+def test_finished_run_the_log_does_not_follow_a_time_of_day_that_is_set(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    records = [json.loads(line) for line in RunDir(run).metrics.read_text().splitlines()]
+    for number, record in enumerate(records):
+        record |= {"elapsed_seconds": record["time"] - START, "time": record["time"] + (number > 1) * 864000}
+    RunDir(run).metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    seconds = records[-1]["elapsed_seconds"]
+    *_, end = mlperf_events(read_run(RunDir(run)), target_top1=0.759, division="closed")
+    assert end.time_s == pytest.approx(START + seconds)
 
 
 def test_finished_run_the_log_ends_where_the_target_is_reached(tmp_path: Path) -> None:

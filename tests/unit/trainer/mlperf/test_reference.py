@@ -6,11 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-from mlperf_logging.rcp_checker import rcp_checker
-from scipy import stats
 
 from bigbatch.errors import UserError
 from bigbatch.trainer.mlperf.reference import RULESET, fewest_epochs, read_reference
+
+rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
+stats = pytest.importorskip("scipy.stats")
 
 
 def checker() -> rcp_checker.RCP_Checker:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from error_texts import naming
-from mlperf_logging.rcp_checker import rcp_checker
 from mlperf_runs import seeds, verified, write_run
 
 from bigbatch.errors import ConfigError, RunFolderError
@@ -14,6 +13,8 @@ from bigbatch.trainer.mlperf.finished_run import read_run
 from bigbatch.trainer.mlperf.reference import RULESET
 from bigbatch.trainer.mlperf.verify import require_one_recipe
 from bigbatch.trainer.run.folder import RunDir
+
+rcp_checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker")
 
 
 @pytest.mark.long

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import timm
 import torch
 import torchvision
 from error_texts import naming
@@ -15,6 +14,8 @@ from bigbatch.errors import CheckpointError
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.exchange import from_foreign, plain_tensors
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
+
+timm = pytest.importorskip("timm")
 
 ghost = partial(GhostBatchNorm2d, bn_span=2, ghosts_per_step=1)
 LIBRARIES = {"torchvision": torchvision.models.get_model, "timm": timm.create_model}

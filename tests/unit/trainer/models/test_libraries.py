@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from error_texts import naming
-from huggingface_hub import constants
 
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.models.libraries import cached_weights
+
+constants = pytest.importorskip("huggingface_hub.constants")
 
 
 @pytest.fixture

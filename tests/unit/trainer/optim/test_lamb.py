@@ -10,12 +10,13 @@ from optimizer_steps import (
     random_weights,
     set_random_grads,
 )
-from timm.optim import Lamb as TimmLamb
 
 import bigbatch
 from bigbatch.trainer.optim import lamb
 from bigbatch.trainer.optim.fused import scaled, scaled_on_gpu
 from bigbatch.trainer.optim.lamb import LAMB
+
+TimmLamb = pytest.importorskip("timm.optim").Lamb
 
 torch.set_num_threads(1)
 

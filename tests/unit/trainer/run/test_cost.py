@@ -25,6 +25,17 @@ def passed(hour: float, joules: float | None) -> dict[str, Any]:
         # the second start, five hours later, has twice the ranks
         ([start(3, 8), passed(4, 5.0), start(9, 16), passed(9.5, 7.0)], Spent(1.5, 16, 12)),
         ([start(3, 8), passed(4, None), start(9, 16), passed(9.5, 7.0)], Spent(1.5, 16, None)),
+        # the time of day was set ten days ahead, and back, in the first start; the second one lasted for half an hour
+        (
+            [
+                start(3, 8) | {"elapsed_seconds": 1.0},
+                passed(243, 1.0) | {"elapsed_seconds": 1801.0},
+                passed(4, 1.0) | {"elapsed_seconds": 3601.0},
+                start(9, 2) | {"elapsed_seconds": 2.0},
+                passed(9.7, 1.0) | {"elapsed_seconds": 1802.0},
+            ],
+            Spent(1.5, 9, 3),
+        ),
     ],
 )
 def test_cost_starts_add_up(records: list[dict[str, Any]], spent: Spent) -> None:

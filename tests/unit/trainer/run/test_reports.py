@@ -25,7 +25,7 @@ from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput
-from bigbatch.trainer.run import folder, summary
+from bigbatch.trainer.run import folder, metrics, summary
 from bigbatch.trainer.run.cost import Spent, spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
@@ -71,6 +71,21 @@ def test_report_records_say_when_they_were_written(tmp_path: Path) -> None:
     log.close()
     (record,) = read_records(RunDir(tmp_path).metrics)
     assert before <= record["time"] <= time.time()
+
+
+def test_report_durations_do_not_follow_a_time_of_day_that_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = iter([0.0, 10.0, -10.0])
+    clock = SimpleNamespace(time=lambda: 1.8e9 + 86400 * next(days), monotonic=iter([5.0, 5.0, 12.0, 19.0]).__next__)
+    monkeypatch.setattr(metrics, "time", clock)
+    log = MetricsLog(RunDir(tmp_path), from_step=0)
+    log.write("start", {"step": 0, "job": {"world_size": 2}})
+    log.write("train", TRAIN_RECORD)
+    log.write("train", TRAIN_RECORD)
+    log.close()
+    spent = spent_in_all(read_records(RunDir(tmp_path).metrics))
+    assert (3600 * spent.hours, 3600 * spent.rank_hours) == pytest.approx((14, 28))
 
 
 def test_report_curves_of_a_long_run_are_of_reports_evenly_spread_and_of_all_evaluations(

@@ -303,7 +303,7 @@ def test_run_evaluates_and_resumes_the_average_bit_for_bit(
         assert_same(state(broken)[key], state(whole)[key])
     average, weights = state(whole)["average"], state(whole)["model"]
     assert not any(torch.equal(average[name], weights[name]) for name in average)
-    timeless = {"time": 0, "seconds": 0}
+    timeless = {"time": 0, "elapsed_seconds": 0, "seconds": 0}
     evaluated = [{**record, **timeless} for record in records(whole, "eval")]
     assert [{**record, **timeless} for record in records(broken, "eval")] == evaluated
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torchvision
 from error_texts import naming
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bigbatch.comm.connection import connect
@@ -24,6 +23,8 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.run.weights import digest, load_weights_
+
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 NOT_RESNET9 = ("model.width=null", "model.pool_first=null", "model.logit_scale=null")
 RESNET = ("model.name=resnet18", *NOT_RESNET9, "model.zero_gamma=true", "model.blurpool=false")
