@@ -29,7 +29,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     parameter groups; here the wrapped object itself stays, with its state, hooks and constructor.
     All methods are to be called by all ranks alike. reducer_options go to GradientReducer.
     Raises: ValueError for an unknown op, a count below 1, an optimizer that is distributed already or LBFGS, and a
-    parameter that named_parameters leaves out; from GradientReducer as there.
+    parameter that named_parameters leaves out; from GradientReducer as there. step() and synchronize() raise CommError
+    naming a parameter that was frozen, unfrozen or changed since: close() this one and wrap the optimizer anew.
     Source: horovod.torch.DistributedOptimizer of Horovod 0.28.1.
     """
 
@@ -57,7 +58,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized = False
         self._should_synchronize = True
         self._hooks = [  # before the reducer's own, which go by is_active
-            parameter.register_post_accumulate_grad_hook(partial(self._count_pass, name)) for name, parameter in named
+            parameter.register_post_accumulate_grad_hook(partial(self._count_pass, name))
+            for name, parameter in named
+            if parameter.requires_grad
         ]
         try:
             self._reducer = GradientReducer(named, communicator, **reducer_options)
@@ -197,4 +200,4 @@ def _of_optimizer(
             f"named_parameters leaves out parameters of shape {shapes}: pass model.named_parameters() of every model "
             "that the optimizer updates"
         )
-    return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    return named

@@ -18,6 +18,8 @@ from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.grid_sums import GridSums
 from bigbatch.comm.gradients.same_start import Start, begin_alike_
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
+from bigbatch.comm.gradients.trained_set import TrainedSet
+from bigbatch.errors import CommError
 
 PART_ALIGN = 64
 """Elements: a kernel of a CPU works on vectors, at most 64 bytes, two or four at a time, and on what is left of a part
@@ -49,6 +51,9 @@ class GradientReducer:
     all of them rank 0's, "unchecked" takes them as they are.
     A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
     where others may count, too.
+    What is trained stays as it is while the reducer lives: wait() refuses a parameter that was frozen, unfrozen, cast,
+    moved or resized since, by name, and so does backward where it comes to one first. close() this reducer and make
+    another one after such a change. Give it the frozen parameters, too: it drops their gradients.
     All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
     ready for the next one.
     Raises: ValueError for two parameters of one name, or one on another device than the communicator's, or nothing
@@ -83,8 +88,8 @@ class GradientReducer:
         is_narrow = communicator.wire.dtype is not None
         exact = replace(communicator.wire, dtype=None, predivide=1.0)
         self._exactly = communicator.with_algorithm(communicator.algorithm, wire=exact) if is_narrow else communicator
-        self._parameters = _by_name(named_parameters)
-        _require_device(self._parameters, communicator.device)
+        self._trained = TrainedSet(named_parameters, device=communicator.device)
+        self._parameters = self._trained.parameters
         self._plan_fusion = partial(
             plan_fusion,
             threshold_bytes=threshold_bytes,
@@ -109,7 +114,8 @@ class GradientReducer:
         self.order = guessed if order is None else _checked(order, self._parameters)
         """The gradients in the order in which they become ready: for the next reducer of the same run."""
         self.buffers: list[Tensor] = []
-        self._views: dict[str, Tensor] = {}
+        self._homes: dict[str, Tensor] = {}
+        """Views of the buffers, apart from the gradients, whose memory others may change, as model.to() does."""
         self._buffer_of: dict[str, int] = {}
         self._lay_out(self._make_plan(self.order))
         self._start_over()
@@ -133,7 +139,7 @@ class GradientReducer:
         if self._grid_sums:
             self._grid_sums.lay_out([count for count, _ in sizes])
         self._buffer_of = {t.name: index for index, buffer in enumerate(plan.buffers) for t in buffer.tensors}
-        self._views = {
+        self._homes = {
             name: view
             for buffer, buffer_N in zip(plan.buffers, self.buffers, strict=True)
             for name, view in gradient_views(buffer, buffer_N, self._parameters)
@@ -141,8 +147,8 @@ class GradientReducer:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 # a new layout must not lose what was summed: this is between wait() and the optimizer's step
-                self._views[name].copy_(parameter.grad)
-            parameter.grad = self._views[name]
+                self._homes[name].copy_(parameter.grad)
+            parameter.grad = self._homes[name].detach()
         for buffer_N in former:
             self._communicator.release(buffer_N)
 
@@ -173,16 +179,21 @@ class GradientReducer:
         while self._num_started < len(self.buffers) and not self._missing[self._num_started]:
             self._start_next()
 
+    def _is_home(self, name: str) -> bool:
+        gradient = self._parameters[name].grad
+        return gradient is not None and gradient.data_ptr() == self._homes[name].data_ptr()
+
     def _bring_home(self, name: str) -> None:
-        """Copy a gradient that someone replaced into its buffer; one set to None counts as zero."""
-        parameter, view = self._parameters[name], self._views[name]
-        if parameter.grad is view:
+        """Copy a gradient that was replaced or moved into its buffer; one set to None counts as zero."""
+        if self._is_home(name):
             return
+        self._trained.require_unchanged([name])  # a gradient of another dtype or shape has no place there
+        parameter, home = self._parameters[name], self._homes[name]
         if parameter.grad is None:
-            view.zero_()
+            home.zero_()
         else:
-            view.copy_(parameter.grad.detach())
-        parameter.grad = view
+            home.copy_(parameter.grad.detach())
+        parameter.grad = home.detach()
 
     def _start_next(self) -> None:
         index = self._num_started
@@ -222,8 +233,9 @@ class GradientReducer:
     def wait(self) -> None:
         """Return when every gradient is the sum over all ranks.
 
-        Raises: PeerLostError naming the buffer and the missing ranks; RuntimeError for unused parameters that are
-        to be refused.
+        Raises: PeerLostError naming the buffer and the missing ranks; CommError on a rank where what is trained has
+        changed since the reducer was made, naming the parameter; RuntimeError for unused parameters that are to be
+        refused.
         """
         if self._unused == "error":
             self._refuse_unused()
@@ -236,9 +248,20 @@ class GradientReducer:
         if self._grid_sums:
             self._grid_sums.read_(self.buffers)
         self._start_over()
+        self._require_unchanged()
         if self._learned is not None:
             self._apply_order(self._learned)
             self._learned = None
+
+    def _require_unchanged(self) -> None:
+        """Refuse sums that are not what the optimizer would read; after they are made, so that no other rank waits."""
+        self._trained.require_unchanged()
+        lost = next((name for name in self._parameters if not self._is_home(name)), None)
+        if lost is not None:
+            raise CommError(
+                f"the gradient of {lost} was replaced between backward and wait(), while it was being summed over "
+                "ranks: change gradients after wait(), or keep is_active = False until wait()"
+            )
 
     def _refuse_unused(self) -> None:
         unused = [name for missing in self._missing[self._num_started :] for name in missing]
@@ -271,9 +294,10 @@ class GradientReducer:
             self._grid_sums.zero_()
 
     def close(self) -> None:
-        """Take the hooks off the parameters; their gradients stay where they are."""
+        """Take the hooks off the parameters; their gradients stay where they are, but for weights frozen by now."""
         for hook in self._hooks:
             hook.remove()
+        self._trained.close()
         for buffer_N in self.buffers:
             self._communicator.release(buffer_N)
         if self._grid_sums:
@@ -295,26 +319,6 @@ def _checked(order: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> li
         odd = sorted(set(order) ^ set(parameters))
         raise ValueError(f"order must name each parameter once; {', '.join(odd[:3]) or 'some'} is in only one of both")
     return list(order)
-
-
-def _by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    parameters: dict[str, nn.Parameter] = {}
-    for name, parameter in named_parameters:
-        if parameters.setdefault(name, parameter) is not parameter:
-            raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    if not trained:
-        raise ValueError("there is no parameter to reduce: every one is frozen, or the iterator was used up")
-    return trained
-
-
-def _require_device(parameters: dict[str, nn.Parameter], device: torch.device) -> None:
-    for name, p in parameters.items():
-        if p.device != device:
-            raise ValueError(
-                f"parameter {name} is on {p.device}, but ranks communicate on {device}: call "
-                "model.to(communicator.device) before making the reducer"
-            )
 
 
 def gradient_views(

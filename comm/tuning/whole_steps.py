@@ -80,8 +80,6 @@ def measure_steps(
             reducer.close()
             for parameter in named_parameters.values():
                 parameter.grad = None
-            for buffer_N in reducer.buffers:
-                hybrid.release(buffer_N)
         left = seconds - max(slowest({"": [time.perf_counter() - start]}, communicator)[""])
         count = max(1, min(MOST_STEPS, int(left / sum(times[-1] for times in found)) - 1))
     return tuple(

@@ -1,0 +1,221 @@
+"""What is trained changes after a reducer was made: refused by name, in wait(), step() or backward, or followed."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from error_texts import naming
+from torch import Tensor, nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import CommError
+
+Step = Callable[[], object]
+
+
+def make_model() -> nn.Sequential:
+    """Three layers, of which the first is frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Moves weights without a gradient of their own, by momentum and decay."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def communicator(*, factor: int = 1) -> Communicator:
+    """One rank whose sum is factor times its own part."""
+
+    def all_reduce_(tensor_N: Tensor) -> None:
+        tensor_N.mul_(factor)
+
+    return replace(connect(env=ALONE, device=torch.device("cpu")), all_reduce_=all_reduce_)
+
+
+def backward(model: nn.Module) -> None:
+    """Of any loss; in the dtype of the first layer."""
+    parameter = next(model.parameters())
+    model(torch.ones(2, 3, dtype=parameter.dtype)).square().sum().backward()
+
+
+def with_reducer(model: nn.Module, ranks: Communicator) -> Step:
+    """A step of a plain loop."""
+    optimizer, reducer = sgd(model), GradientReducer(model.named_parameters(), ranks)
+
+    def step() -> None:
+        backward(model)
+        reducer.wait()
+        optimizer.step()
+        reducer.zero_grad()
+
+    return step
+
+
+def with_distributed_optimizer(model: nn.Module, ranks: Communicator) -> Step:
+    """A step of a Horovod script."""
+    optimizer = DistributedOptimizer(sgd(model), model.named_parameters(), ranks)
+
+    def step() -> None:
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+WAYS = [with_reducer, with_distributed_optimizer]
+
+
+def resize_(model: nn.Module) -> None:
+    """Fewer rows; autograd itself would spread their gradient over the former ones."""
+    model[2].weight.data, model[2].bias.data = torch.ones(1, 4), torch.ones(1)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
+    "unfreeze": (lambda m: m[0].requires_grad_(True), " 0.weight has requires_grad=True, which was False"),
+    "unfreeze one": (lambda m: m[0].bias.requires_grad_(True), " 0.bias has requires_grad=True, which was False"),
+    "freeze": (lambda m: m[1].requires_grad_(False), " 1.weight has requires_grad=False, which was True"),
+    "freeze all": (lambda m: m.requires_grad_(False), " 1.weight has requires_grad=False, which was True"),
+    "half": (lambda m: m.half(), " 2.bias has dtype=torch.float16, which was torch.float32"),
+    "bfloat16": (lambda m: m.to(torch.bfloat16), " 2.bias has dtype=torch.bfloat16, which was torch.float32"),
+    "double without gradients": (lambda m: (m.zero_grad(), m.double()), "dtype=torch.float64, which was torch.float32"),
+    "resize": (resize_, " has shape=torch.Size([1"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*does not require grad")
+def test_trained_set_that_changes_is_refused_by_name(
+    change: str, way: Callable[[nn.Module, Communicator], Step]
+) -> None:
+    model = make_model()
+    step = way(model, communicator())
+    step()
+    act, words = CHANGES[change]
+    act(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if change == "freeze all":  # backward itself has nothing to do then
+        model[0].register_forward_pre_hook(lambda _, args: args[0].requires_grad_())
+    with pytest.raises(CommError, match=naming(words, " close() the GradientReducer or DistributedOptimizer ")):
+        step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m[0].half().float(),  # frozen weights are no concern of a sum
+        lambda m: m.double().float(),
+        lambda m: m.share_memory(),
+        lambda m: [setattr(p, "data", p.data.clone()) for p in m.parameters()],
+        lambda m: [setattr(p, "grad", None) for p in m.parameters()],
+        lambda m: m.requires_grad_(False)[1:].requires_grad_(True),
+        lambda m: m.load_state_dict(m.state_dict(), assign=False),
+    ],
+)
+def test_trained_set_whose_memory_moves_is_followed(
+    change: Callable[[nn.Module], object], way: Callable[[nn.Module, Communicator], Step]
+) -> None:
+    """model.double() moves gradients out of their buffers, and leaves the tensors that show them the same objects."""
+    model, plain = make_model(), make_model()
+    step, reference = way(model, communicator(factor=3)), sgd(plain)
+    for k in range(3):
+        if k == 1:
+            change(model)
+            change(plain)
+        step()
+        backward(plain)
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad.mul_(3)
+        reference.step()
+        reference.zero_grad()
+    for p, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, expected)
+
+
+def test_trained_set_names_a_gradient_that_was_replaced_while_it_travelled() -> None:
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator())
+    backward(model)
+    model[2].weight.grad = torch.zeros_like(model[2].weight)
+    with pytest.raises(CommError, match=naming(" 2.weight ", "wait()", "is_active = False")):
+        reducer.wait()
+    reducer.is_active = False
+    reducer.zero_grad()
+    backward(model)
+    model[2].weight.grad = torch.full_like(model[2].weight, 5.0)
+    reducer.wait()
+    assert model[2].weight.grad.eq(5).all()
+
+
+@pytest.mark.parametrize("freeze_first", [True, False])
+def test_trained_set_made_anew_leaves_frozen_weights_still(freeze_first: bool) -> None:
+    model = make_model()
+    optimizer, reducer = sgd(model), GradientReducer(model.named_parameters(), communicator())
+    backward(model)
+    reducer.wait()
+    optimizer.step()
+    reducer.zero_grad()
+    if freeze_first:
+        model[1].requires_grad_(False)
+        reducer.close()
+    else:
+        reducer.close()
+        model[1].requires_grad_(False)
+    reducer = GradientReducer(model.named_parameters(), communicator())
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        backward(model)
+        reducer.wait()
+        optimizer.step()
+        reducer.zero_grad()
+    moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+    assert moved == [False] * 4 + [True] * 2
+
+
+def test_trained_set_that_changes_on_one_rank_alone_keeps_no_other_rank_waiting(monkeypatch: Any) -> None:
+    """Two threads that sum by a barrier: the rank that refuses has taken part in the sums of this step."""
+    barrier, values = threading.Barrier(2, timeout=60), list[Any]([None, None])
+    monkeypatch.setattr(Communicator, "gather_text", lambda self, text: [text, text])
+
+    def of_rank(rank: int) -> list[str]:
+        def all_reduce_(tensor_N: Tensor) -> None:
+            values[rank] = tensor_N.clone()
+            barrier.wait()
+            total_N = values[0] + values[1]
+            barrier.wait()
+            tensor_N.copy_(total_N)
+
+        alone = connect(env=ALONE, device=torch.device("cpu"))
+        model = make_model()
+        reducer = GradientReducer(model.named_parameters(), replace(alone, all_reduce_=all_reduce_))
+        said = []
+        for k in range(2):
+            if (rank, k) == (1, 1):
+                model[1].bias.requires_grad_(False)
+            backward(model)
+            try:
+                reducer.wait()
+            except CommError as error:
+                said.append(str(error))
+            reducer.zero_grad()
+        return said
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(of_rank, range(2))
+    assert first == []
+    assert [text.split(" has ")[0] for text in second] == ["parameter 1.bias"]
