@@ -14,7 +14,7 @@ import torch
 import torchvision
 from error_texts import naming
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bigbatch.cli import main
@@ -23,6 +23,7 @@ from bigbatch.trainer.inference import formats as export_formats
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.class_names import to_keep
 
 SIZE = 32
 SMALL = ["--data.root=none", "--data.image_size=32"]
@@ -170,7 +171,12 @@ def write_run(folder: Path) -> nn.Module:
         model = trained("resnet9")
         model.linear.weight.data.mul_(step)
         best = best or model
-        state = {"step": step, "config": dump_config(config), "model": model.state_dict()}
+        state = {
+            "step": step,
+            "config": dump_config(config),
+            "model": model.state_dict(),
+            "classes": to_keep(list("abcdefghij")),
+        }
         save_checkpoint(folder / "checkpoints", state, step=step, top1=top1, keep=2)
     assert best is not None
     return best
@@ -180,7 +186,7 @@ def write_run(folder: Path) -> nn.Module:
 def test_export_says_what_serving_needs_to_know(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "below" / "a.pt2"
     best = write_run(run)
-    for name in "abcdefghij":
+    for name in "bcdefghijk":  # what is in the folder now is not what the run was trained on
         (run / "data/train" / name).mkdir(parents=True)
     assert main(["export", str(run), "--format", "torch_export", "--out", str(out)]) == 0
     found = facts(out)
@@ -304,9 +310,30 @@ def test_export_only_a_full_disk_is_called_one(
     assert re.search(naming("torchvision: RuntimeError; ", "--format"), without_words)
 
 
-def test_export_data_of_other_classes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
+def test_export_class_names_are_the_runs_and_come_back_with_safetensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, first, second = tmp_path / "run", tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     write_run(run)
-    (run / "data/train/a").mkdir(parents=True)
-    assert main(["export", str(run), "--format", "torch_export", "--out", str(tmp_path / "a.pt2")]) == 1
-    assert re.search(naming("1 classes", "data.num_classes is 10"), refusal(capsys))
+    (run / "data/train/other").mkdir(parents=True)
+    form = ["--format", "safetensors", "--out"]
+    assert main(["export", str(run), *form, str(first)]) == 0
+    weights = ["--config", "quickstart", *MODELS["resnet9"][1], *SMALL, "--weights", str(first)]
+    assert main(["export", *weights, *form, str(second)]) == 0
+    assert facts(first)["output"]["classes"] == facts(second)["output"]["classes"] == list("abcdefghij")
+    assert "class names" not in capsys.readouterr().out
+    assert export("resnet9", "safetensors", first)[1] == 0
+    assert facts(first)["output"]["classes"] is None
+    assert re.search(naming(f"{tmp_path / 'weights.pt'} keeps no class names"), capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("classes", ["[]", '["a"]', "{}", '"abcdefghij"', "[1, 2, 3, 4, 5, 6, 7, 8, 9, 0]", "[[", None])
+def test_export_class_names_in_metadata_that_are_none_are_refused(
+    classes: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, metadata = tmp_path / "a.safetensors", {"made_by": '"bigbatch 9"'}
+    output = {} if classes is None else {"output": f'{{"classes": {classes}}}'}
+    save_file(trained("resnet9").state_dict(), file, metadata=metadata | output)
+    weights = ["--config", "quickstart", *MODELS["resnet9"][1], *SMALL, "--weights", str(file)]
+    assert main(["export", *weights, "--format", "safetensors", "--out", str(tmp_path / "b.safetensors")]) == 1
+    assert re.search(naming(f"{file} is damaged", "class"), refusal(capsys))
