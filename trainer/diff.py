@@ -21,7 +21,7 @@ from bigbatch.trainer.run.microbatch_digests import ACTIVATIONS, BEFORE_SUM
 from bigbatch.trainer.run.resume import changes
 
 KEY = "run.digest_every_steps"
-SEEN_TO = ("step", "config", "gradient_order", "sums")
+SEEN_TO = ("step", "config", "gradient_order", "sums", "classes")
 """Of a checkpoint: what says how it was made, and is compared elsewhere."""
 
 

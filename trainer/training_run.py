@@ -75,14 +75,22 @@ class TrainingRun:
         self.train_split, self.eval_split = build_input.make_splits(local, communicator)
         self.placement = [line for line in (job.bound, staged) if line]
         samples = build_input.samples_digest(self.train_split)
+        classes = build_input.class_names(self.train_split)
         self.copies = open_copies(config, communicator)
         # the state is not kept: it is as large as the model and its momentum
         self.start, state = find_start(
-            config, self.rundir, samples=samples, control=communicator.control, copies=self.copies
+            config,
+            self.rundir,
+            samples=samples,
+            classes=classes,
+            control=communicator.control,
+            copies=self.copies,
         )
         start = self.start
         if start.kept_by:
             self.placement.append(f"going on from what {start.kept_by} kept in memory")
+        if start.is_of_unknown_classes:
+            self.placement.append(f"{start.path} keeps no class names: those of {config.data.root} are not compared")
         communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
         plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=start.step)
         is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
@@ -90,7 +98,12 @@ class TrainingRun:
         score = make_score(config, communicator.device)  # before the model: what is wrong with it is told at once
         self.guess_watch = make_guess_watch(config, self.plan)
         self.parts: Parts = make_parts(
-            config, communicator, plan=self.plan, tuned=job.tuned, gradient_order=start.gradient_order
+            config,
+            communicator,
+            plan=self.plan,
+            tuned=job.tuned,
+            gradient_order=start.gradient_order,
+            classes=classes,
         )
         if start.path:
             restore_(self.parts, state, path=start.path, stated=stated_settings(config.optimizer))
@@ -99,7 +112,7 @@ class TrainingRun:
             fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
         if self.copies:
             self.copies.require_room(num_bytes=checkpoint_bytes(config, self.parts))
-        self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples)
+        self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples, classes=classes)
         self.saver.compare(done=self.plan.first_step)
         self.digests = DigestRecorder(
             self.plan,

@@ -1,7 +1,7 @@
 """From a config to the input of a run: splits, loaders, batches and what prepares them for the model."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.shards import open_split, read_classes
+from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
@@ -45,15 +46,28 @@ def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Spli
     return train, split_of(config, communicator, val_index)
 
 
-def make_eval_split(config: Config, communicator: Communicator) -> Split:
-    """Make validation data alone; of training, class names are read. Collective. Raises: DataError; ConfigError."""
+def make_eval_split(
+    config: Config, communicator: Communicator, *, trained: Sequence[str] | None = None, source: str = ""
+) -> Split:
+    """Make validation data alone, for weights of source that were trained on classes of these names.
+
+    Without trained, the names of the training split, if it is there: labels are positions among them.
+    Collective. Raises: DataError; ConfigError; CheckpointError if the data has other classes than trained.
+    """
     if config.data.loader == "synthetic":
         return _synthetic_split(config, communicator, image_size=_eval_size(config))
     root = Path(config.data.root)
-    # labels are positions among the training classes, so val must have the same
-    index = open_split(root, "val", classes=read_classes(root, "train"))
-    _require_num_classes(config, index)
+    index = open_split(root, "val", classes=None if trained else read_classes(root, "train"))
     communicator.agree(f"the pictures in {root}", f"{len(index)} validation pictures ({_digest(index)})")
+    if trained:
+        require_same_names(
+            trained,
+            index.classes,
+            source=source,
+            root=config.data.root,
+            remedy="Name data of the same classes in data.root",
+        )
+    _require_num_classes(config, index)
     return split_of(config, communicator, index)
 
 
@@ -84,6 +98,11 @@ def _digest(index: ImageSource) -> str:
     if sizes_N2 is not None:
         digest.update(sizes_N2.tobytes())
     return digest.hexdigest()[:16]
+
+
+def class_names(split: Split) -> tuple[str, ...] | None:
+    """Return the names in the order of the labels; None for generated samples."""
+    return None if split.index is None else split.index.classes
 
 
 def samples_digest(split: Split) -> str | None:

@@ -57,14 +57,15 @@ def _rank_group(batch: BatchConfig, communicator: Communicator, *, exposed: Expo
     return RankGroup(num_ranks, gather)
 
 
-def make_plain_model(config: Config, *, weights: Path) -> nn.Module:
+def make_plain_model(config: Config, *, weights: Path) -> tuple[nn.Module, tuple[str, ...] | None]:
     """Make the classifier with those weights, for evaluation: in fp32, on the CPU, with torch's own batch norm.
 
+    Also returns the names of the classes that these weights were trained on; None if they come without.
     Raises: CheckpointError.
     """
     model = _build_model(config, nn.BatchNorm2d)
-    load_weights_(model, weights, config=config)
-    return model.eval()
+    taken = load_weights_(model, weights, config=config)
+    return model.eval(), taken.classes
 
 
 def _build_model(config: Config, norm: NormFactory) -> nn.Module:

@@ -1,7 +1,7 @@
 """From a config to all that a step works with: with the others of this room, the only files that know all parts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from bigbatch.trainer.models.norm import (
 )
 from bigbatch.trainer.models.own_state import refuse_own_state
 from bigbatch.trainer.optim.matrices import MatrixOptimizer
+from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.run.weights import digest, load_weights_
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.divided_work import DividedWork
@@ -48,10 +49,12 @@ def make_parts(
     plan: Plan,
     tuned: Tuned | None,
     gradient_order: str | None = None,
+    classes: Sequence[str] | None = None,
 ) -> Parts:
     """Make all that a step works with. tuned: as join_job gives it; gradient_order: a resumed run's, a name per line.
 
-    model.weights are read for the first step of a run only. Raises: ConfigError; TunedError; CheckpointError;
+    model.weights are read for the first step of a run only. classes: names in the data, which weights whose last layer
+    is taken must have; None: not compared. Raises: ConfigError; TunedError; CheckpointError;
     ComputeError.
     """
     if config.compute.cuda_graph:
@@ -61,7 +64,7 @@ def make_parts(
     notes: list[str] = []
     if config.model.weights is not None and plan.first_step == 0:
         # while all is fp32 still: the masters are taken from these
-        notes += _take_weights_(config, model)
+        notes += _take_weights_(config, model, classes)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
     grid = make_grid(config) if config.run.reproducible else None
@@ -119,13 +122,25 @@ def make_parts(
         raise
 
 
-def _take_weights_(config: Config, model: nn.Module) -> list[str]:
+def _take_weights_(config: Config, model: nn.Module, classes: Sequence[str] | None) -> list[str]:
     """Start from model.weights; what is to be told of it. Raises: CheckpointError."""
     stated = config.model
-    told = load_weights_(
+    taken = load_weights_(
         model, Path(stated.weights or ""), config=config, new_head=stated.new_head, partial=stated.partial_weights
     )
-    return [told] if told else []
+    told = [taken.told] if taken.told else []
+    if classes is None or not taken.has_head:
+        return told
+    if taken.classes is None:
+        return [*told, f"{stated.weights} keeps no class names: those of {config.data.root} are not compared"]
+    require_same_names(
+        taken.classes,
+        classes,
+        source=f"model.weights={stated.weights}",
+        root=config.data.root,
+        remedy="Set model.new_head=true to train a new last layer, or name data of the same classes",
+    )
+    return told
 
 
 def make_grid(config: Config) -> Grid:

@@ -5,12 +5,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import CheckpointError, ConfigError
+from bigbatch.errors import CheckpointError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
-from bigbatch.trainer.input.shards import read_classes
 from bigbatch.trainer.run.checkpoint import best_checkpoint, list_checkpoints
 from bigbatch.trainer.run.folder import RunDir, load_run_config
 
@@ -57,21 +56,6 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
     rundir = RunDir(arguments.run)
     config = load_run_config(rundir, overrides, prog=parser.prog)
     return arguments, config, arguments.checkpoint or _best_path(rundir)
-
-
-def class_names(config: Config) -> tuple[str, ...] | None:
-    """Return the names of the training folders in data.root, in the order of the logits; None where it is not there.
-
-    Raises: ConfigError for data of other classes; DataError.
-    """
-    data = config.data
-    classes = None if data.loader == "synthetic" else read_classes(Path(data.root), "train")
-    if classes is not None and len(classes) != data.num_classes:
-        raise ConfigError(
-            f"data.root={data.root} holds {len(classes)} classes and data.num_classes is {data.num_classes}: name the "
-            "data of these weights, or a folder that is not there to do without the names of classes"
-        )
-    return classes
 
 
 def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:

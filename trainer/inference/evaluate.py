@@ -11,6 +11,7 @@ from torch import nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import tell
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
 from bigbatch.trainer.build.model import make_plain_model
@@ -21,6 +22,7 @@ from bigbatch.trainer.inference.accuracy import evaluate, predict
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.input.bad_images import require_few
+from bigbatch.trainer.run.class_names import describe
 from bigbatch.trainer.run.progress import describe_evaluation
 from bigbatch.trainer.run.weights import digest
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
@@ -35,10 +37,12 @@ def main(argv: Sequence[str]) -> int:
     bind_rank(config, env)
     communicator, _ = join_job(config, env)
     score = make_score(config, communicator.device)
-    plain = make_plain_model(config, weights=path)
-    communicator.agree("the weights to evaluate", f"{path}, SHA-256 {digest(plain)}")
+    plain, classes = make_plain_model(config, weights=path)
+    communicator.agree("the weights to evaluate", f"{path}, SHA-256 {digest(plain)}, {describe(classes)}")
+    if classes is None and communicator.rank == 0:
+        tell(f"{path} keeps no class names: those of {config.data.root} are not compared")
     config, _ = stage_data(config, communicator)
-    split = build_input.make_eval_split(config, communicator)
+    split = build_input.make_eval_split(config, communicator, trained=classes, source=str(path))
     precision = config.optimizer.precision
     model = for_inference(
         plain,

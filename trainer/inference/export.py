@@ -14,7 +14,7 @@ from bigbatch.errors import ExportError
 from bigbatch.files import replacing
 from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.inference.arguments import class_names, read_trained, trained_parser
+from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import fold_norms, num_norms
 from bigbatch.trainer.inference.formats import FORMATS, INPUT, OUTPUT, Classify, require_format
 
@@ -31,8 +31,8 @@ def main(argv: Sequence[str]) -> int:
     arguments, config, weights = read_trained(_parser(), argv)
     out: Path = arguments.out
     chosen = require_format(arguments.format, config, out, fold=arguments.fold)
-    facts = {"format": arguments.format, "weights": str(weights), **_describe(config)}
-    model = make_plain_model(config, weights=weights)
+    model, classes = make_plain_model(config, weights=weights)
+    facts = {"format": arguments.format, "weights": str(weights), **_describe(config, classes)}
     written = fold_norms(model) if arguments.fold else model
     facts |= {"num_norms": num_norms(model), "num_folded": num_norms(model) - num_norms(written)}
     try:
@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
         raise ExportError(_explain(error, out, form=arguments.format)) from error
     if arguments.fold:
         print(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
+    if classes is None:
+        print(f"{weights} keeps no class names, so {out} has none")
     print(f"{out}: {weights} for {arguments.format}; {out}.json tells what it takes and gives")
     return 0
 
@@ -99,8 +101,8 @@ def _images(count: int, config: Config) -> Tensor:
     return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
 
 
-def _describe(config: Config) -> dict[str, Any]:
-    """Say what serving needs besides the file. Raises: ConfigError for data of other classes; DataError."""
+def _describe(config: Config, classes: Sequence[str] | None) -> dict[str, Any]:
+    """Say what serving needs besides the file."""
     data = config.data
     return {
         "model": config.model.name,
@@ -113,6 +115,6 @@ def _describe(config: Config) -> dict[str, Any]:
             "std": data.std,
             "eval_crop_fraction": data.eval_crop_fraction,
         },
-        "output": {"name": OUTPUT, "shape": ["batch", data.num_classes], "classes": class_names(config)},
+        "output": {"name": OUTPUT, "shape": ["batch", data.num_classes], "classes": classes},
         "made_by": f"bigbatch {__version__}, torch {torch.__version__}",
     }

@@ -86,7 +86,7 @@ def _write_safetensors(model: nn.Module, images_BCHW: Tensor, path: Path, facts:
 
 
 def _read_safetensors(path: Path, config: Config) -> Classify:
-    return make_plain_model(config, weights=path)
+    return make_plain_model(config, weights=path)[0]
 
 
 def _write_onnx(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:

@@ -13,13 +13,13 @@ from torch import nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import ConfigError, DataError
+from bigbatch.errors import ConfigError, DataError, tell
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
 from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference import accuracy as evaluation
-from bigbatch.trainer.inference.arguments import class_names, read_trained, trained_parser
+from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import for_inference
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
@@ -31,7 +31,7 @@ class Prediction:
 
     image: Path
     classes: tuple[str, ...]
-    """Names of data.root's folders; numbers from 0 where it is not there."""
+    """Names that the run keeps in its checkpoints; numbers from 0 if the weights come without."""
     probabilities: tuple[float, ...]
 
 
@@ -39,7 +39,7 @@ class Classifier:
     """Holds a trained model and the way of a picture into it, which is that of the validation pictures."""
 
     def __init__(self, config: Config, weights: Path) -> None:
-        """Load all. Raises: ConfigError; CheckpointError; DataError for class folders that cannot be listed."""
+        """Load all. Raises: ConfigError; CheckpointError."""
         if config.data.loader == "synthetic":
             raise ConfigError("data.loader=synthetic reads no pictures: give the keys of data as for real ones")
         env = read_process_env()
@@ -49,9 +49,10 @@ class Classifier:
             )
         # a stand-in for a bad picture would get that picture's answer
         self._config = without_choices(replace(config, data=replace(config.data, max_skipped=None)), world_size=1)
-        names = class_names(config)
-        self._names = names or tuple(map(str, range(config.data.num_classes)))
-        plain = make_plain_model(config, weights=weights)
+        plain, classes = make_plain_model(config, weights=weights)
+        if classes is None:
+            tell(f"{weights} keeps no class names: classes are numbers, from 0")
+        self._names = classes or tuple(map(str, range(config.data.num_classes)))
         self._communicator: Communicator = join_job(self._config, env)[0]
         self._model: nn.Module = for_inference(
             plain,
@@ -120,8 +121,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = trained_parser(
         "bigbatch predict",
-        description="Classify pictures, as evaluation does. Names of classes are those of the folders in data.root, "
-        "else numbers.",
+        description="Classify pictures, as evaluation does. Names of classes are those that the run was trained on; "
+        "numbers for weights without names.",
         takes_images=True,
     )
     parser.add_argument("--top", type=int, default=5, help="classes to print of each picture (default 5)")

@@ -89,6 +89,12 @@ def head_of(model: nn.Module) -> str:
     return _owner(_classifier(model.state_dict()))
 
 
+def names_head(model: nn.Module, patterns: Sequence[str]) -> bool:
+    """Tell whether a pattern names something of the layer that gives the classes."""
+    own, head = model.state_dict(), head_of(model)
+    return any(_owner(name) == head for pattern in patterns for name in matching(own, pattern))
+
+
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 

@@ -13,6 +13,7 @@ from bigbatch.trainer.models.exchange import from_foreign
 from bigbatch.trainer.optim.foreign import resume_training
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, load_intact, read_manifest, restoring
+from bigbatch.trainer.run.class_names import kept_names, require_same_names
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.memory_copies import MemoryCopies
 from bigbatch.trainer.run.weights import require_same_model
@@ -20,6 +21,11 @@ from bigbatch.trainer.step.plan import Parts
 
 ALIKE = {"lamb", "adamw"}
 """Optimizers that keep the same means of the same gradients: one goes on from the other's."""
+
+OTHER_CLASSES = (
+    "Bring the classes back, or begin anew from its weights, with model.weights, model.new_head=true and another "
+    "run.directory"
+)
 
 OBJECTIVE = ("model.frozen", "optimizer.loss", "optimizer.loss_options")
 """Keys that say what is trained, and for what."""
@@ -48,6 +54,8 @@ class Start:
     """Newer checkpoints, newest first, which some rank finds damaged, and why."""
     kept_by: str = ""
     """The host in whose memory it lies, where it is a copy there."""
+    is_of_unknown_classes: bool = False
+    """Nothing in it tells whether it was trained on the class names of this run's data."""
 
 
 ANEW = Start(
@@ -65,12 +73,19 @@ ANEW = Start(
 
 
 def find_start(
-    config: Config, rundir: RunDir, *, samples: str | None, control: Control, copies: MemoryCopies | None = None
+    config: Config,
+    rundir: RunDir,
+    *,
+    samples: str | None,
+    control: Control,
+    classes: Sequence[str] | None = None,
+    copies: MemoryCopies | None = None,
 ) -> tuple[Start, dict[str, Any]]:
     """Find where to start from, and the state to restore, which is empty for a run that starts anew. Collective.
 
-    samples: digest of the training pictures. copies: the run's own in memory, of which one may be newer than all
-    checkpoints. Raises: CheckpointError, also where the checkpoint is of another run.
+    samples: digest of the training pictures. classes: their class names, None where there are none. copies: the run's
+    own in memory, of which one may be newer than all checkpoints.
+    Raises: CheckpointError, also where the checkpoint is of another run, or of other classes.
     """
     found, path = None, None
     state: dict[str, Any] = {}
@@ -95,6 +110,10 @@ def find_start(
         return ANEW, {}
     if config.run.resume == "auto":
         require_same_samples(state["config"], dump_config(config))
+    trained = kept_names(state, source=f"checkpoint {path}")
+    if trained and classes:
+        require_same_names(trained, classes, source=f"checkpoint {path}", root=config.data.root, remedy=OTHER_CLASSES)
+    if config.run.resume == "auto":
         require_same_images(state, samples, root=config.data.root)
     require_same_model(state["config"], config, source=f"checkpoint {path}")
     require_same_optimizer(state["config"], config.optimizer.name, path=path)
@@ -111,6 +130,7 @@ def find_start(
         sha256=found.sha256 if found else read_manifest(path)["sha256"],
         damaged=damaged,
         kept_by=found.host if found else "",
+        is_of_unknown_classes=not trained and bool(classes) and state.get("samples") != samples,
     )
     return start, state
 

@@ -1,6 +1,6 @@
 """When a run saves: what goes into a checkpoint, what all ranks agree on before, and how they learn of its end."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from bigbatch.errors import CheckpointError, TrainingDiverged
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.memory import is_out_of_memory
+from bigbatch.trainer.run import class_names
 from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
 from bigbatch.trainer.run.checkpoint import checkpoint_path, save_checkpoint, write_on_first
 from bigbatch.trainer.run.folder import RunDir
@@ -38,11 +39,21 @@ class Saved:
 class CheckpointSaver:
     """Saves a run with its parts, by the first rank, which writes beside training: one checkpoint at a time.
 
-    owner: of the run folder, on the first rank. samples: the digest of the training split, where it has one.
+    owner: of the run folder, on the first rank. samples: the digest of the training split, where it has one. classes:
+    its class names in the order of the labels, where it has any.
     """
 
-    def __init__(self, config: Config, parts: Parts, *, owner: Owner | None, samples: str | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        *,
+        owner: Owner | None,
+        samples: str | None,
+        classes: Sequence[str] | None = None,
+    ) -> None:
         self._config, self._parts, self._owner, self._samples = config, parts, owner, samples
+        self._classes = classes
         self._checkpoints = RunDir(Path(config.run.directory)).checkpoints
         self._is_comparing = parts.communicator.world_size > 1 and config.run.compare_every_steps > 0
         self._step: int | None = None
@@ -111,6 +122,7 @@ class CheckpointSaver:
                     parts.communicator, parts.reducer.plan, is_sharded=self._config.optimizer.sharded
                 ),
                 "samples": self._samples,
+                class_names.KEPT_AS: class_names.to_keep(self._classes),
                 "skipped": dict(skipped),
             }
 

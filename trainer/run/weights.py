@@ -6,19 +6,22 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bigbatch.errors import CheckpointError
+from bigbatch.errors import CheckpointError, DamagedCheckpoint
+from bigbatch.files import parse_json
 from bigbatch.trainer.config.file import as_yaml, read_dumped
 from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.models.exchange import from_foreign, partly_from_foreign
+from bigbatch.trainer.models.exchange import from_foreign, names_head, partly_from_foreign
 from bigbatch.trainer.models.libraries import cached_weights
 from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint
+from bigbatch.trainer.run.class_names import kept_names, require_names
 from bigbatch.trainer.step.ema import evaluated_weights
 
 DECIDING = tuple(
@@ -32,16 +35,28 @@ OF_DEPTH = ("model.name", "model.options")
 """Those in which a network that gives a part of its weights may differ."""
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Describes what weights gave a model."""
+
+    told: str
+    """What was taken, if only a part was; else empty."""
+    has_head: bool
+    """The last layer is theirs."""
+    classes: tuple[str, ...] | None
+    """Names of what that layer tells apart, if it is theirs and they keep names."""
+
+
 def load_weights_(
     model: nn.Module, path: Path, *, config: Config, new_head: bool = False, partial: Sequence[str] | None = None
-) -> str:
+) -> Taken:
     """Copy the weights in path, a checkpoint folder, a file or torchvision:NAME or timm:NAME, into a model of config.
 
-    new_head: all but the last layer, which stays as it is. partial: only what these patterns name, of which the text
-    that is returned tells; else it is empty.
+    new_head: all but the last layer, which stays as it is. partial: only what these patterns name.
     Raises: CheckpointError where it is not readable, holds no weights, or those of another model.
     """
     state = _read(path)
+    names = _class_names(state, path)
     if _is_ours(state):
         differs = OF_DEPTH if partial else ()
         require_same_model(state["config"], config, source=str(path), but=differs)
@@ -55,8 +70,12 @@ def load_weights_(
         raise CheckpointError(f"{path}: {empty[0]} is a shape without values: save a model that is on no meta device")
     if odd := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
         raise CheckpointError(f"{path}: {odd[0]} holds values that are not finite: name weights of an earlier step")
+    has_head = not new_head and (partial is None or names_head(model, partial))
+    classes = None
+    if has_head and names is not None:
+        classes = require_names(names, num_classes=config.data.num_classes, source=str(path))
     model.load_state_dict(weights)
-    return told
+    return Taken(told, has_head, classes)
 
 
 def digest(model: nn.Module) -> str:
@@ -115,6 +134,28 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
+
+
+def _class_names(state: object, path: Path) -> Sequence[str] | None:
+    """Return the class names that weights of ours in path keep; None if they keep none, or are of others."""
+    if isinstance(state, Mapping) and _is_ours(state):
+        return kept_names(state, source=str(path))
+    return _exported_names(path) if path.suffix == ".safetensors" else None
+
+
+def _exported_names(path: Path) -> Sequence[str] | None:
+    """Return the class names in a file that export wrote; not checked."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    if not metadata.get("made_by", "").startswith('"bigbatch '):
+        return None
+    try:
+        names: Sequence[str] | None = parse_json(metadata["output"])["classes"]
+        return names
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedCheckpoint(f"{path} is damaged: its metadata does not tell its classes ({error!r})") from error
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping[str, Any]) -> None:

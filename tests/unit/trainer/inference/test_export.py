@@ -19,11 +19,12 @@ from bigbatch.trainer.inference import formats as export_formats
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.class_names import to_keep
 
 onnxruntime = pytest.importorskip("onnxruntime")
 timm = pytest.importorskip("timm")
 safetensors = pytest.importorskip("safetensors")
-load_file = pytest.importorskip("safetensors.torch").load_file
+safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SIZE = 32
 SMALL = ["--data.root=none", "--data.image_size=32"]
@@ -156,7 +157,7 @@ def test_export_safetensors_reads_what_it_is_given(
     assert (out.stat().st_mode & 0o777) == (tmp_path / "weights.pt").stat().st_mode & 0o777
     again = ["--config", "quickstart", *MODELS[model][1], *SMALL, "--weights", str(out)]
     assert main(["export", *again, "--format", "safetensors", "--out", str(tmp_path / "again.safetensors")]) == 0
-    assert load_file(tmp_path / "again.safetensors").keys() == state.keys()
+    assert safetensors_torch.load_file(tmp_path / "again.safetensors").keys() == state.keys()
     assert main(["export", *again, "--format", "safetensors", "--fold", "--out", str(out)]) == 1
     assert re.search(naming("safetensors", "--fold"), refusal(capsys))
 
@@ -171,7 +172,12 @@ def write_run(folder: Path) -> nn.Module:
         model = trained("resnet9")
         model.linear.weight.data.mul_(step)
         best = best or model
-        state = {"step": step, "config": dump_config(config), "model": model.state_dict()}
+        state = {
+            "step": step,
+            "config": dump_config(config),
+            "model": model.state_dict(),
+            "classes": to_keep(list("abcdefghij")),
+        }
         save_checkpoint(folder / "checkpoints", state, step=step, top1=top1, keep=2)
     assert best is not None
     return best
@@ -181,7 +187,7 @@ def write_run(folder: Path) -> nn.Module:
 def test_export_says_what_serving_needs_to_know(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "below" / "a.pt2"
     best = write_run(run)
-    for name in "abcdefghij":
+    for name in "bcdefghijk":  # what is in the folder now is not what the run was trained on
         (run / "data/train" / name).mkdir(parents=True)
     assert main(["export", str(run), "--format", "torch_export", "--out", str(out)]) == 0
     found = facts(out)
@@ -305,9 +311,30 @@ def test_export_only_a_full_disk_is_called_one(
     assert re.search(naming("torchvision: RuntimeError; ", "--format"), without_words)
 
 
-def test_export_data_of_other_classes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
+def test_export_class_names_are_the_runs_and_come_back_with_safetensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, first, second = tmp_path / "run", tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     write_run(run)
-    (run / "data/train/a").mkdir(parents=True)
-    assert main(["export", str(run), "--format", "torch_export", "--out", str(tmp_path / "a.pt2")]) == 1
-    assert re.search(naming("1 classes", "data.num_classes is 10"), refusal(capsys))
+    (run / "data/train/other").mkdir(parents=True)
+    form = ["--format", "safetensors", "--out"]
+    assert main(["export", str(run), *form, str(first)]) == 0
+    weights = ["--config", "quickstart", *MODELS["resnet9"][1], *SMALL, "--weights", str(first)]
+    assert main(["export", *weights, *form, str(second)]) == 0
+    assert facts(first)["output"]["classes"] == facts(second)["output"]["classes"] == list("abcdefghij")
+    assert "class names" not in capsys.readouterr().out
+    assert export("resnet9", "safetensors", first)[1] == 0
+    assert facts(first)["output"]["classes"] is None
+    assert re.search(naming(f"{tmp_path / 'weights.pt'} keeps no class names"), capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("classes", ["[]", '["a"]', "{}", '"abcdefghij"', "[1, 2, 3, 4, 5, 6, 7, 8, 9, 0]", "[[", None])
+def test_export_class_names_in_metadata_that_are_none_are_refused(
+    classes: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, metadata = tmp_path / "a.safetensors", {"made_by": '"bigbatch 9"'}
+    output = {} if classes is None else {"output": f'{{"classes": {classes}}}'}
+    safetensors_torch.save_file(trained("resnet9").state_dict(), file, metadata=metadata | output)
+    weights = ["--config", "quickstart", *MODELS["resnet9"][1], *SMALL, "--weights", str(file)]
+    assert main(["export", *weights, "--format", "safetensors", "--out", str(tmp_path / "b.safetensors")]) == 1
+    assert re.search(naming(f"{file} is damaged", "class"), refusal(capsys))

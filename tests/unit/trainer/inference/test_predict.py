@@ -16,7 +16,8 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.predict import load_classifier
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.checkpoint import load_checkpoint, save_checkpoint
+from bigbatch.trainer.run.class_names import to_keep
 
 KEYS = ["--model.width=4", "--data.image_size=32", "--data.loader=torchvision"]
 
@@ -31,7 +32,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = build_model("resnet9", num_classes=10, norm=torch.nn.BatchNorm2d, width=4)
     model.linear.weight.data.mul_(100)  # spreads the probabilities
     (folder / "config.yaml").write_text(dump_config(config))
-    state = {"step": 1, "config": dump_config(config), "model": model.state_dict()}
+    names = sorted(path.name for path in (folder / "shapes/train").iterdir())
+    state = {"step": 1, "config": dump_config(config), "model": model.state_dict(), "classes": to_keep(names)}
     save_checkpoint(folder / "checkpoints", state, step=1, top1=0.5, keep=1)
     return folder
 
@@ -82,12 +84,41 @@ def test_predict_lines_for_people_and_weights_without_a_run(run: Path, capsys: p
     image, other = images_of(run)[:2]
     (best, *_), _ = (each["classes"] for each in predicted(capsys, run, image, other))
     weights = next((run / "checkpoints").iterdir())
-    argv = ["--config", "quickstart", "--weights", weights, *KEYS, "--data.root=nowhere", image, other]
-    assert main(["predict", *map(str, argv), "--top=1"]) == 0
+    argv = ["--config", "quickstart", *KEYS, "--data.root=nowhere", image, other, "--top=1", "--weights"]
+    assert main(["predict", *map(str, argv), str(weights)]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    number = sorted(path.name for path in (run / "shapes/train").iterdir()).index(best["class"])
-    assert first == f"{image}: {number} {100 * best['probability']:.1f}%"
+    assert first == f"{image}: {best['class']} {100 * best['probability']:.1f}%"
     assert second.startswith(f"{other}: ")
+
+
+@pytest.mark.parametrize("older", [{}, {"classes": None}])
+def test_predict_class_names_are_the_runs_and_numbers_without(
+    older: dict[str, None], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image, names = images_of(run)[0], sorted(path.name for path in (run / "shapes/train").iterdir())
+    state = load_checkpoint(next((run / "checkpoints").iterdir()))
+    elsewhere = tmp_path / "shapes/train"
+    for name in ["zzz", *names[1:]]:  # one class renamed: the order of all others shifts
+        (elsewhere / name).mkdir(parents=True)
+    (found,) = predicted(capsys, run, f"--data.root={tmp_path / 'shapes'}", image)
+    del state["classes"]
+    old = save_checkpoint(tmp_path / "old", {**state, **older}, step=1, top1=None, keep=1)
+    assert main(["predict", str(run), "--checkpoint", str(old), str(image), "--json"]) == 0
+    said = capsys.readouterr()
+    numbers = [int(answer["class"]) for answer in json.loads(said.out)["classes"]]
+    assert [names[number] for number in numbers] == [answer["class"] for answer in found["classes"]]
+    (line,) = said.err.splitlines()
+    assert re.search(naming("bigbatch: ", old, "no class names", "numbers"), line)
+
+
+def test_predict_class_names_that_no_run_wrote_are_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = load_checkpoint(next((run / "checkpoints").iterdir()))
+    odd = save_checkpoint(tmp_path, {**state, "classes": to_keep(["a"])}, step=1, top1=None, keep=1)
+    assert main(["predict", str(run), "--checkpoint", str(odd), str(images_of(run)[0])]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(naming(f"{odd} is damaged", "class names"), line)
 
 
 def test_predict_in_python(run: Path) -> None:
