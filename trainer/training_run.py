@@ -26,6 +26,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.input.bad_images import require_few
+from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
@@ -73,7 +74,8 @@ class TrainingRun:
         self.is_first = communicator.rank == 0
         local, staged = stage_data(config, communicator)
         self.train_split, self.eval_split = build_input.make_splits(local, communicator)
-        self.placement = [line for line in (job.bound, staged) if line]
+        left_out = describe_left_out(config.data.root, self.train_split.index, self.eval_split.index)
+        self.placement = [line for line in (left_out, job.bound, staged) if line]
         samples = build_input.samples_digest(self.train_split)
         classes = build_input.class_names(self.train_split)
         self.copies = open_copies(config, communicator)

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, Fault, examine_all
 from bigbatch.trainer.datasets.listing import Listing, open_listing
 from bigbatch.trainer.input.base import Images
 from bigbatch.trainer.input.formats import MAX_PIXELS
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.order import IMAGE_SUFFIXES
+from bigbatch.trainer.input.spellings import RENAME, spelled_twice
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
@@ -144,13 +145,39 @@ def split_facts(images: Images, rows_N: np.ndarray) -> SplitFacts:
     )
 
 
-def listing_findings(split: str, listing: Listing) -> list[Finding]:
-    """Return folders that cannot be listed, and what nobody reads."""
+def listing_findings(split: str, listing: Listing, *, leave_out: bool = False) -> list[Finding]:
+    """Return all files that are not read, and folders below those of classes. leave_out: see left_out_findings."""
     findings = (
-        Finding("folder that cannot be listed", split, listing.unlisted, is_problem=True),
         Finding("other files", split, listing.strays, is_problem=False, meaning="not read by the loaders"),
+        Finding(
+            "folder below a class", split, listing.nested, is_problem=False, meaning="its images are of that class"
+        ),
     )
-    return [finding for finding in findings if finding.cases]
+    left_out = left_out_findings(split, listing.left_out, unlisted=listing.unlisted, leave_out=leave_out)
+    return [*left_out, *(finding for finding in findings if finding.cases)]
+
+
+def left_out_findings(
+    where: str, left_out: Mapping[str, Sequence[str]], *, unlisted: Sequence[str], leave_out: bool
+) -> list[Finding]:
+    """Return files that look like images and are not read, and folders that cannot be listed: a set lacks them.
+
+    leave_out: the user said so of the files, and they are no problem.
+    """
+    unread, elsewhere = "save it as JPEG, PNG or WebP, or move it away", "move it into the folder of its class, or away"
+    findings = [
+        Finding(
+            f"image left out, {kind}",
+            where,
+            tuple(paths),
+            is_problem=not leave_out,
+            meaning="" if leave_out else unread if kind.startswith(".") else elsewhere,
+        )
+        for kind, paths in left_out.items()
+    ]
+    if unlisted:
+        findings.append(Finding("folder that cannot be listed", where, tuple(unlisted), is_problem=True))
+    return findings
 
 
 def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
@@ -197,7 +224,14 @@ def class_findings(root: Path, splits: Mapping[str, Images]) -> list[Finding]:
                 kind = f"class that {other} lacks"
                 findings.append(Finding(kind, split, lacking, is_problem=True, meaning=meaning))
         findings += imagenet_findings(split, images)
+    findings += spelling_findings(str(root), {name for images in splits.values() for name in images.classes})
     return findings
+
+
+def spelling_findings(where: str, classes: Iterable[str]) -> list[Finding]:
+    """Return classes with two spellings, in one split or across both."""
+    twice = tuple(spelled_twice(classes))
+    return [Finding("class with two spellings", where, twice, is_problem=True, meaning=RENAME)] if twice else []
 
 
 def unprintable_findings(where: str, classes: Sequence[str]) -> list[Finding]:

@@ -16,7 +16,7 @@ from bigbatch.errors import DataError
 from bigbatch.files import parse_json, write_whole
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.datasets.archives import Archive
-from bigbatch.trainer.input.order import IMAGE_SUFFIXES, list_names
+from bigbatch.trainer.input.image_files import list_below, list_split
 
 SOURCES = "prepared.json"
 """In ROOT: which data set each split came from. Two sizes of Imagenette differ in nothing else that is quick to see."""
@@ -70,7 +70,7 @@ class ImageWriter:
         """Write the pictures, whose paths are names, to the folder at path, or nothing where it exists already."""
         folder = self._folder / path
         if os.path.isdir(folder):
-            self._on_written(len(list_names(folder, want_folders=False)[0]))
+            self._on_written(len(list_below(folder).images))
             return
         hidden = folder.with_name(f".{folder.name}")  # a whole folder, which files.replacing cannot set aside
         self.write((str(hidden.relative_to(self._folder) / name), data) for name, data in images)
@@ -196,7 +196,7 @@ def missing_splits(root: Path, data_set: DataSet) -> list[str]:
     missing = []
     for split in data_set.num_images:
         folder = root / split
-        if not os.path.exists(folder) or not any(list_names(folder, want_folders=True)):
+        if not os.path.exists(folder) or not any(vars(list_split(folder)).values()):
             missing.append(split)
             continue
         source = _read_note(root / SOURCES).get(split, data_set.name)
@@ -220,18 +220,13 @@ def finish_split(root: Path, data_set: DataSet, *, split: str) -> None:
 
 def class_names(folder: Path) -> list[str]:
     """Return the sorted names of the class folders in folder; none where there is no such folder."""
-    return list_names(folder, want_folders=True)[0] if os.path.isdir(folder) else []
-
-
-def is_image(name: str) -> bool:
-    """Tell whether a file is called as a picture: not a table, nor one of the hidden files that macOS adds."""
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+    return list_split(folder).folders if os.path.isdir(folder) else []
 
 
 def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
     """Return what is wrong with the number of classes or pictures; None where both are as published."""
     names = class_names(folder)
-    found = sum(is_image(each) for name in names for each in list_names(folder / name, want_folders=False)[0])
+    found = sum(len(list_below(folder / name).images) for name in names)
     expected = data_set.num_images[split]
     if (len(names), found) == (data_set.num_classes, expected):
         return None

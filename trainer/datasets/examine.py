@@ -16,7 +16,6 @@ from bigbatch.trainer.input.base import Images
 from bigbatch.trainer.input.formats import (
     PNG_END,
     PNG_START,
-    SUFFIXES,
     UnsupportedImageError,
     encoded_size,
     is_webp,
@@ -25,7 +24,7 @@ from bigbatch.trainer.input.formats import (
     open_image,
     webp_size,
 )
-from bigbatch.trainer.input.order import IMAGE_SUFFIXES
+from bigbatch.trainer.input.image_files import FORMATS
 
 PART_IMAGES = 64
 """Per task of a process: half a second of decoding, so that the progress moves and a task costs next to nothing."""
@@ -119,7 +118,7 @@ def _traits(image: Image.Image, *, kind: str, data: bytes, path: str) -> dict[st
         "progressive JPEG": "progressive" in info,
         "grayscale": mode in ("1", "L", "LA"),
         "CMYK": mode == "CMYK",
-        "named as another format": suffix in IMAGE_SUFFIXES and suffix.replace("jpeg", "jpg") != f".{SUFFIXES[kind]}",
+        "named as another format": FORMATS.get(suffix, kind) != kind,
         "16 bit": kind == "PNG" and data[24] == 16,  # the bit depth in PNG's first chunk
         "palette": mode in ("P", "PA"),
         "transparency": mode in ("LA", "PA", "RGBA") or "transparency" in info,

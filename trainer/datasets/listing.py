@@ -1,29 +1,30 @@
 """What lies in the folders of a split, good or not: nothing here stops at a fault."""
 
 import os
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from bigbatch.errors import DataError
 from bigbatch.files import read_plain
 from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.image_files import list_below, list_split
 from bigbatch.trainer.input.listed import read_images
-from bigbatch.trainer.input.order import list_names
 from bigbatch.trainer.input.shards import ENTRIES, FACTS, SETTINGS, is_packed, read_packed
 
 
 @dataclass(frozen=True)
 class FolderImages:
-    """Lists split/<class>/<picture> on disk. All file names lie in one bytes object, so that a million travel fast."""
+    """Lists split/<class>/.../<image> on disk. All file names lie in one bytes object, so a million travel fast."""
 
     folder: str
     classes: tuple[str, ...]
     labels_N: np.ndarray
     names: bytes
     ends_N: np.ndarray
-    """Where each name ends in names."""
+    """Where each name ends in names; one of a folder below its class has that folder before it."""
 
     def __len__(self) -> int:
         """Return the number of pictures."""
@@ -45,42 +46,55 @@ class Listing:
     """Lists a split before any picture is read."""
 
     images: Images
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Paths of what looks like images and is not read, by kind."""
+    nested: tuple[str, ...] = ()
+    """Folders below those of classes that hold images."""
     strays: tuple[str, ...] = ()
-    """Paths of what is neither a class folder nor a picture in one."""
+    """Paths of all else, hidden files among them."""
     unlisted: tuple[str, ...] = ()
-    """One line for each class folder that cannot be listed."""
+    """One line for each folder that cannot be listed."""
 
 
 def list_folder(folder: Path) -> Listing:
-    """List folder/<class>/<picture>, by the loaders' rule, and all else. Raises: DataError if it cannot be listed."""
-    classes, others = list_names(folder, want_folders=True)
-    strays = [f"{folder}/{name}" for name in others]
-    unlisted, names, counts = [], [], []
-    for class_name in classes:
-        try:
-            images, others = list_names(folder / class_name, want_folders=False)
-        except DataError as error:
-            unlisted.append(str(error))
-            images, others = [], []
-        names += [os.fsencode(name) for name in images]
-        counts.append(len(images))
-        strays += [f"{folder}/{class_name}/{name}" for name in others]
+    """List folder/<class>/.../<image>, by the loaders' rule, and all else. Raises: DataError if it cannot be listed."""
+    top = list_split(folder)
+    below = [list_below(folder / name) for name in top.folders]
+    names = [os.fsencode(name) for each in below for name in each.images]
     found = FolderImages(
         folder=str(folder),
-        classes=tuple(classes),
-        labels_N=np.repeat(np.arange(len(classes), dtype=np.int64), counts),
+        classes=tuple(top.folders),
+        labels_N=np.repeat(np.arange(len(below), dtype=np.int64), [len(each.images) for each in below]),
         names=b"".join(names),
         ends_N=np.cumsum([len(name) for name in names], dtype=np.int64),
     )
-    return Listing(found, strays=tuple(strays), unlisted=tuple(unlisted))
+    places = {str(folder): top, **{f"{folder}/{name}": each for name, each in zip(top.folders, below, strict=True)}}
+    left_out = defaultdict(list)
+    for place, contents in places.items():
+        for kind, paths in contents.left_out().items():
+            left_out[kind] += [f"{place}/{path}" for path in paths]
+    nested = {os.path.dirname(f"{place}/{path}") for place, each in places.items() for path in each.images}
+    return Listing(
+        found,
+        left_out=left_out,
+        nested=tuple(sorted(nested - places.keys())),
+        strays=tuple(f"{place}/{path}" for place, each in places.items() for path in (*each.hidden, *each.others)),
+        unlisted=tuple(line for each in places.values() for line in each.unlisted),
+    )
 
 
 def list_packed(folder: Path) -> Listing:
     """Open a packed split and list all else that lies there. Raises: DataError."""
     index = read_packed(folder)
     expected = {FACTS, ENTRIES, SETTINGS, *(shard.name for shard in index.facts.shards)}
-    strays = sorted(str(path) for path in folder.iterdir() if path.name not in expected)
-    return Listing(index, strays=tuple(strays))
+    found = list_below(folder)
+    beside = tuple(f"{folder}/{path}" for path in (*found.images, *found.unread))
+    return Listing(
+        index,
+        left_out={"in no shard": beside} if beside else {},
+        strays=tuple(f"{folder}/{path}" for path in sorted({*found.hidden, *found.others} - expected)),
+        unlisted=tuple(found.unlisted),
+    )
 
 
 def open_listing(root: Path, split: str) -> Listing:

@@ -14,13 +14,13 @@ from bigbatch.trainer.datasets.class_folders import (
     class_names,
     finish_split,
     go_on_or_start_anew,
-    is_image,
     missing_splits,
     only_run,
     unfinished_folder,
 )
 from bigbatch.trainer.datasets.matfile import read_struct_array
 from bigbatch.trainer.datasets.show_progress import Report
+from bigbatch.trainer.input.image_files import is_image
 
 IMAGENET = DataSet(
     name="imagenet",

@@ -12,7 +12,7 @@ from bigbatch.errors import DataError, printable
 from bigbatch.exit_codes import FAILED
 from bigbatch.files import write_whole
 from bigbatch.trainer.config.file import load_config, packaged_configs
-from bigbatch.trainer.datasets.check import Finding, unprintable_findings
+from bigbatch.trainer.datasets.check import Finding, spelling_findings, unprintable_findings
 from bigbatch.trainer.datasets.check_report import finding_lines
 from bigbatch.trainer.datasets.pixel_option import add_max_megapixels
 from bigbatch.trainer.datasets.show_progress import show_progress
@@ -131,6 +131,7 @@ def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[Finding]:
         yield Finding("fewer than two classes", where, cases, is_problem=True, meaning="there is nothing to tell apart")
     if pictures.listed:
         yield from unprintable_findings(where, classes)
+        yield from spelling_findings(where, classes)
         val, train = pictures.listed["val"], pictures.listed["train"]
         if single := tuple(name for name in classes if not val[name] and train[name]):
             meaning = "it trains; how well the class is told is not measured"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import DataError, shortened
-from bigbatch.trainer.input.order import IMAGE_SUFFIXES
+from bigbatch.trainer.input.image_files import is_image
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] |
     known = _names(images)
     rows = _read(path)
     file_at, label_at = _places(path, rows, columns)
-    is_header = columns is not None or not (_find(rows[0][1][0], known) or _is_image(rows[0][1][0]))
+    is_header = columns is not None or not (_find(rows[0][1][0], known) or is_image(rows[0][1][0].strip()))
     labels: dict[str, str] = {}
     lost, blank, twice = [], [], {}
     for number, row in rows[is_header:]:
@@ -106,7 +106,3 @@ def _shorter(image: str) -> Iterator[str]:
     for name in (image, posixpath.basename(image)):
         yield name
         yield posixpath.splitext(name)[0]
-
-
-def _is_image(name: str) -> bool:
-    return name.strip().lower().endswith(IMAGE_SUFFIXES)

@@ -1,22 +1,25 @@
 """What a folder of pictures holds: both splits, class folders that are still to be split, or pictures and a table."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import DataError, shortened
-from bigbatch.trainer.datasets.check import Finding, class_findings, listing_findings
+from bigbatch.trainer.datasets.check import Finding, class_findings, left_out_findings, listing_findings
 from bigbatch.trainer.datasets.listing import list_folder, open_listing
 from bigbatch.trainer.init.labels import read_labels
 from bigbatch.trainer.init.tables import find_tables
 from bigbatch.trainer.init.unpack import find_shards
 from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_image, list_below, list_split
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.order import IMAGE_SUFFIXES, list_names
 from bigbatch.trainer.input.shards import is_packed
 
 _LAYOUTS = "FOLDER/<class>/<picture>, FOLDER/train and FOLDER/val with class folders, or pictures and a CSV of labels"
+
+SPLIT_WORDS = ("training", "valid", "validation", "validate", "dev", "eval", "evaluation", "test", "testing")
+"""What other programs call folders of splits, which are not taken for classes."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +41,25 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
     or a label without a picture is no problem. Raises: DataError where there is no way to list them.
     """
     require_folder(folder)
-    folders, files = list_names(folder, want_folders=True)
+    top = list_split(folder)
+    folders = top.folders
     _refuse_foreign(folder)
-    tables = [labels] if labels else [folder / name for name in files if name.lower().endswith(".csv")]
+    tables = [labels] if labels else [folder / name for name in top.others if name.lower().endswith(".csv")]
     if labels is None:
         splits = [split for split in SPLITS if split in folders and _is_split(folder / split)]
         if len(splits) == len(SPLITS):
             require_no_columns(folder, columns)
-            return _both_splits(folder)
+            return _both_splits(folder, leave_out=leave_out)
         if splits:
             (has,), (lacks,) = splits, {*SPLITS} - {*splits}
             hint = f"; to split it, name {folder / has}" if has == "train" else ""
             raise DataError(f"{folder}: holds {has}/ and no {lacks}/ with class folders: add that{hint}")
-    num_loose = sum(name.lower().endswith(IMAGE_SUFFIXES) for name in files)
+        if misnamed := [name for name in folders if name.lower() in SPLIT_WORDS and _is_split(folder / name)]:
+            raise DataError(
+                f"{folder}: {misnamed[0]}/ holds class folders, and a run reads train/ and val/: rename the folders of "
+                "the two splits so, and move others elsewhere"
+            )
+    num_loose = sum(map(is_image, top.loose))
     if tables and (labels or num_loose or len(folders) < 2):
         return _flat(folder, tables, columns=columns, leave_out=leave_out)
     if num_loose > 0:
@@ -59,7 +68,7 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
             "with a line for each picture (its name, its class), or move them into a folder for each class"
         )
     require_no_columns(folder, columns)
-    return _class_folders(folder)
+    return _class_folders(folder, leave_out=leave_out)
 
 
 def require_folder(folder: Path) -> None:
@@ -80,7 +89,7 @@ def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
 
 def _is_split(folder: Path) -> bool:
     """Tell a split from a class of that name: pictures of trains lie in train/ directly."""
-    return is_packed(folder) or bool(list_names(folder, want_folders=True)[0])
+    return is_packed(folder) or bool(list_split(folder).folders)
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -90,23 +99,23 @@ def _refuse_foreign(folder: Path) -> None:
         raise DataError(f"{folder}: holds tar archives: give --unpack TARGET if they are WebDataset's shards")
 
 
-def _both_splits(folder: Path) -> Found:
+def _both_splits(folder: Path, *, leave_out: bool) -> Found:
     listings = {split: open_listing(folder, split) for split in SPLITS}
     splits = {split: listing.images for split, listing in listings.items()}
     findings = class_findings(folder, splits)
     for split, listing in listings.items():
-        findings += listing_findings(split, listing)
+        findings += listing_findings(split, listing, leave_out=leave_out)
     return Found("train and val", tuple(findings), splits=splits)
 
 
-def _class_folders(folder: Path) -> Found:
+def _class_folders(folder: Path, *, leave_out: bool) -> Found:
     listing = list_folder(folder)
     images, where = listing.images, str(folder)
     by_class: dict[str, list[str]] = {name: [] for name in images.classes}
     for position in range(len(images)):
         path = images.name(position).removeprefix(f"{folder}/")
         by_class[path.partition("/")[0]].append(path)
-    findings = listing_findings(where, listing)
+    findings = listing_findings(where, listing, leave_out=leave_out)
     if empty := tuple(f"{folder / name}" for name, paths in by_class.items() if not paths):
         meaning = f"fill or remove it; a picture ends in {', '.join(IMAGE_SUFFIXES)}"
         findings.append(Finding("class without pictures", where, empty, is_problem=True, meaning=meaning))
@@ -119,8 +128,8 @@ def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | No
     if len(tables) > 1:
         names = ", ".join(path.name for path in tables[:5])
         raise DataError(f"{folder}: holds {len(tables)} CSV files ({names}): name that of the labels by --labels")
-    unlisted: list[str] = []
-    table = read_labels(tables[0], sorted(_walk(folder, folder, unlisted)), columns=columns)
+    below = list_below(folder)
+    table = read_labels(tables[0], below.images, columns=columns)
     by_class: dict[str, list[str]] = defaultdict(list)
     for path, label in table.labels.items():
         by_class[label].append(path)
@@ -130,21 +139,7 @@ def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | No
         for kind, cases in table.faults.items()
         if cases
     ]
-    if unlisted:
-        findings.append(Finding("folder that cannot be listed", str(folder), tuple(unlisted), is_problem=True))
+    left_out = {kind: [f"{folder}/{path}" for path in paths] for kind, paths in below.left_out().items()}
+    findings += left_out_findings(str(folder), left_out, unlisted=below.unlisted, leave_out=leave_out)
     names = f", its first line taken for names: {shortened(table.names)}" if table.names else ""
     return Found(f"pictures with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)
-
-
-def _walk(folder: Path, root: Path, unlisted: list[str]) -> Iterator[str]:
-    """Yield pictures below folder, as paths below root; a link to a folder is not followed, it may be a circle."""
-    try:
-        folders, _ = list_names(folder, want_folders=True)
-        images, _ = list_names(folder, want_folders=False)
-    except DataError as error:
-        unlisted.append(str(error))
-        return
-    yield from (str((folder / name).relative_to(root)) for name in images if not name.startswith("."))
-    for name in folders:
-        if not (folder / name).is_symlink():
-            yield from _walk(folder / name, root, unlisted)

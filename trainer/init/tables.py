@@ -119,7 +119,7 @@ def _is_plain(name: object) -> bool:
 def _parquet(folder: Path) -> dict[str, list[Path]]:
     """Go by folders below, else by names such as train-00000-of-00002.parquet; data/ is no split."""
     found: dict[str, list[Path]] = defaultdict(list)
-    for path in sorted((*folder.glob("*.parquet"), *folder.glob("*/*.parquet"))):
+    for path in sorted((*folder.glob("[!.]*.parquet"), *folder.glob("[!.]*/[!.]*.parquet"))):
         own = path.stem.partition("-")[0]
         is_named = path.parent in (folder, folder / "data")
         found[own if is_named and "-" in path.stem else path.parent.name].append(path)

@@ -11,8 +11,8 @@ from bigbatch.errors import DataError, shortened
 from bigbatch.trainer.datasets.archives import read_members
 from bigbatch.trainer.datasets.check import Finding
 from bigbatch.trainer.datasets.class_folders import ImageWriter, StoredImage
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_hidden
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.order import IMAGE_SUFFIXES
 from bigbatch.trainer.input.shards import is_packed
 
 LABEL = ".cls"
@@ -23,7 +23,7 @@ NUM_THREADS = 4
 def find_shards(folder: Path) -> list[Path]:
     """Return the tar files of folder and of its train/ and val/, in order, but for those that are packed."""
     folders = (folder / each for each in (".", *SPLITS))
-    return sorted(path for each in folders if not is_packed(each) for path in each.glob("*.tar") if path.is_file())
+    return sorted(path for each in folders if not is_packed(each) for path in each.glob("[!.]*.tar") if path.is_file())
 
 
 def unpack(
@@ -152,6 +152,8 @@ def _samples(shard: Path, *, number: int, lacking: list[str]) -> Iterator[Stored
         yield f"{label}/{number:06d}-{seen[label]:06d}-{name}{images[0]}", sample[images[0]]
 
     for member in read_members(shard):
+        if is_hidden(member.path.name):  # between those of a sample it would part them
+            continue
         stem, dot, suffix = member.path.name.partition(".")
         this = str(member.path.with_name(stem)) if stem else str(member.path)
         if this != key and sample:

@@ -7,14 +7,14 @@ from PIL import Image, UnidentifiedImageError
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.sections import DataConfig
+from bigbatch.trainer.input.image_files import FORMATS
 
 # start-of-frame markers: 0xC0..0xCF without DHT (C4), JPG (C8) and DAC (CC)
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _START_OF_SCAN = 0xDA
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 _ADVICE = "replace or remove it"
-SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
-"""The formats that all loaders take, by Pillow's names, and how a file of each is called. Pillow opens no other."""
+_FORMATS = tuple(dict.fromkeys(FORMATS.values()))
 MAX_PIXELS = round(1e6 * DataConfig.max_megapixels)
 """Of a picture, where nothing else is said: half a megabyte of PNG may hold 600 million pixels, which take 2.4 GB."""
 
@@ -132,7 +132,7 @@ def open_header(data: bytes, *, path: str, max_pixels: int) -> Image.Image:
         raise DataError(f"{path}: cannot be read as a picture (its WebP header is cut off or damaged); {_ADVICE}")
     require_pixels(stated or (0, 0), path=path, max_pixels=max_pixels)
     try:
-        image = Image.open(io.BytesIO(data), formats=tuple(SUFFIXES))
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except UnidentifiedImageError as error:
         raise DataError(f"{path}: is not a picture in JPEG, PNG or WebP; {_ADVICE}") from error
     except Image.DecompressionBombError as error:

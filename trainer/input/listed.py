@@ -16,6 +16,7 @@ import numpy as np
 from bigbatch.errors import DataError, shortened
 from bigbatch.files import parse_json, write_whole
 from bigbatch.trainer.input.order import ImageIndex, read_index, require_same_classes
+from bigbatch.trainer.input.spellings import require_one_spelling
 
 VERSION = 1
 SPLITS = ("train", "val")
@@ -95,6 +96,7 @@ def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
             for each in paths:
                 if not isinstance(each, str) or _leads_out(each):
                     raise DataError(f"{path}: lists {shortened(each)}, which is no picture below its folder; {_ANEW}")
+        require_one_spelling(path, _classes(splits))
         return os.path.normpath(path.parent / folder), splits
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error

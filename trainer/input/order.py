@@ -1,19 +1,20 @@
 """Which picture comes when: the list of a split and its global order, as pure functions of (seed, epoch)."""
 
 import errno
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from bigbatch.errors import DataError, StorageError
+from bigbatch.errors import DataError, StorageError, printable
 from bigbatch.files import read_plain
 from bigbatch.trainer.input.base import Request
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, list_below, list_split
 from bigbatch.trainer.input.microbatches import rank_microbatches
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+from bigbatch.trainer.input.spellings import RENAME, require_one_spelling, spelled_twice
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ImageIndex:
     paths: Sequence[str]
     labels_N: np.ndarray
     """Position of each picture's class in classes, int64."""
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """How many files look like images and are not read, by kind."""
 
     def full_path(self, position: int) -> str:
         """Return where the picture at position lies on disk."""
@@ -71,41 +74,46 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     folder = Path(root) / split
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected {split}/<class>/<picture> below {root}")
-    found, _ = list_names(folder, want_folders=True)
+    top = list_split(folder)
+    found = top.folders
     if not found:
         raise DataError(f"{folder}: holds no class folders; expected {split}/<class>/<picture>")
+    require_one_spelling(folder, found)
     if classes is not None:
         require_same_classes(folder, found=found, expected=classes)
     paths: list[str] = []
     counts = []
+    left_out = Counter({kind: len(files) for kind, files in top.left_out().items()})
     for name in found:
-        images, _ = list_names(folder / name, want_folders=False)
-        if not images:
-            raise DataError(f"{folder / name}: holds no {', '.join(IMAGE_SUFFIXES)}; fill or remove the folder")
-        paths.extend(f"{name}/{image}" for image in images)
-        counts.append(len(images))
+        below = list_below(folder / name)
+        if below.unlisted:
+            raise DataError(below.unlisted[0])
+        left_out.update({kind: len(files) for kind, files in below.left_out().items()})
+        if not below.images:
+            raise DataError(
+                f"{folder / name}: holds no {', '.join(IMAGE_SUFFIXES)}{_but(below.unread)}; fill or remove the folder"
+            )
+        paths.extend(f"{name}/{image}" for image in below.images)
+        counts.append(len(below.images))
     labels_N = np.repeat(np.arange(len(found), dtype=np.int64), counts)
-    return ImageIndex(root=str(folder), classes=tuple(found), paths=paths, labels_N=labels_N)
+    return ImageIndex(str(folder), classes=tuple(found), paths=paths, labels_N=labels_N, left_out=left_out)
 
 
-def list_names(folder: Path, *, want_folders: bool) -> tuple[list[str], list[str]]:
-    """Return what lies directly in folder: sorted names of class folders, or of pictures, and those of all else.
+def _but(unread: Sequence[str]) -> str:
+    return f", but {len(unread):,} files such as {unread[0]}, which no loader reads" if unread else ""
 
-    Raises: DataError.
-    """
-    wanted: list[str] = []
-    others: list[str] = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if want_folders:
-                    is_wanted = entry.is_dir() and not entry.name.startswith(".")
-                else:
-                    is_wanted = entry.name.lower().endswith(IMAGE_SUFFIXES)
-                (wanted if is_wanted else others).append(entry.name)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
-    return sorted(wanted), sorted(others)
+
+def describe_left_out(root: Path | str, *indices: object) -> str | None:
+    """Return the line that counts the files which look like images and are not read, or None if there are none."""
+    total: Counter[str] = Counter()
+    for index in indices:
+        if isinstance(index, ImageIndex):
+            total.update(index.left_out)
+    if not total:
+        return None
+    num, kinds = total.total(), ", ".join(f"{count:,} {kind}" for kind, count in total.most_common())
+    files = f"{num:,} file{'s are' if num > 1 else ' is'} left out"
+    return printable(f"{files}: {kinds}; `bigbatch data check {shlex.quote(str(root))}` names them")
 
 
 def require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequence[str]) -> None:
@@ -119,6 +127,8 @@ def require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequen
         if names
     ]
     if problems:
+        if twice := spelled_twice({*found, *expected}):
+            raise DataError(f"{folder}: {'; '.join(problems)}; {twice[0]} are spellings of one class: {RENAME}")
         raise DataError(f"{folder}: {'; '.join(problems)}; give it the same classes as the training split")
 
 

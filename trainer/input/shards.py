@@ -22,8 +22,9 @@ from bigbatch.errors import DataError, StorageError
 from bigbatch.files import parse_json
 from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.formats import encoded_size
+from bigbatch.trainer.input.image_files import list_split
 from bigbatch.trainer.input.listed import listed_classes, read_images
-from bigbatch.trainer.input.order import list_names, read_problem, require_same_classes
+from bigbatch.trainer.input.order import read_problem, require_same_classes
 
 FORMAT_VERSION = 1
 FACTS, ENTRIES, SETTINGS = "index.json", "index.npy", "pack.json"
@@ -195,7 +196,7 @@ def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
         return None
     if is_packed(folder):
         return read_facts(folder).classes
-    return tuple(list_names(folder, want_folders=True)[0])
+    return tuple(list_split(folder).folders)
 
 
 class PackedIndex:

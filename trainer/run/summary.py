@@ -30,7 +30,7 @@ from bigbatch.trainer.step.totals import Totals
 def introduction(
     config: Config, parts: Parts, *, plan: Plan, num_train: int, num_val: int, placement: Sequence[str]
 ) -> list[str]:
-    """Return what to say before the first step. placement: where the process is bound and the pictures are staged."""
+    """Return what to say before the first step. placement: how the process is bound, what lies where."""
     batch, communicator, precision = config.batch, parts.communicator, config.optimizer.precision
     why = communicator.why if communicator.world_size > 1 and not config.optimizer.sharded else ""
     if why and communicator.calibration and not config.run.reproducible:

@@ -327,8 +327,18 @@ def test_check_folders_that_cannot_be_listed(tmp_path, monkeypatch):
 
 
 def test_check_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
-    strays = {"train/readme.txt", "train/.hidden/a.jpg", "train/a/list.csv", "train/a/inner/b.jpg", "val/b/x.gif"}
-    odd = {"train/a/B.JPG": encoded(image(60)), "train/b/ü.png": encoded(image(61), "PNG")}
+    strays = {
+        "train/readme.txt",
+        "train/.hidden/a.jpg",
+        "train/a/list.csv",
+        "train/a/inner/._b.jpg",
+        "train/b/.DS_Store",
+    }
+    odd = {
+        "train/a/B.JPG": encoded(image(60)),
+        "train/b/ü.png": encoded(image(61), "PNG"),
+        "train/a/inner/b.jfif": encoded(image(62)),
+    }
     write(tmp_path, good_files() | odd | dict.fromkeys(strays, b"stray"))
     images = list_folder(tmp_path / "train").images
     index = read_index(tmp_path, "train")
@@ -340,9 +350,36 @@ def test_check_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
     assert images.read(2) == Path(index.full_path(2)).read_bytes()
     report = check_dataset(tmp_path)
     found = {case for finding in report.remarks if finding.kind == "other files" for case in finding.cases}
-    expected = {"train/readme.txt", "train/.hidden", "train/a/list.csv", "train/a/inner", "val/b/x.gif"}
-    assert found == {f"{tmp_path}/{name}" for name in expected}
+    assert found == {f"{tmp_path}/{name}" for name in (strays - {"train/.hidden/a.jpg"}) | {"train/.hidden"}}
+    assert ("train", "folder below a class", 1) in summary(report.remarks)
     assert report.problems == ()
+
+
+def test_check_images_that_are_left_out_are_problems(tmp_path, capsys):
+    left_out = ("train/a/x.gif", "train/a/inner/y.BMP", "val/b/z.bmp", "val/loose.jpg")
+    write(tmp_path, good_files() | dict.fromkeys(left_out, b"left out"))
+    (tmp_path / "val/a/circle").symlink_to("..")
+    problems = check_dataset(tmp_path, decode=False).problems
+    assert sorted(summary(problems)) == [
+        ("train", "image left out, .bmp", 1),
+        ("train", "image left out, .gif", 1),
+        ("val", "image left out, .bmp", 1),
+        ("val", "image left out, broken or circular links", 1),
+        ("val", "image left out, in no class folder", 1),
+    ]
+    cases = {case for finding in problems for case in finding.cases}
+    assert cases == {f"{tmp_path}/{name}" for name in (*left_out, "val/a/circle")}
+    assert main(["data", "check", str(tmp_path)]) == 1
+    assert "y.BMP" in capsys.readouterr().out
+
+
+def test_check_classes_with_two_spellings_are_a_problem(tmp_path):
+    write(
+        tmp_path,
+        {name.replace("val/a", "val/A1").replace("train/a", "train/a1"): f for name, f in good_files().items()},
+    )
+    (finding,) = (each for each in check_dataset(tmp_path).problems if each.kind == "class with two spellings")
+    assert finding.cases == ("'A1' and 'a1'",)
 
 
 def pack(folder, images, *, classes):

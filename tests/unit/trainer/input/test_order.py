@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.microbatches import rank_microbatches
-from bigbatch.trainer.input.order import epoch_order, eval_requests, read_index, train_requests
+from bigbatch.trainer.input.order import describe_left_out, epoch_order, eval_requests, read_index, train_requests
 
 SIZES = {"seed": 5, "num_samples": 100, "global_batch_size": 24}
 
@@ -161,6 +161,37 @@ def test_read_index_is_sorted_and_complete(tmp_path):
     assert Path(index.full_path(2)) == tmp_path / "train/b/2.JPEG"
 
 
+def test_read_index_takes_nested_images_and_counts_what_it_leaves_out(tmp_path):
+    touch(
+        tmp_path, "train/a/1.jpg", "train/a/in/deep/2.JFIF", "train/a/in/3.jpe", "train/a/._1.jpg", "train/a/.in/4.jpg"
+    )
+    touch(
+        tmp_path, "train/a/5.bmp", "train/a/in/6.TIFF", "train/b/7.webp", "train/b/8.bmp", "train/9.png", "val/a/1.jpg"
+    )
+    index, val = read_index(tmp_path, "train"), read_index(tmp_path, "val")
+    assert list(index.paths) == ["a/1.jpg", "a/in/3.jpe", "a/in/deep/2.JFIF", "b/7.webp"]
+    assert index.labels_N.tolist() == [0, 0, 0, 1]
+    assert index.left_out == {".bmp": 2, ".tiff": 1, "in no class folder": 1}
+    line = describe_left_out("my data", index, val, None)
+    assert line.startswith("4 files are left out: 2 .bmp, ")
+    assert line.endswith("; `bigbatch data check 'my data'` names them")
+    assert describe_left_out("tiny", val) is None
+
+
+def test_read_index_refuses_a_class_whose_images_no_loader_reads(tmp_path):
+    touch(tmp_path, "train/a/in/x.bmp", "train/a/in/y.bmp")
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/train/a:", "2 files such as in/x.bmp")):
+        read_index(tmp_path, "train")
+
+
+@pytest.mark.parametrize(("one", "other"), [("café", "cafe\u0301"), ("Cat", "cat"), ("01", "1"), ("a b", "a  b")])
+def test_read_index_refuses_two_spellings_of_a_class(tmp_path, one, other):
+    touch(tmp_path, f"train/{one}/x.jpg", f"val/{other}/x.jpg", f"both/{one}/x.jpg", f"both/{other}/x.jpg")
+    for split in ("val", "both"):
+        with pytest.raises(DataError, match=naming(f"{tmp_path}/{split}:", one, other, "rename one")):
+            read_index(tmp_path, split, classes=[one])
+
+
 def test_read_index_names_what_is_wrong(tmp_path):
     touch(tmp_path, "train/a/x.jpg", "train/b/x.txt", "empty/readme", *(f"val/{c}/x.jpg" for c in "acdef"))
     with pytest.raises(DataError, match=naming(f"{tmp_path}/absent:", "absent/<class>/<picture>")):
@@ -182,4 +213,18 @@ def test_read_index_names_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.scandir", refuse)
     with pytest.raises(DataError, match=naming(f"{tmp_path}/train:", os.strerror(errno.EACCES))):
+        read_index(tmp_path, "train")
+
+
+def test_read_index_names_a_folder_below_a_class_that_cannot_be_read(tmp_path, monkeypatch):
+    touch(tmp_path, "train/a/x.jpg", "train/a/in/y.jpg")
+    real_scandir = os.scandir
+
+    def scandir(path):  # a mode would not stop root
+        if str(path).endswith("/in"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real_scandir(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/train/a/in:", os.strerror(errno.EACCES))):
         read_index(tmp_path, "train")

@@ -1,0 +1,57 @@
+"""The images of a data set: visible, of a format that is read, at any depth; links are followed, but in no circle."""
+
+from pathlib import Path
+
+import pytest
+
+from bigbatch.trainer.input.image_files import UNREAD_SUFFIXES, is_image, list_below, list_split
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.JPEG", "b.jfif", "b.JPE", "b.jif", "c.b.png", "d.WebP"])
+def test_image_of_each_suffix(name: str) -> None:
+    assert is_image(name)
+
+
+@pytest.mark.parametrize("name", ["._a.jpg", ".jpg", "jpg", "a.jpg.txt", *(f"a{each}" for each in UNREAD_SUFFIXES)])
+def test_no_image(name: str) -> None:
+    assert not is_image(name)
+
+
+def test_contents_are_sorted_by_kind(tmp_path: Path) -> None:
+    touch(tmp_path, "b.jpg", "a/c.png", "a/._c.png", ".git/d.jpg", "a/e.TIF", "a/notes.txt", "f.bmp")
+    found = list_below(tmp_path)
+    assert (found.images, found.hidden, found.others) == (["a/c.png", "b.jpg"], [".git", "a/._c.png"], ["a/notes.txt"])
+    assert found.left_out() == {".tif": ["a/e.TIF"], ".bmp": ["f.bmp"]}
+    assert list_split(tmp_path).left_out() == {"in no class folder": ["b.jpg", "f.bmp"]}
+    assert list_split(tmp_path).folders == ["a"]
+
+
+def test_links_are_followed_but_in_no_circle(tmp_path: Path) -> None:
+    """As torchvision and timm do, which take a circle until the system refuses the path."""
+    touch(tmp_path, "set/a/1.jpg", "set/a/in/2.jpg", "set/b/3.jpg", "elsewhere/4.jpg", "file.jpg")
+    for link, target in {
+        "a/file.jpg": "../../file.jpg",
+        "a/gone.jpg": "nowhere",  # an image by its name: its reading tells
+        "a/out": "../../elsewhere",
+        "a/self": ".",
+        "a/in/up": "../..",
+        "a/b": "../b",
+        "b/a": "../a",
+        "a/broken": "nowhere",
+        "a/forever": "forever",
+        "itself": ".",
+        "c": "a",
+    }.items():
+        (tmp_path / "set" / link).symlink_to(target)
+    found = list_below(tmp_path / "set/a")
+    assert found.images == ["1.jpg", "b/3.jpg", "file.jpg", "gone.jpg", "in/2.jpg", "out/4.jpg"]
+    assert found.bad_links == ["b/a", "broken", "forever", "in/up", "self"]
+    top = list_split(tmp_path / "set")
+    assert (top.folders, top.bad_links) == (["a", "b", "c"], ["itself"])
