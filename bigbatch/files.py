@@ -1,4 +1,8 @@
-"""Files that are whole or not there: written under a hidden name beside their own, then renamed. And JSON of them."""
+"""The one place where files are written: whole or not at all, and through no link. And JSON of them.
+
+A run folder may come from elsewhere, with links in it. A new file replaces a link under its name, and make_folder
+refuses a link in a folder's place. An architecture test finds modules that open files to write in another way.
+"""
 
 import ctypes
 import errno
@@ -40,6 +44,76 @@ def write_whole(path: Path, data: bytes, *, mark: str | None = None, sync: bool 
     """Replace a file in one step, as replacing does. Raises: OSError."""
     with replacing(path, mark=mark, sync=sync) as file:
         file.write(data)
+
+
+def make_folder(path: Path, *, within: Path) -> None:
+    """Make a folder, and those between it and within, which the user named and which alone may be a link.
+
+    Raises: OSError, also if one of the others is a link.
+    """
+    within.mkdir(parents=True, exist_ok=True)
+    folder = within
+    for name in path.relative_to(within).parts:
+        folder /= name
+        refuse_link(folder)
+        folder.mkdir(exist_ok=True)
+
+
+def refuse_link(path: Path) -> None:
+    """Raise OSError if path is a link: in a run folder none is followed to write."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{path} is a link, and nothing is written through links in a folder: remove it")
+
+
+def open_anew(path: Path) -> BinaryIO:
+    """Open a new file to write over a longer time, in the place of an older file or link. Raises: OSError."""
+    return _create(path)
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a plain file to write at its end, made if needed.
+
+    Raises: OSError, also for a link, a file with a second name, and what is no plain file.
+    """
+    refuse_link(path)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{path} is no plain file, or has a second name (a hard link): remove it")
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "ab")
+
+
+def is_stream(path: Path) -> bool:
+    """Tell whether a path that the user named is a device, a pipe or an open file of a process, such as /dev/stdout."""
+    parent = os.path.realpath(path.parent)
+    if parent == "/dev" or parent.startswith("/proc/"):
+        return True
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+
+
+@contextmanager
+def replacing_named(path: Path) -> Iterator[BinaryIO]:
+    """Yield the file that a user named: as of replacing; a stream is written as it is. Raises: OSError."""
+    with open(path, "wb") if is_stream(path) else replacing(path) as file:
+        yield file
+
+
+def write_named(path: Path, data: bytes) -> None:
+    """Write a file that the user named, as replacing_named does. Raises: OSError."""
+    with replacing_named(path) as file:
+        file.write(data)
+
+
+def open_named(path: Path) -> BinaryIO:
+    """Open a file that a user named, to write over a longer time: a stream as it is, else anew. Raises: OSError."""
+    return open(path, "wb") if is_stream(path) else open_anew(path)
 
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2

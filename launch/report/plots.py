@@ -1,12 +1,10 @@
 """The pictures of a report, as matplotlib draws them: PNG and SVG files, and SVG text for a page."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
-from bigbatch.launch.page import as_svg
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.doubts import doubts
 from bigbatch.launch.words import count
@@ -103,12 +101,6 @@ def plain_text(text: str) -> str:
 def legend_of(part: str, points: Sequence[Efficiency]) -> str:
     """Return what a part is called; computing, by both names where both occur."""
     return " or ".join(sorted({each.name_of(part) for each in points}))
-
-
-def save(figure: "Figure", folder: Path, name: str) -> None:
-    """Save PNG and SVG."""
-    figure.savefig(folder / f"{name}.png", dpi=120)
-    (folder / f"{name}.svg").write_text(as_svg(figure))
 
 
 def _figure(height: float = 4.2) -> "tuple[Figure, Any]":

@@ -25,9 +25,10 @@ def main(argv: Sequence[str]) -> int:
         [(each, _to_accuracy(each, stated=arguments.target)) for each in results if isinstance(each, RunResults)],
         price=arguments.price,
     )
-    folder = Path(arguments.output or Path(arguments.folders[0]) / "report")
+    own = Path(arguments.folders[0])
+    folder = Path(arguments.output or own / "report")
     report.print()
-    report.write(folder)
+    report.write(folder, within=folder if arguments.output else own)
     print(f"written: {folder / 'report.html'} (and .md, .json, PNG and SVG beside it)")
     return 0
 

@@ -23,7 +23,7 @@ from bigbatch.launch.report.tables import (
 )
 from bigbatch.launch.tables import Table, markdown, plain_cell, show_table, shown_text, stdout_console
 from bigbatch.launch.words import percent
-from bigbatch.trainer.run.folder import RunDir, writing
+from bigbatch.trainer.run.folder import RunDir
 
 EXPLAINED = (
     "Efficiency: images per second and rank, beside the fewest ranks. A step is computing, waiting for the wire, for "
@@ -97,8 +97,8 @@ class ScalingReport:
         for table in self.tables:
             show_table(table, console)
 
-    def write(self, folder: Path) -> None:
-        """Write all files. Raises: RunFolderError."""
+    def write(self, folder: Path, *, within: Path) -> None:
+        """Write all files into a folder, which is or lies in one that the user named. Raises: RunFolderError."""
         figures = {}
         for index, (sweep, found) in enumerate(self.efficiencies):
             number, name = str(index + 1) if index else "", self.name_of(sweep)
@@ -125,11 +125,10 @@ class ScalingReport:
             *map(markdown, (*self.tables, conditions_table(self.conditions))),
         ]
         text = "\n\n".join(lines)
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, figure in figures.items():
-                plots.save(figure, folder, name)
-        out = RunDir(folder)
+        out = RunDir(within)
+        for name, figure in figures.items():
+            out.save_plot(folder / f"{name}.png", figure)
+            out.write_text(folder / f"{name}.svg", images[name])
         out.write_text(folder / "report.html", page)
         out.write_text(folder / "report.md", text + "\n")
         out.write_text(folder / "report.json", json.dumps(self._facts(), indent=1) + "\n")

@@ -193,3 +193,67 @@ def test_files_plain_ones_alone_are_read(kind: str, tmp_path: Path) -> None:
     path.unlink()
     path.write_bytes(b"a picture")
     assert read_plain(str(path)) == b"a picture"
+
+
+def test_files_folders_are_made_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "named").symlink_to("elsewhere")  # by the user
+    files.make_folder(tmp_path / "named/a/b", within=tmp_path / "named")
+    assert (tmp_path / "elsewhere/a/b").is_dir()
+    for target in (tmp_path / "elsewhere", tmp_path / "nothing"):
+        link = tmp_path / "named/link"
+        link.symlink_to(target)
+        for path in (link, link / "c"):
+            with pytest.raises(OSError, match=naming(link)):
+                files.make_folder(path, within=tmp_path / "named")
+        link.unlink()
+    assert names(tmp_path / "elsewhere") == ["a"]
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "second name", "pipe"])
+def test_files_are_extended_under_their_only_name(kind: str, tmp_path: Path) -> None:
+    path, foreign = tmp_path / "a", tmp_path / "foreign"
+    for _ in range(2):
+        with files.open_to_append(path) as file:
+            file.write(b"1")
+    assert path.read_bytes() == b"11"
+    path.unlink()
+    if kind != "dangling link":
+        foreign.write_bytes(b"theirs")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "second name":
+        os.link(foreign, path)
+    else:
+        path.symlink_to(foreign)
+    with pytest.raises(OSError, match=r"Errno"):
+        files.open_to_append(path)
+    assert (foreign.read_bytes() if foreign.exists() else b"theirs") == b"theirs"
+    with files.open_anew(path) as file:
+        file.write(b"ours")
+    assert path.read_bytes() == b"ours"
+    assert (foreign.read_bytes() if foreign.exists() else b"theirs") == b"theirs"
+
+
+def test_files_that_a_user_named_are_replaced_and_streams_are_not(tmp_path: Path) -> None:
+    path, foreign = tmp_path / "a", tmp_path / "foreign"
+    foreign.write_bytes(b"theirs")
+    path.symlink_to(foreign)
+    files.write_named(path, b"ours")
+    assert (path.read_bytes(), foreign.read_bytes(), names(tmp_path)) == (b"ours", b"theirs", ["a", "foreign"])
+    with path.open("wb") as out:
+        stream = Path(f"/dev/fd/{out.fileno()}")
+        assert files.is_stream(stream)
+        files.write_named(stream, b"streamed")
+    assert path.read_bytes() == b"streamed"
+    for name in ("/dev/null", "/dev/stdout", f"/proc/{os.getpid()}/fd/1"):
+        assert files.is_stream(Path(name))
+    os.mkfifo(tmp_path / "pipe")
+    assert files.is_stream(tmp_path / "pipe")
+    assert not any(map(files.is_stream, (tmp_path, path, foreign, tmp_path / "new", tmp_path / "new/new")))
+    with files.open_named(Path("/dev/null")) as nowhere:
+        nowhere.write(b"x")
+    with files.open_named(path) as file:
+        file.write(b"anew")
+    assert path.read_bytes() == b"anew"

@@ -1,5 +1,6 @@
 """The one door to MLPerf's own tools: its reference convergence points, and its log format."""
 
+import io
 import logging
 import math
 import re
@@ -75,21 +76,18 @@ def fewest_epochs(reference: Reference, *, num_runs: int) -> float:
     return reference.mean_epochs - float(quantile) * spread
 
 
-def write_log(path: Path, events: Sequence[Event]) -> None:
-    """Write an MLPerf log, over an older one. Raises: UserError where mlperf-logging is not installed."""
+def as_log(events: Sequence[Event]) -> str:
+    """Return the text of an MLPerf log. Raises: UserError where mlperf-logging is not installed."""
     _require()
     from mlperf_logging.mllog.mllog import MLLogger
 
-    logger = logging.Logger("bigbatch.mlperf")  # of this file alone, in no hierarchy
-    handler = logging.FileHandler(path, mode="w")
-    logger.addHandler(handler)
+    logger, text = logging.Logger("bigbatch.mlperf"), io.StringIO()  # of this text alone, in no hierarchy
+    logger.addHandler(logging.StreamHandler(text))
     mllogger = MLLogger(logger=logger, root_dir=re.escape(str(Path(__file__).parents[2])))
-    try:
-        for event in events:
-            write = getattr(mllogger, event.edge)
-            write(event.key, event.value, metadata=event.metadata, time_ms=round(1000 * event.time_s))
-    finally:
-        handler.close()
+    for event in events:
+        write = getattr(mllogger, event.edge)
+        write(event.key, event.value, metadata=event.metadata, time_ms=round(1000 * event.time_s))
+    return text.getvalue()
 
 
 def _require() -> None:

@@ -10,9 +10,9 @@ from statistics import mean
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.mlperf.finished_run import FinishedRun, mlperf_events, read_run
-from bigbatch.trainer.mlperf.reference import Reference, fewest_epochs, read_reference, write_log
+from bigbatch.trainer.mlperf.reference import Reference, as_log, fewest_epochs, read_reference
 from bigbatch.trainer.mlperf.rules import TARGET_TOP1, Verdict, check_rules
-from bigbatch.trainer.run.folder import RunDir, writing
+from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.resume import changes
 
 MAY_DIFFER = (
@@ -76,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
     if warning := warn_of_early(runs, reference):
         print(warning)
     for run in runs:
-        with writing(run.rundir.mlperf_log):
-            write_log(run.rundir.mlperf_log, mlperf_events(run, target_top1=TARGET_TOP1, division=division))
+        log = as_log(mlperf_events(run, target_top1=TARGET_TOP1, division=division))
+        run.rundir.write_text(run.rundir.mlperf_log, log)
         print(f"log for MLPerf's checkers, {division} division: {run.rundir.mlperf_log}")
     return int(any(verdict.holds is False for verdict in verdicts))
 

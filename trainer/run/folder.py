@@ -6,12 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bigbatch.errors import RunFolderError, first_line
-from bigbatch.files import open_plain, parse_json, read_plain, write_whole
+from bigbatch.files import make_folder, open_plain, parse_json, read_plain, replacing
 from bigbatch.trainer.config.file import RUN_CONFIG, load_config
 from bigbatch.trainer.config.schema import Config
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_REPORTS = 20_000
 """In a plot: more than a curve has points to show them by."""
@@ -88,11 +91,27 @@ class RunDir:
         """Return where the run lies in MLPerf's log format, if `bigbatch verify` looked at it."""
         return self.path / "mlperf_log.txt"
 
+    def make_folder(self, path: Path) -> None:
+        """Make a folder in the folder. Raises: RunFolderError, also if a link is in its place."""
+        with writing(path):
+            make_folder(path, within=self.path)
+
+    @contextmanager
+    def replacing(self, path: Path) -> Iterator[BinaryIO]:
+        """Yield a new file that replaces one of the folder when the block ends well. Raises: RunFolderError."""
+        self.make_folder(path.parent)
+        with writing(path), replacing(path) as file:
+            yield file
+
     def write_text(self, path: Path, text: str) -> None:
         """Replace a file of the folder in one step. Raises: RunFolderError."""
-        with writing(path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_whole(path, text.encode())
+        with self.replacing(path) as file:
+            file.write(text.encode(errors="backslashreplace"))  # a name of others may hold bytes that are no text
+
+    def save_plot(self, path: Path, figure: "Figure") -> None:
+        """Replace a PNG of the folder in one step. Raises: RunFolderError."""
+        with self.replacing(path) as file:
+            figure.savefig(file, format="png", dpi=120)
 
 
 @contextmanager
