@@ -12,6 +12,7 @@ import torch
 from error_texts import naming
 
 from bigbatch.cli import main
+from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import CheckpointError, DamagedCheckpoint, UserError
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
@@ -154,6 +155,19 @@ def test_class_names_of_any_form_of_the_data_are_compared(
         said = refusal(lambda: train(run, {**more, "run.directory": folder, "run.resume": resume}, quiet=True))  # noqa: B023
         assert re.search(difference, said)
         assert re.search(naming("model.new_head"), said)
+
+
+def test_class_names_are_agreed_on_by_all_ranks(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that share no disk may hold the same weights with other names."""
+    said: list[str] = []
+    monkeypatch.setattr(Communicator, "agree", lambda self, what, text: said.append(f"{what}: {text}"))
+    file, state = tmp_path / "state.pt", load_checkpoint(newest(run))
+    for names in (TEN, TEN[::-1]):
+        torch.save({**state, "classes": to_keep(names)}, file)
+        assert main(["evaluate", str(run), "--checkpoint", str(file)]) == 1
+    ours, theirs = (each for each in said if each.startswith("the weights to evaluate"))
+    assert ours != theirs
+    assert ours.split("class names")[0] == theirs.split("class names")[0]
 
 
 @pytest.mark.slow
