@@ -164,7 +164,10 @@ def left_out_findings(
 
     leave_out: the user said so of the files, and they are no problem.
     """
-    unread, elsewhere = "save it as JPEG, PNG or WebP, or move it away", "move it into the folder of its class, or away"
+    unread, elsewhere = (
+        "save it as JPEG, PNG or WebP, or move it away",
+        "mend it, or move it into the folder of its class or away",
+    )
     findings = [
         Finding(
             f"image left out, {kind}",

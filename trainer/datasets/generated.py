@@ -256,7 +256,7 @@ def _is_complete(root: Path, recipe: ShapesRecipe) -> bool:
     if found != _manifest(recipe):
         raise DataError(f"{root / MANIFEST}: states another data set than {recipe}; {_MEND}")
     for split, per_class in recipe.counts.items():
-        expected, num_found = per_class * len(CLASSES), sum(1 for _ in (root / split).glob("*/*.JPEG"))
+        expected, num_found = per_class * len(CLASSES), sum(1 for _ in (root / split).glob("*/[!.]*.JPEG"))
         if num_found != expected:
             raise DataError(f"{root / split}: holds {num_found} of {expected} pictures; {_MEND}")
     return True

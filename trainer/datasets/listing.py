@@ -69,7 +69,7 @@ def list_folder(folder: Path) -> Listing:
         ends_N=np.cumsum([len(name) for name in names], dtype=np.int64),
     )
     places = {str(folder): top, **{f"{folder}/{name}": each for name, each in zip(top.folders, below, strict=True)}}
-    left_out = defaultdict(list)
+    left_out: dict[str, list[str]] = defaultdict(list)
     for place, contents in places.items():
         for kind, paths in contents.left_out().items():
             left_out[kind] += [f"{place}/{path}" for path in paths]

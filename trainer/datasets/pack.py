@@ -28,7 +28,7 @@ from bigbatch.trainer.datasets.shard_writer import (
     write_shard,
 )
 from bigbatch.trainer.input.listed import read_images
-from bigbatch.trainer.input.order import ImageIndex
+from bigbatch.trainer.input.order import ImageIndex, describe_left_out
 from bigbatch.trainer.input.shards import (
     BLOCK_BYTES,
     ENTRIES,
@@ -67,6 +67,8 @@ class PackSummary:
     bytes_in: int
     bytes_out: int
     seconds: float
+    left_out: str | None
+    """A line that counts the files which look like images and are not packed."""
 
     def __str__(self) -> str:
         if not self.num_packed:
@@ -135,6 +137,7 @@ def pack(
         bytes_in=sum(plan.bytes_in for plan in plans),
         bytes_out=bytes_out,
         seconds=time.monotonic() - start,
+        left_out=describe_left_out(source, *(plan.index for plan in plans)),
     )
 
 

@@ -143,7 +143,9 @@ def _pack(arguments: argparse.Namespace) -> int:
             num_workers=arguments.workers,
             on_progress=on_progress,
         )
-    print(f"{arguments.target}: {summary}")
+    for line in (summary.left_out, f"{arguments.target}: {summary}"):
+        if line:
+            print(line)
     return 0
 
 

@@ -22,6 +22,7 @@ from bigbatch.trainer.inference.accuracy import evaluate, predict
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
 from bigbatch.trainer.input.bad_images import require_few
+from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.run.class_names import describe
 from bigbatch.trainer.run.progress import describe_evaluation
 from bigbatch.trainer.run.weights import digest
@@ -60,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     }
     record, skipped = _evaluate(model, config, communicator, split, score=score)
     if communicator.rank == 0:
+        if left_out := describe_left_out(config.data.root, split.index):
+            print(left_out)
         for reason in skipped:
             print(f"skipped: {reason}")
         record |= {"images_per_second": record["count"] / record["seconds"], **speed}

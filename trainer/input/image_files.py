@@ -31,6 +31,9 @@ _UNREAD = (
 UNREAD_SUFFIXES = tuple(f".{name}" for name in _UNREAD.split())
 """Suffixes of images that no loader decodes: a data set that holds some is smaller than it looks."""
 
+_Below = tuple[str, tuple[str, ...]]
+"""A folder below the one that is listed, and the folders that hold the links which were followed on the way to it."""
+
 
 @dataclass
 class Contents:
@@ -55,7 +58,7 @@ class Contents:
         kinds = defaultdict(list)
         for path in self.unread:
             kinds[os.path.splitext(path)[1].lower()].append(path)
-        named = {"in no class folder": self.loose, "broken or circular links": self.bad_links}
+        named = {"in no class folder": self.loose, "behind a broken or circular link": self.bad_links}
         return kinds | {kind: paths for kind, paths in named.items() if paths}
 
 
@@ -90,36 +93,39 @@ def list_below(folder: Path | str) -> Contents:
 
     One scandir per folder and no stat per file, except for links that may be folders: training lists 1.28 million.
     """
-    found, todo = Contents(), [("", ())]
+    found = Contents()
+    todo: list[_Below] = [("", ())]
     while todo:
         todo += _scan(str(folder), *todo.pop(), found)
     return _sorted(found)
 
 
-_Below = tuple[str, tuple[str, ...]]
-"""A folder below the one that is listed, and the folders that hold the links which were followed on the way to it."""
-
-
 def _scan(root: str, below: str, above: tuple[str, ...], found: Contents) -> Iterator[_Below]:
     """Sort the entries of one folder into found; yield its visible folders."""
     folder, prefix = (f"{root}/{below}", f"{below}/") if below else (root, "")
+    images, rest = [], []
     try:
         with os.scandir(folder) as entries:
-            for entry in entries:
-                name, path = entry.name, prefix + entry.name
-                if name[0] == ".":
-                    found.hidden.append(path)
-                elif name.lower().endswith(IMAGE_SUFFIXES):
-                    found.images.append(path)
-                elif entry.is_dir(follow_symlinks=False):
-                    yield path, above
-                elif entry.is_symlink() and not os.path.isfile(entry.path):
-                    if _is_bad_link(entry.path, (*above, folder)):
-                        found.bad_links.append(path)
-                    else:
-                        yield path, (*above, folder)
+            for entry in entries:  # is_image written out: it is asked a million times
+                name = entry.name
+                if name.lower().endswith(IMAGE_SUFFIXES) and name[0] != ".":
+                    images.append(name)
                 else:
-                    (found.unread if name.lower().endswith(UNREAD_SUFFIXES) else found.others).append(path)
+                    rest.append(entry)
+        found.images += [prefix + name for name in images] if prefix else images
+        for entry in rest:
+            path = prefix + entry.name
+            if is_hidden(entry.name):
+                found.hidden.append(path)
+            elif entry.is_dir(follow_symlinks=False):
+                yield path, above
+            elif entry.is_symlink() and not os.path.isfile(entry.path):
+                if _is_bad_link(entry.path, (*above, folder)):
+                    found.bad_links.append(path)
+                else:
+                    yield path, (*above, folder)
+            else:
+                (found.unread if entry.name.lower().endswith(UNREAD_SUFFIXES) else found.others).append(path)
     except OSError as error:
         found.unlisted.append(f"{folder}: cannot be listed ({error.strerror}); check its permissions")
 

@@ -364,7 +364,7 @@ def test_check_images_that_are_left_out_are_problems(tmp_path, capsys):
         ("train", "image left out, .bmp", 1),
         ("train", "image left out, .gif", 1),
         ("val", "image left out, .bmp", 1),
-        ("val", "image left out, broken or circular links", 1),
+        ("val", "image left out, behind a broken or circular link", 1),
         ("val", "image left out, in no class folder", 1),
     ]
     cases = {case for finding in problems for case in finding.cases}

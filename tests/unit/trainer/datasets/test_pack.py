@@ -27,10 +27,12 @@ from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.datasets import pack as pack_module
 from bigbatch.trainer.datasets import processes, shard_writer
+from bigbatch.trainer.datasets.check import check_dataset
 from bigbatch.trainer.datasets.pack import cut_into_shards, pack
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.datasets.shard_writer import PackRecipe, shrink, tar_member
 from bigbatch.trainer.datasets.verify_shards import verify
+from bigbatch.trainer.input.order import read_index
 from bigbatch.trainer.input.shards import open_split
 
 RECIPE = PackRecipe(shard_bytes=12_000)
@@ -639,6 +641,22 @@ def test_verify_advises_what_mends_it_and_packs_nothing_else(source, tmp_path, d
 def test_verify_wants_shards(tmp_path):
     with pytest.raises(DataError, match=naming(tmp_path, "DST", "`bigbatch data pack`")):
         verify(tmp_path)
+
+
+def test_pack_takes_nested_images_and_counts_what_it_leaves_out(source, tmp_path):
+    first = next((source / "train").glob("*/*.*"))
+    (first.parent / "in").mkdir()
+    nested = first.rename(first.parent / "in" / first.name)
+    (source / "val/x.gif").touch()
+    summary = pack(source, tmp_path / "packed", recipe=PackRecipe())
+    assert (summary.num_images, summary.left_out.split(";")[0]) == (15, "1 file is left out: 1 in no class folder")
+    packed, index = open_split(tmp_path / "packed", "train"), read_index(source, "train")
+    assert index.full_path(index.paths.index(str(nested.relative_to(source / "train")))) == str(nested)
+    assert [packed.read(i) for i in range(len(packed))] == [index.read(i) for i in range(len(index))]
+    (tmp_path / "packed/train/more").mkdir()
+    (tmp_path / "packed/train/more/x.jpg").write_bytes(first.parent.joinpath("in", first.name).read_bytes())
+    kinds = {finding.kind for finding in check_dataset(tmp_path / "packed").problems}
+    assert "image left out, in no shard" in kinds
 
 
 def test_pack_the_command(source, tmp_path, capsys):

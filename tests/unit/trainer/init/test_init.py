@@ -128,6 +128,34 @@ def test_init_leaves_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "class without usable pictures (1)" in capsys.readouterr().out
 
 
+def test_init_names_images_that_no_loader_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pets = write(
+        class_folders(tmp_path / "pets", cat=6, dog=6), {"dog/old/x.jfif": IMAGES[12], "dog/._0.jpg": b"macOS"}
+    )
+    write(pets, {"dog/y.bmp": b"BM", "cat/old/z.TIFF": b"II"})
+    assert init("pets") == 1
+    said = capsys.readouterr().out
+    assert "image left out, .bmp (1): save it as JPEG, PNG or WebP" in said
+    assert "image left out, .tiff (1)" in said
+    assert init("pets", "--leave-out") == 0
+    assert "pictures 11 to train and 2 to validate" in capsys.readouterr().out
+    write(pets, {"labels.csv": b"".join(b"cat/%d,cat\ndog/%d,dog\n" % (i, i) for i in range(6))})
+    assert init("pets", "--labels", "pets/labels.csv", "--force") == 1
+    assert "image left out, .bmp (1)" in capsys.readouterr().out
+
+
+def test_init_refuses_two_spellings_of_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {f"{i}.jpg": IMAGES[i] for i in range(12)}
+    labels = ["cat", "Cat", "dog"]
+    write(tmp_path / "pets", files | {"t.csv": "".join(f"{i},{labels[i % 3]}\n" for i in range(12)).encode()})
+    write(tmp_path / "pets", {"._t.csv": b"macOS"})
+    assert init("pets") == 1
+    assert "class with two spellings (1): rename one" in capsys.readouterr().out
+    class_folders(tmp_path / "numbers", **{"1": 4, "01": 4, "2": 4})
+    assert init("numbers") == 1
+    assert "'01' and '1'" in capsys.readouterr().out
+
+
 def test_init_table_of_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {f"images/{i}.jpg": IMAGES[i] for i in range(12)}
     table = "id,breed\n" + "".join(f"{i},{'cat' if i % 2 else 'dog'}\n" for i in range(12))
@@ -255,6 +283,7 @@ def test_labels_that_are_none(tmp_path: Path, table: bytes, columns: tuple[str, 
         (["train-0-of-1.parquet"], "--unpack"),
         (["shard-0.tar"], "--unpack"),
         (["train/0.tar", "val/0.tar"], "--unpack"),
+        (["training/cat/a.jpg", "validation/cat/a.jpg"], "rename"),
     ],
 )
 def test_look_refuses_what_it_cannot_read(tmp_path: Path, files: list[str], says: str) -> None:
@@ -378,6 +407,23 @@ def test_unpack_shards_to_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found == {IMAGES[i]: ("9", "10")[i % 2] for i in range(16)}
     with pytest.raises(DataError, match=naming("pets", "exists")):
         unpack(find_shards(tmp_path / "shards"), tmp_path / "pets", on_progress=lambda *_: None, leave_out=False)
+
+
+def test_unpack_leaves_out_hidden_members_and_shards(tmp_path: Path) -> None:
+    """macOS puts ._NAME before each NAME, in tars and on foreign disks."""
+    members = {
+        "a_jpg": IMAGES[0],
+        "._a_cls": b"x",
+        "a_cls": b"cat",
+        "._b_jpg": b"x",
+        "b_jpg": IMAGES[1],
+        "b_cls": b"dog",
+    }
+    found = shard(tmp_path / "s/0.tar", **members)
+    (tmp_path / "s/._0.tar").write_bytes(b"macOS")
+    assert find_shards(tmp_path / "s") == [found]
+    assert unpack([found], tmp_path / "t", on_progress=lambda *_: None, leave_out=False) == []
+    assert len([*(tmp_path / "t").rglob("*.jpg")]) == 2
 
 
 def test_unpack_says_what_is_wrong_before_it_unpacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

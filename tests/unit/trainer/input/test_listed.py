@@ -74,6 +74,15 @@ def test_listed_path_that_leads_out_is_refused(listed: Path, wrong: object) -> N
             read()
 
 
+def test_listed_class_with_two_spellings_is_refused(listed: Path) -> None:
+    content = json.loads(listed.read_text())
+    content["val"]["A"] = content["val"].pop("b")
+    content["train"]["01"] = content["train"]["1"] = []
+    listed.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=naming(listed, "'01' and '1'", "rename one")):
+        open_split(listed, "train")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
