@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from bigbatch.errors import CheckpointError, RunFolderError, first_line, printable
@@ -86,7 +85,7 @@ def read_run(path: Path) -> Run:
 def _changes(a: Run, b: Run) -> dict[str, str]:
     try:
         return changes(a.config, b.config)
-    except (ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunFolderError(
             f"{a.path} and {b.path}: a config.yaml is none that bigbatch wrote ({first_line(error)})"
         ) from error

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from yaml import YAMLError
 
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.file import as_yaml, load_config
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import leave_stopped
@@ -59,7 +59,7 @@ def _word(key: str, value: Any) -> str:
         return str(value)
     try:
         return as_yaml(value)
-    except YAMLError as error:
+    except TypeError as error:
         raise ConfigError(
             f"{key}={value!r} is of type {type(value).__name__}: give text, a number, None, or lists and dicts of these"
         ) from error

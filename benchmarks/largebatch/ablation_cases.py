@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.largebatch.ablation_data import Images
 from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.strict_yaml import dump_yaml, parse_yaml
 
 Settings = Mapping[str, Any]
 """Dotted keys and their values."""
@@ -287,12 +286,12 @@ def write_experiment(form: Form, case: Case, *, data: Path, directory: Path, see
         "batch.microbatch_size": max(size for size in microbatches if case.batch % size == 0),
         "schedule.base_lr": base_lr,
     }
-    content = yaml.safe_load(dump_config(load_config(["--config", form.config])))
+    content = parse_yaml(dump_config(load_config(["--config", form.config])))
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         content[section][name] = value
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "experiment.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    path.write_text(dump_yaml(content))
     load_config(["--config", str(path)])
     return path

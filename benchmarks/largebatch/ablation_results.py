@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.largebatch.ablation_cases import OPTIMIZERS, Form, cases
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.tune.search.space import parse_axis
 
@@ -32,7 +31,7 @@ def read_studies(form: Form, folder: Path) -> dict[str, Any]:
     """Read by study its range, its best rate, and whether that lay at an end of the range."""
     found = {}
     for case in cases(form):
-        best = yaml.safe_load((folder / "tune" / case.study / "best.yaml").read_text())["schedule"]["base_lr"]
+        best = parse_yaml((folder / "tune" / case.study / "best.yaml").read_text())["schedule"]["base_lr"]
         space = OPTIMIZERS[case.optimizer].space
         found[case.study] = {"space": space, "base_lr": best, "is_edge": parse_axis(space).is_edge(str(best))}
     return found

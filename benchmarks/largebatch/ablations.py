@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.largebatch.ablation_cases import FORMS, OPTIMIZERS, TUNING_SEED, Case, Form, cases, write_experiment
 from benchmarks.largebatch.ablation_results import collect, markdown
 from benchmarks.largebatch.form_command import chosen_form, form_folder, form_parser, record_form
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.foreground import Stopper, handling_stops
+from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.divergence import REMEDY
 
@@ -79,7 +78,7 @@ def tuned_rate(form: Form, case: Case, folder: Path) -> float:
         print(f"tune {case.study}", flush=True)
         command = tune_command(form, case, folder)
         stop_unless_done(run_child(command).returncode, command)
-    return float(yaml.safe_load(best.read_text())["schedule"]["base_lr"])
+    return float(parse_yaml(best.read_text())["schedule"]["base_lr"])
 
 
 def tune_command(form: Form, case: Case, folder: Path) -> list[str]:

@@ -9,8 +9,9 @@ from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest
 from bigbatch.launch.sweep.plan import Sweep, check_keys, read_stated
 from bigbatch.launch.sweep.points import Point
 from bigbatch.trainer.config.batch import accumulation_steps
-from bigbatch.trainer.config.file import PACKAGED, as_yaml, load_config
+from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.config.schema import Config, all_keys, lookup
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.tune.search.short_run import shorten
 
 STEP = "step"

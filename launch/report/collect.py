@@ -9,14 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bigbatch.errors import RunFolderError, UserError
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Step, Variant, median_step
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, damage, read_state
 from bigbatch.launch.sweep.points import count_nodes, describe_values
-from bigbatch.trainer.config.file import UNREADABLE, StrictLoader
+from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.noise_scale import NOT_YET
 
@@ -217,13 +215,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read the mapping of a YAML file. Raises: RunFolderError."""
-    return _mapping(path, lambda text: yaml.load(text, StrictLoader))
+    return _mapping(path, parse_yaml)
 
 
 def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     try:
         found = parse(read_plain(path))
-    except (OSError, *UNREADABLE) as error:
+    except (OSError, ValueError) as error:
         raise RunFolderError(f"{path} is not readable: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise RunFolderError(f"{path} holds no keys and values")

@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-
 from bigbatch.errors import SimulationError, first_line, or_nearest
 from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT
 from bigbatch.launch.simulate.network import Carrier, Network
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.launch.simulate.step import Compute
-from bigbatch.trainer.config.file import PACKAGED, UNREADABLE, StrictLoader
+from bigbatch.trainer.config.file import PACKAGED
+from bigbatch.trainer.config.strict_yaml import parse_yaml
 
 FOLDER = PACKAGED / "clusters"
 
@@ -131,8 +130,8 @@ def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
     if not path.is_file():
         raise SimulationError(f"--cluster {name} is no file{or_nearest(name, names)}; packaged are {', '.join(names)}")
     try:
-        stated = yaml.load(path.read_text(encoding="utf-8"), StrictLoader)  # safe: StrictLoader is a SafeLoader
-    except (OSError, *UNREADABLE) as error:
+        stated = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
     cluster = _Reader(path).cluster(stated)
     if devices_per_node is None:

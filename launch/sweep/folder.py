@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bigbatch.errors import LaunchOptionError, RunFolderError, tell
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.sweep.plan import Sweep, dump_sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.locks import open_lock, try_lock
-from bigbatch.trainer.config.file import UNREADABLE, StrictLoader, dump_config, read_dumped
+from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run import folder as run_folder
 from bigbatch.trainer.run.folder import RunDir, writing
 
@@ -106,11 +105,11 @@ def require_same(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> 
     if not folder.sweep.exists():
         return
     try:
-        old = yaml.load(read_plain(folder.sweep), StrictLoader)
-    except (OSError, *UNREADABLE) as error:
+        old = parse_yaml(read_plain(folder.sweep))
+    except (OSError, ValueError) as error:
         raise LaunchOptionError(f"{folder.sweep} is not readable: name another --folder") from error
     old = old if isinstance(old, dict) else {}
-    new = yaml.safe_load(dump_sweep(sweep))
+    new = parse_yaml(dump_sweep(sweep))
     for key, value in new.items():
         if old.get(key) != value:
             raise LaunchOptionError(
@@ -126,7 +125,7 @@ def _require_same_experiment(folder: SweepFolder, sweep: Sweep, point: Point) ->
     path = folder.config(point.number)
     try:
         old = read_dumped(read_plain(path).decode())
-    except (OSError, TypeError, AttributeError, *UNREADABLE) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {folder.point(point.number)}") from error
     new = read_dumped(dump_config(point.config))
     if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():

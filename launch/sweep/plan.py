@@ -6,37 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from bigbatch.errors import LaunchOptionError, or_nearest
 from bigbatch.launch.emulate.launchers import RUN_OPTIONS
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.jobs.words import NAME, option
 from bigbatch.launch.launchers.registry import LAUNCHERS
-from bigbatch.trainer.config.file import PACKAGED, UNREADABLE, StrictLoader
+from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.config.schema import all_keys
+from bigbatch.trainer.config.strict_yaml import dump_yaml, parse_yaml
 
 Stated = TypeVar("Stated")
 PLACES = ("local", "mpirun", "emulated", "slurm")
 SCALINGS = ("weak", "strong")
 OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
-
-
-class _Loader(StrictLoader):
-    """This loader takes 0:20:00 for text, as YAML 1.2 does, and not for 1,200; and 1e-3 for a number."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":int", ":float"))]
-    for first, resolvers in StrictLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$"),
-    list("-+.0123456789"),
-)
 
 
 @dataclass(frozen=True)
@@ -120,8 +103,8 @@ def read_stated(path: Path, kind: type[Stated], *, replaced: dict[str, Any], exa
     example is a packaged file that is right. Raises: LaunchOptionError, one line that names the file.
     """
     try:
-        content: Any = yaml.load(path.read_text(), _Loader)
-    except (OSError, *UNREADABLE) as error:
+        content: Any = parse_yaml(path.read_text())
+    except (OSError, ValueError) as error:
         words = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise LaunchOptionError(f"{path} is not readable YAML: {words}; see {PACKAGED / example}") from error
     held = dataclasses.fields(kind)  # type: ignore[arg-type]
@@ -144,7 +127,7 @@ def read_stated(path: Path, kind: type[Stated], *, replaced: dict[str, Any], exa
 
 def dump_sweep(sweep: Sweep) -> str:
     """Write it as YAML, which read_sweep takes back."""
-    return yaml.safe_dump(dataclasses.asdict(sweep), sort_keys=False)
+    return dump_yaml(dataclasses.asdict(sweep))
 
 
 def _check_type(name: str, value: Any, kind: Any) -> None:

@@ -11,8 +11,9 @@ from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
-from bigbatch.trainer.config.file import as_yaml, load_config
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.strict_yaml import as_yaml
 
 SPECIAL = ("ranks", "scaling")
 """Keys of a grid that no experiment has."""

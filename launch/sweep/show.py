@@ -15,7 +15,7 @@ from bigbatch.errors import printable
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.tables import shown_text
-from bigbatch.trainer.config.file import as_yaml
+from bigbatch.trainer.config.strict_yaml import as_yaml
 
 
 class Show:

@@ -3,8 +3,9 @@
 import argparse
 from collections.abc import Sequence
 
-from bigbatch.trainer.config.file import Resolved, as_yaml, resolve
+from bigbatch.trainer.config.file import Resolved, resolve
 from bigbatch.trainer.config.schema import KEYS, lookup
+from bigbatch.trainer.config.strict_yaml import as_yaml
 
 
 def main(argv: Sequence[str]) -> int:

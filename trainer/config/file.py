@@ -1,23 +1,20 @@
 """YAML files, one upon the other, and command-line overrides in, a checked Config out; and back."""
 
 import dataclasses
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bigbatch.errors import ConfigError, nearest
-from bigbatch.trainer.config.fields import takes_text
+from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.options import parse_options
 from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
 from bigbatch.trainer.config.range_test import suggested_rate
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import in_proportion
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, Config, make_config, require_known, typed, with_defaults
+from bigbatch.trainer.config.strict_yaml import dump_yaml, parse_yaml
 
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
 """The experiments that come with bigbatch, in a checkout and in a wheel alike."""
@@ -25,46 +22,6 @@ BASES = "bases"
 """Folder of packaged YAML that others extend, and which make no experiment alone."""
 RUN_CONFIG = "config.yaml"
 """The complete config in a run folder."""
-
-NUMBER = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
-"""1e-4, which YAML 1.2 takes for a number, and 1.1, as PyYAML reads it, for text."""
-
-
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""What PyYAML raises for text that it cannot read: ValueError for 2026-13-45 and 0x_, RecursionError for deep nests."""
-
-
-MOST_ALIASES = 16
-
-
-class StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is stated twice; YAML itself would let the last one win."""
-
-    _num_aliases = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Refuse many aliases: of aliases of aliases a short file is a structure without end."""
-        if self.check_event(yaml.AliasEvent):
-            self._num_aliases += 1
-            if self._num_aliases > MOST_ALIASES:
-                mark = self.peek_event().start_mark
-                raise yaml.MarkedYAMLError(problem=f"more than {MOST_ALIASES} aliases", problem_mark=mark)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.MarkedYAMLError(problem=f"{twice[0]} is stated twice", problem_mark=node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what StrictLoader would read as a number."""
-
-
-for _kind in (StrictLoader, _Dumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
 
 
 @dataclass(frozen=True)
@@ -101,7 +58,7 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
     overrides = {}
     for key, word in words.items():
         with refusals.of(key):
-            overrides[key] = typed(key, _value_of(word, KEYS[key].kind))
+            overrides[key] = typed(key, _value_of(key, word))
     with refusals.finally_of():
         path = _only(names)
         stated, origins = read_stated(path, refusals)
@@ -161,7 +118,7 @@ def read_dumped(text: str) -> dict[str, Any]:
 
     But for comm.reduce_dtype, where it tells: half precision was rounded at each hop before there was that key.
     """
-    stated = flatten(yaml.load(text, StrictLoader))
+    stated = flatten(parse_yaml(text))
     # stated once more: also the keys that this version does not know
     values = with_defaults(stated) | stated
     sums_half = values["comm.wire_dtype"] in ("float16", "bfloat16") or values["optimizer.precision"] in (
@@ -175,19 +132,12 @@ def read_dumped(text: str) -> dict[str, Any]:
 
 def dump_config(config: Config) -> str:
     """Return the whole config as YAML text, which load_config takes back."""
-    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False)
+    return dump_yaml(dataclasses.asdict(config))
 
 
 def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Put sections and keys into dotted keys: {'run': {'seed': 0}} -> {'run.seed': 0}."""
     return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
-
-
-def as_yaml(value: object) -> str:
-    """Return one value as a config states it, in one line: null, true, [0, 1]."""
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=sys.maxsize)
-    # PyYAML ends a single plain value by a document end mark
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _packaged() -> list[str]:
@@ -214,9 +164,9 @@ def _short(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: Any = yaml.load(path.read_text(), StrictLoader)
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from error
+        content: Any = parse_yaml(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no sections; see a packaged experiment, {PACKAGED / 'quickstart.yaml'}")
     return content
@@ -237,10 +187,13 @@ def _flatten_checked(content: dict[str, Any], *, path: Path, refusals: Refusals)
     return checked
 
 
-def _value_of(word: str, kind: Any) -> Any:
-    """Read what an option's word states: YAML, but for text, which needs no quotes."""
+def _value_of(key: str, word: str) -> Any:
+    """Read what an option's word states: YAML, but for text, which needs no quotes. Raises: ConfigError."""
+    kind = KEYS[key].kind
     try:
-        value = yaml.load(word, StrictLoader)
-    except UNREADABLE:
-        return word
+        value = parse_yaml(word)
+    except ValueError as error:
+        if takes_text(kind):
+            return word
+        raise ConfigError(f"{key}={word} must be {describe(kind)}: {error}") from error
     return word if takes_text(kind) and (value is not None or not word or kind is str) else value

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bigbatch.errors import ConfigError
 from bigbatch.files import parse_json, read_plain
 
@@ -42,7 +40,7 @@ def suggested_rate(
     try:
         found = parse_json(read_plain(str(path)))
         rate, recipe = found["suggested_lr"], _plain(read_recipe(found["config"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is no range test"
         raise ConfigError(f"{stated}: {why}; name a {FILE} that bigbatch tune range has written") from error
     if others := [key for key in values if _decides(key) and _plain(values[key]) != recipe.get(key)]:

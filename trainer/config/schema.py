@@ -1,6 +1,7 @@
 """What an experiment is: its keys, their defaults, and all checks."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
@@ -34,6 +35,7 @@ from bigbatch.trainer.config.sections import (
     ScheduleConfig,
 )
 from bigbatch.trainer.config.stopping import check_stopping
+from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml, plain_form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,7 @@ def typed(name: str, value: Any) -> Any:
     try:
         held = conform(value, kind)
     except TypeError:
-        raise ConfigError(f"{name}={_shown(value)} must be {describe(kind)}") from None
+        raise ConfigError(f"{name}={_shown(value)} must be {describe(kind)}{_or_plain(value, kind)}") from None
     if refusals := list(_check_value(name, held)):
         raise ConfigError(*refusals)
     return held
@@ -122,8 +124,17 @@ def require_known(
             raise ConfigError(f"{where}: unknown key {name}; {hint}")
 
 
-def _shown(value: Any) -> Any:
-    return "null" if value is None else value
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else as_yaml(value)
+
+
+def _or_plain(value: Any, kind: Any) -> str:
+    """Return the end of a refusal, such as '; write 10 for 010'; empty where another form does not help."""
+    plain = plain_form(value) if isinstance(value, str) else ""
+    with suppress(TypeError):
+        conform(parse_yaml(plain), kind)
+        return f"; write {plain} for {value}" if plain else ""
+    return ""
 
 
 def _is_idle(key: Key, values: Mapping[str, Any]) -> bool:

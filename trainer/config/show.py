@@ -3,9 +3,10 @@
 import argparse
 from collections.abc import Sequence
 
-from bigbatch.trainer.config.file import Resolved, as_yaml, find_config, resolve
+from bigbatch.trainer.config.file import Resolved, find_config, resolve
 from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, lookup
+from bigbatch.trainer.config.strict_yaml import as_yaml
 
 COLUMN = 50
 """Where origins begin, unless a value is longer."""

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.trainer.config.batch import largest_divisor
-from bigbatch.trainer.config.file import as_yaml, load_config
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import DataConfig
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.datasets.check import Spread
 
 MIN_STEPS = 8

@@ -7,8 +7,9 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
-from bigbatch.trainer.config.file import as_yaml, dump_config, read_dumped
-from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.models.exchange import from_foreign
 from bigbatch.trainer.optim.foreign import resume_training
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
@@ -265,12 +266,13 @@ def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
 
 def require_same_objective(old: str, config: Config, *, path: Path) -> None:
     """Raise CheckpointError where other weights were trained, or for something else: what is there has no sequel."""
+    before, now = read_dumped(old), read_dumped(dump_config(config))
     for key in OBJECTIVE:
-        there, here = (as_yaml(value or None) for value in (read_dumped(old)[key], lookup(config, key)))
+        there, here = before[key] or None, now[key] or None
         if there != here:
             raise CheckpointError(
-                f"checkpoint {path} is of a run with {key}={there}, and it is {here} here: set it as it was, or begin "
-                "anew from its weights, with model.weights and another run.directory"
+                f"checkpoint {path} is of a run with {key}={as_yaml(there)}, and it is {as_yaml(here)} here: set it as "
+                "it was, or begin anew from its weights, with model.weights and another run.directory"
             )
 
 

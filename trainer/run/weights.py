@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
 from bigbatch.files import parse_json
-from bigbatch.trainer.config.file import as_yaml, read_dumped
+from bigbatch.trainer.config.file import read_dumped
 from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.models.exchange import from_foreign, names_head, partly_from_foreign
 from bigbatch.trainer.models.libraries import cached_weights
 from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint

@@ -16,8 +16,9 @@ from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
-from bigbatch.trainer.config.file import as_yaml, load_config
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.sections import SCALED
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.step.execution import WARM_UP_STEPS

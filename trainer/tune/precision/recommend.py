@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import yaml
-
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, printable
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.batch import accumulation_steps
-from bigbatch.trainer.config.file import as_yaml, find_config, load_config
+from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config, with_values
 from bigbatch.trainer.config.sections import SCALED
+from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.folder import RunDir, require_writable
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
@@ -208,7 +207,7 @@ def _write_files(answer: Answer, folder: RunDir, *, base: str) -> None:
         held = sections.setdefault(section, {})
         assert isinstance(held, dict)
         held[name] = value
-    folder.write_text(folder.path / "precision.yaml", yaml.safe_dump(sections, sort_keys=False))
+    folder.write_text(folder.path / "precision.yaml", dump_yaml(sections))
     plot_answer(answer, folder.path / "precision.png", title=f"{base}: gradients of {answer.num_steps} steps")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
-from bigbatch.trainer.config.file import as_yaml
+from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.tune.precision.choices import POWERS, Choice, Gradients, SpanRow, WireRow
 from bigbatch.trainer.tune.precision.magnitudes import FP16_LEAST, FP16_WHOLE, Magnitudes

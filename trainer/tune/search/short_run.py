@@ -7,9 +7,9 @@ from pathlib import Path
 
 from bigbatch.errors import ConfigError
 from bigbatch.interpreter import bigbatch_argv
-from bigbatch.trainer.config.file import as_yaml
 from bigbatch.trainer.config.schema import Config, all_keys, lookup
 from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
+from bigbatch.trainer.config.strict_yaml import as_yaml
 
 
 def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path) -> Config:

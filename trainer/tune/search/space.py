@@ -4,12 +4,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import get_args, get_type_hints
 
-import yaml
-
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.file import UNREADABLE, as_yaml
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import Config, all_keys, require_known
+from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
 
 SHRINK = 3
 """A round's range is this share of the last one's (in the logarithm where it is sampled so): Jia et al. 2018 go from
@@ -154,8 +152,8 @@ def _check_key(key: str, text: str) -> None:
 
 def _choices(values: str, text: str) -> tuple[str, ...]:
     try:
-        parsed = yaml.safe_load(f"[{values}]")
-    except UNREADABLE:
+        parsed = parse_yaml(f"[{values}]")
+    except ValueError:
         parsed = []
     choices = tuple(value if isinstance(value, str) else as_yaml(value) for value in parsed)
     if len(set(choices)) < max(len(choices), 2):

@@ -367,8 +367,10 @@ def test_every_packaged_cluster_states_sources_and_answers():
     ("old", "new", "words"),
     [
         ("value: 4,", "value: 0,", ("devices_per_node=0",)),
+        ("value: 4,", "value: 010,", ("devices_per_node=010",)),
+        ("value: 4,", "value: 0:04,", ("devices_per_node=0:04",)),
         ("value: 4,", "value: 2.5,", ("devices_per_node=2.5", "whole")),
-        ("value: 4,", "value: yes,", ("devices_per_node=True",)),
+        ("value: 4,", "value: true,", ("devices_per_node=True",)),
         ("{value: 10, source: test}\nrates", "{value: -10, source: test}\nrates", ("across_gbit_per_s=-10",)),
         ("{value: 10, source: test}\nrates", "{value: .nan, source: test}\nrates", ("across_gbit_per_s=nan",)),
         ("{value: 10, source: test}\nrates", "{value: 10}\nrates", ("across_gbit_per_s", "source")),
@@ -454,7 +456,7 @@ def test_aliases_of_aliases_are_refused(tmp_path):
     """Of which the message that refuses the key would have had a hundred million."""
     layers = "".join(f", &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9))
     (tmp_path / "a.yaml").write_text(CLUSTER.replace("model: resnet50", f"model: [&a0 [1]{layers}]"))
-    with pytest.raises(SimulationError, match="more than 16 aliases"):
+    with pytest.raises(SimulationError, match=r"a\.yaml: &a0: .* \(line \d+,"):
         load_cluster(str(tmp_path / "a.yaml"))
 
 

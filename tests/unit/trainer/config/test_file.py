@@ -206,7 +206,7 @@ def test_load_config_refuses_a_wrong_type(key, text, shown, legal, write):
     [
         ("run.directory", "5", "5", "str"),
         ("run.directory", "null", "null", "str"),
-        ("run.epochs", "true", "True", "int"),
+        ("run.epochs", "true", "true", "int"),
         ("data.flip", "1", "1", "bool"),
         ("schedule.base_lr", ".inf", "inf", "finite"),
     ],
@@ -319,7 +319,7 @@ def test_resolve_of_a_config_that_states_nothing_is_all_defaults(write_text):
 
 def test_load_config_refuses_a_key_stated_twice(write_text):
     path = write_text(changed("run:\n", "run:\n  epochs: 1\n"))
-    assert re.search(naming(f"{path} ", "YAML: epochs ", "line 3"), refusal("--config", path))
+    assert re.search(naming(f"{path} ", "YAML: epochs ", "line 4"), refusal("--config", path))
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- run\n- data\n", "run", "5"])
@@ -337,7 +337,7 @@ def test_load_config_refuses_a_section_that_is_no_mapping(write_text):
     "content",
     [
         *(b"run: [1, 2\n", b"run: {\n", b"\xff\xfe\xfa", b"a: \x00", b"!!python/none x"),
-        *(b"run: {seed: 2001-99-99}", b"run: {seed: 0x_}", b"[" * 600 + b"]" * 600),
+        b"[" * 600 + b"]" * 600,
     ],
 )
 def test_load_config_refuses_unreadable_yaml(content, write_text):
@@ -345,8 +345,8 @@ def test_load_config_refuses_unreadable_yaml(content, write_text):
     assert re.search(naming(f"{path} ", "YAML: "), refusal("--config", path))
 
 
-@pytest.mark.parametrize("word", ["2026-13-45", "0x_", "[" * 600 + "]" * 600])
-def test_load_config_takes_a_word_that_is_no_yaml_for_text(word):
+@pytest.mark.parametrize("word", ["2026-13-45", "010", "no", "!!int x", "&a", "[" * 600 + "]" * 600])
+def test_load_config_takes_text_as_it_is_written(word):
     assert load_config(["--config", "quickstart", "--run.directory", word]).run.directory == word
 
 
