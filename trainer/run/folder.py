@@ -99,9 +99,10 @@ class RunDir:
     @contextmanager
     def replacing(self, path: Path) -> Iterator[BinaryIO]:
         """Yield a new file that replaces one of the folder when the block ends well. Raises: RunFolderError."""
-        self.make_folder(path.parent)
-        with writing(path), replacing(path) as file:
-            yield file
+        with writing(path):
+            make_folder(path.parent, within=self.path)
+            with replacing(path) as file:
+                yield file
 
     def write_text(self, path: Path, text: str) -> None:
         """Replace a file of the folder in one step. Raises: RunFolderError."""
