@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import LaunchOptionError, or_nearest, tell
 from bigbatch.exit_codes import UNFIT
 from bigbatch.launch.compare_nodes import compare_nodes
@@ -50,14 +51,15 @@ def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str
     with Findings() as findings:
         findings.ask(_apply_site, arguments, launcher)
         job = read_job(arguments, command, findings=findings, default_ranks=default_ranks, is_python=arguments.python)
-        shown = findings.ask(launcher.dry_run, job, os.environ)
+        environ = without_identity(keep={name for name, _ in job.taken})
+        shown = findings.ask(launcher.dry_run, job, environ)
         if not arguments.dry_run and not getattr(arguments, "output", None) and launcher.sees != "none":
             findings.ask(require_taken, job, os.environ)
         check_job(job, findings, starts=not arguments.dry_run, sees=launcher.sees)
     if arguments.dry_run:
         print(shown, end="")
         return 0
-    return launcher.start(job, environ=os.environ, options=arguments)
+    return launcher.start(job, environ=environ, options=arguments)
 
 
 def _apply_site(arguments: argparse.Namespace, launcher: Launcher) -> None:
@@ -82,7 +84,7 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
         job = read_job(arguments, words, findings=findings)
         # other ranks than those of the experiment may look at the nodes
         check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, sees="shared")
-    return compare_nodes(job, good_hosts=arguments.good_hosts, dry_run=arguments.dry_run, environ=os.environ)
+    return compare_nodes(job, good_hosts=arguments.good_hosts, dry_run=arguments.dry_run, environ=without_identity())
 
 
 def _status(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
@@ -155,9 +157,9 @@ def _add_launcher(
         usage=f"bigbatch launch {launcher.name} [OPTION ...] -- COMMAND [OPTION ...]",
         help=launcher.help,
         description=f"{launcher.help[0].upper()}{launcher.help[1:]}. Ranks where none are stated: "
-        f"{launcher.default_ranks}. Of this shell's variables the ranks get: {launcher.passes}. An option that it "
-        "cannot honour is refused. What the command line leaves open is taken from bigbatch.toml of "
-        "the user or the site, and said.",
+        f"{launcher.default_ranks}. Of this shell's variables the ranks get: {launcher.passes}; "
+        "none by which another launcher, around this one, numbers its ranks. An option that it cannot honour is "
+        "refused. What the command line leaves open is taken from bigbatch.toml of the user or the site, and said.",
         epilog=f"example: bigbatch launch {launcher.name} {launcher.example}",
     )
     parser.add_argument("--python", action="store_true", help=PYTHON_HELP)

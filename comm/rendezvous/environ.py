@@ -7,13 +7,14 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.rendezvous.launcher import (
     LAUNCHER_VARIABLES,
+    PLACE_VARIABLES,
     find_launcher,
     local_size_of,
     number,
@@ -40,6 +41,11 @@ DEVICE_VARIABLE = "BIGBATCH_DEVICE"
 
 STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 """Set by `bigbatch launch mpirun` for the ranks: the file in which one that was stopped leaves its exit code."""
+
+IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE)
+"""Each launcher of ours defines those of its ranks, and removes all others; * stands for any end of a name."""
+
+_IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
 
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
 """Set by the script of a job in a queue for the ranks: how long before its time limit they are asked to stop."""
@@ -146,6 +152,15 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         master=_master(variables, launcher, is_one_host=one_host),
         master_runs=launcher == "torchrun" and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def without_identity(environ: Mapping[str, str] | None = None, *, keep: Collection[str] = ()) -> dict[str, str]:
+    """Return an environment for a launcher of ours, which alone says who its ranks are: without any other launcher's.
+
+    What is named by keep stays.
+    """
+    variables = os.environ if environ is None else environ
+    return {name: value for name, value in variables.items() if name in keep or not _IDENTITY.fullmatch(name)}
 
 
 def with_secret(environ: Mapping[str, str]) -> dict[str, str]:

@@ -35,11 +35,36 @@ OF_LIBRARIES = ("pals", "flux", "srun")
 UNKNOWN_LAUNCHERS = {
     # its variable: (its name, what starts the same ranks instead)
     "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
+    "HOROVOD_RANK": ("horovodrun", "mpirun"),
     "JSM_NAMESPACE_RANK": ("jsrun", "mpirun"),
     "MV2_COMM_WORLD_RANK": ("MVAPICH's mpirun_rsh", "its mpiexec, or srun"),
     "ALPS_APP_PE": ("aprun of ALPS", "mpiexec"),
 }
 """Launchers whose ranks would each take itself for the only one."""
+
+PLACE_VARIABLES = (
+    # torchrun's
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*"),
+    # options of torchrun, as a PyTorchJob of Kubernetes states them
+    "PET_*",
+    # Open MPI's, of 4 as well; other OMPI_MCA_*, PMIX_MCA_* and PRTE_MCA_* are settings, and stay
+    *("OMPI_ARGV", "OMPI_COMMAND", "OMPI_COMM_WORLD_*", "OMPI_WORLD_*", "OMPI_UNIVERSE_SIZE"),
+    *("OMPI_APP_CTX_NUM_PROCS", "OMPI_FIRST_RANKS", "OMPI_NUM_APP_CTX", "OMPI_FILE_LOCATION"),
+    *("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_ess_*", "OMPI_MCA_orte_ess_*"),
+    *("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri"),
+    *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_HOSTNAME", "PMIX_SERVER_*", "PMIX_SYSTEM_TMPDIR"),
+    *("PMIX_BFROP_*", "PMIX_GDS_MODULE", "PMIX_SECURITY_MODE", "PMIX_VERSION", "PRTE_LAUNCHED"),
+    # those of MPICH, Intel MPI and what else speaks PMI
+    *("PMI_*", "PMI2_*", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PALS_*", "ALPS_APP_PE"),
+    *("FLUX_TASK_*", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES", "JSM_NAMESPACE_*", "MV2_COMM_WORLD_*"),
+    # horovodrun's
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_*", "HOROVOD_CROSS_*", "HOROVOD_GLOO_RENDEZVOUS_*"),
+    # of one task of Slurm's; SLURM_JOB_* and the like say which nodes there are
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK_PID", "SLURM_STEPID"),
+    *("SLURM_STEP_*", "SLURM_SRUN_*"),
+)
+"""Variables that say which rank a process is, of how many, and where they meet; * stands for any end of a name."""
 
 OWN_VARIABLES = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 

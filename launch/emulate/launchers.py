@@ -3,7 +3,7 @@
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,11 +56,6 @@ class Site:
     """Width of the terminal; 0 without one."""
     variables: tuple[str, ...] = ()
     """Names of those that are set here."""
-
-
-def without_master(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a job: the master of another one, around this, is none of its nodes."""
-    return {name: value for name, value in environ.items() if not name.startswith("MASTER_")}
 
 
 def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:

@@ -15,7 +15,6 @@ from types import FrameType
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import end, join, reaching, system_path
-from bigbatch.launch.emulate.launchers import without_master
 from bigbatch.launch.emulate.plan import host
 from bigbatch.launch.emulate.slurm import (
     PACKAGES,
@@ -152,7 +151,7 @@ def run_on_login_node(argv: Sequence[str], *, cluster: EmulatedCluster, root: Pa
         raise EmulationError(
             f"{name} runs no Slurm: bigbatch launch emulate run, or a cluster by bigbatch launch emulate up --slurm"
         )
-    job_environ = {"OMP_NUM_THREADS": "1"} | slurm_environ(without_master(environ), cluster_folder=root / name)
+    job_environ = {"OMP_NUM_THREADS": "1"} | slurm_environ(environ, cluster_folder=root / name)
     join(cluster)
     with reaching(cluster):
         try:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, terminal_columns
+from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, terminal_columns, without_identity
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.counters import format_table
@@ -19,7 +19,6 @@ from bigbatch.launch.emulate.launchers import (
     RUN_OPTIONS,
     Job,
     Site,
-    without_master,
 )
 from bigbatch.launch.emulate.plan import (
     DEFAULT_NAME,
@@ -47,7 +46,7 @@ from bigbatch.launch.jobs.spec import JobSpec
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
     """Run a subcommand; return the exit code, of `run` that of the job."""
-    words = list(argv)
+    words, environ = list(argv), without_identity(environ)
     split = words.index("--") if "--" in words else len(words)
     arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
     if getattr(arguments, "name", None) is not None:
@@ -186,7 +185,6 @@ def _check(job: Job, plan: ClusterPlan, arguments: argparse.Namespace) -> None:
 def _run_on(
     cluster: EmulatedCluster, arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]
 ) -> int:
-    environ = without_master(environ)
     launcher = NODE_LAUNCHERS[arguments.launcher]
     site = Site(
         order=arguments.place,

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.faults.trial import KINDS, STEP, Trial
 
@@ -84,7 +85,9 @@ def live(place: Place, command: tuple[str, ...], trial: Trial | None, born: Conn
     os.setsid()
     for number in (1, 2):
         os.dup2(os.open(place.folder / f"{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    os.environ.update(place.variables)
+    variables = without_identity() | place.variables
+    os.environ.clear()
+    os.environ.update(variables)
     tempfile.tempdir = None
     sys.argv = ["bigbatch", *command]
     from bigbatch.cli import main

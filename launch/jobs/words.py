@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import expand_hostlist
+from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.errors import LaunchError, LaunchOptionError, shortened
 from bigbatch.launch.jobs.qsub import check_qsub
 from bigbatch.launch.jobs.sbatch import check_sbatch
@@ -137,6 +138,7 @@ def _check_environment(pairs: tuple[tuple[str, str], ...]) -> None:
     for name, value in pairs:
         if not re.fullmatch(VARIABLE, name, re.ASCII):
             raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE, such as NCCL_DEBUG=INFO")
+        _refuse_rank(name)
         _check_characters(value, what=f"the value of --env {name}")
 
 
@@ -144,10 +146,17 @@ def _check_taken(pairs: tuple[tuple[str, str | None], ...]) -> None:
     for name, secret in pairs:
         if not re.fullmatch(VARIABLE, name, re.ASCII):
             raise LaunchOptionError(f"--env {name!r} must be of the form NAME=VALUE or NAME, such as NCCL_DEBUG=INFO")
+        _refuse_rank(name)
         if secret is not None and not re.fullmatch(SUBDOMAIN, secret, re.ASCII):
             raise LaunchOptionError(
                 f"--env {name}@{secret}: {secret!r} is no name of a Secret, such as {name}@bigbatch"
             )
+
+
+def _refuse_rank(name: str) -> None:
+    """Refuse a variable that would give all ranks of a job one and the same place, of which each would train alone."""
+    if any(name in names for names in LAUNCHER_VARIABLES.values()):
+        raise LaunchOptionError(f"--env {name}: the launcher states it, for each rank another: leave it out")
 
 
 def _check_characters(text: str, *, what: str) -> None:

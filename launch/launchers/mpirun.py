@@ -30,7 +30,7 @@ ASKS_TO_STOP = signal.SIGUSR1
 ANSWER_SECONDS = 30.0
 """How long a host may take to start a program, before it counts as lost."""
 
-FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "MASTER_", "OMP_", SECRET_VARIABLE)
+FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "OMP_", SECRET_VARIABLE)
 """Variables so named reach the ranks on other hosts, too; mpirun passes on none by itself."""
 
 REFUSED = {

@@ -9,14 +9,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from textwrap import fill
 from typing import IO
 
+from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES
 from bigbatch.errors import JobRefused, SchedulerError, printable
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.trainer.run.folder import writing
 
-FOREIGN_VARIABLES = "MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK"
-"""Of the shell that submits: they describe another job."""
+FOREIGN_VARIABLES = fill(
+    " ".join(re.sub(r"(\w+)\*", r"${!\1@}", name) for name in IDENTITY_VARIABLES), width=110, break_on_hyphens=False
+).replace("\n", " \\\n  ")
+"""Of the shell that submits: they describe another job. For bash, which finds all that begin with a prefix."""
 
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from bigbatch.launch.jobs.run_folder import find_run_folder, find_timeout
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.launchers.base import Launcher, Queue
-from bigbatch.launch.launchers.script import FOREIGN_VARIABLES, add_script_options, write_script
+from bigbatch.launch.launchers.script import add_script_options, write_script
 from bigbatch.launch.launchers.slurm_script import REFUSED, log_path, sbatch_script
 from bigbatch.trainer.run.folder import writing
 
@@ -108,7 +108,7 @@ LAUNCHER = Launcher(
     name="slurm",
     help="submit a job, which saves a checkpoint before its time limit and goes on from there",
     default_ranks="--nodes times --ranks-per-node",
-    passes=f"all but {FOREIGN_VARIABLES.replace(' ', ', ')}, and SLURM_*, SBATCH_*, SRUN_* of a job around it",
+    passes="all but SLURM_*, SBATCH_*, SRUN_* of a job around it",
     example="--nodes 4 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 8 --time 2:00:00 "
     "-- train --config imagenet/resnet50_32k",
     refused=REFUSED,

@@ -39,8 +39,8 @@ NOT_OF_NODES = (
 MARK = "# run folder: "
 """Begins the line of a script that says where its run is, as JSON, and that it heeds SIGUSR2."""
 
-STEP_VARIABLES = "${!SLURM_STEP_@} ${!SRUN_@}"
-"""Those that begin so, in bash: of a step around the shell that submitted a kept script, and wishes for its srun."""
+SRUN_VARIABLES = "${!SRUN_@}"
+"""Wishes of the shell that submitted a kept script for an srun of its own, in bash."""
 
 TAKEN = """\
 for name in {names}; do   # --export above: those of the shell that submits
@@ -232,7 +232,7 @@ def _setup(job: JobSpec) -> str:
         '  "restart ${SLURM_RESTART_COUNT:-0}"',
         *(f"module load {shlex.quote(module)} || exit 1" for module in job.modules),
         "# of the shell that submitted this: they describe another job, and the ranks go by Slurm's words",
-        f"unset {FOREIGN_VARIABLES} {STEP_VARIABLES}",
+        f"unset {FOREIGN_VARIABLES} {SRUN_VARIABLES}",
         "export PYTHONUNBUFFERED=1   # or logs would lag by minutes",
         # anew for each start; users of these nodes cannot read a job's environment
         f"export {SECRET_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')   # who takes part proves it",

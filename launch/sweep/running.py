@@ -10,6 +10,7 @@ from shutil import rmtree
 from types import FrameType
 from typing import Any
 
+from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.launch.jobs.foreground import handling_stops, shell_code
 from bigbatch.launch.sweep.folder import DONE, FAILED, MISSING, SweepFolder, change_state, read_summary, state_of
 from bigbatch.launch.sweep.job_log import find_reason
@@ -104,7 +105,12 @@ def run_logged(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[int, 
         file = log.open("wb")
     with file:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            argv,
+            env=without_identity(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     ended_by = "itself"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import ConfigError, RunFolderError, TuneError, printable, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.config.file import load_config
@@ -121,7 +121,9 @@ def _train(command: Sequence[str]) -> int:
     is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     with handling(STOP_SIGNALS if is_nohup else (*STOP_SIGNALS, signal.SIGHUP), pass_on):
         # in a session of its own: by a terminal, Ctrl-C would reach it twice
-        training.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True))
+        training.append(
+            subprocess.Popen(command, env=without_identity(), stdin=subprocess.DEVNULL, start_new_session=True)
+        )
         for number in asked:  # while it was started
             training[0].send_signal(number)
         code = training[0].wait()

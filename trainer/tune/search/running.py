@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import FOLLOWS, printable
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 
@@ -42,6 +43,7 @@ class RunningTrial:
                 self._output_start = output.tell()
                 self._process = subprocess.Popen(
                     self.argv,
+                    env=without_identity(),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from error_texts import naming
+from other_launchers import FAMILIES, SETTINGS, left_by
 
 from bigbatch.comm.rendezvous.environ import (
     SECRET_VARIABLE,
@@ -22,6 +23,7 @@ from bigbatch.comm.rendezvous.environ import (
     step_hosts,
     terminal_columns,
     with_secret,
+    without_identity,
 )
 from bigbatch.errors import LaunchError, UserError
 
@@ -382,3 +384,11 @@ def test_environ_job_of_slurm_is_its_number_and_how_often_it_came_back(
 def test_notice_before_a_time_limit_is_the_scripts_word() -> None:
     assert read_process_env({}).notice_seconds is None
     assert read_process_env({"BIGBATCH_STOP_SECONDS": "300"}).notice_seconds == 300
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_environment_for_ranks_of_ours_tells_of_no_other_launcher(family: str) -> None:
+    cleaned = without_identity(left_by(family) | SETTINGS)
+    assert cleaned == SETTINGS
+    assert place(read_process_env(cleaned)) == ("none", 0, 1, 0, 1)
+    assert without_identity({"MASTER_ADDR": "n0"}, keep=("MASTER_ADDR",)) == {"MASTER_ADDR": "n0"}

@@ -95,6 +95,7 @@ def test_launcher_that_hands_on_its_own_nodes_name_is_not_believed(variables: di
         ({**PRTERUN, "PMIX_RANK": "0"}, ("PMIX_RANK=0", "prterun")),
         # srun --mpi=pmix, in a container that does not let SLURM_* through
         (OF_PMIX, ("PMIX_RANK=1", "srun", "SLURM_* ")),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, ("HOROVOD_RANK=1", "horovodrun")),
         ({"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"}, ("JSM_NAMESPACE_RANK=3", "jsrun")),
         ({"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "4"}, ("MV2_COMM_WORLD_RANK=0", "mpirun_rsh")),
         ({"ALPS_APP_PE": "0"}, ("ALPS_APP_PE=0", "aprun")),

@@ -33,11 +33,11 @@ def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
 
 
 def test_mpirun_passes_variables_of_the_transports_to_other_hosts() -> None:
-    variables = ("PATH", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "HOME", "MASTER_ADDR")
+    variables = ("PATH", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "HOME")
     argv = mpirun_argv(JobSpec(TRAIN, 2, hosts=(("n0", 1), ("n1", 1))), variables=variables)
     first = argv.index("-x")
-    assert argv[first : first + 7 : 2] == ["-x"] * 4
-    assert argv[first + 1 : first + 6 : 2] == ["GLOO_SOCKET_IFNAME", "MASTER_ADDR", "NCCL_SOCKET_IFNAME"]
+    assert argv[first : first + 5 : 2] == ["-x"] * 3
+    assert argv[first + 1 : first + 4 : 2] == ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
     fabric = ("UCX_NET_DEVICES", "FI_PROVIDER", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHINDUCTOR_CACHE_DIR")
     argv = mpirun_argv(JobSpec(TRAIN, 2, hosts=(("n0", 1), ("n1", 1))), variables=fabric)
     assert [argv[at + 1] for at, word in enumerate(argv) if word == "-x"][:3] == [

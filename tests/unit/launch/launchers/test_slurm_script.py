@@ -14,6 +14,7 @@ import pytest
 from error_texts import naming
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from other_launchers import FAMILIES, left_by
 from slurm_stubs import JOB, Stubs
 
 from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, ROLL_CALL_SECONDS
@@ -21,6 +22,7 @@ from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import OF_KUBERNETES, JobSpec, interface_variables
 from bigbatch.launch.jobs.words import PATTERNS, option
+from bigbatch.launch.launchers.script import FOREIGN_VARIABLES
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.launchers.slurm_script import directives, log_path, sbatch_script
 from bigbatch.trainer.config.file import load_config
@@ -149,8 +151,8 @@ def test_slurm_script_values_that_cannot_be_are_refused_in_one_line(fields: dict
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_slurm_script_takes_no_master_of_the_shell_that_submits(stubs: Stubs) -> None:
-    outer = {"MASTER_ADDR": "login", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+def test_slurm_script_takes_no_place_of_the_shell_that_submits(stubs: Stubs) -> None:
+    outer = {name: value for family in FAMILIES for name, value in left_by(family).items()}
     stubs.run(SCRIPT, **outer)
     assert not outer.keys() & stubs.variables().keys()
     stubs.run(sbatch_script(JobSpec(TRAIN, 2, environment=(("MASTER_ADDR", "n0"),))), **outer)
@@ -540,8 +542,9 @@ def test_slurm_script_of_torchrun_does_not_go_back_for_ever_either(stubs: Stubs)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "launch/scripts").iterdir()), ids=lambda path: path.name)
-def test_ready_scripts_are_scripts(path: Path) -> None:
+def test_ready_scripts_are_scripts_that_take_no_place_in_another_job(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
+    assert f"unset {FOREIGN_VARIABLES}" in path.read_text()
 
 
 def test_ready_mpirun_script_gives_mpirun_its_words(tmp_path: Path) -> None:
