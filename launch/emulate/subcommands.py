@@ -206,7 +206,7 @@ def _run_on(
             starts,
             cluster=cluster,
             root=root,
-            environ={"OMP_NUM_THREADS": "1"} | environ,
+            environ={"OMP_NUM_THREADS": "1", **environ},
             asks_to_stop=launcher.asks_to_stop,
             counters=arguments.counters,
         )
