@@ -30,7 +30,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     All methods are to be called by all ranks alike. reducer_options go to GradientReducer.
     Raises: ValueError for an unknown op, a count below 1, an optimizer that is distributed already or LBFGS, and a
     parameter that named_parameters leaves out; from GradientReducer as there. step() and synchronize() raise CommError
-    naming a parameter that was frozen, unfrozen or changed since: close() this one and wrap the optimizer anew.
+    naming a parameter that was frozen, unfrozen, cast or replaced since: close() this one and wrap the optimizer anew.
     Source: horovod.torch.DistributedOptimizer of Horovod 0.28.1.
     """
 

@@ -52,13 +52,14 @@ class GradientReducer:
     A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
     where others may count, too.
     What is trained stays as it is while the reducer lives: wait() refuses a parameter that was frozen, unfrozen, cast,
-    moved or resized since, by name, and so does backward where it comes to one first. close() this reducer and make
-    another one after such a change. Give it the frozen parameters, too: it drops their gradients.
+    moved, resized or replaced since, by name, and so does backward where it comes to one first; the step() of an
+    optimizer refuses gradients that no reducer sums beside those that one does. close() this reducer and make another
+    one after such a change. Give it the frozen parameters, too: it drops their gradients.
     All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
     ready for the next one.
-    Raises: ValueError for two parameters of one name, or one on another device than the communicator's, or nothing
-    to reduce; CommError where ranks have different parameters, other weights, or another choice of them;
-    RuntimeError from a backward that adds to a gradient already on its way.
+    Raises: ValueError for two parameters of one name, or one on another device than the communicator's, or one of
+    another reducer that is not closed, or nothing to reduce; CommError where ranks have different parameters, other
+    weights, or another choice of them; RuntimeError from a backward that adds to a gradient already on its way.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class GradientReducer:
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
             for name, parameter in self._parameters.items()
         ]
+        self._trained.watch()
 
     def _make_plan(self, order: Sequence[str]) -> FusionPlan:
         tensors = [tensor_spec(name, self._parameters[name]) for name in order]
@@ -247,15 +249,17 @@ class GradientReducer:
             self._last.wait()
         if self._grid_sums:
             self._grid_sums.read_(self.buffers)
+        unreached = set().union(*self._missing)
         self._start_over()
-        self._require_unchanged()
+        self._require_unchanged(unreached)
         if self._learned is not None:
             self._apply_order(self._learned)
             self._learned = None
 
-    def _require_unchanged(self) -> None:
+    def _require_unchanged(self, unreached: set[str]) -> None:
         """Refuse sums that are not what the optimizer would read; after they are made, so that no other rank waits."""
         self._trained.require_unchanged()
+        self._trained.require_in_model(unreached)
         lost = next((name for name in self._parameters if not self._is_home(name)), None)
         if lost is not None:
             raise CommError(

@@ -1,9 +1,16 @@
 """The parameters that a reducer sums: a change of what is trained is refused by name, or replicas would diverge."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cache
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bigbatch.errors import CommError
 
@@ -15,10 +22,15 @@ REMEDY = (
 )
 
 
+_watched: list["ref[TrainedSet]"] = []
+"""All sets that are watched: one optimizer may update the parameters of several."""
+
+
 class TrainedSet:
     """Holds the parameters that a reducer sums, by name, and the frozen ones that it was given with them.
 
-    Raises: ValueError for two parameters of one name, one on another device than the ranks', or none to sum.
+    Raises: ValueError for two parameters of one name, one on another device than the ranks', one that is watched
+    already, or none to sum.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, device: torch.device) -> None:
@@ -27,9 +39,17 @@ class TrainedSet:
         if not self.parameters:
             raise ValueError("there is no parameter to reduce: every one is frozen, or the iterator was used up")
         _require_device(self.parameters, device)
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        _require_unwatched(self._names)
+        self._replaced: set[str] = set()
         self._kinds = {name: _kind(p) for name, p in self.parameters.items()}
         self._frozen = {name: p for name, p in given.items() if not p.requires_grad}
         _drop_gradients_of_frozen(given.values())
+
+    def watch(self) -> None:
+        """Take note of modules that are replaced, and refuse optimizers that go beyond the sets, until close()."""
+        _watch_torch()
+        _watched.append(ref(self, _watched.remove))
 
     def require_unchanged(self, names: Iterable[str] | None = None) -> None:
         """Compare host attributes of the parameters, or of those named: no collective, and no host sync.
@@ -42,6 +62,9 @@ class TrainedSet:
         if changed:
             raise CommError(f"{self._describe(changed)}: {REMEDY}")
 
+    def _has_masters(self, updated: Container[int]) -> bool:
+        return any(p.dtype.itemsize < 4 and id(p) not in updated for p in self.parameters.values())
+
     def _describe(self, changed: Sequence[str]) -> str:
         name = changed[0]
         if name in self._frozen:
@@ -49,12 +72,76 @@ class TrainedSet:
         else:
             pairs = zip(FIELDS, _kind(self.parameters[name]), self._kinds[name], strict=True)
             what = ", ".join(f"{field}={now}, which was {before}" for field, now, before in pairs if now != before)
-        more = f" (and {len(changed) - 1} more changed)" if changed[1:] else ""
-        return f"parameter {name} has {what} when its GradientReducer was made{more}"
+        return f"parameter {name} has {what} when its GradientReducer was made{_more(changed)}"
+
+    def require_in_model(self, unreached: Iterable[str]) -> None:
+        """Raise CommError for a parameter that was replaced in a module and, as unreached says, not used since."""
+        unreached = self._replaced.intersection(unreached)
+        gone = [name for name in self.parameters if name in unreached]
+        if gone:
+            raise CommError(
+                f"parameter {gone[0]} was replaced in its module, and backward did not reach it{_more(gone)}: {REMEDY}"
+            )
 
     def close(self) -> None:
-        """Drop the gradients of weights that are frozen by now."""
+        """Watch no longer, and drop the gradients of weights that are frozen by now."""
+        _watched[:] = [each for each in _watched if each() is not self]
         _drop_gradients_of_frozen(self.parameters.values())
+
+
+@cache
+def _watch_torch() -> None:
+    register_optimizer_step_pre_hook(_require_summed)
+    register_module_module_registration_hook(_note_replaced)
+    register_module_parameter_registration_hook(_note_replaced)
+
+
+def _sets() -> list[TrainedSet]:
+    return [each for each in (reference() for reference in tuple(_watched)) if each is not None]
+
+
+def _require_unwatched(names: Mapping[int, str]) -> None:
+    for other in _sets():
+        shared = names.keys() & other._names.keys()
+        if shared:
+            raise ValueError(
+                f"parameter {names[shared.pop()]} belongs to another GradientReducer or DistributedOptimizer: close() "
+                "that one first"
+            )
+
+
+def _note_replaced(module: nn.Module, name: str, new: nn.Module | nn.Parameter | None) -> None:
+    """Note parameters that a module holds no more; they may be put back, or used elsewhere."""
+    sets = _sets()
+    if sets:
+        lost = _held_by(module._modules.get(name, module._parameters.get(name))) - _held_by(new)
+        for each in sets:
+            each._replaced |= {each._names[key] for key in lost & each._names.keys()}
+
+
+def _held_by(thing: nn.Module | nn.Parameter | None) -> set[int]:
+    return {id(p) for p in (thing.parameters() if isinstance(thing, nn.Module) else (thing,)) if p is not None}
+
+
+def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
+    """Refuse to update parameters that no reducer sums beside others that one does: on each rank they would differ.
+
+    Where half-precision parameters are summed that the optimizer does not update, it has masters, which are not told
+    from others. No host sync; a compiled step is not looked at.
+    """
+    if torch.compiler.is_compiling():
+        return
+    updated = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    sets = [each for each in _sets() if not each._names.keys().isdisjoint(updated)]
+    alone = updated.keys() - {key for each in sets for key in each._names}
+    if not (sets and alone) or any(each._has_masters(updated) for each in sets):
+        return
+    shape = next(tuple(p.shape) for key, p in updated.items() if key in alone)
+    raise CommError(
+        f"{type(optimizer).__name__} updates a parameter of shape {shape} whose gradient no GradientReducer sums"
+        f"{_more([*alone])}, beside others that are summed: {REMEDY}; what each rank trains for itself takes an "
+        "optimizer of its own"
+    )
 
 
 def _drop_gradients_of_frozen(parameters: Iterable[nn.Parameter]) -> None:
@@ -62,6 +149,10 @@ def _drop_gradients_of_frozen(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if not parameter.requires_grad:
             parameter.grad = None
+
+
+def _more(changed: Sequence[object]) -> str:
+    return f" (and {len(changed) - 1} more)" if changed[1:] else ""
 
 
 def _kind(parameter: nn.Parameter) -> tuple[object, ...]:

@@ -162,6 +162,136 @@ def test_trained_set_names_a_gradient_that_was_replaced_while_it_travelled() -> 
     assert model[2].weight.grad.eq(5).all()
 
 
+def replace_all(model: nn.Sequential) -> None:
+    """No parameter of before is left."""
+    model[1], model[2] = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+REPLACED: dict[str, Callable[[nn.Sequential], object]] = {
+    "a layer": lambda m: m.__setitem__(1, nn.Linear(4, 4)),
+    "a layer by name": lambda m: m.register_module("1", nn.Linear(4, 4)),
+    "a layer by none": lambda m: m.__setitem__(1, nn.Identity()),
+    "a parameter": lambda m: setattr(m[1], "weight", nn.Parameter(torch.ones(4, 4))),
+    "a parameter by another's": lambda m: setattr(m[1], "bias", m[0].bias),
+    "all": replace_all,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("act", REPLACED.values(), ids=REPLACED)
+@pytest.mark.filterwarnings("ignore:.*does not require grad")
+def test_trained_set_of_which_something_is_replaced_is_refused_by_name(
+    act: Callable[[nn.Sequential], object], way: Callable[[nn.Module, Communicator], Step]
+) -> None:
+    """Whether an optimizer knows what came instead or not: a layer of each rank's own seed would differ unseen."""
+    model = make_model()
+    step = way(model, communicator())
+    step()
+    act(model)
+    with pytest.raises(CommError, match=naming("parameter 1.", " replaced ", " close() the GradientReducer ")):
+        step()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda m: (old := m[1], m.__setitem__(1, nn.Identity()), m.__setitem__(1, old)),  # for an evaluation
+        lambda m: m.__setitem__(1, nn.Sequential(m[1], nn.Identity())),
+        lambda m: m.__setitem__(1, torch.compile(m[1], backend="eager")),
+        lambda m: (other := nn.Module(), setattr(other, "net", m[1]), setattr(other, "net", nn.Linear(1, 1))),
+        lambda m: m.append(nn.Identity()),
+    ],
+)
+def test_trained_set_that_is_wrapped_or_put_back_is_the_same(act: Callable[[nn.Sequential], object]) -> None:
+    model = make_model()
+    step = with_reducer(model, communicator())
+    step()
+    act(model)
+    step()
+
+
+def test_trained_set_that_an_optimizer_goes_beyond_is_refused_by_its_step() -> None:
+    """Layers that are added, and frozen ones that the reducer was not given: it cannot know them otherwise."""
+    model = make_model()
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer, reducer = sgd(model), GradientReducer(named, communicator())
+
+    def step() -> None:
+        backward(model)
+        reducer.wait()
+        optimizer.step()
+
+    step()
+    model[0].requires_grad_(True)
+    before = model[2].weight.detach().clone()
+    refused = naming("SGD", "(4, 3)", "1 more", " close() the GradientReducer ")
+    with pytest.raises(CommError, match=refused):
+        step()
+    assert torch.equal(model[2].weight, before)
+    model[0].requires_grad_(False)
+    model[0].zero_grad()
+    step()
+    model.append(nn.Linear(2, 2, bias=False))
+    step()  # its weights do not move yet
+    optimizer.add_param_group({"params": model[3].parameters()})
+    with pytest.raises(CommError, match=naming("SGD", "(2, 2)")):
+        step()
+    reducer.close()
+    reducer = GradientReducer(model.named_parameters(), communicator())
+    step()
+
+
+def test_trained_set_that_a_wrapped_optimizer_goes_beyond_is_refused_by_its_step() -> None:
+    model = make_model()
+    inner = sgd(model)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), communicator())
+    model.append(nn.Linear(2, 2, bias=False))
+    inner.add_param_group({"params": model[3].parameters()})
+    backward(model)
+    with pytest.raises(CommError, match=naming("SGD", "(2, 2)")):
+        optimizer.step()
+
+
+def test_trained_set_lets_several_reducers_share_an_optimizer_and_others_be() -> None:
+    model, own = make_model(), nn.Linear(2, 2)
+    parts = [list(model[k].named_parameters(str(k))) for k in (1, 2)]
+    reducers = [GradientReducer(part, communicator()) for part in parts]
+    optimizer = sgd(model)
+    backward(model)
+    own(torch.ones(2)).sum().backward()
+    for reducer in reducers:
+        reducer.wait()
+    optimizer.step()
+    sgd(own).step()  # of this rank alone
+    reducers[0].close()
+    with pytest.raises(CommError, match=naming("SGD", "(4, 4)", "1 more")):
+        optimizer.step()
+    reducers[1].close()
+    optimizer.step()
+
+
+def test_trained_set_lets_an_optimizer_update_masters_of_half_precision_parameters() -> None:
+    model = make_model()
+    model[1].to(torch.bfloat16)
+    reducer = GradientReducer(model.named_parameters(), communicator())
+    masters = [nn.Parameter(p.detach().float()) for p in model[1].parameters()]
+    for p in (*masters, *model[2].parameters()):
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD([*masters, *model[2].parameters()], lr=0.1).step()
+    reducer.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_trained_set_belongs_to_one_reducer_at_a_time(way: Callable[[nn.Module, Communicator], Step]) -> None:
+    """Two would sum each gradient twice, or while the other is at it."""
+    model = make_model()
+    reducer = GradientReducer(model.named_parameters(), communicator())
+    with pytest.raises(ValueError, match=naming(" 1.weight ", "close()")):
+        way(model, communicator())
+    reducer.close()
+    way(model, communicator())()
+
+
 @pytest.mark.parametrize("freeze_first", [True, False])
 def test_trained_set_made_anew_leaves_frozen_weights_still(freeze_first: bool) -> None:
     model = make_model()
