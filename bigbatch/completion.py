@@ -14,6 +14,7 @@ from bigbatch.launch.sweep.complete import packaged_sweeps
 from bigbatch.trainer.config.file import packaged_configs
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.config.schema import all_keys
+from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.datasets.subcommands import make_parser as make_data_parser
 
 TAKE_KEYS = ("train", "evaluate", "predict", "export", "config", "tune", "comm", "doctor", "preflight")
@@ -110,7 +111,7 @@ SHELLS: dict[str, Callable[[], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fis
 
 def _words() -> dict[str, str]:
     launch = ("--dry-run", "--python", *(option.flag for option in JOB_OPTIONS))
-    keys = ("--config", *FLAGS, *(f"--{key}" for key in all_keys()))
+    keys = ("--config", *FLAGS, TRUST, *(f"--{key}" for key in all_keys()))
     parts = {"commands": COMMANDS, "names": packaged_configs(), "launch": launch, "keys": keys}
     return {name: " ".join(words) for name, words in parts.items()}
 

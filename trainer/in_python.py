@@ -13,6 +13,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
+from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import leave_stopped
@@ -25,11 +26,12 @@ def train(
     *,
     hooks: TrainingHooks | None = None,
     quiet: bool = False,
+    trust_code: bool = False,
 ) -> dict[str, Any]:
     """Do one training run, as `bigbatch train` does; return its summary, as summary.json has it. Collective.
 
     config: a YAML file, a packaged experiment such as quickstart, or a run folder. overrides: values by dotted key,
-    such as {"run.epochs": 2}. hooks are called on every rank; quiet prints nothing.
+    such as {"run.epochs": 2}. hooks are called on every rank; quiet prints nothing; trust_code is --trust-code.
     One process alone may train as often as it likes. A stop signal, as Ctrl-C is one, saves a checkpoint and then
     raises SystemExit with the command's exit code 130: the same call goes on from there. Another Ctrl-C interrupts.
     Raises: bigbatch.errors.UserError, whose message says what to do; ConfigError, one of these, outside of the main
@@ -39,7 +41,7 @@ def train(
         raise ConfigError("bigbatch.train listens to signals, which reach the main thread alone: call it there")
     hooks, env = hooks or TrainingHooks(), read_process_env()
     words = [f"--{key}={_word(key, value)}" for key, value in (overrides or {}).items()]
-    experiment = load_config(["--config", str(config), *words])
+    experiment = load_config(["--config", str(config), *words, *([TRUST] if trust_code else [])])
     with _process_as_before():
         job = join(experiment, env)
         try:

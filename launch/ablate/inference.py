@@ -15,6 +15,9 @@ from bigbatch.launch.sweep.job_log import find_reason
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.sweep.running import Interrupted, run_logged
 from bigbatch.launch.tables import Table
+from bigbatch.trainer.config.schema import lookup
+from bigbatch.trainer.config.strict_yaml import as_yaml
+from bigbatch.trainer.config.trust import import_paths
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,11 @@ def measure(ablation: Ablation, points: Sequence[Point], folder: SweepFolder) ->
         for name in words:
             # what was measured with other words does not count
             log = folder.point(point.number) / f"evaluate{''.join(words[name])}.txt".replace("/", "_")
-            argv = [*bigbatch_argv(), "evaluate", str(folder.run(point.number).path), *words[name], "--json"]
+            # stated again: a run folder's own word for what is imported does not count
+            imported = dict.fromkeys(key for key, _ in import_paths(point.config))
+            stated = [f"--{key}={as_yaml(lookup(point.config, key))}" for key in imported]
+            run = str(folder.run(point.number).path)
+            argv = [*bigbatch_argv(), "evaluate", run, *stated, *words[name], "--json"]
             found[name].append(_told(log) or _evaluate(argv, log=log, seconds=60 * ablation.timeout_minutes))
     return Inference(step, tuple(_result(name, words[name], each) for name, each in found.items()))
 

@@ -20,6 +20,7 @@ from bigbatch.launch.jobs.run_folder import (
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.folder import RunDir, load_run_config
 
 SHARES_A_GPU = ("gloo", "horovod")
@@ -94,8 +95,9 @@ def _check_files(job: JobSpec, certain: Findings, *, doubts: Findings, of_image:
             (of_image if job.image else of_path(folder)).ask(_check_writable, Path(folder))
         (of_image if job.image else certain).ask(require_experiment, job)
         if run := trained_run(job):
+            # what the ranks may import they find out by all their words; here nothing is imported
             (of_image if job.image else of_path(run)).ask(
-                load_run_config, RunDir(Path(run)), (), prog="bigbatch launch"
+                load_run_config, RunDir(Path(run)), [TRUST], prog="bigbatch launch"
             )
     elif words[:1] == ("-m",):
         # what is set for the ranks may lead them to other modules

@@ -19,7 +19,7 @@ CASES = {
     ("launch", "local", "--ranks", "2", "--", "ev"): {"evaluate"},
     ("launch", "local", "--", "train", "--config", "quick"): {"quickstart"},
     ("launch", "local", "--", "train", "--optimizer.mom"): {"--optimizer.momentum", "--optimizer.momentum_form"},
-    ("train", "--"): {"--config", "--dry-run", "--quiet", *(f"--{key}" for key in all_keys())},
+    ("train", "--"): {"--config", "--dry-run", "--quiet", "--trust-code", *(f"--{key}" for key in all_keys())},
     ("train", "--config", ""): {*packaged_configs()},
     ("train", "x"): set(),  # a file's name
     ("config", "sh"): {"show"},

@@ -1,5 +1,6 @@
 """From a config to its loss and metrics; own ones are tried before the first step, on a few random logits."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError, or_nearest
-from bigbatch.trainer.config.dotted import import_owner, words_of
+from bigbatch.trainer.config.dotted import import_owner, is_of_library, words_of
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.score import CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.step.score import Metric, PerPicture, Score, cross_entropies
 
+FUNCTIONS = ("torch.nn.functional", "torchvision.ops")
+"""Where torch and torchvision have losses that are functions."""
 NUM_TRIED = 4
 """Pictures: an even number, as they are tried in halves, too."""
 
@@ -86,8 +89,15 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
     if not callable(found):
         callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ConfigError(f"{key}: {module.__name__} has no such class or function{or_nearest(own_name, callables)}")
+    if is_of_library(found, name=dotted) and not _is_library_score(found):
+        raise ConfigError(
+            f"{key}: of torch, torchvision, timm and Python's own modules these are modules, and functions of "
+            f"{' and '.join(FUNCTIONS)}, alone: call others in a function of an own package, and name that"
+        )
     if not isinstance(found, type):
         return partial(found, **options)
+    if not any("__call__" in vars(base) for base in found.__mro__):
+        raise ConfigError(f"{key}: its objects cannot be called with logits and labels")
     try:
         own = found(**options)
     except Exception as error:  # others' code may raise anything, and is to be told of it here
@@ -96,9 +106,15 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
         if any(True for _ in own.parameters()):
             raise ConfigError(f"{key} has weights of its own, which nobody would train: move them into the model")
         own.to(device)
-    if not callable(own):
-        raise ConfigError(f"{key}: its objects cannot be called with logits and labels")
     return own
+
+
+def _is_library_score(found: object) -> bool:
+    """Tell whether it is a module, or a function of FUNCTIONS: others may load files or start processes."""
+    if isinstance(found, type):
+        return issubclass(found, nn.Module)
+    home = f"{getattr(found, '__module__', None)}."
+    return inspect.isfunction(found) and home.startswith(tuple(f"{each}." for each in FUNCTIONS))
 
 
 def _noise(num_classes: int, device: torch.device) -> tuple[Tensor, Tensor]:

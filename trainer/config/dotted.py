@@ -1,5 +1,6 @@
 """Classes of other packages, by their dotted names."""
 
+import inspect
 import os
 import sys
 import traceback
@@ -7,6 +8,9 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from types import ModuleType
+
+LIBRARIES = ("bigbatch", "timm", "torch", "torchvision")
+"""Packages in which much else than models, losses and optimizers can be called."""
 
 
 def is_dotted(name: str) -> bool:
@@ -22,7 +26,8 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
     module_name, _, own_name = name.rpartition(".")
     package = module_name.partition(".")[0]
     try:
-        _find_in_work_folder(package)
+        if package not in LIBRARIES:
+            _find_in_work_folder(package)
         return import_module(module_name), own_name
     except ImportError as error:  # of this module, or of one that it imports in turn
         package = (error.name or package).partition(".")[0]
@@ -36,6 +41,16 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
         ) from error
     except Exception as error:  # others' code may raise anything, and is to be told of it here
         raise ValueError(f"importing {module_name} fails: {words_of(error)}") from error
+
+
+def is_of_library(found: object, *, name: str) -> bool:
+    """Tell whether what has that dotted name is a library's or Python's own, by the name or by where it was defined.
+
+    Of these it may load files or start processes: it is called only where its kind is known.
+    """
+    home = str(getattr(found, "__module__", None)) if inspect.isroutine(found) or inspect.isclass(found) else ""
+    packages = {name.partition(".")[0], home.partition(".")[0]}
+    return not packages.isdisjoint((*LIBRARIES, *sys.stdlib_module_names))
 
 
 def _find_in_work_folder(package: str) -> None:

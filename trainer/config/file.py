@@ -15,13 +15,12 @@ from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import in_proportion
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, Config, make_config, require_known, typed, with_defaults
 from bigbatch.trainer.config.strict_yaml import dump_yaml, parse_yaml
+from bigbatch.trainer.config.trust import RUN_CONFIG, TRUST, is_of_run, require_trusted
 
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
 """The experiments that come with bigbatch, in a checkout and in a wheel alike."""
 BASES = "bases"
 """Folder of packaged YAML that others extend, and which make no experiment alone."""
-RUN_CONFIG = "config.yaml"
-"""The complete config in a run folder."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class Resolved:
     config: Config
     origins: dict[str, str]
     """Key -> default, base FILE, recipe FILE or command line."""
+    of_runs: dict[str, Path]
+    """Key -> the file of a run folder, which others may have written, that states it."""
 
 
 def packaged_configs() -> list[str]:
@@ -46,13 +47,19 @@ def find_config(name: str, *, what: str = "--config") -> Path:
     return _find(name, below=Path(), what=what)
 
 
-def load_config(argv: Sequence[str], *, prog: str = "bigbatch train") -> Config:
-    """Parse and check an experiment. Raises: ConfigError, a line for each refusal; SystemExit after --help."""
-    return resolve(argv, prog=prog).config
+def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
+    """Parse and check an experiment, of which code may be imported. is_run: its file is a run folder's.
+
+    Raises: ConfigError, a line for each refusal, of a run folder's import paths too; SystemExit after --help.
+    """
+    resolved = resolve(argv, prog=prog, is_run=is_run)
+    if TRUST not in argv:
+        require_trusted(resolved.config, resolved.of_runs)
+    return resolved.config
 
 
-def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
-    """Parse and check an experiment, and keep the origins of its values. Raises: as load_config."""
+def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Resolved:
+    """Parse and check an experiment to look at, and keep the origins of its values. Raises: as load_config."""
     refusals = Refusals()
     names, words = parse_options(argv, prog=prog, packaged=packaged_configs(), refusals=refusals)
     overrides = {}
@@ -61,7 +68,8 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
             overrides[key] = typed(key, _value_of(key, word))
     with refusals.finally_of():
         path = _only(names)
-        stated, origins = read_stated(path, refusals)
+        is_run = is_run or path == Path(names[0]) / RUN_CONFIG
+        stated, origins, of_runs = read_stated(path, refusals, is_run=is_run)
         if "schedule.base_lr" in overrides:  # goes before the rate that a file takes from a range test
             stated.pop(RANGE_TEST, None)
             origins.pop(RANGE_TEST, None)
@@ -74,12 +82,13 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train") -> Resolved:
             shorter = in_proportion(values, epochs=epochs, kept=overrides)
             raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
         origins |= dict.fromkeys(overrides, "command line")
+        of_runs = {key: file for key, file in of_runs.items() if key not in overrides}
         if config.schedule.range_test is not None:  # the run then states a number, and needs no file to go on
             rate = suggested_rate(values, read_recipe=read_dumped, is_rate_stated="schedule.base_lr" in overrides)
             origins["schedule.base_lr"] = f"range test {config.schedule.range_test}"
             schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
             config = dataclasses.replace(config, schedule=schedule)
-    return Resolved(config, {key: origins.get(key, "default") for key in KEYS})
+    return Resolved(config, {key: origins.get(key, "default") for key in KEYS}, of_runs)
 
 
 def _only(names: Sequence[str]) -> Path:
@@ -90,27 +99,40 @@ def _only(names: Sequence[str]) -> Path:
     return find_config(names[0])
 
 
-def read_stated(path: Path, refusals: Refusals) -> tuple[dict[str, Any], dict[str, str]]:
+def read_stated(
+    path: Path, refusals: Refusals, *, is_run: bool = False
+) -> tuple[dict[str, Any], dict[str, str], dict[str, Path]]:
     """Read what a YAML file and those that it extends state, the file itself last, and where: by dotted key.
 
+    is_run: the file is a run folder's, whatever else lies there. Third come the keys that such files state last, and
+    those files: what a run folder's extends is not the user's choice either.
     Raises: ConfigError for a file that cannot be read; refusals gets what is wrong within.
     """
-    chain: list[tuple[Path, dict[str, Any]]] = []
-    following: Path | None = path
-    while following is not None:
+    chain: list[tuple[Path, dict[str, Any], bool]] = []
+    following = path
+    while True:
         # samefile, as one file may go by several paths
-        if any(following.samefile(seen) for seen, _ in chain):
+        if any(following.samefile(seen) for seen, _, _ in chain):
             raise ConfigError(f"{chain[-1][0]}: base leads back to {following}: take one base out of this circle")
         content = _read(following)
         base = content.pop("base", None)
-        chain.append((following, content))
-        following = None if base is None else _find(str(base), below=following.parent, what=f"{following}: base")
+        is_run = is_run or is_of_run(following)
+        chain.append((following, content, is_run))
+        if base is None:
+            break
+        below = following.parent
+        following = _find(str(base), below=below, what=f"{following}: base")
+        is_run = is_run or following == below / str(base) / RUN_CONFIG
     values, origins = {}, {}
+    of_runs: dict[str, Path] = {}
     # the furthest base first, so that each file overrides what it extends
-    for each, content in reversed(chain):
+    for each, content, is_each_run in reversed(chain):
         for key, value in _flatten_checked(content, path=each, refusals=refusals).items():
             values[key], origins[key] = value, f"{'recipe' if each is path else 'base'} {_short(each)}"
-    return values, origins
+            of_runs.pop(key, None)
+            if is_each_run:
+                of_runs[key] = each
+    return values, origins, of_runs
 
 
 def read_dumped(text: str) -> dict[str, Any]:

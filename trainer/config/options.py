@@ -12,6 +12,7 @@ from bigbatch.trainer.config import sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
+from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
 
 ALIASES = {"--virtual-ranks": "batch.virtual_ranks"}
 """Short options, and the keys that they state."""
@@ -93,6 +94,7 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
     )
     for flag, text in FLAGS.items() if prog == TRAIN else ():
         parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument(TRUST, action="store_true", help=TRUST_HELP)
     texts = _docstrings() if for_help else {}
     for section, holder in SECTIONS.items():
         group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))

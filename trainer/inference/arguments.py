@@ -10,6 +10,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
+from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
 from bigbatch.trainer.run.checkpoint import best_checkpoint, list_checkpoints
 from bigbatch.trainer.run.folder import RunDir, load_run_config
 
@@ -20,9 +21,9 @@ def trained_parser(prog: str, *, description: str, takes_images: bool = False) -
     parser = ArgumentParser(
         prog=prog,
         usage=f"{prog} (RUN [--checkpoint FOLDER] | --config NAME_OR_FILE --weights FILE){images} "
-        "[--section.key VALUE ...]",
+        f"[{TRUST}] [--section.key VALUE ...]",
         description=f"{description} Any key of the config can be overridden, such as --data.root or "
-        "--batch.microbatch_size.",
+        f"--batch.microbatch_size. {TRUST}: {TRUST_HELP}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, such as runs/quickstart")

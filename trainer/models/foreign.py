@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.dotted import import_owner, words_of
+from bigbatch.trainer.config.dotted import import_owner, is_of_library, words_of
 from bigbatch.trainer.config.model import LIBRARIES
-from bigbatch.trainer.models.libraries import library_model
+from bigbatch.trainer.models.libraries import is_library_builder, library_model
 from bigbatch.trainer.models.norm import NormFactory
 
 
@@ -48,8 +48,15 @@ def _find(name: str) -> Callable[..., Any]:
     if found is None:
         known = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]
         raise ValueError(f"{module.__name__} has no {own_name}; its modules are {', '.join(known) or 'none'}")
+    if isinstance(found, type) and not issubclass(found, nn.Module):
+        raise ValueError(f"it makes a {found.__name__} and no torch.nn.Module")
     if not callable(found):
         raise ValueError("it is neither a class nor a function that makes a torch.nn.Module")
+    if not isinstance(found, type) and is_of_library(found, name=name) and not is_library_builder(found):
+        raise ValueError(
+            "it is neither a torch.nn.Module nor a classifier of torchvision or timm, such as "
+            "torchvision.models.resnet18: call it in a function of an own package, and name that"
+        )
     return found
 
 

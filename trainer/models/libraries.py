@@ -34,6 +34,18 @@ def library_model(name: str) -> Callable[..., nn.Module]:
     return make
 
 
+def is_library_builder(found: object) -> bool:
+    """Tell whether it is the function by which torchvision or timm make one of the models that library_model names."""
+    from torchvision import models
+
+    name = str(getattr(found, "__name__", ""))
+    if str(getattr(found, "__module__", "")).partition(".")[0] != "timm":
+        return name in models.list_models(module=models) and models.get_model_builder(name) is found
+    import timm  # it is imported already
+
+    return timm.is_model(name) and timm.model_entrypoint(name) is found
+
+
 def cached_weights(name: str) -> Path:
     """Find the file that torchvision or timm once downloaded to this machine for weights of that name.
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bigbatch.errors import RunFolderError, first_line
 from bigbatch.files import make_folder, open_plain, parse_json, read_plain, replacing
-from bigbatch.trainer.config.file import RUN_CONFIG, load_config
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.trust import RUN_CONFIG
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -184,4 +185,4 @@ def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> C
     """Load the config of a run folder, with overrides. Raises: RunFolderError where it is none; as load_config."""
     if not rundir.config.is_file():
         raise RunFolderError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
-    return load_config(["--config", str(rundir.config), *overrides], prog=prog)
+    return load_config(["--config", str(rundir.config), *overrides], prog=prog, is_run=True)

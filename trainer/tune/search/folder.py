@@ -63,8 +63,9 @@ class StudyFolder:
 def enter(folder: StudyFolder, identity: dict[str, Any]) -> None:
     """Begin a search, or go on with the same one. Raises: TuneError where the folder holds something else."""
     require_own(folder, identity)
+    # of a search that goes on, too: what trials import is what this command names
+    folder.write_text(folder.base, identity["config"])
     if not folder.identity.exists():
-        folder.write_text(folder.base, identity["config"])
         # last: where it is there, the base is, too
         folder.write_text(folder.identity, json.dumps(identity, indent=1) + "\n")
 

@@ -375,3 +375,15 @@ def test_ablation_says_nothing_that_a_terminal_obeys(file: str, capsys: pytest.C
     out = capsys.readouterr().out
     assert "owned" in out
     assert not set("\x1b\x07\x9b") & set(out)
+
+
+def test_ablation_inference_imports_what_the_ablation_names(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ablation, folder = find_ablation(write(Path(file), inference={"plain": []})), SweepFolder(Path("out"))
+    own = ["--run.metrics={x: own.Score}"]
+    points = make_points(ablation, folder=folder.path, epochs=None, seeds=1, overrides=own)
+    prepare(folder, ablation.as_sweep(), points)
+    change_state(folder, 0, state="done")
+    asked: list[str] = []
+    monkeypatch.setattr(inference, "_evaluate", lambda argv, **_: asked.extend(argv) or "not told")
+    inference.measure(ablation, points, folder)
+    assert asked[-3:] == ["out/points/0/run", "--run.metrics={x: own.Score}", "--json"]

@@ -457,7 +457,7 @@ def test_help_offers_nothing_that_is_refused(capsys):
         load_config(["--config", "quickstart", "--help"])
     options = capsys.readouterr().out.split("options:")[1].split("example:")[0]
     offered = {word.rstrip(",") for word in options.split() if word.startswith("--")}
-    assert offered == {"--config", "--help", *FLAGS} | {f"--{key}" for key in all_keys()}
+    assert offered == {"--config", "--help", "--trust-code", *FLAGS} | {f"--{key}" for key in all_keys()}
 
 
 def test_find_config_takes_a_file_here_before_a_packaged_name(monkeypatch, tmp_path):

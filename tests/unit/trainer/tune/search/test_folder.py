@@ -54,6 +54,14 @@ def test_folder_of_something_else_is_refused(tmp_path):
         run(tmp_path / "used/thesis.tex")
 
 
+def test_trials_of_a_search_that_goes_on_take_its_own_config(tmp_path):
+    folder, identity = folder_module.StudyFolder(tmp_path), {"config": "run: {seed: 1}\n"}
+    folder_module.enter(folder, identity)
+    folder.base.write_text("run: {metrics: {x: planted.Net}}\n")
+    folder_module.enter(folder, identity)
+    assert folder.base.read_text() == identity["config"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("left", [(), ("base.yaml",), (".base.yaml.77",), ("base.yaml", ".search.json.77")])
 def test_search_that_was_killed_as_it_began_can_begin_again(tmp_path, left):

@@ -1,0 +1,143 @@
+"""A run folder from others imports nothing, and nothing but models, losses and optimizers is called."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from error_texts import naming
+from torch import nn
+
+from bigbatch.cli import main
+from bigbatch.errors import ConfigError, DataError
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.config.trust import TRUST
+from bigbatch.trainer.in_python import train
+from bigbatch.trainer.models.foreign import make_foreign
+
+KEYS: dict[str, Callable[[str], list[str]]] = {
+    "model.name": lambda name: [f"--model.name={name}", "--model.width=null"],
+    "optimizer.name": lambda name: [f"--optimizer.name={name}", "--optimizer.trust_coefficient=null"],
+    "optimizer.loss": lambda name: [
+        f"--optimizer.loss={name}",
+        "--optimizer.label_smoothing=0",
+        "--run.divergence_steps=null",
+    ],
+    "run.metrics": lambda name: [f"--run.metrics={{x: {{name: {name}, options: {{args: id}}}}}}"],
+}
+HOSTILE = [
+    *("subprocess.Popen", "os.system", "builtins.exec", "planted.Net", "planted.torch.nn.Net"),
+    *("torch.hub.load", "torch.load", "torch.os.system", "torch.utils.cpp_extension.load", "torch.jit.load"),
+    *("torchvision_evil.Net", "torch_evil.nn.Net", "torchvision.io.read_image", "timm.create_model"),
+    *("bigbatch.files.os.system", "bigbatch.cli.main", "bigbatch.launch.jobs.foreground.run"),
+    *("torch.nnx.Net", "torch.optim_.SGD", "timm.data.create_dataset", "tоrch.nn.Linear"),  # a Cyrillic o  # noqa: RUF001
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a run folder in a work folder with modules that must not be imported."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/metrics.jsonl").touch()
+    for module in ("planted", "torchvision_evil", "torch_evil/nn", "torch/nnx", "torch/nn/evil"):
+        path = tmp_path / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("open('imported', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    return Path("theirs")
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "config.yaml").write_text(text)
+    return str(folder)
+
+
+def stated(key: str, name: str) -> str:
+    return dump_config(load_config(["--config", "quickstart", *KEYS[key](name)]))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("key", KEYS)
+def test_run_folder_may_not_name_code(key: str, name: str, folder: Path) -> None:
+    run = write(folder, stated(key, name))
+    for named in (run, f"{run}/config.yaml"):
+        with pytest.raises(ConfigError, match=naming(f"{run}/config.yaml", f"{key}: {name}", TRUST, f"--{key}")):
+            load_config(["--config", named])
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "theirs"],
+        ["predict", "theirs", "x.jpeg"],
+        ["export", "theirs", "--format=safetensors", "--out=x"],
+        ["evaluate", "--config=theirs", "--weights=theirs/x.pt"],
+        ["train", "--config=theirs/config.yaml"],
+        ["train", "--config=own.yaml"],
+        ["train", "--config=copy/config.yaml"],
+        ["tune", "range", "--config=theirs", "--from=1", "--to=2", "--steps=200", "--out=x"],
+        ["doctor", "--config=theirs"],
+    ],
+)
+def test_command_imports_nothing_of_a_run_folder(
+    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, stated("run.metrics", "planted.Net"))
+    Path("own.yaml").write_text("base: theirs\nrun: {epochs: 20}\n")
+    Path("copy").symlink_to("theirs")
+    assert main(words) == 1
+    assert "run.metrics: planted.Net" in capsys.readouterr().err
+    assert not Path("imported").exists()
+
+
+def test_all_names_of_a_run_folder_are_listed(folder: Path) -> None:
+    words = [word for key in KEYS for word in KEYS[key](f"planted.{key.replace('.', '_').title()}")]
+    run = write(folder, dump_config(load_config(["--config", "quickstart", *words])))
+    with pytest.raises(ConfigError, match=naming(*(f"{key}: planted." for key in KEYS))):
+        load_config(["--config", run])
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_code_that_the_user_names_is_taken(key: str, folder: Path) -> None:
+    run = write(folder, text := stated(key, "planted.Net"))
+    own = Path("own.yaml")
+    own.write_text(text)
+    for words in (["--config", run, TRUST], ["--config", run, *KEYS[key]("planted.Net")], ["--config=own.yaml"]):
+        assert "planted.Net" in dump_config(load_config(words))
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("model.name", "torchvision.models.resnet18"),
+        ("model.name", "timm.models.ResNet"),
+        ("optimizer.name", "torch.optim.RAdam"),
+        ("optimizer.name", "bigbatch.LAMB"),
+        ("optimizer.loss", "torch.nn.CrossEntropyLoss"),
+        ("run.metrics", "torch.nn.functional.cross_entropy"),
+    ],
+)
+def test_run_folder_may_name_what_libraries_hold(key: str, name: str, folder: Path) -> None:
+    assert name in dump_config(load_config(["--config", write(folder, stated(key, name))]))
+
+
+def test_python_takes_code_of_a_run_folder_only_if_told(folder: Path) -> None:
+    run = write(folder, stated("run.metrics", "planted.Net"))
+    with pytest.raises(ConfigError, match=naming("planted.Net")):
+        train(run, {"run.epochs": 20})
+    with pytest.raises(DataError):  # it goes on to the images, of which there are none
+        train(run, trust_code=True)
+
+
+def test_config_beside_weights_is_a_run_folders(folder: Path) -> None:
+    Path("theirs/metrics.jsonl").rename("theirs/model.safetensors")
+    with pytest.raises(ConfigError, match=naming("planted.Net")):
+        load_config(["--config", f"{write(folder, stated('model.name', 'planted.Net'))}/config.yaml"])
+
+
+def test_library_in_the_work_folder_is_not_imported(folder: Path) -> None:
+    name = load_config(["--config", write(folder, stated("model.name", "torch.nn.evil.Net"))]).model.name
+    with pytest.raises(ConfigError, match=naming("torch.nn.evil")):
+        make_foreign(name, num_classes=7, norm=nn.BatchNorm2d, options={})
+    assert not Path("imported").exists()
