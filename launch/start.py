@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import LaunchOptionError, or_nearest, tell
@@ -20,6 +19,7 @@ from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, 
 from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.paths import as_path, expand_path
 
 Run = Callable[[argparse.Namespace, tuple[str, ...]], int]
 """Runs a subcommand: what stands before -- on the command line, and behind it; its exit code."""
@@ -130,8 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
     )
     checks.set_defaults(run=_preflight)
-    checks.add_argument("--good-hosts", type=Path, metavar="FILE", help="mpirun: write a hostfile of the fit ones")
-    checks.add_argument("--json", metavar="FILE", help="write all that was found there")
+    checks.add_argument("--good-hosts", type=as_path, metavar="FILE", help="mpirun: write a hostfile of the fit ones")
+    checks.add_argument("--json", type=expand_path, metavar="FILE", help="write all that was found there")
     status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
     status.set_defaults(run=_status)
     status.add_argument("jobs", nargs="*", metavar="JOB", help="number (default: all of yours)")

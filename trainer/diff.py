@@ -11,6 +11,7 @@ from torch import Tensor
 from bigbatch.errors import CheckpointError, RunFolderError, first_line, printable
 from bigbatch.exit_codes import FAILED
 from bigbatch.files import read_plain
+from bigbatch.paths import as_path
 from bigbatch.trainer.parting import Parting, find_places, likely_cause, listed
 from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.digests import BY_MICROBATCH, PHASES, PLACE_LETTERS, SUMMED, values_folder
@@ -38,7 +39,7 @@ class Run:
 def main(argv: Sequence[str]) -> int:
     """Compare; return 0 where nothing differs, FAILED else. Raises: RunFolderError; CheckpointError."""
     arguments = _make_parser().parse_args(argv)
-    a, b = (read_run(Path(name)) for name in (arguments.a, arguments.b))
+    a, b = map(read_run, (arguments.a, arguments.b))
     told = _changes(a, b)
     for key, text in told.items():
         _say(f"config: {key}={text}")
@@ -262,5 +263,5 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="example: bigbatch diff runs/one runs/other",
     )
     for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="a run folder")
+        parser.add_argument(name, type=as_path, metavar=name.upper(), help="a run folder")
     return parser

@@ -20,6 +20,7 @@ from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.comm.tuning.measure import Effort, measure_links, time_sums
 from bigbatch.comm.tuning.tuned import read_tuned
 from bigbatch.errors import CommError
+from bigbatch.paths import as_path
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 WORKING_COPIES = 3
@@ -183,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--factor", type=int, default=4, help="from one size to the next (default: %(default)s)")
     add("--dtype", choices=tuple(bench.ELEMENT_BYTES), default="float32", help="of the tensors (default: %(default)s)")
     add("--algorithms", default="all", help="such as ring,native (default: %(default)s that run here)")
-    add("--table", type=Path, metavar="FILE", help="file of bigbatch comm tune: measures hybrid, too")
+    add("--table", type=as_path, metavar="FILE", help="file of bigbatch comm tune: measures hybrid, too")
     wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
     add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: that of the tensors)")
     add_connection_options(parser)
@@ -195,6 +196,6 @@ def _parser() -> argparse.ArgumentParser:
         help="fewer repetitions where all algorithms together would take longer (default: %(default)s)",
     )
     add("--link-gbit", default="measured", metavar="GBIT", help="a node's link in Gbit/s (default: %(default)s)")
-    add("--output", type=Path, metavar="FILE.jsonl", help="a line of conditions, then a line per algorithm and size")
-    add("--plot", type=Path, metavar="FILE.png", help="bus bandwidth and time by size")
+    add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, then a line per algorithm and size")
+    add("--plot", type=as_path, metavar="FILE.png", help="bus bandwidth and time by size")
     return parser

@@ -18,6 +18,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.errors import CommError
 from bigbatch.exit_codes import FAILED
+from bigbatch.paths import as_path
 
 WORKING_COPIES = 17
 """In bytes of the fp32 numbers: they and their sums, int64 of twice the bytes, as much again for algorithms, float64
@@ -195,5 +196,5 @@ algorithm, size, rank and element, and the command ends with 1.""",
     add("--repetitions", type=int, default=5, help="of each sum (default: %(default)s)")
     add("--seed", type=int, default=0, help="draws other numbers (default: %(default)s)")
     add_connection_options(parser)
-    add("--output", type=Path, metavar="FILE.jsonl", help="a line of conditions, a line per row, and the verdict")
+    add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, a line per row, and the verdict")
     return parser

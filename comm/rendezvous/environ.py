@@ -23,6 +23,7 @@ from bigbatch.comm.rendezvous.launcher import (
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import LaunchError, shortened
 from bigbatch.files import parse_json
+from bigbatch.paths import as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile, whose own default lies in /tmp, where a reboot or a container's end wipes it out."""
@@ -305,7 +306,7 @@ def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torch
     variables = os.environ if environ is None else environ
     if variables.setdefault(COMPILED_VARIABLE, torchs_own) == torchs_own:
         with contextlib.suppress(OSError, RuntimeError):
-            folder = _cache_folder(variables) / "compiled"
+            folder = _own_folder(variables, "cache") / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 variables[COMPILED_VARIABLE] = str(folder)
@@ -315,7 +316,7 @@ def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torch
 def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """Return where tables that were measured on this user's clusters are kept, or None where there is no home."""
     with contextlib.suppress(RuntimeError):
-        return _cache_folder(os.environ if environ is None else environ) / "calibration"
+        return _own_folder(os.environ if environ is None else environ, "cache") / "calibration"
     return None
 
 
@@ -325,10 +326,10 @@ def site_files(environ: Mapping[str, str] | None = None) -> list[Path]:
     """
     variables = os.environ if environ is None else environ
     if (named := variables.get(SITE_FILE_VARIABLE)) is not None:
-        return [Path(named)] if named else []
+        return [as_path(named)] if named else []
     found = [SYSTEM_SITE_FILE]
     with contextlib.suppress(RuntimeError):  # of a user without a home
-        found.insert(0, Path(variables.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "bigbatch/bigbatch.toml")
+        found.insert(0, _own_folder(variables, "config") / "bigbatch.toml")
     return [path for path in found if path.exists()]
 
 
@@ -341,9 +342,9 @@ def site_settings(environ: Mapping[str, str] | None = None) -> Any:
         return text
 
 
-def _cache_folder(variables: Mapping[str, str]) -> Path:
-    """Raises: RuntimeError where there is no home."""
-    return Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bigbatch"
+def _own_folder(variables: Mapping[str, str], kind: str) -> Path:
+    """Return the user's folder for config or cache. Raises: RuntimeError if there is no home; PathError."""
+    return as_path(variables.get(f"XDG_{kind.upper()}_HOME") or f"{Path.home()}/.{kind}") / "bigbatch"
 
 
 def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:

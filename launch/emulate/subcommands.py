@@ -42,6 +42,7 @@ from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
 from bigbatch.launch.jobs.restarts import run_healing
 from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.paths import as_path
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--name", help=f"of the cluster (default: {DEFAULT_NAME}, or one of its own)")
     add_options(run, (*RUN_OPTIONS[2:], RESTARTS))
     run.add_argument("--python", action="store_true", help=PYTHON_HELP)
-    run.add_argument("--counters", type=Path, metavar="FILE", help="write the bytes of each link there, as JSON")
+    run.add_argument("--counters", type=as_path, metavar="FILE", help="write the bytes of each link there, as JSON")
     actions.add_parser(
         "exec",
         parents=[named],

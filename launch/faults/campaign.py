@@ -23,6 +23,7 @@ from bigbatch.launch.faults.job import ask, prepare
 from bigbatch.launch.faults.rank import environment, source_commit
 from bigbatch.launch.faults.table import format_campaign
 from bigbatch.launch.faults.trial import KINDS, SHAPES, Trial, draw, parse, simpler
+from bigbatch.paths import as_path
 
 MAX_RANKS = max(nodes * ranks for nodes, ranks in SHAPES)
 MAX_NODES = max(nodes for nodes, _ in SHAPES)
@@ -90,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--out",
-        type=Path,
+        type=as_path,
         metavar="FILE",
         help="write conditions and trials there, a line of JSON each, and\n"
         "what was said where a promise was broken to FILE.broken.txt",

@@ -15,6 +15,7 @@ from bigbatch.errors import FaultError, tell
 from bigbatch.exit_codes import FAILED
 from bigbatch.launch.faults.culprits import STUCK, find_culprits
 from bigbatch.launch.faults.verdict import headline, last_words, nothing_wrong, record, table
+from bigbatch.paths import as_path
 
 MOST_BYTES = 1 << 26
 """Of one dump: some fifty times what a recorder of 2,000 operations writes, with the lines that called them."""
@@ -85,7 +86,7 @@ example: bigbatch faults explain /shared/job""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("dumps", type=Path, nargs="+", metavar="DUMPS", help="folders that hold dumps, or the files")
+    parser.add_argument("dumps", type=as_path, nargs="+", metavar="DUMPS", help="folders that hold dumps, or the files")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for machines")
     return parser
 

@@ -9,6 +9,7 @@ from typing import Any
 from bigbatch.errors import FaultError
 from bigbatch.files import parse_json
 from bigbatch.launch.faults.trial import KINDS, PHASES
+from bigbatch.paths import as_path
 
 Record = Mapping[str, Any]
 """A line of a campaign's file: Score.record()."""
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         epilog="example: bigbatch faults table faults.jsonl",
         allow_abbrev=False,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="what bigbatch faults run --out wrote")
+    parser.add_argument("file", type=as_path, metavar="FILE", help="what bigbatch faults run --out wrote")
     print(format_campaign(*read_records(parser.parse_args(argv).file)))
     return 0
 

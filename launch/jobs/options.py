@@ -4,7 +4,6 @@ import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import LaunchOptionError
@@ -12,6 +11,7 @@ from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.sbatch import parse_passed
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
 from bigbatch.launch.jobs.words import check_words, parse_environment, parse_gpus, parse_minutes, parse_taken
+from bigbatch.paths import PathError, as_path, expand_path
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Option:
 
     name: str
     help: str
-    kind: type = str
+    kind: Callable[[str], Any] = str
+    """Reads the word."""
     choices: tuple[str, ...] | None = None
     default: str | None = None
     metavar: str | None = None
@@ -38,10 +39,10 @@ class Option:
             raise LaunchOptionError(f"argument {self.flag}: expected one argument")
         try:
             read = self.kind(str(value))
+        except PathError as error:
+            raise LaunchOptionError(f"argument {self.flag}: {error}") from error
         except ValueError as error:
-            raise LaunchOptionError(
-                f"argument {self.flag}: invalid {self.kind.__name__} value: {str(value)!r}"
-            ) from error
+            raise LaunchOptionError(f"argument {self.flag}: invalid int value: {str(value)!r}") from error
         if self.choices is not None and read not in self.choices:
             legal = ", ".join(map(repr, self.choices))
             raise LaunchOptionError(f"argument {self.flag}: invalid choice: {read!r} (choose from {legal})")
@@ -57,7 +58,7 @@ RESTARTS = Option(
 RANKS = (
     Option("ranks", "number of ranks in all (default: see above)", int),
     Option("hosts", "hosts and their ranks, such as n0:8,n1:8 (default: this host)"),
-    Option("hostfile", "the same in a file: lines such as n0 slots=8", Path),
+    Option("hostfile", "the same in a file: lines such as n0 slots=8", as_path),
     Option("nodes", "number of nodes", int),
     Option("ranks_per_node", "default: --gpus-per-node, else 1", int),
     Option("node_rank", "torchrun, local: which of the nodes this is, from 0", int),
@@ -97,7 +98,7 @@ REQUEST = (
         "checkpoint and requeue so long before the time limit (default: 120; 0: not at all, the limit is the end)",
         int,
     ),
-    Option("logs", "folder for output (default: logs)"),
+    Option("logs", "folder for output (default: logs)", expand_path),
     Option(
         "sbatch",
         "any other option of sbatch by its long name, once per option: exclusive, mem-per-gpu=60G",
@@ -114,10 +115,11 @@ REQUEST = (
     Option("mpi", "srun's --mpi, such as none or pmix (default: the cluster's own; bigbatch needs none)"),
 )
 CONTAINER = (
-    Option("image", "that the ranks run in: a .sqsh or .sif file, or a registry's name"),
+    Option("image", "that the ranks run in: a .sqsh or .sif file, or a registry's name", expand_path),
     Option(
         "mount",
         "SOURCE:TARGET[:FLAGS], once per mount; under Kubernetes a source is a volume claim, or a folder of the node",
+        expand_path,
         repeats=True,
     ),
     Option("container", "(default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")),

@@ -9,6 +9,7 @@ from threading import Thread
 
 from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
+from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import CommConfig
@@ -40,7 +41,7 @@ def trained_run(job: JobSpec) -> str | None:
     """Return the run folder that a command works on which trains nothing; None without one."""
     words = first_words(job)
     is_named = not job.is_python and words[:1] in OF_A_RUN and len(words) > 1 and not words[1].startswith("-")
-    return words[1] if is_named else None
+    return expand_path(words[1]) if is_named else None
 
 
 def require_experiment(job: JobSpec) -> None:

@@ -15,6 +15,7 @@ from typing import IO
 from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES
 from bigbatch.errors import JobRefused, SchedulerError, printable
 from bigbatch.launch.jobs.foreground import one_line
+from bigbatch.paths import as_path
 from bigbatch.trainer.run.folder import writing
 
 FOREIGN_VARIABLES = fill(
@@ -25,7 +26,7 @@ FOREIGN_VARIABLES = fill(
 
 def add_script_options(parser: argparse.ArgumentParser) -> None:
     """Add what becomes of the script, and whether the end of the job is waited for."""
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the script there; do not submit it")
+    parser.add_argument("--output", type=as_path, metavar="FILE", help="write the script there; do not submit it")
     parser.add_argument("--force", action="store_true", help="--output: write over a file that was edited")
     parser.add_argument("--wait", action="store_true", help="until the job has ended, with its exit code")
 

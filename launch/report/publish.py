@@ -10,6 +10,7 @@ from bigbatch.launch.report.accuracy import ToAccuracy, to_accuracy
 from bigbatch.launch.report.collect import RunResults, SweepResults, read_folder
 from bigbatch.launch.report.report import ScalingReport
 from bigbatch.launch.sweep.folder import damage
+from bigbatch.paths import as_path, expand_path
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,13 +20,13 @@ def main(argv: Sequence[str]) -> int:
         raise LaunchOptionError(f"--target {arguments.target:g} must be a share of right answers, such as 0.759")
     if arguments.price is not None and not 0 < arguments.price < math.inf:
         raise LaunchOptionError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
-    results = [read_folder(path) for path in dict.fromkeys(map(Path, arguments.folders))]
+    results = [read_folder(path) for path in dict.fromkeys(arguments.folders)]
     report = ScalingReport(
         [each for each in results if isinstance(each, SweepResults)],
         [(each, _to_accuracy(each, stated=arguments.target)) for each in results if isinstance(each, RunResults)],
         price=arguments.price,
     )
-    own = Path(arguments.folders[0])
+    own = arguments.folders[0]
     folder = Path(arguments.output or own / "report")
     report.print()
     report.write(folder, within=folder if arguments.output else own)
@@ -42,8 +43,13 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("folders", nargs="+", metavar="FOLDER", help="of a sweep, or a run")
-    add("--output", metavar="DIR", help="for report.html and the others (default: report, in the first FOLDER)")
+    add("folders", type=as_path, nargs="+", metavar="FOLDER", help="of a sweep, or a run")
+    add(
+        "--output",
+        type=expand_path,
+        metavar="DIR",
+        help="for report.html and the others (default: report, in the first FOLDER)",
+    )
     add("--target", type=float, help="top-1 of runs, such as 0.759 (default: the run's own target, else its best)")
     add("--price", type=float, help="of a GPU (a rank) for an hour, in any currency, such as 2.50: adds what it costs")
     return parser

@@ -19,6 +19,7 @@ from bigbatch.launch.simulate.scaling import Factors, Point, Question, simulate_
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.simulate.table import predict_table
 from bigbatch.launch.tables import show_table, stdout_console
+from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import load_config
 
 PROG = "bigbatch simulate"
@@ -230,12 +231,23 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("config", nargs="?", metavar="CONFIG", help="a recipe, as train takes it; --section.key overrides it")
-    add("--cluster", metavar="NAME", help=f"a file, or one of {', '.join(cluster_names())}")
+    add(
+        "config",
+        type=expand_path,
+        nargs="?",
+        metavar="CONFIG",
+        help="a recipe, as train takes it; --section.key overrides it",
+    )
+    add("--cluster", type=expand_path, metavar="NAME", help=f"a file, or one of {', '.join(cluster_names())}")
     add("--gpus", default="", metavar="N,N..M", help="such as 8..2048, doubling (default: 1 to 256 nodes)")
     add("--algorithm", choices=CHOICES, help="instead of the recipe's, whose auto and hybrid mean the fastest known")
     add("--rate", type=float, help="images/s of one device at the recipe's microbatch, measured by you")
-    add("--profile", metavar="FILE", help="the same, as bigbatch doctor --json measured it of this recipe")
+    add(
+        "--profile",
+        type=expand_path,
+        metavar="FILE",
+        help="the same, as bigbatch doctor --json measured it of this recipe",
+    )
     add("--input-rate", type=float, help="images/s that the loaders of one node bring, instead of the cluster's")
     add("--images", type=float, default=1_281_167, help="in an epoch (default: ImageNet's 1,281,167)")
     add("--price", type=float, help="of a GPU for an hour, in any currency: adds what it costs")
@@ -246,11 +258,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
     add("--what-if", metavar="X=2x", help="link, inside, rate, batch, input: so many times as large, side by side")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire; seconds")
-    add("--json", metavar="FILE", help="all figures")
-    add("--html", metavar="FILE", help="all of it as one page, like that of bigbatch report")
-    add("--plot", metavar="FILE", help="images per second and GPU, PNG or SVG")
-    add("--trace", metavar="FILE", help="the step of the most GPUs, for ui.perfetto.dev or chrome://tracing")
-    add("--given", metavar="CSV", help="measured rows, with the columns of docs/simulate.md")
-    add("--rows", metavar="CSV", help="rows to be predicted, with the same columns")
-    add("--out", metavar="CSV", help="where the predictions go")
+    add("--json", type=expand_path, metavar="FILE", help="all figures")
+    add("--html", type=expand_path, metavar="FILE", help="all of it as one page, like that of bigbatch report")
+    add("--plot", type=expand_path, metavar="FILE", help="images per second and GPU, PNG or SVG")
+    add(
+        "--trace",
+        type=expand_path,
+        metavar="FILE",
+        help="the step of the most GPUs, for ui.perfetto.dev or chrome://tracing",
+    )
+    add("--given", type=expand_path, metavar="CSV", help="measured rows, with the columns of docs/simulate.md")
+    add("--rows", type=expand_path, metavar="CSV", help="rows to be predicted, with the same columns")
+    add("--out", type=expand_path, metavar="CSV", help="where the predictions go")
     return parser

@@ -30,6 +30,7 @@ from bigbatch.launch.sweep.queueing import find_submitted, submit_points, wait_f
 from bigbatch.launch.sweep.running import Interrupted, run_points
 from bigbatch.launch.sweep.show import Show, outcome, print_table
 from bigbatch.launch.tables import show_table, stdout_console
+from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import PACKAGED
 
 
@@ -75,13 +76,23 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("sweep", metavar="FILE", help="the sweep, or the name of a packaged one: " + ", ".join(packaged_sweeps()))
+    add(
+        "sweep",
+        type=expand_path,
+        metavar="FILE",
+        help="the sweep, or the name of a packaged one: " + ", ".join(packaged_sweeps()),
+    )
     add("--where", choices=PLACES, help="instead of the file's; its launch options must fit")
-    add("--folder", help="for the points (default: runs/sweeps/NAME)")
+    add("--folder", type=expand_path, help="for the points (default: runs/sweeps/NAME)")
     add("--points", metavar="N,N-N", help="only these (default: all)")
     add("--retry-failed", action="store_true", help="run failed points again")
     add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
-    add("--predict", metavar="CLUSTER", help="what `bigbatch simulate` says of each point, beside what was measured")
+    add(
+        "--predict",
+        type=expand_path,
+        metavar="CLUSTER",
+        help="what `bigbatch simulate` says of each point, beside what was measured",
+    )
     add("--dry-run", action="store_true", help="print the points, and what would run of them")
     return parser
 

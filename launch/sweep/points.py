@@ -10,6 +10,7 @@ from typing import Any
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.launch.sweep.plan import Sweep
+from bigbatch.paths import as_path
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -132,7 +133,7 @@ def count_nodes(where: str, launch: dict[str, Any], *, ranks: int, ranks_per_nod
     if where not in ("local", "mpirun"):
         return ranks // ranks_per_node
     hosts = parse_hosts(str(launch["hosts"])) if "hosts" in launch else ()
-    hosts += read_hostfile(Path(str(launch["hostfile"]))) if "hostfile" in launch else ()
+    hosts += read_hostfile(as_path(str(launch["hostfile"]))) if "hostfile" in launch else ()
     before = itertools.accumulate((slots for _, slots in hosts), initial=0)
     return len({host for (host, _), taken in zip(hosts, before, strict=False) if taken < ranks}) or 1
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import Resolved, resolve
 from bigbatch.trainer.config.schema import KEYS, lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
@@ -43,5 +44,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="example: bigbatch config diff imagenet/resnet50_8k imagenet/resnet50_64k",
     )
     for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="a packaged experiment, a YAML file or a run folder")
+        parser.add_argument(
+            name, type=expand_path, metavar=name.upper(), help="a packaged experiment, a YAML file or a run folder"
+        )
     return parser

@@ -23,6 +23,8 @@ ABOVE_ZERO = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_ONE = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
 MEGAPIXELS = Range("above 0 and at most 178", lambda v: 0 < v <= 178)  # Pillow opens none with more than 178.9
 BELOW_2_63 = Range("below 2**63", lambda v: v < 2**63)
+PATH = "path"
+"""Marks a field whose text is a path, or may be one."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Key:
     default: Any
     ranges: tuple[Range, ...]
     only_for: OnlyFor | None
+    is_path: bool
 
     def __str__(self) -> str:
         return f"{self.section}.{self.name}"
@@ -71,6 +74,7 @@ def read_keys(section: str, holder: type) -> Iterator[Key]:
             default=field.default,
             ranges=tuple(note for note in notes if isinstance(note, Range)),
             only_for=next((note for note in notes if isinstance(note, OnlyFor)), None),
+            is_path=PATH in notes,
         )
 
 

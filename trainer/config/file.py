@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import ConfigError, nearest
+from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.options import parse_options
 from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
@@ -168,6 +169,10 @@ def _packaged() -> list[str]:
 
 
 def _find(name: str, *, below: Path, what: str) -> Path:
+    try:
+        name = expand_path(name)
+    except PathError as error:
+        raise ConfigError(f"{what} {error}") from None
     if (below / name).is_file():
         return below / name
     if name in (known := _packaged()):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from bigbatch.errors import ConfigError
+from bigbatch.paths import expand_path
 from bigbatch.trainer.config import sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.refusals import Refusals
@@ -87,6 +88,7 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
     )
     parser.add_argument(
         "--config",
+        type=expand_path,
         action="append",
         nargs="?",
         const="",

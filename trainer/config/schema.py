@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from bigbatch.errors import ConfigError
+from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.augment import check_augment, check_image_size
 from bigbatch.trainer.config.batch import check_batch
 from bigbatch.trainer.config.comm import check_comm
@@ -101,12 +102,20 @@ def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed(name: str, value: Any) -> Any:
-    """Give the value as the field of that key holds it. Raises: ConfigError, also for a number out of range."""
+    """Give the value as the field of that key holds it, a path expanded.
+
+    Raises: ConfigError, also for a number out of range.
+    """
     kind = KEYS[name].kind
     try:
         held = conform(value, kind)
     except TypeError:
         raise ConfigError(f"{name}={_shown(value)} must be {describe(kind)}{_or_plain(value, kind)}") from None
+    if KEYS[name].is_path and isinstance(held, str):
+        try:
+            held = expand_path(held)
+        except PathError as error:
+            raise ConfigError(f"{name}={error}") from None
     if refusals := list(_check_value(name, held)):
         raise ConfigError(*refusals)
     return held

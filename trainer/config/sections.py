@@ -9,6 +9,7 @@ from bigbatch.trainer.config.fields import (
     BELOW_ONE,
     MEGAPIXELS,
     NOT_NEGATIVE,
+    PATH,
     POSITIVE,
     SHARE,
     OnlyFor,
@@ -26,7 +27,7 @@ SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 class RunConfig:
     """These keys say where the run goes, how long it lasts and what it writes."""
 
-    directory: str = "runs/{name}"
+    directory: Annotated[str, PATH] = "runs/{name}"
     """Run folder for config, metrics, checkpoints, plot and summary; {name} in it is the name of the config's file."""
     seed: Annotated[int, NOT_NEGATIVE, BELOW_2_63] = 0
     """Seed of weights, sample order and every draw of the input."""
@@ -68,7 +69,7 @@ class RunConfig:
     checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
     """A checkpoint, or the plot at the end, that is not written after this long ends the job; comm.timeout_seconds does
     not count meanwhile."""
-    resume: str = "auto"
+    resume: Annotated[str, PATH] = "auto"
     """auto: go on from the newest checkpoint of the run folder, if any; never: refuse a used run folder;
     else the path of a checkpoint to start from."""
     metrics: dict[str, Any] | None = None
@@ -102,7 +103,7 @@ class DataConfig:
     resident_on: Annotated[Literal["device", "host"] | None, OnlyFor("loader", ("resident",))] = "device"
     """Whose memory resident keeps the set in. host: batches are cropped there and copied to the device at each step,
     which shows what the device's memory is worth. null but for resident."""
-    root: str = "data/imagenet"
+    root: Annotated[str, PATH] = "data/imagenet"
     """Folder with train/<class>/<picture> and val/<class>/<picture>, or a list of pictures by bigbatch init; unused by
     synthetic."""
     num_classes: Annotated[int, POSITIVE] = 1000
@@ -140,7 +141,7 @@ class DataConfig:
     hardware_share: Annotated[float, SHARE] = 0.65
     """Share of JPEGs that a GPU's decoding engine takes, where there is one, in [0, 1]; the rest is decoded by its
     other cores. Ignored but for dali."""
-    stage: Annotated[str | None, OnlyFor("loader", READERS, or_null=True)] = None
+    stage: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True)] = None
     """Folder of each node into which packed data are copied before the run, such as one on a local disk or in
     /dev/shm; null to read from root."""
     keep_staged: bool = True
@@ -202,7 +203,7 @@ class ModelConfig:
     fan_out) or sqrt(2 / (fan_in + fan_out)), with biases of 0; null for the model's own."""
     linear_std: Annotated[float | None, POSITIVE] = None
     """Standard deviation of a normal start of linear layers, such as 0.01; null for what init says."""
-    weights: str | None = None
+    weights: Annotated[str | None, PATH] = None
     """Weights to start from: a checkpoint folder, a file with a state_dict of ours, torchvision's or timm's, or
     torchvision:NAME or timm:NAME for what these have downloaded; null for random ones from run.seed. A resumed run has
     its own."""
@@ -335,7 +336,7 @@ class ScheduleConfig:
     """Form of the decay after the warm-up; cyclic goes up and down again and again instead."""
     base_lr: Annotated[float, POSITIVE] = 1.0
     """Learning rate at the end of the warm-up; of cyclic, in the middle of the first cycle."""
-    range_test: str | None = None
+    range_test: Annotated[str | None, PATH] = None
     """Folder or range.json of bigbatch tune range, of the same recipe, whose suggestion base_lr is then; null to state
     base_lr."""
     warmup_epochs: Annotated[float, NOT_NEGATIVE] = 5.0
@@ -378,7 +379,7 @@ class CommConfig:
     """Of algorithm auto. auto: without table the first start on a cluster of several nodes measures one, for up to 10
     seconds, and later ones take it; always: every start with several ranks measures; never: none does, nor takes one.
     Tables change how sums are rounded."""
-    table: str | None = None
+    table: Annotated[str | None, PATH] = None
     """File that `bigbatch comm tune` made for this cluster and model; null for none."""
     group_size: Annotated[int | None, POSITIVE] = None
     """Ranks per node group; null for one group per host."""

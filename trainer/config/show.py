@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import Resolved, find_config, resolve
 from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, lookup
@@ -43,5 +44,7 @@ def _make_parser() -> argparse.ArgumentParser:
         epilog="example: bigbatch config show imagenet/resnet50_8k --run.epochs 100",
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", help="a packaged experiment, a YAML file or a run folder")
+    parser.add_argument(
+        "name", type=expand_path, metavar="NAME", help="a packaged experiment, a YAML file or a run folder"
+    )
     return parser

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bigbatch.paths import as_path
+
 if TYPE_CHECKING:
     from bigbatch.trainer.datasets.class_folders import DataSet
     from bigbatch.trainer.datasets.show_progress import Report
@@ -52,7 +54,9 @@ def _add_imagenet(data_sets: "Subparsers") -> None:
         "They are read in place, without temporary copies; ROOT needs as much room again.",
         example="bigbatch data prepare imagenet data/imagenet --archives downloads --check-md5",
     )
-    parser.add_argument("--archives", type=Path, required=True, metavar="FOLDER", help="where the three archives lie")
+    parser.add_argument(
+        "--archives", type=as_path, required=True, metavar="FOLDER", help="where the three archives lie"
+    )
     _add_check_md5(parser)
 
 
@@ -99,10 +103,10 @@ def _add_imagenet_v2(data_sets: "Subparsers") -> None:
         "of ImageNet's classes, which are read from a prepared ImageNet.",
         example="bigbatch data prepare imagenet-v2 data/imagenet-v2 --archives downloads --classes-from data/imagenet",
     )
-    parser.add_argument("--archives", type=Path, required=True, metavar="FOLDER", help="where the archive lies")
+    parser.add_argument("--archives", type=as_path, required=True, metavar="FOLDER", help="where the archive lies")
     parser.add_argument(
         "--classes-from",
-        type=Path,
+        type=as_path,
         required=True,
         metavar="ROOT_OF_IMAGENET",
         help="prepared ImageNet, for the names of its classes; the archive only has their numbers",
@@ -119,14 +123,16 @@ def _add_data_set(
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("root", type=Path, metavar="ROOT", help=f"folder to write, such as data/{name}")
+    parser.add_argument("root", type=as_path, metavar="ROOT", help=f"folder to write, such as data/{name}")
     parser.add_argument("--threads", type=_at_least_one, default=8, help="files written at once (default: %(default)s)")
     parser.set_defaults(run=partial(_run, prepare), check_md5=False)
     return parser
 
 
 def _add_optional_archives(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--archives", type=Path, metavar="FOLDER", help="where the archive lies; nothing is downloaded")
+    parser.add_argument(
+        "--archives", type=as_path, metavar="FOLDER", help="where the archive lies; nothing is downloaded"
+    )
     _add_check_md5(parser)
 
 

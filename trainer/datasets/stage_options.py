@@ -5,7 +5,8 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
+
+from bigbatch.paths import as_path
 
 _EXAMPLES = """examples:
   bigbatch data stage data/imagenet-packed /scratch/imagenet     a disk of the node
@@ -26,8 +27,8 @@ def add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    stage.add_argument("source", type=Path, metavar="SRC", help="DST of `bigbatch data pack`")
-    stage.add_argument("target", type=Path, metavar="DST", help="folder to write, such as /scratch/imagenet")
+    stage.add_argument("source", type=as_path, metavar="SRC", help="DST of `bigbatch data pack`")
+    stage.add_argument("target", type=as_path, metavar="DST", help="folder to write, such as /scratch/imagenet")
     threads = min(16, os.cpu_count() or 1)  # each hashes; more streams than that hold no server's attention
     stage.add_argument("--workers", type=int, default=threads, help="threads that copy (default: %(default)s)")
     stage.add_argument("--json", action="store_true", help="print what was done as one line of JSON")

@@ -3,8 +3,8 @@
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
+from bigbatch.paths import as_path
 from bigbatch.trainer.datasets.pixel_option import add_max_megapixels
 from bigbatch.trainer.datasets.prepare_options import add_prepare
 from bigbatch.trainer.datasets.stage_options import add_stage
@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Write JPEG pictures of 10 classes in ImageNet's folder layout, train/<class>/ and val/<class>/. "
         "The same seed gives the same bytes. A folder that is complete already is left as it is.",
     )
-    generate.add_argument("root", type=Path, help="folder to write, such as data/shapes")
+    generate.add_argument("root", type=as_path, help="folder to write, such as data/shapes")
     generate.add_argument("--seed", type=int, default=0, help="which pictures (default: %(default)s)")
     generate.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     generate.set_defaults(run=_generate)
@@ -58,10 +58,10 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "there are problems; remarks do not count.",
     )
     check.add_argument(
-        "root", type=Path, help="folder with train/ and val/, such as data/imagenet, or a list by `bigbatch init`"
+        "root", type=as_path, help="folder with train/ and val/, such as data/imagenet, or a list by `bigbatch init`"
     )
     check.add_argument("--no-decode", action="store_true", help="read files and their headers only: much faster")
-    check.add_argument("--json", type=Path, metavar="FILE", help="write everything found, all paths, to FILE")
+    check.add_argument("--json", type=as_path, metavar="FILE", help="write everything found, all paths, to FILE")
     check.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_max_megapixels(check)
     check.set_defaults(run=_check)
@@ -96,8 +96,8 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "for WebDataset reads the shards; data.root takes DST. An interrupted pack goes on where it was. "
         "Without --max-side the pictures stay byte for byte what they are.",
     )
-    pack.add_argument("source", type=Path, nargs="?", metavar="SRC", help="folder with train/ and val/, or a list")
-    pack.add_argument("target", type=Path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
+    pack.add_argument("source", type=as_path, nargs="?", metavar="SRC", help="folder with train/ and val/, or a list")
+    pack.add_argument("target", type=as_path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
     pack.add_argument(
         "--shard-mb", type=int, default=512, metavar="N", help="most megabytes (1e6) of a shard (default: %(default)s)"
     )
@@ -114,7 +114,10 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     pack.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     pack.add_argument("--splits", default="train,val", help="folders of SRC to pack (default: %(default)s)")
     pack.add_argument(
-        "--verify", type=Path, metavar="DST", help="pack nothing: read all of DST again and compare it with its index"
+        "--verify",
+        type=as_path,
+        metavar="DST",
+        help="pack nothing: read all of DST again and compare it with its index",
     )
     add_max_megapixels(pack)
     pack.set_defaults(run=_pack, parser=pack)

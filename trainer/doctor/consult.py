@@ -23,6 +23,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import ConfigError, DoctorError
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
@@ -228,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", required=True, help="YAML file, or name of a packaged experiment")
+    add("--config", type=expand_path, required=True, help="YAML file, or name of a packaged experiment")
     add(
         "--quick",
         action="store_true",
@@ -255,6 +256,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"a start or a turn that takes longer has failed (default: {LIMIT[0]:g}, with --quick {LIMIT[1]:g})",
     )
-    add("--out", type=Path, metavar="FILE.yaml", help="write the recommended config there")
-    add("--json", type=Path, metavar="FILE", help="write all that was measured there")
+    add("--out", type=as_path, metavar="FILE.yaml", help="write the recommended config there")
+    add("--json", type=as_path, metavar="FILE", help="write all that was measured there")
     return parser

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.errors import CheckpointError
+from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.schema import Config
@@ -26,10 +27,12 @@ def trained_parser(prog: str, *, description: str, takes_images: bool = False) -
         f"--batch.microbatch_size. {TRUST}: {TRUST_HELP}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, such as runs/quickstart")
-    parser.add_argument("--checkpoint", type=Path, help="another checkpoint of RUN than the best")
-    parser.add_argument("--config", help="without a run folder: the experiment, such as imagenet/resnet50_8k")
-    parser.add_argument("--weights", type=Path, help="its weights: as model.weights, a file of ours or of others")
+    parser.add_argument("run", type=as_path, nargs="?", metavar="RUN", help="run folder, such as runs/quickstart")
+    parser.add_argument("--checkpoint", type=as_path, help="another checkpoint of RUN than the best")
+    parser.add_argument(
+        "--config", type=expand_path, help="without a run folder: the experiment, such as imagenet/resnet50_8k"
+    )
+    parser.add_argument("--weights", type=as_path, help="its weights: as model.weights, a file of ours or of others")
     parser.set_defaults(images=[] if takes_images else None)
     return parser
 
@@ -64,7 +67,7 @@ def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:
 
     argparse has no positional for them: of two it would give the second what stands before the first option.
     """
-    arguments.images = [Path(word) for word in words if not word.startswith("--")]
+    arguments.images = [as_path(word) for word in words if not word.startswith("--")]
     if arguments.config is not None and arguments.run is not None:
         arguments.images.insert(0, arguments.run)
         arguments.run = None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bigbatch import __version__
 from bigbatch.errors import ExportError
 from bigbatch.files import replacing
+from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
@@ -69,7 +70,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--format", required=True, choices=FORMATS, help="who will read it")
     parser.add_argument("--fold", action="store_true", help="onnx, torch_export: fold batch norms into convolutions")
-    parser.add_argument("--out", type=Path, required=True, help="the file, such as resnet50.onnx")
+    parser.add_argument("--out", type=as_path, required=True, help="the file, such as resnet50.onnx")
     return parser
 
 

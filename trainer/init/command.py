@@ -11,6 +11,7 @@ from pathlib import Path
 from bigbatch.errors import DataError, printable
 from bigbatch.exit_codes import FAILED
 from bigbatch.files import write_whole
+from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.datasets.check import Finding, spelling_findings, unprintable_findings
 from bigbatch.trainer.datasets.check_report import finding_lines
@@ -259,9 +260,12 @@ def _parser() -> argparse.ArgumentParser:
         "or moved. Everything that is wrong is told at once, and then nothing is written; exit code 1.",
         epilog="example: bigbatch init data/flowers --val-share 0.2",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the pictures are")
+    parser.add_argument("folder", type=as_path, metavar="FOLDER", help="where the pictures are")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the recipe to write, .yaml or .yml (default: <name of FOLDER>.yaml)"
+        "--out",
+        type=as_path,
+        metavar="FILE",
+        help="the recipe to write, .yaml or .yml (default: <name of FOLDER>.yaml)",
     )
     parser.add_argument("--force", action="store_true", help="replace a recipe and a list that exist")
     parser.add_argument(
@@ -271,7 +275,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="packaged experiment to extend (default: %(default)s)",
     )
-    parser.add_argument("--labels", type=Path, metavar="CSV", help="the table of labels (default: FOLDER's only CSV)")
+    parser.add_argument(
+        "--labels", type=as_path, metavar="CSV", help="the table of labels (default: FOLDER's only CSV)"
+    )
     parser.add_argument(
         "--columns",
         metavar="PICTURE,LABEL",
@@ -279,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--unpack",
-        type=Path,
+        type=as_path,
         metavar="TARGET",
         help="FOLDER holds WebDataset's shards, or an image data set of Hugging Face's: make class folders of them in "
         "TARGET, and a recipe for those",

@@ -4,10 +4,10 @@ import argparse
 import math
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 from statistics import mean
 
 from bigbatch.errors import ConfigError
+from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.mlperf.finished_run import FinishedRun, mlperf_events, read_run
 from bigbatch.trainer.mlperf.reference import Reference, as_log, fewest_epochs, read_reference
@@ -154,5 +154,5 @@ def _parser() -> argparse.ArgumentParser:
         "reference runs of the same batch; and write its log in MLPerf's format. Several runs of one recipe, each with "
         "its own seed, are tested together. Exit code 0 where every rule holds.",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, such as runs/resnet50_8k")
+    parser.add_argument("runs", type=as_path, nargs="+", metavar="RUN", help="run folder, such as runs/resnet50_8k")
     return parser

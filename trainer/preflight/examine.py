@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import require_own_gpus
 from bigbatch.errors import CommError
 from bigbatch.exit_codes import UNFIT
+from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import Clock
@@ -73,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--interface", help="network interface between the nodes (default: the launcher's, or the experiment's)")
-    add("--bad-nodes", type=Path, metavar="FILE", help="write the names of unfit nodes there, one a line")
-    add("--json", type=Path, metavar="FILE", help="write all that was found there")
+    add("--bad-nodes", type=as_path, metavar="FILE", help="write the names of unfit nodes there, one a line")
+    add("--json", type=as_path, metavar="FILE", help="write all that was found there")
     return parser
 
 

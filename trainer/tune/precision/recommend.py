@@ -11,6 +11,7 @@ from pathlib import Path
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, printable
+from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import find_config, load_config
@@ -233,8 +234,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", required=True, help="YAML file, or name of a packaged experiment")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="for precision.yaml, precision.json, precision.png")
+    add("--config", type=expand_path, required=True, help="YAML file, or name of a packaged experiment")
+    add(
+        "--out", type=as_path, required=True, metavar="FOLDER", help="for precision.yaml, precision.json, precision.png"
+    )
     add("--steps", type=int, default=STEPS, metavar="N", help=f"in fp32, with each ghost batch (default: {STEPS})")
     add("--spans", type=int, nargs="+", metavar="N", help="ghost batches to compare (default: half the own, twice it)")
     add("--num-ranks", type=int, metavar="N", help="of the job to choose a wire for (default: of this one)")

@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, printable
+from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.file import dump_config, load_config
@@ -151,9 +151,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", required=True, help="YAML file, or name of a packaged experiment")
+    add("--config", type=expand_path, required=True, help="YAML file, or name of a packaged experiment")
     add("--from", dest="low", type=float, required=True, metavar="LR", help="learning rate of the first step")
     add("--to", dest="high", type=float, required=True, metavar="LR", help="learning rate of the last step")
     add("--steps", type=int, required=True, help=f"updates, {MIN_STEPS} at least; 100 is usual")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="for range.json and range.png")
+    add("--out", type=as_path, required=True, metavar="FOLDER", help="for range.json and range.png")
     return parser

@@ -8,6 +8,7 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TuneError
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.paths import expand_path
 from bigbatch.trainer.tune.search.coarse_to_fine import first_commands, search
 from bigbatch.trainer.tune.search.experiment import Search
 from bigbatch.trainer.tune.search.space import FORMS
@@ -59,11 +60,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", required=True, help="YAML file, or name of a packaged experiment")
+    add("--config", type=expand_path, required=True, help="YAML file, or name of a packaged experiment")
     add("--space", action="append", default=[], metavar="KEY=RANGE", help=f"once per key: {FORMS}")
     add("--trials", type=int, required=True, help="short runs in all")
     add("--epochs", type=int, required=True, help="of each; warm-up, milestones and sizes shrink in proportion")
-    add("--study", required=True, metavar="FOLDER", help="where all of it goes")
+    add("--study", type=expand_path, required=True, metavar="FOLDER", help="where all of it goes")
     add("--rounds", type=int, default=2, help="from coarse to fine: each has a third of the range (default: 2)")
     add("--metric", choices=("top1", "loss"), default="top1", help="of the last evaluation (default: top1)")
     add("--prune", choices=("median", "none"), default="median", help="stop what is worse than it (default: median)")

@@ -365,7 +365,7 @@ def test_report_tells_of_a_base_that_failed(sweep: Path, capsys: pytest.CaptureF
 
 @pytest.mark.long
 def test_report_tells_two_sweeps_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other$x$"
+    other = tmp_path / "other$-x$"
     shutil.copytree(sweep, other)
     assert main(["report", str(sweep), str(other), str(sweep), "--output", str(sweep / "report")]) == 0
     facts = json.loads((sweep / "report/report.json").read_text())

@@ -1,0 +1,36 @@
+"""Paths as users write them: a leading ~ and $NAME are replaced here, for all options and keys, or refused."""
+
+import os
+import re
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+from bigbatch.errors import ConfigError
+
+VARIABLE = re.compile(r"\$\w+|\$\{\w+\}", re.ASCII)
+UNRESOLVED = re.compile(r"~[^/]*|.*?(\$(?:\w+|\{\w*\}?|\())", re.ASCII | re.DOTALL)
+"""A user or a variable that has no value here, or what only a shell runs."""
+
+
+class PathError(ConfigError, ArgumentTypeError):
+    """A path names a user or a variable that has no value here; argparse shows the message beside its option."""
+
+
+def expand_path(text: str) -> str:
+    """Return a path with a leading ~ or ~user and each $NAME or ${NAME} replaced by their values.
+
+    A file of exactly this name is left as it is: a shell's * may have found it. Raises: PathError.
+    """
+    if not (text.startswith("~") or "$" in text) or os.path.isfile(text):
+        return text
+    path = VARIABLE.sub(lambda found: os.path.expandvars(found[0]) or found[0], text)
+    if path.startswith("~") and "\0" not in path:
+        path = os.path.expanduser(path)
+    if found := UNRESOLVED.match(path):
+        raise PathError(f"{text}: {found[1] or found[0]} has no value here: set it, or write the path itself")
+    return path
+
+
+def as_path(text: str) -> Path:
+    """Return a path as expand_path does, as a Path. Raises: PathError."""
+    return Path(expand_path(text))
