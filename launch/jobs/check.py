@@ -94,7 +94,7 @@ def _check_files(job: JobSpec, certain: Findings, *, doubts: Findings, of_image:
             folder = config.run.directory
             (of_image if job.image else of_path(folder)).ask(_check_writable, Path(folder))
         (of_image if job.image else certain).ask(require_experiment, job)
-        if run := trained_run(job):
+        if run := certain.ask(trained_run, job):
             # what the ranks may import they find out by all their words; here nothing is imported
             (of_image if job.image else of_path(run)).ask(
                 load_run_config, RunDir(Path(run)), [TRUST], prog="bigbatch launch"

@@ -38,7 +38,7 @@ def load_experiment(job: JobSpec) -> Config | None:
 
 
 def trained_run(job: JobSpec) -> str | None:
-    """Return the run folder that a command works on which trains nothing; None without one."""
+    """Return the run folder that a command works on which trains nothing; None without one. Raises: PathError."""
     words = first_words(job)
     is_named = not job.is_python and words[:1] in OF_A_RUN and len(words) > 1 and not words[1].startswith("-")
     return expand_path(words[1]) if is_named else None

@@ -23,7 +23,7 @@ def check_folders(job: JobSpec) -> None:
         if config is not None:
             findings.ask(_check_run, job, config.run.directory)
             findings.ask(_check_data, job, config)
-        if (run := trained_run(job)) is not None:
+        if (run := findings.ask(trained_run, job)) is not None:
             findings.ask(_check_trained, job, run)
 
 

@@ -350,6 +350,7 @@ def test_calibrations_lie_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) ->
     assert str(calibration_folder({"XDG_CACHE_HOME": "/scratch"})) == "/scratch/bigbatch/calibration"
     monkeypatch.setenv("HOME", "/home/me")
     assert str(calibration_folder({})) == "/home/me/.cache/bigbatch/calibration"
+    assert str(calibration_folder({"XDG_CACHE_HOME": "~/c"})) == "/home/me/c/bigbatch/calibration"
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")

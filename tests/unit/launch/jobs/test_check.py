@@ -96,6 +96,7 @@ def test_check_says_what_cannot_work_before_anything_starts(
     [
         (("evaluate", "runs/none"), ("runs/none", "config.yaml")),
         (("export", "runs/none", "--format", "onnx"), ("runs/none", "config.yaml")),
+        (("export", "$UNSET/none", "--format", "onnx"), ("$UNSET/none", "$UNSET has no value here")),
         (("tune", "search", "--config", "quickstrt"), ("quickstrt", "quickstart")),
         (("evaluate", "--config=quickstrt", "--weights", "x.pth"), ("quickstrt", "quickstart")),
     ],
