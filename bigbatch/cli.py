@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -90,9 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     if not arguments or arguments[0] in HELP:
         print(usage())
-        return 0 if arguments else REFUSED
+        code = 0 if arguments else REFUSED
+        _record_end(code)
+        return code
     if arguments[0] == VERSION:
         print(f"bigbatch {__version__}")
+        _record_end(0)
         return 0
     if unknown := find_unknown(arguments[:1]):
         tell(unknown)
@@ -104,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code:
         _tell_the_others()
     worker = _worker()
+    _record_end(code)
     if worker is not None or _is_held():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -114,6 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # wait for its peers or for a dead file system.
         os._exit(code)
     return code
+
+
+def _record_end(code: int) -> None:
+    """Tell `bigbatch launch mpirun` how the first rank ended."""
+    environ = import_module("bigbatch.comm.rendezvous.environ")
+    with suppress(UserError):
+        import_module("bigbatch.comm.rendezvous.exit_record").record_end(environ.read_process_env(), code)
 
 
 def before_separator(words: Sequence[str]) -> Sequence[str]:
@@ -164,6 +176,10 @@ def _run(command: str, arguments: list[str]) -> int:
     except UserError as error:
         tell("\n".join(map(printable, str(error).split("\n"))))
         return error.exit_code
+    except SystemExit as ended:
+        if not ended.code:  # argparse has printed its help
+            _record_end(0)
+        raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NOT_LOOKED_AT and error.filename:
             path = printable(os.fsdecode(error.filename))

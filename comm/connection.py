@@ -17,6 +17,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator, close_at_exit
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.exit_record import record_begin
 from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
 from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
@@ -142,6 +143,7 @@ def connect(
     for an unknown or impossible choice.
     """
     env = env or read_process_env()
+    record_begin(env)
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
     wire = make_wire(wire_dtype, predivide, reduce_dtype)

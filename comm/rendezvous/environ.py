@@ -41,7 +41,7 @@ DEVICE_VARIABLE = "BIGBATCH_DEVICE"
 """Set by `bigbatch launch --device` for the ranks: cpu keeps them off the GPUs that their hosts have."""
 
 STOPPED_VARIABLE = "BIGBATCH_STOPPED"
-"""Set by `bigbatch launch mpirun` for the ranks: the file in which one that was stopped leaves its exit code."""
+"""Set by `bigbatch launch mpirun` for the ranks: the file in which the first one leaves its exit code."""
 
 IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE)
 """Each launcher of ours defines those of its ranks, and removes all others; * stands for any end of a name."""
@@ -96,7 +96,8 @@ class ProcessEnv:
     keeps_to_cpu: bool = False
     """`bigbatch launch --device cpu` says so, whatever GPUs the host has."""
     stopped_file: Path | None = None
-    """Where a rank that was stopped leaves its exit code, to leave with 0: mpirun takes any other for a failure."""
+    """Where the first rank leaves its exit code: mpirun ends with 0 after it lost a node's daemon. Ranks that were
+    stopped then leave with 0, as mpirun takes any other code for a failure."""
 
     secret: bytes = field(default=b"", repr=False)
     """What all ranks of the job know, and nobody else; empty where nobody told."""

@@ -28,11 +28,13 @@ class Job:
 
     command: tuple[str, ...]
     is_python: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+    """What all ranks get beside what such a command needs."""
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
         """Return what all ranks get."""
-        return () if self.is_python else ((SAFE_PATH_VARIABLE, "1"),)
+        return (*(() if self.is_python else ((SAFE_PATH_VARIABLE, "1"),)), *self.environment)
 
     @property
     def words(self) -> tuple[str, ...]:

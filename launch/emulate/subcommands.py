@@ -36,6 +36,7 @@ from bigbatch.launch.emulate.slurm import describe_start, slurm_folder
 from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, run_on_login_node, start_slurm
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.check import check_job
+from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.foreground import STOP_SIGNALS, Ended
 from bigbatch.launch.jobs.installed import find_mpirun
@@ -195,22 +196,25 @@ def _run_on(
         terminal_columns=terminal_columns(environ) or 0,
         variables=tuple(environ),
     )
-    starts = launcher.starts(job, cluster.plan, site)
     if arguments.dry_run:
-        for each in starts:
+        for each in launcher.starts(job, cluster.plan, site):
             variables = [f"{name}={value}" for name, value in each.variables]
             print(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
 
     def start(spec: JobSpec) -> Ended:
-        return run_job(
-            starts,
-            cluster=cluster,
-            root=root,
-            environ={"OMP_NUM_THREADS": "1", **environ},
-            asks_to_stop=launcher.asks_to_stop,
-            counters=arguments.counters,
-        )
+        with exit_file(site.folder) as path:
+            # the codes of other launchers are those of their ranks
+            path = path if arguments.launcher == "mpirun" else None
+            ended = run_job(
+                launcher.starts(replace(job, environment=telling(path)), cluster.plan, site),
+                cluster=cluster,
+                root=root,
+                environ={"OMP_NUM_THREADS": "1", **environ},
+                asks_to_stop=launcher.asks_to_stop,
+                counters=arguments.counters,
+            )
+            return as_first_rank_ended(ended, spec, path=path)
 
     return run_healing(start, _spec(job, cluster.plan, arguments)).code
 

@@ -71,6 +71,8 @@ class Ended:
     """To stop, by a signal to this process; mpirun's code does not tell: 1 after a second Ctrl-C."""
     was_recalled: bool = False
     """It was asked to stop in order to start again."""
+    has_left: bool = False
+    """Its first rank had failed, and it was ended as it did not end itself."""
 
 
 def run_in_foreground(
@@ -94,7 +96,7 @@ def run_in_foreground(
     """
     started: list[subprocess.Popen[bytes]] = []
     stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
-    was_recalled = False
+    was_recalled = is_left = False
     with handling_stops(stopper):
         process = _start(argv, environ=environ)
         started.append(process)
@@ -109,6 +111,7 @@ def run_in_foreground(
                 break
             except subprocess.TimeoutExpired:
                 if has_left is not None and has_left():
+                    is_left = True
                     code = _end(process, argv[0])
                     break
                 if is_recalled is not None and monotonic() - asked_at >= RECALL_SECONDS:
@@ -117,7 +120,7 @@ def run_in_foreground(
                         is_recalled = None  # once is enough
                         if not stopper.asked:
                             process.send_signal(asks_to_stop)
-    return Ended(shell_code(code), was_asked=stopper.asked > 0, was_recalled=was_recalled)
+    return Ended(shell_code(code), was_asked=stopper.asked > 0, was_recalled=was_recalled, has_left=is_left)
 
 
 def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":

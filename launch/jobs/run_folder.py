@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
+from bigbatch.comm.rendezvous.exit_record import has_recorded_failure
 from bigbatch.errors import ConfigError
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.paths import expand_path
@@ -75,6 +76,14 @@ def find_run_folder(job: JobSpec) -> str | None:
     return stated
 
 
+def started_folder(job: JobSpec) -> str | None:
+    """Return the run folder of `train`, whether it could start again or not; None for other commands."""
+    with suppress(ConfigError):
+        if config := load_experiment(job):
+            return config.run.directory
+    return None
+
+
 def find_timeout(job: JobSpec) -> float:
     """Find how many seconds the ranks may wait for each other: comm.timeout_seconds of `train`, else its default.
 
@@ -113,9 +122,9 @@ class RunLeft:
     Storage that does not answer holds nobody up: a thread looks, and while it waits nothing is known.
     """
 
-    def __init__(self, folder: str, *, start: str) -> None:
-        """start: what the start's ranks have as STOPPED_VARIABLE."""
-        self._folder, self._start = Path(folder), start
+    def __init__(self, folder: str | None, *, start: str) -> None:
+        """start: the path that the start's ranks have as STOPPED_VARIABLE; folder: that of a training."""
+        self._folder, self._start = folder, start
         self._num_looks = 0
         self._looking: Thread | None = None
 
@@ -128,7 +137,10 @@ class RunLeft:
         return has_left
 
     def _look(self) -> None:
-        self._num_looks = self._num_looks + 1 if has_failed(self._folder, start=self._start) else 0
+        is_over = has_recorded_failure(Path(self._start)) or (
+            self._folder is not None and has_failed(Path(self._folder), start=self._start)
+        )
+        self._num_looks = self._num_looks + 1 if is_over else 0
 
 
 def last_report(folder: Path) -> str | None:

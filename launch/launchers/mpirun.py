@@ -5,22 +5,21 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, STOPPED_VARIABLE, TERMINAL_VARIABLE, terminal_columns
+from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE, terminal_columns
 from bigbatch.errors import UserError, tell
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
 from bigbatch.launch.jobs.fit_hosts import preflight_of, read_bad_nodes, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.hosts_left import on_hosts_left
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
-from bigbatch.launch.jobs.run_folder import RunLeft, find_run_folder
+from bigbatch.launch.jobs.run_folder import RunLeft, started_folder
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
@@ -171,34 +170,17 @@ def _run_part(fit: JobSpec, *, job: JobSpec, environ: Mapping[str, str]) -> Ende
 def _run(job: JobSpec, *, environ: Mapping[str, str], is_recalled: Callable[[], bool] | None = None) -> Ended:
     if job.interface is not None:
         require_interface(job.interface)
-    folder = find_run_folder(job) if job.restarts else None
-    with _file_for_the_stopped() as path:
-        telling = replace(job, environment=(*job.environment, (STOPPED_VARIABLE, str(path)))) if path else job
+    # the first of other hosts sees this folder as a run's
+    with exit_file(Path.cwd()) as path:
+        told = replace(job, environment=(*job.environment, *telling(path)))
         ended = run_in_foreground(
-            _argv_here(telling, environ=environ),
-            environ=dict(environ) | dict(telling.variables),
+            _argv_here(told, environ=environ),
+            environ=dict(environ) | dict(told.variables),
             asks_to_stop=ASKS_TO_STOP,
             is_recalled=is_recalled,
-            has_left=RunLeft(folder, start=str(path)) if folder and path else None,
+            has_left=RunLeft(started_folder(job), start=str(path)) if path else None,
         )
-        code = path.read_text() if path and ended.code == 0 else ""
-    return replace(ended, code=int(code)) if code else ended
-
-
-@contextmanager
-def _file_for_the_stopped() -> Iterator[Path | None]:
-    """Make an empty file in which ranks leave the code of a stop; None in a folder that takes none."""
-    try:
-        # the first of other hosts sees this folder as a run's
-        descriptor, name = tempfile.mkstemp(prefix=".stopped-", dir=Path.cwd())
-    except OSError:
-        yield None
-        return
-    os.close(descriptor)
-    try:
-        yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
+        return as_first_rank_ended(ended, job, path=path)
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:

@@ -13,8 +13,6 @@ from bigbatch.launch.start import main
 
 if os.environ["RANK"] != "0":
     sys.exit(0)
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
-    del os.environ[name]
 settings = {"plm": "ssh", "plm_ssh_agent": f"{sys.executable} -m {AGENT}", "prte_tmpdir_base": sys.argv[1]}
 os.environ.update({f"PRTE_MCA_{name}": value for name, value in settings.items()})
 foreground.RECALL_SECONDS = 2.0

@@ -11,6 +11,7 @@ from types import FrameType
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.exit_record import record_end
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.step.signals import STOP_SIGNALS
 
@@ -23,9 +24,9 @@ def leave_stopped(env: ProcessEnv) -> int:
 
     Only a file that is there already counts: a host that does not see it leaves by its code.
     """
+    record_end(env, INTERRUPTED)
     with suppress(OSError):
         if env.stopped_file is not None and env.stopped_file.exists():
-            env.stopped_file.write_text(str(INTERRUPTED))
             return 0
     return INTERRUPTED
 

@@ -40,6 +40,16 @@ def test_run_is_left_some_looks_after_its_owner_has_failed(tmp_path: Path, start
     assert [look(has_left) for _ in range(LEFT_LOOKS + 2)] == [False] * (LEFT_LOOKS + 1) + [True]
 
 
+def test_job_without_a_run_folder_is_left_after_its_first_rank_recorded_a_failure(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    has_left = RunLeft(None, start=str(file))
+    for record in ("", "begun", "0", "130"):
+        file.write_text(record)
+        assert not any(look(has_left) for _ in range(LEFT_LOOKS + 2))
+    file.write_text("6")
+    assert [look(has_left) for _ in range(LEFT_LOOKS + 2)][-1]
+
+
 def test_run_that_ended_well_is_not_left(tmp_path: Path, start: str) -> None:
     """Other ranks may take long to end: whoever ended them would have a run that is done start again."""
     with owning(tmp_path):

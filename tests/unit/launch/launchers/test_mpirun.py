@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.launch.jobs import foreground
+from bigbatch.exit_codes import LOST
+from bigbatch.launch.jobs import exit_file, foreground
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import mpirun
 from bigbatch.launch.launchers.mpirun import mpirun_argv
@@ -50,18 +51,33 @@ def test_mpirun_passes_variables_of_the_transports_to_other_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "code"), [("echo -n 130 > $file", 130), ("true", 0), ("echo -n 130 > $file; exit 1", 1), ("exit 130", 130)]
+    ("rank", "code", "own"),
+    [
+        ("echo -n 130 > $file", 130, 130),
+        ("echo -n 0 > $file", 0, 0),
+        ("echo -n 130 > $file; exit 1", 1, 1),
+        ("exit 130", 130, 130),
+        # mpirun has lost the daemon of a node
+        ("true", LOST, 0),
+        ("echo -n begun > $file", LOST, LOST),
+        ("echo -n 6 > $file; exec sleep 60", LOST, LOST),
+        ("rm $file", 0, 0),
+    ],
 )
-def test_mpirun_exit_code_of_ranks_that_were_stopped_is_theirs(
-    rank: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_mpirun_exit_code_is_the_first_ranks_where_its_own_is_0(
+    rank: str, code: int, own: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stands in the file, where mpirun itself took the job for a good one."""
+    """own: that of an own script, which may record nothing."""
+    monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.01)
     stub = tmp_path / "mpirun"
     stub.write_text(f"#!/bin/bash\nfile=$BIGBATCH_STOPPED\n{rank}\n")
     stub.chmod(0o755)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
     monkeypatch.chdir(tmp_path)
     assert mpirun._run(JobSpec(TRAIN, 2), environ=os.environ).code == code
+    assert mpirun._run(JobSpec(("own.py",), 2, is_python=True), environ=os.environ).code == own
+    elsewhere = mpirun._run(JobSpec(TRAIN, 2, hosts=(("n9", 2),)), environ=os.environ)
+    assert elsewhere.code == own, "it may not see the file"
     assert os.listdir(tmp_path) == ["mpirun"], "the file is gone"
 
 
@@ -75,7 +91,7 @@ def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
     stub.write_text('#!/bin/bash\n[[ "$*" != *BIGBATCH_STOPPED* ]] && exit 130\n')
     stub.chmod(0o755)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
-    monkeypatch.setattr(mpirun.tempfile, "mkstemp", refused)
+    monkeypatch.setattr(exit_file.tempfile, "mkstemp", refused)
     assert mpirun._run(JobSpec(TRAIN, 2), environ=os.environ).code == 130
 
 

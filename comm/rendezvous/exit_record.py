@@ -1,0 +1,55 @@
+"""Record how the first rank ended, for `bigbatch launch mpirun`: mpirun ends with 0 after it lost a node's daemon."""
+
+import atexit
+import os
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.exit_codes import INTERRUPTED
+
+BEGUN = "begun"
+
+
+def record_begin(env: ProcessEnv) -> None:
+    """Record that this first rank works, and a good end when the interpreter ends without an exception.
+
+    Other ranks, and a host that does not see the launcher's file, record nothing.
+    """
+    if _write(env, BEGUN, over=("",)):
+        atexit.register(_record_good_end, env, os.getpid())
+
+
+def record_end(env: ProcessEnv, code: int) -> None:
+    """Record the first rank's exit code, unless it has recorded one."""
+    _write(env, str(code), over=("", BEGUN))
+
+
+def read_record(path: Path) -> int | str | None:
+    """Return the first rank's exit code, BEGUN or "" where it recorded none, and None without a file."""
+    with suppress(OSError):
+        text = path.read_text()
+        return int(text) if text.isdecimal() else text
+    return None
+
+
+def has_recorded_failure(path: Path) -> bool:
+    """Tell whether the first rank has failed, and was not asked to stop."""
+    code = read_record(path)
+    return isinstance(code, int) and code not in (0, INTERRUPTED)
+
+
+def _write(env: ProcessEnv, text: str, *, over: Collection[str]) -> bool:
+    with suppress(OSError):
+        if env.rank == 0 and env.stopped_file is not None and env.stopped_file.read_text() in over:
+            env.stopped_file.write_text(text)
+            return True
+    return False
+
+
+def _record_good_end(env: ProcessEnv, pid: int) -> None:
+    # a forked process has the same functions to call at its end
+    if os.getpid() == pid and getattr(sys, "last_value", None) is None:
+        record_end(env, 0)

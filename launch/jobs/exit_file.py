@@ -1,0 +1,57 @@
+"""The file in which a job's first rank leaves its exit code: mpirun's own is 0 after it lost the daemon of a node."""
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
+from bigbatch.comm.rendezvous.exit_record import read_record
+from bigbatch.errors import tell
+from bigbatch.exit_codes import INTERRUPTED, LOST
+from bigbatch.launch.jobs.foreground import Ended
+from bigbatch.launch.jobs.spec import JobSpec
+
+
+@contextmanager
+def exit_file(folder: Path) -> Iterator[Path | None]:
+    """Make an empty file for the first rank; None in a folder that takes none."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".stopped-", dir=folder)
+    except OSError:
+        yield None
+        return
+    os.close(descriptor)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def telling(path: Path | None) -> tuple[tuple[str, str], ...]:
+    """Return the variable by which the ranks find the file."""
+    return () if path is None else ((STOPPED_VARIABLE, str(path)),)
+
+
+def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> Ended:
+    """Return how a job ended whose mpirun ended with 0 or waited for a lost host: by the first rank's own record.
+
+    An own script that never connected records nothing, nor does a host that does not see the file: mpirun is believed.
+    """
+    record = None if path is None or (ended.code and not ended.has_left) else read_record(path)
+    if isinstance(record, int):
+        return replace(ended, code=record)
+    if record is None or not (record or (_begins_here(job) and not job.is_python)):
+        return ended
+    if ended.was_asked:
+        return replace(ended, code=INTERRUPTED)
+    tell("mpirun ended before the job's first rank did: a node or its connection to mpirun was lost")
+    return replace(ended, code=LOST)
+
+
+def _begins_here(job: JobSpec) -> bool:
+    here = socket.gethostname()
+    return not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])
