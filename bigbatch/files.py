@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,18 +52,23 @@ def make_folder(path: Path, *, within: Path) -> None:
 
     Raises: OSError, also if one of the others is a link.
     """
-    within.mkdir(parents=True, exist_ok=True)
     folder = within
     for name in path.relative_to(within).parts:
         folder /= name
         refuse_link(folder)
-        folder.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def refuse_link(path: Path) -> None:
     """Raise OSError if path is a link: in a run folder none is followed to write."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, f"{path} is a link, and nothing is written through links in a folder: remove it")
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that is not there. Raises: OSError, FileExistsError if it is."""
+    with open(path, "xb") as file:
+        file.write(data)
 
 
 def open_anew(path: Path) -> BinaryIO:
@@ -103,6 +109,22 @@ def replacing_named(path: Path) -> Iterator[BinaryIO]:
     """Yield the file that a user named: as of replacing; a stream is written as it is. Raises: OSError."""
     with open(path, "wb") if is_stream(path) else replacing(path) as file:
         yield file
+
+
+def require_nameable(path: Path) -> None:
+    """Make the folder of a file that the user named, and find out before anything takes long whether it can be written.
+
+    Raises: OSError that names it.
+    """
+    if is_stream(path):
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def write_named(path: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bigbatch.colours import COLOURS
 from bigbatch.comm.bench.figures import Limit, Row, show_bytes
+from bigbatch.files import replacing_named
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +36,8 @@ def plot_sweep(rows: Sequence[Row], path: Path, *, limit: Limit | None, title: s
     time_axes.legend(frameon=False, loc="upper left")
     figure.suptitle(title, fontsize=13)
     figure.supxlabel(caption, fontsize=8, color="0.35")
-    figure.savefig(path, dpi=150)
+    with replacing_named(path) as file:
+        figure.savefig(file, format=path.suffix[1:] or None, dpi=150)
 
 
 def _bus_factor(rows: Sequence[Row]) -> float:

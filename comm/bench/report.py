@@ -8,6 +8,7 @@ from bigbatch.comm.bench import figures as bench
 from bigbatch.comm.bench.plot import plot_sweep
 from bigbatch.comm.bench.transcript import Transcript
 from bigbatch.comm.tuning.conditions import Conditions
+from bigbatch.files import require_nameable
 
 
 class SweepReport:
@@ -39,8 +40,7 @@ class SweepReport:
         try:
             self._transcript.open()
             if self._plot:
-                self._plot.parent.mkdir(parents=True, exist_ok=True)
-                self._plot.open("w").close()
+                require_nameable(self._plot)
         except OSError as error:
             return f"cannot write {error.filename}: {error.strerror}; choose another --output or --plot"
         head = {"command": command, **dataclasses.asdict(self._conditions)}

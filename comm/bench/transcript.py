@@ -4,7 +4,9 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
+
+from bigbatch.files import open_named
 
 
 class Transcript:
@@ -13,13 +15,13 @@ class Transcript:
     def __init__(self, output: Path | None, *, is_first: bool, on_terminal: bool) -> None:
         self._is_first = is_first
         self._output, self._on_terminal = output if is_first else None, is_first and on_terminal
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
 
     def open(self) -> None:
         """Open the file, before anything takes long. Raises: OSError."""
         if self._output:
             self._output.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._output.open("w")
+            self._file = open_named(self._output)
 
     def working_on(self, text: str) -> None:
         """Show what is under way, in a line that the next one replaces; on a terminal only."""
@@ -34,7 +36,7 @@ class Transcript:
     def write(self, record: Mapping[str, object]) -> None:
         """Keep a record in the file, where there is one."""
         if self._file:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write((json.dumps(record) + "\n").encode())
             self._file.flush()
 
     def close(self) -> None:

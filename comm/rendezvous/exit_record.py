@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.files import write_whole
 
 BEGUN = "begun"
 
@@ -44,7 +45,7 @@ def has_recorded_failure(path: Path) -> bool:
 def _write(env: ProcessEnv, text: str, *, over: Collection[str]) -> bool:
     with suppress(OSError):
         if env.rank == 0 and env.stopped_file is not None and env.stopped_file.read_text() in over:
-            env.stopped_file.write_text(text)
+            write_whole(env.stopped_file, text.encode())
             return True
     return False
 

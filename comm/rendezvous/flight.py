@@ -9,6 +9,7 @@ from torch._C import _distributed_c10d
 
 from bigbatch.comm.rendezvous.environ import flight_prefix
 from bigbatch.comm.rendezvous.recording import Operation, late_for, read_recording
+from bigbatch.files import write_named
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def keep_flight(text: str, *, rank: int) -> Path:
     prefix = flight_prefix()
     if prefix:
         path = Path(f"{prefix}{rank}.json")
-        path.write_text(text)
+        write_named(path, text.encode())
         return path
     with tempfile.NamedTemporaryFile("w", prefix=f"bigbatch-flight-rank-{rank}-", suffix=".json", delete=False) as file:
         file.write(text)

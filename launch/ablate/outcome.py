@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.errors import RunFolderError
@@ -19,7 +19,10 @@ from bigbatch.launch.report.tables import conditions_table
 from bigbatch.launch.sweep.folder import DONE, MISSING, SweepFolder, damage, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.tables import Table, markdown, plain_cell
-from bigbatch.trainer.run.folder import RunDir, read_records, writing
+from bigbatch.trainer.run.folder import RunDir, read_records
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NOTE = (
     "Each step has the changes of all steps before it. Seconds are of training steps on one machine, without start, "
@@ -90,11 +93,10 @@ def write(
     out = RunDir(folder)
     out.write_text(folder / "ablation.md", "\n\n".join(lines) + "\n")
     out.write_text(folder / "ablation.json", json.dumps(facts, indent=1) + "\n")
-    with writing(folder / "ablation.png"):
-        _draw([step for step in steps if step.runs], title=ablation.name, path=folder / "ablation.png")
+    out.save_plot(folder / "ablation.png", _draw([step for step in steps if step.runs], title=ablation.name))
 
 
-def _draw(steps: Sequence[StepResult], *, title: str, path: Path) -> None:
+def _draw(steps: Sequence[StepResult], *, title: str) -> "Figure":
     """Draw seconds and accuracy of each step, one below the other as in the table."""
     from matplotlib.figure import Figure
 
@@ -111,4 +113,4 @@ def _draw(steps: Sequence[StepResult], *, title: str, path: Path) -> None:
     left.set(xlabel="training (s), median and range", title=plain_text(title))
     right.set(xlabel="top-1 (%), runs and mean")
     right.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    return figure

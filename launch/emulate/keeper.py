@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from bigbatch.boot import boot_id
+from bigbatch.files import write_new
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.plan import ClusterPlan, host, hosts_file
 from bigbatch.launch.emulate.programs import build_commands, port
@@ -52,7 +53,7 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     namespaces.mount("proc", "/proc", kind="proc")
     own = {kind: os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in namespaces.KINDS}
     hosts = folder / "hosts"
-    hosts.write_text(hosts_file(plan))
+    write_new(hosts, hosts_file(plan).encode())
     for node in range(plan.num_nodes):
         _make_node(node, hosts)
         for fd in own.values():

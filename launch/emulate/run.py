@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import with_secret
 from bigbatch.errors import EmulationError, tell
+from bigbatch.files import write_named
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import count, join, only_job, reaching
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table
@@ -52,7 +53,8 @@ def run_job(
     print(format_table(counted), file=sys.stderr, flush=True)
     if counters:
         try:
-            counters.write_text(format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=ended.code))
+            text = format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=ended.code)
+            write_named(counters, text.encode())
         except OSError as error:  # the job is done, and its exit code says more
             tell(f"--counters {counters}: {error.strerror}")
     return ended
@@ -64,7 +66,7 @@ def _clear(counters: Path) -> None:
     Raises: EmulationError.
     """
     try:
-        counters.write_text("")
+        write_named(counters, b"")
     except OSError as error:
         raise EmulationError(f"--counters {counters}: {error.strerror}; name a file that can be written") from error
 

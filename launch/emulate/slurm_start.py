@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from bigbatch.errors import EmulationError
+from bigbatch.files import open_to_append, write_new
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import end, join, reaching, system_path
 from bigbatch.launch.emulate.plan import host
@@ -82,7 +83,7 @@ def _prepare(cluster: EmulatedCluster, folder: Path) -> None:
     for node in range(cluster.plan.num_nodes):
         (folder / f"spool.{host(node)}").mkdir()
         (folder / f"tmp.{host(node)}").mkdir()
-    (folder / "slurm.conf").write_text(slurm_conf(cluster.plan, folder=folder))
+    write_new(folder / "slurm.conf", slurm_conf(cluster.plan, folder=folder).encode())
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
@@ -90,7 +91,7 @@ def _prepare(cluster: EmulatedCluster, folder: Path) -> None:
 
 def _start(cluster: EmulatedCluster, argv: list[str], *, node: int, folder: Path, environ: Mapping[str, str]) -> None:
     log = log_path(argv, folder=folder)
-    with reaching(cluster), log.open("a") as file:  # not a pipe, which the daemon would keep open
+    with reaching(cluster), open_to_append(log) as file:  # not a pipe, which the daemon would keep open
         enter = partial(namespaces.enter_node, cluster.keeper, node)
         nowhere = subprocess.DEVNULL
         done = subprocess.run(argv, preexec_fn=enter, env=environ, stdin=nowhere, stdout=nowhere, stderr=file)

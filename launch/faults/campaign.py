@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from bigbatch.errors import EmulationError, FaultError
 from bigbatch.exit_codes import SOME_FAILED
+from bigbatch.files import open_named, open_to_append
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import state_root
@@ -159,26 +160,28 @@ def _conditions(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _open(path: Path | None) -> TextIO:
+def _open(path: Path | None) -> BinaryIO:
     try:
-        return open(os.devnull if path is None else path, "w")
+        return open_named(Path(os.devnull) if path is None else path)
     except OSError as error:
         raise FaultError(f"--out {path}: {error.strerror}; name a file that can be written") from error
 
 
-def _write(out: TextIO, record: Mapping[str, Any]) -> None:
-    out.write(json.dumps(record) + "\n")
+def _write(out: BinaryIO, record: Mapping[str, Any]) -> None:
+    out.write((json.dumps(record) + "\n").encode())
     out.flush()
 
 
-def _keep_said(out: TextIO, score: Score) -> None:
+def _keep_said(out: BinaryIO, score: Score) -> None:
     """Add what the ranks of a trial said that broke a promise, beside the records: it tells of one machine."""
     if out.name != os.devnull:
-        with open(f"{out.name}.broken.txt", "a") as file:
-            file.write(f"--- {score.trial}: {'; '.join(score.broken)}\n{score.said}\n")
+        with open_to_append(Path(f"{out.name}.broken.txt")) as file:
+            file.write(
+                f"--- {score.trial}: {'; '.join(score.broken)}\n{score.said}\n".encode(errors="backslashreplace")
+            )
 
 
-def _do_all(trials: Sequence[Trial], laboratory: Laboratory, *, jobs: int, out: TextIO) -> list[Score]:
+def _do_all(trials: Sequence[Trial], laboratory: Laboratory, *, jobs: int, out: BinaryIO) -> list[Score]:
     """Do the trials, several at a time, and say of each how it went."""
     lock, num_done = threading.Lock(), 0
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, SECRET_VARIABLE
 from bigbatch.comm.rendezvous.secret import new_secret
+from bigbatch.files import write_whole
 from bigbatch.launch.emulate.plan import address
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.faults import rank as rank_side
@@ -134,7 +135,7 @@ class Job:
                 if not acted and (self.folder / STRUCK).exists():
                     acted, deadline = True, now + HANG_SECONDS
                     later = on_struck(self)
-                    (self.folder / GO).touch()
+                    write_whole(self.folder / GO, b"")
                 if later is not None and now > self.struck[0] + PAUSE_SECONDS:
                     later(self)
                     later = None

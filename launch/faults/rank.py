@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import psutil
 
 from bigbatch.comm.rendezvous.environ import without_identity
+from bigbatch.files import write_whole
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.faults.trial import KINDS, STEP, Trial
 
@@ -144,9 +145,7 @@ class Fault:
 
 
 def _mark(path: Path, text: str) -> None:
-    aside = path.with_suffix(".part")
-    aside.write_text(text)
-    aside.rename(path)
+    write_whole(path, text.encode())
 
 
 def _strike(trial: Trial, fault: Fault) -> None:
@@ -355,7 +354,7 @@ def damage(run: Path, *, kind: str) -> None:
         del content[len(content) // 2 :]
     else:
         content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
+    write_whole(newest, bytes(content))
 
 
 def put_back(folder: Path) -> None:

@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError
+from bigbatch.files import write_named
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.run.folder import writing
@@ -51,7 +52,7 @@ def write_hostfile(path: Path, hosts: Sequence[tuple[str, int]], *, bad: Sequenc
     """Write a hostfile of the fit hosts. Raises: RunFolderError; LaunchOptionError where they cannot be told."""
     lines = [f"{host} slots={slots}\n" for host, slots in fit_hosts(hosts, bad=bad)]
     with writing(path):
-        path.write_text("".join(lines))
+        write_named(path, "".join(lines).encode())
 
 
 def fit_hosts(hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> tuple[tuple[str, int], ...]:

@@ -14,6 +14,7 @@ from typing import IO
 
 from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES
 from bigbatch.errors import JobRefused, SchedulerError, printable
+from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.paths import as_path
 from bigbatch.trainer.run.folder import writing
@@ -42,9 +43,9 @@ def write_script(path: Path, script: str, *, force: bool) -> None:
                     "another file, or add --force to write over it"
                 ]
             )
-        # it may hold values of --env
-        with open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            os.fchmod(file.fileno(), 0o600)  # of a file that was there
+        with replacing_named(path) as file:
+            if not is_stream(path):
+                os.fchmod(file.fileno(), 0o600)  # it may hold values of --env
             file.write(data)
 
 

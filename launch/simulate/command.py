@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError, first_line, or_nearest
+from bigbatch.files import replacing_named
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
@@ -155,7 +156,8 @@ def _write(
     if arguments.plot:
         figure = show.draw(points, title=title)
         try:
-            figure.savefig(arguments.plot)
+            with replacing_named(path := Path(arguments.plot)) as file:
+                figure.savefig(file, format=path.suffix[1:] or None)
         except (OSError, ValueError) as error:
             raise LaunchOptionError(f"--plot {arguments.plot}: {first_line(error)}") from error
         written.append(arguments.plot)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bigbatch import __version__
 from bigbatch.colours import COLOURS
 from bigbatch.errors import SimulationError, first_line
+from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, Efficiency
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.simulate.checked import nearest_checked
@@ -381,6 +382,6 @@ def _event(name: str, row: str, start: float, end: float, num_bytes: int | None 
 def write(path: Path, text: str) -> None:
     """Write a file that the user named. Raises: SimulationError where that fails."""
     try:
-        path.write_text(text, encoding="utf-8")
+        write_named(path, text.encode())
     except OSError as error:
         raise SimulationError(f"cannot write {path}: {first_line(error)}") from error

@@ -74,7 +74,7 @@ def prepare(folder: SweepFolder, sweep: Sweep, points: Sequence[Point]) -> None:
     RunDir(folder.path).write_text(folder.sweep, dump_sweep(sweep))
     for point in points:
         if not folder.config(point.number).exists():
-            RunDir(folder.point(point.number)).write_text(folder.config(point.number), dump_config(point.config))
+            RunDir(folder.path).write_text(folder.config(point.number), dump_config(point.config))
         if not folder.state(point.number).exists():
             write_state(folder, point.number, _first_state(sweep, point))
 
@@ -166,7 +166,7 @@ def to_run(folder: SweepFolder, points: Sequence[Point], *, retry_failed: bool) 
 
 def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:
     """Write it in one step. Raises: RunFolderError."""
-    RunDir(folder.point(number)).write_text(folder.state(number), json.dumps(state, indent=1) + "\n")
+    RunDir(folder.path).write_text(folder.state(number), json.dumps(state, indent=1) + "\n")
 
 
 def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import LaunchOptionError, SchedulerError, tell
+from bigbatch.files import make_folder
 from bigbatch.launch.launchers.slurm import submit_job
 from bigbatch.launch.launchers.slurm_queue import run_slurm
 from bigbatch.launch.launchers.slurm_script import log_path
@@ -26,6 +27,7 @@ from bigbatch.launch.sweep.jobs import array_job, array_words, arrays
 from bigbatch.launch.sweep.plan import Sweep
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.sweep.running import judge, start_over
+from bigbatch.trainer.run.folder import writing
 
 POLL_SECONDS = 5.0
 SETTLE_SECONDS = 30.0
@@ -40,6 +42,8 @@ def submit_points(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) ->
     Each array has a name of its own, noted before it is submitted, by which find_submitted knows it again.
     Raises: SchedulerError where Slurm does not answer at all; those submitted stay so.
     """
+    with writing(folder.logs):
+        make_folder(folder.logs, within=folder.path)
     # one array has one number of nodes and tasks for all of its jobs
     for same in arrays(points).values():
         name = f"{sweep.name}-{secrets.token_hex(4)}"

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import without_identity
+from bigbatch.files import make_folder, open_anew, refuse_link
 from bigbatch.launch.jobs.foreground import handling_stops, shell_code
 from bigbatch.launch.sweep.folder import DONE, FAILED, MISSING, SweepFolder, change_state, read_summary, state_of
 from bigbatch.launch.sweep.job_log import find_reason
@@ -85,6 +86,8 @@ def require_nobody(folder: SweepFolder, number: int) -> None:
     """
     path = folder.run(number).path
     with writing(path):
+        make_folder(path.parent, within=folder.path)
+        refuse_link(path)
         if path.exists():
             require_free(path)
 
@@ -102,7 +105,7 @@ def run_logged(argv: Sequence[str], *, log: Path, seconds: float) -> tuple[int, 
     log: gets all that it prints. Raises: RunFolderError.
     """
     with writing(log):
-        file = log.open("wb")
+        file = open_anew(log)
     with file:
         process = subprocess.Popen(
             argv,

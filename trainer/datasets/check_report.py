@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigbatch.errors import DataError, printable
+from bigbatch.files import write_named
 from bigbatch.trainer.datasets.check import CheckReport, Finding, SplitFacts, Spread
 from bigbatch.trainer.input.base import written_keys
 
@@ -92,6 +93,6 @@ def verdict(report: CheckReport) -> str:
 def write_json(report: CheckReport, path: Path) -> None:
     """Write all cases of all findings. Raises: DataError if path cannot be written."""
     try:
-        path.write_text(json.dumps(asdict(report, dict_factory=written_keys), indent=1) + "\n")
+        write_named(path, (json.dumps(asdict(report, dict_factory=written_keys), indent=1) + "\n").encode())
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); name another file") from error

@@ -4,6 +4,7 @@ Each picture is a pure function of (seed, split, label, number). Colours, sign o
 size, clutter and noise all vary, so a linear classifier on pixels fails where a small ResNet succeeds.
 """
 
+import io
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, write_new
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.listed import SPLITS
 
@@ -281,7 +282,7 @@ def _write_all(
         num_done += num_written
         if on_progress:
             on_progress(num_done, total)
-    (folder / MANIFEST).write_text(json.dumps(_manifest(recipe), indent=2) + "\n")
+    write_new(folder / MANIFEST, (json.dumps(_manifest(recipe), indent=2) + "\n").encode())
 
 
 def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: Chunk) -> int:
@@ -291,5 +292,7 @@ def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: Chunk) -> int:
         name, sides = CLASSES[label], recipe.side_pixels
         image = render(seed=recipe.seed, split=split, label=label, number=number, side_pixels=sides)
         path = folder / split / name / f"{name}_{number:05d}.JPEG"
-        Image.fromarray(image).save(path, "JPEG", quality=JPEG_QUALITY)
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "JPEG", quality=JPEG_QUALITY)
+        write_new(path, buffer.getvalue())
     return len(numbers)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DoctorError
+from bigbatch.files import open_anew, write_new
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
@@ -25,9 +26,9 @@ class Child:
         folder.mkdir()
         self._is_job = num_ranks > 1
         self._exchange = Exchange(folder)
-        self._exchange.config.write_text(dump_config(config))
+        write_new(self._exchange.config, dump_config(config).encode())
         self._num_answers = 0
-        with (folder / "held").open("w") as held:
+        with open_anew(folder / "held") as held:
             self._process = RunningTrial(probe_argv(folder, num_ranks=num_ranks), folder, inherits=held)
         try:
             self.facts: Mapping[str, Any] = self._answer(limit_seconds=start_seconds)

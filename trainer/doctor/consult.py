@@ -23,6 +23,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import ConfigError, DoctorError
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.files import require_nameable, write_named
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
@@ -59,20 +60,11 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(why_not := change(whole, {}, world_size=arguments.ranks), str):
         raise ConfigError(why_not)
     config = part_of_step(whole, world_size=arguments.ranks)
-    files = [path for path in (arguments.json, arguments.out) if path]
-    made = []
-    for path in files:  # before anything takes long
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                made.append(path)
-            path.open("a").close()
-    try:
-        return _report(argv, arguments, overrides, config=config, whole=whole, budget=budget)
-    finally:
-        for path in made:  # /dev/null, and whatever else was there, stays
-            if path.stat().st_size == 0:
-                path.unlink()
+    for path in (arguments.json, arguments.out):
+        if path:
+            with writing(path):
+                require_nameable(path)
+    return _report(argv, arguments, overrides, config=config, whole=whole, budget=budget)
 
 
 def _report(
@@ -109,12 +101,12 @@ def _report(
         record = {"conditions": _conditions(argv, load=load), "experiment": _experiment(measured)}
         record |= dataclasses.asdict(findings)
         with writing(arguments.json):
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+            write_named(arguments.json, (json.dumps(record, indent=1) + "\n").encode())
     if arguments.out and findings.is_complete:
         recommended = change(whole, findings.advice, world_size=arguments.ranks)
         assert isinstance(recommended, Config), "candidates are legal"
         with writing(arguments.out):
-            arguments.out.write_text(dump_config(recommended))
+            write_named(arguments.out, dump_config(recommended).encode())
         print(f"written: {arguments.out}")
     return code
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bigbatch.files import open_to_append
+
 LOOK_SECONDS = 0.02
 
 
@@ -72,8 +74,8 @@ def is_running(process_id: int) -> bool:
 
 
 def _append(path: Path, facts: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(facts) + "\n")
+    with open_to_append(path) as file:
+        file.write((json.dumps(facts) + "\n").encode())
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

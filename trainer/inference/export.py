@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch import __version__
 from bigbatch.errors import ExportError
-from bigbatch.files import replacing
+from bigbatch.files import replacing, write_whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
             chosen.write(written, _images(TRACED_BATCH, config), aside, facts)
             facts["largest_difference"] = _compare(model, lambda: chosen.read(aside, config), config)
         # after the file has its name, which it gets only if its logits agree
-        Path(f"{out}.json").write_text(json.dumps(facts, indent=1) + "\n")
+        write_whole(Path(f"{out}.json"), (json.dumps(facts, indent=1) + "\n").encode())
     except ExportError:
         raise
     except (OSError, RuntimeError) as error:

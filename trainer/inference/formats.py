@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ExportError
+from bigbatch.files import is_stream
 from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RESNETS
@@ -41,6 +42,8 @@ def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Forma
     if out.is_dir():
         file = out / f"{config.model.name}{chosen.suffix or '.pth'}"
         raise ExportError(f"--out {out} is a folder: name a file in it, such as {file}")
+    if is_stream(out):  # what is written is read again, and compared
+        raise ExportError(f"--out {out} is a device or a pipe: name a file")
     if chosen.only_resnets and config.model.name not in RESNETS:
         raise ExportError(f"{name} has no {config.model.name}: choose --format safetensors, onnx or torch_export")
     if chosen.only_resnets and config.model.blurpool:

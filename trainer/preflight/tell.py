@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bigbatch.errors import tell
+from bigbatch.files import write_named
 from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.preflight.node import Node, NodeFinding
 from bigbatch.trainer.preflight.speeds import bits
@@ -50,7 +51,7 @@ def tell_findings(
 def _write(path: Path, text: str) -> None:
     """Write files; what was found counts more than that it could be written."""
     try:
-        path.write_text(text)
+        write_named(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         tell(f"{path} cannot be written: {error.strerror}")
 

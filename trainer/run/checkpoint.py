@@ -16,7 +16,7 @@ import torch
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError
-from bigbatch.files import exchange, flush, open_plain, parse_json, read_plain
+from bigbatch.files import exchange, flush, make_folder, open_plain, parse_json, read_plain, write_new
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -49,20 +49,23 @@ def save_checkpoint(
     top1: float | None,
     keep: int,
     is_agreed: bool = False,
+    within: Path | None = None,
     before_naming: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write directory/step-XXXXXXXX, then drop all but the keep newest and the best, and what killed writes left.
 
     The folder appears by one rename, after its bytes are on disk. Wherever the write is interrupted, a whole one is
-    listed: the new one, or that which it replaces and all older ones. before_naming is called before the rename: where
-    it raises, nothing is renamed.
+    listed: the new one, or that which it replaces and all older ones. within: the folder that the user named, below
+    which no folder may be a link (default: directory's parent). before_naming is called before the rename: where it
+    raises, nothing is renamed.
     Raises: CheckpointError naming the path, as on a full disk; a UserError of before_naming.
     """
     path = checkpoint_path(directory, step=step)
     aside = directory / f".{path.name}.{os.getpid()}"
     try:
+        make_folder(directory, within=within or directory.parent)
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside.mkdir()
         torch.save(state, aside / STATE_FILE)
         manifest = {
             "format": FORMAT,
@@ -72,7 +75,7 @@ def save_checkpoint(
             "bytes": (aside / STATE_FILE).stat().st_size,
             "sha256": _sha256(aside / STATE_FILE),
         }
-        (aside / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n")
+        write_new(aside / MANIFEST_FILE, (json.dumps(manifest, indent=1) + "\n").encode())
         # on disk before the rename, or a crash could leave the name with empty files behind it
         for part in (aside / STATE_FILE, aside / MANIFEST_FILE, aside):
             flush(part)
@@ -234,7 +237,7 @@ def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 def require_free_disk(directory: Path, *, num_bytes: int) -> None:
     """Refuse to start a run whose checkpoints cannot fit. Raises: CheckpointError with both sizes."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory, within=directory.parent)
         free = shutil.disk_usage(directory).free
     except OSError as error:
         raise CheckpointError(f"cannot create {directory}: {error.strerror}; choose another run.directory") from error

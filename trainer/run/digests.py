@@ -69,7 +69,7 @@ class DigestRecorder:
         self._positions: list[int] = []
         chosen = chosen_layers(parts.model, layers)
         self._kept = chosen_values(parts.model, chosen, values)
-        self._folder = values_folder(folder, rank=parts.communicator.rank)
+        self._run, self._folder = folder.parent, values_folder(folder, rank=parts.communicator.rank)
         self._single = MicrobatchDigests(parts.model, layers=chosen, kept=self._kept)
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -137,7 +137,7 @@ class DigestRecorder:
         if self._parts.communicator.rank == 0:  # they are the same on all ranks
             values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
         if self._kept:
-            save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize)
+            save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
 
     def _by_place(self, told_P: Sequence[Any]) -> dict[str, Any]:
         """Put together what the ranks found of single pictures, in the order of the global batch."""

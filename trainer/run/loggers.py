@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bigbatch.errors import first_line
-from bigbatch.files import replacing
+from bigbatch.files import open_to_append, replacing
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
@@ -43,12 +43,13 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoard:
     """Writes event files; those of steps that a resumed run does again count no more."""
 
-    def __init__(self, folder: Path, *, from_step: int) -> None:
+    def __init__(self, rundir: RunDir, *, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         if not isinstance(threading.excepthook, _WithoutTensorBoard):
             threading.excepthook = _WithoutTensorBoard(threading.excepthook)
-        self._events = SummaryWriter(str(folder), purge_step=from_step + 1)
+        rundir.make_folder(rundir.tensorboard)
+        self._events = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
         """Hand the figures to TensorBoard's thread; what that met is raised by a later call."""
@@ -74,11 +75,11 @@ class _WithoutTensorBoard:
 class Csv:
     """Writes KIND.csv: a row for each record of metrics.jsonl that has figures, and a column for each figure."""
 
-    def __init__(self, folder: Path, *, metrics: Path) -> None:
+    def __init__(self, rundir: RunDir) -> None:
         """Begin with what the metrics file holds: the records that a resumed run goes on from."""
-        self._folder, self._metrics = folder, metrics
+        self._folder, self._metrics = rundir.csv, rundir.metrics
         self._columns: dict[str, list[str]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        rundir.make_folder(self._folder)
         for kind in KINDS_WITH_FIGURES:  # other tables in a folder of that name are the user's own
             self._path(kind).unlink(missing_ok=True)
         self._write_anew()
@@ -110,7 +111,7 @@ class Csv:
         if not figures.keys() <= set(self._columns.get(kind, ())) or not self._path(kind).exists():
             self._write_anew()
             return
-        with self._path(kind).open("ab") as file:
+        with open_to_append(self._path(kind)) as file:
             file.write(self._row(kind, step, figures))
 
     def close(self) -> None:
@@ -155,8 +156,8 @@ class Guarded:
 def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) -> list[Guarded]:
     """Open the loggers of run.loggers, in order."""
     makers: dict[str, Callable[[], Logger]] = {
-        "tensorboard": lambda: TensorBoard(rundir.tensorboard, from_step=from_step),
-        "csv": lambda: Csv(rundir.csv, metrics=rundir.metrics),
+        "tensorboard": lambda: TensorBoard(rundir, from_step=from_step),
+        "csv": lambda: Csv(rundir),
         "wandb": lambda: WeightsAndBiases(
             rundir, stated=asdict(config), options=config.run.wandb_options or {}, from_step=from_step, say=say
         ),

@@ -18,7 +18,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import broadcast_object
 from bigbatch.errors import CheckpointError, tell
-from bigbatch.files import mode_of_own, read_plain, write_whole
+from bigbatch.files import make_folder, mode_of_own, read_plain, write_whole
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.remedies import MEMORY
 from bigbatch.trainer.machine.cgroup import free_memory
@@ -216,7 +216,7 @@ def open_copies(config: Config, communicator: Communicator, *, memory: Path = Pa
         # drawn, as checkpoints may be removed, and written anew, while what a node kept of them is still there; the
         # digest is of the folder, which may have another's path elsewhere
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent, within=rundir.path)
             drawn = f"bigbatch-{_digest(rundir.path)}-{secrets.token_hex(8)}"
             write_whole(path, f"{drawn}\n".encode())
         return drawn

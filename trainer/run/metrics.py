@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
-from bigbatch.files import replacing
+from bigbatch.files import open_to_append
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 from bigbatch.trainer.run.loggers import Guarded, figures_of
 
@@ -29,13 +29,12 @@ class MetricsLog:
     def __init__(self, rundir: RunDir, *, from_step: int) -> None:
         self.loggers: list[Guarded] = []
         self._path = rundir.metrics
+        with rundir.replacing(self._path) as file:  # line by line: it may be longer than memory
+            for record in read_records(self._path):
+                if _is_whole(record) and _stays(record, from_step=from_step):
+                    file.write((json.dumps(record) + "\n").encode())
         with writing(self._path):
-            rundir.path.mkdir(parents=True, exist_ok=True)
-            with replacing(self._path) as file:  # line by line: it may be longer than memory
-                for record in read_records(self._path):
-                    if _is_whole(record) and _stays(record, from_step=from_step):
-                        file.write((json.dumps(record) + "\n").encode())
-            self._file = self._path.open("a")
+            self._file = open_to_append(self._path)
         self._opened_at = time.monotonic()
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
@@ -46,7 +45,7 @@ class MetricsLog:
         """
         stamps = {"time": time.time(), "elapsed_seconds": time.monotonic() - self._opened_at}
         with writing(self._path):
-            self._file.write(json.dumps({"kind": kind, **stamps, **record}) + "\n")
+            self._file.write((json.dumps({"kind": kind, **stamps, **record}) + "\n").encode())
             # a record is whole in the file before the next one, whatever then ends the process
             self._file.flush()
         if figures := figures_of(record):
@@ -86,9 +85,10 @@ def plot_run(
 
     And the noise scale, where it was measured, beside the global batch.
     """
-    draw_run(
+    figure = draw_run(
         records, title=title, label_smoothing=label_smoothing, loss=loss, global_batch_size=global_batch_size
-    ).savefig(path, dpi=120)
+    )
+    RunDir(path.parent).save_plot(path, figure)
 
 
 def draw_run(

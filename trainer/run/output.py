@@ -22,7 +22,7 @@ from bigbatch.trainer.run.checkpoint import (
     set_damaged_aside,
 )
 from bigbatch.trainer.run.cost import spent_in_all
-from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
+from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary
 from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, Silent, make_reporter
@@ -134,17 +134,15 @@ class RunOutput:
         """Write the plot, and the summary or the way to go on; arguments as for make_summary. Return the summary."""
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
-        with writing(rundir.plot):
-            optimizer = config.optimizer
-            loss = "cross-entropy (nats)" if optimizer.loss == CROSS_ENTROPY else optimizer.loss
-            plot_run(
-                read_curves(rundir.metrics),
-                rundir.plot,
-                title=title,
-                label_smoothing=optimizer.label_smoothing,
-                loss=loss,
-                global_batch_size=config.batch.global_batch_size,
-            )
+        optimizer = config.optimizer
+        plot_run(
+            read_curves(rundir.metrics),
+            rundir.plot,
+            title=title,
+            label_smoothing=optimizer.label_smoothing,
+            loss="cross-entropy (nats)" if optimizer.loss == CROSS_ENTROPY else optimizer.loss,
+            global_batch_size=config.batch.global_batch_size,
+        )
         for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
             self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:

@@ -22,7 +22,7 @@ from threading import Event, Thread
 from bigbatch.boot import boot_id
 from bigbatch.comm.rendezvous.environ import slurm_job, start_of_launcher
 from bigbatch.errors import RunFolderError
-from bigbatch.files import open_plain, parse_json, read_plain, write_whole
+from bigbatch.files import open_plain, parse_json, read_plain, write_new, write_whole
 from bigbatch.trainer.run.folder import writing
 
 BEAT_SECONDS = 3.0
@@ -247,7 +247,7 @@ def _create(path: Path, text: bytes) -> bool:
     """Make a file that is not there; False where it is. Raises: OSError."""
     aside = path.with_name(f".owner.{uuid.uuid4().hex}")
     try:
-        aside.write_bytes(text)
+        write_new(aside, text)
     except OSError:
         with suppress(OSError):
             aside.unlink()
@@ -257,8 +257,8 @@ def _create(path: Path, text: bytes) -> bool:
         return True
     except OSError as error:
         if error.errno in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):  # no links here
-            with suppress(FileExistsError), path.open("xb") as file:
-                file.write(text)
+            with suppress(FileExistsError):
+                write_new(path, text)
                 return True
             return False
         if aside.stat().st_nlink == 2:  # an answer that was lost on the way had us ask twice

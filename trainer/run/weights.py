@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, write_whole
 from bigbatch.trainer.config.file import read_dumped
 from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.config.schema import Config, lookup
@@ -169,7 +169,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping
     # format: by which transformers and others tell whose tensors these are
     metadata = {name: json.dumps(fact) for name, fact in facts.items()} | {"format": "pt"}
     # save_file would put a file of its own, with other permissions, in the place of this one
-    path.write_bytes(save(dict(state), metadata=metadata))
+    write_whole(path, save(dict(state), metadata=metadata))
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

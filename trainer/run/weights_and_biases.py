@@ -44,12 +44,13 @@ class WeightsAndBiases:
     ) -> None:
         """Start the thread. Raises: ImportError."""
         self._wandb = _import_wandb()
-        self._id_path = rundir.wandb_id
+        self._rundir = rundir
+        rundir.make_folder(rundir.path / "wandb")  # in which wandb keeps its own files
         self._arguments = {
             "project": "bigbatch",
             "name": rundir.path.name,
             **options,
-            "id": _run_id(self._id_path, is_new=from_step == 0),
+            "id": _run_id(rundir, is_new=from_step == 0),
             "resume": "allow",
             "dir": str(rundir.path),
             "config": dict(stated),
@@ -85,7 +86,7 @@ class WeightsAndBiases:
                 raise
             self._news.append(f"wandb cannot be reached ({first_line(error)}): the run goes on, logged as offline")
             # by a new id: wandb takes the other one for in use
-            offline = {**self._arguments, "mode": "offline", "id": _run_id(self._id_path, is_new=True)}
+            offline = {**self._arguments, "mode": "offline", "id": _run_id(self._rundir, is_new=True)}
             run = wandb.init(**offline, settings=settings)
         self._news.append(f"wandb: {_where(run)}")
         return run
@@ -120,9 +121,10 @@ def _where(run: Any) -> str:
     )
 
 
-def _run_id(path: Path, *, is_new: bool) -> str:
+def _run_id(rundir: RunDir, *, is_new: bool) -> str:
     """Return the name that wandb knows the run by, which the run folder keeps."""
+    path = rundir.wandb_id
     if not is_new and path.is_file() and (kept := path.read_text().strip()).isalnum():
         return kept
-    path.write_text(f"{(run_id := secrets.token_hex(4))}\n")
+    rundir.write_text(path, f"{(run_id := secrets.token_hex(4))}\n")
     return run_id

@@ -8,7 +8,7 @@ from typing import Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
-from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
 from bigbatch.trainer.tune.batch.critical import (
     Pair,
@@ -167,5 +167,4 @@ def plot_answer(answer: Answer, path: Path) -> None:
     axes.set_title(printable(f"Steps against images: {answer.run}"), fontsize=11, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    with writing(path):
-        figure.savefig(path, dpi=120)
+    RunDir(path.parent).save_plot(path, figure)

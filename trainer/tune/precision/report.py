@@ -10,7 +10,7 @@ from typing import Any
 from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
 from bigbatch.trainer.config.strict_yaml import as_yaml
-from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.tune.precision.choices import POWERS, Choice, Gradients, SpanRow, WireRow
 from bigbatch.trainer.tune.precision.magnitudes import FP16_LEAST, FP16_WHOLE, Magnitudes
 from bigbatch.trainer.tune.precision.steps import Tried
@@ -181,8 +181,7 @@ def plot_answer(answer: Answer, path: Path, *, title: str) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.suptitle(printable(title), fontsize=11, parse_math=False)  # a path may have two dollar signs
-    with writing(path):
-        figure.savefig(path, dpi=120)
+    RunDir(path.parent).save_plot(path, figure)
 
 
 def _sorted(found: Magnitudes) -> dict[int, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import printable
-from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.tune.range.curve import Suggestion, smooth
 
 
@@ -64,5 +64,4 @@ def plot_range(lrs: Sequence[float], losses: Sequence[float], found: Suggestion,
         axes.set_ylim(low - room / 10, first + room)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    with writing(path):
-        figure.savefig(path, dpi=120)
+    RunDir(path.parent).save_plot(path, figure)

@@ -14,7 +14,7 @@ from bigbatch.colours import COLOURS
 from bigbatch.comm.rendezvous.environ import terminal_columns
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.tune.search.experiment import Search
 from bigbatch.trainer.tune.search.records import (
     Metric,
@@ -105,8 +105,7 @@ def best_yaml(config: Config, best: TrialRecord, *, folder: Path, search: Search
 def plot_search(records: Sequence[TrialRecord], axes: Sequence[Axis], path: Path, *, metric: Metric) -> None:
     """Plot results over each searched value, as a PNG."""
     figure = draw_search(records, axes, metric=metric)
-    with writing(path):
-        figure.savefig(path, dpi=120)
+    RunDir(path.parent).save_plot(path, figure)
 
 
 def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric: Metric) -> "Figure":

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import FOLLOWS, printable
+from bigbatch.files import make_folder, open_to_append
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 
 OUTPUT = "output.txt"
@@ -37,8 +38,8 @@ class RunningTrial:
         self._evaluated: list[dict[str, Any]] = []
         self._evaluated_bytes = 0
         with writing(folder / OUTPUT):
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / OUTPUT).open("ab") as output:
+            make_folder(folder, within=folder.parent)
+            with open_to_append(folder / OUTPUT) as output:
                 # a trial that goes on appends: its reason is looked for in its own words only
                 self._output_start = output.tell()
                 self._process = subprocess.Popen(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import TuneError, UserError, first_line
-from bigbatch.files import read_plain
+from bigbatch.files import read_plain, refuse_link
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.tune.search.records import State, TrialEnd
 from bigbatch.trainer.tune.search.space import Axis, SearchRange
@@ -46,6 +46,7 @@ class Round:
         self._axes = axes
         self._distributions = {axis.key: _distribution(optuna, axis) for axis in axes}
         with _reading(journal):
+            refuse_link(journal)  # Optuna would write through it
             _drop_cut_off_line(journal)
             file = optuna.storages.journal.JournalFileBackend(str(journal), _NoLock())
             self._study = optuna.create_study(

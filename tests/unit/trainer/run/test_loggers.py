@@ -94,7 +94,7 @@ def read_csv(rundir: RunDir, kind: str) -> list[dict[str, str]]:
 
 def logged(rundir: RunDir, *, from_step: int) -> MetricsLog:
     log = MetricsLog(rundir, from_step=from_step)
-    log.loggers = [Guarded("csv", lambda: Csv(rundir.csv, metrics=rundir.metrics), say=pytest.fail)]
+    log.loggers = [Guarded("csv", lambda: Csv(rundir), say=pytest.fail)]
     return log
 
 
@@ -155,7 +155,7 @@ def test_loggers_csv_keeps_a_column_of_any_name_in_one(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     odd = {"kind": "train", "step": 1, "time": 1.0, 'a, "b"\nc': 2.5, "loss": 1.5}
     rundir.metrics.write_text(json.dumps(odd) + "\n")
-    Csv(rundir.csv, metrics=rundir.metrics).close()
+    Csv(rundir).close()
     assert read_csv(rundir, "train") == [{"step": "1", 'a, "b"\nc': "2.5", "loss": "1.5"}]
 
 
@@ -173,11 +173,11 @@ def test_loggers_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for from_step, losses in ((0, (4.0, 3.0, 2.0)), (2, (1.0,))):
-        board = TensorBoard(tmp_path, from_step=from_step)
+        board = TensorBoard(RunDir(tmp_path), from_step=from_step)
         for step, loss in enumerate(losses, start=from_step + 1):
             board.write("train", step, {"loss": loss})
         board.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4.0), (2, 3.0), (3, 1.0)]
 
 
@@ -188,7 +188,7 @@ def test_loggers_tensorboard_that_cannot_write_leaves_no_traceback_of_its_thread
     monkeypatch.setattr(threading, "excepthook", reported.append)
     said: list[str] = []
     for _ in range(2):
-        guarded = Guarded("tensorboard", lambda: TensorBoard(tmp_path / "gone", from_step=0), say=said.append)
+        guarded = Guarded("tensorboard", lambda: TensorBoard(RunDir(tmp_path / "gone"), from_step=0), say=said.append)
         (tmp_path / "gone").rename(tmp_path / f"moved to {len(said)}")  # in one step: its thread writes meanwhile
         deadline = time.monotonic() + 60
         while any(type(thread).__module__.startswith("tensorboard") for thread in threading.enumerate()):

@@ -279,13 +279,12 @@ def test_owner_is_known_where_there_are_no_hard_links(
 
 def test_claim_that_finds_no_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each start of a job on a full disk would leave one more file."""
-    create = Path.write_bytes
 
     def fails(path: Path, data: bytes) -> int:
-        create(path, b"")
+        path.write_bytes(b"")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", fails)
+    monkeypatch.setattr(module, "write_new", fails)
     with pytest.raises(RunFolderError, match="No space left on device"):
         take(tmp_path, HERE)
     assert not any(tmp_path.iterdir())

@@ -457,7 +457,7 @@ def test_report_new_log_starts_empty_and_missing_one_reads_as_empty(tmp_path: Pa
 def test_report_full_disk_is_one_line_that_names_the_file(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     log = MetricsLog(rundir, from_step=0)
-    with Path("/dev/full").open("a") as full:
+    with Path("/dev/full").open("ab") as full:
         log._file = full
         with pytest.raises(RunFolderError, match=naming(rundir.metrics, "No space left on device")):
             log.write("train", TRAIN_RECORD)

@@ -1,0 +1,120 @@
+"""Files are written by bigbatch/files.py alone, which follows no link: the sources of all modules tell.
+
+A module that opens a file to write in another way stands in ALLOWED with the reason.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWED = {
+    "bigbatch/files.py": "the one place",
+    "bigbatch/locks.py": "locks, without a byte in them; follows no link",
+    "comm/backends/node_memory.py": "memory of this job, under a name that it drew",
+    "comm/rendezvous/flight.py": "a temporary file under a new name",
+    "launch/emulate/keeper.py": "/dev/null",
+    "launch/emulate/namespaces.py": "the kernel's /proc/self",
+    "launch/emulate/slurm_start.py": "a key, with its mode, in a folder that is new and private",
+    "launch/faults/experiment.py": "a temporary folder of its own",
+    "launch/faults/rank.py": "a temporary folder of its own",
+    "launch/jobs/exit_file.py": "a new file",
+    "trainer/inference/formats.py": "the hidden file of replacing, by its name",
+    "trainer/run/checkpoint.py": "a file in a folder that is new and hidden",
+    "trainer/run/loggers.py": "TensorBoard's own files, in a folder that is no link, under names with time and process",
+    "trainer/run/output.py": "/dev/null",
+    "trainer/run/owner.py": "a hard link to a file of its own",
+    "trainer/tune/search/study.py": "Optuna's journal, which is no link",
+}
+METHODS = ("write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "savefig", "FileHandler", "SummaryWriter")
+METHODS += ("mkstemp", "NamedTemporaryFile", "truncate", "memmap", "to_csv", "tofile", "extractall")
+BY_MODULE = {
+    "os": ("open", "mknod", "mkfifo", "link", "symlink", "truncate"),
+    "shutil": ("copy", "copy2", "copyfile", "copytree", "move"),
+    "np": ("save", "savez", "savetxt"),
+    "json": ("dump",),
+    "torch": ("save",),
+    "yaml": ("dump", "safe_dump"),
+}
+STREAMS = ("file", "buffer", "stream")
+"""Names of what is open already, to which something is saved."""
+
+
+def writers(source: str) -> Iterator[str]:
+    """Yield each call that opens a file to write, or may."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and _writes(node):
+            yield f"line {node.lineno}: {ast.unparse(node)[:80]}"
+
+
+def _writes(call: ast.Call) -> bool:
+    function, words = call.func, [*call.args, *(keyword.value for keyword in call.keywords)]
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    owner = function.value.id if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) else ""
+    words = words[1:] if name == "fdopen" or isinstance(function, ast.Name) else words  # what is opened comes first
+    texts = [word.value for word in words if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+    if name in ("savefig", "save") and any(isinstance(word, ast.Name) and word.id in STREAMS for word in words):
+        return False
+    if owner in BY_MODULE:
+        is_read = owner == "os" and name == "open" and not any(f"O_{kind}" in ast.unparse(call) for kind in WRITES)
+        is_text = owner == "yaml" and len(call.args) == 1
+        return name in BY_MODULE[owner] and not is_read and not is_text
+    if name in ("open", "fdopen"):
+        return any(set(text) <= set("rwaxbt+U") and set(text) & set("wax+") for text in texts)
+    if name == "save":
+        return any(text.upper() in ("JPEG", "PNG") for text in texts)
+    return name in METHODS and not (name == "write_text" and len(call.args) == 2)  # RunDir's
+
+
+WRITES = ("WRONLY", "RDWR", "CREAT", "APPEND", "TRUNC")
+
+
+def test_files_are_written_in_one_place() -> None:
+    found = {}
+    for path in sorted(
+        path for room in ("bigbatch", "comm", "trainer", "launch") for path in (ROOT / room).rglob("*.py")
+    ):
+        name = str(path.relative_to(ROOT))
+        if lines := list(writers(path.read_text())):
+            found[name] = lines
+    assert {name: lines for name, lines in found.items() if name not in ALLOWED} == {}
+    assert ALLOWED.keys() - found.keys() == set(), "these write nothing any more"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "Path('a').write_text('x')",
+        "open('a', 'w')",
+        "open(path, mode='ab')",
+        "path.open('x')",
+        "os.open(path, os.O_WRONLY | os.O_CREAT)",
+        "figure.savefig(path, dpi=120)",
+        "shutil.copy(a, b)",
+        "json.dump(a, file)",
+        "torch.save(state, path)",
+        "logging.FileHandler(path)",
+        "image.save(path, 'JPEG')",
+    ],
+)
+def test_reader_sees_a_writer(source: str) -> None:
+    assert len(list(writers(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open('a')",
+        "path.open('rb')",
+        "os.open(path, os.O_RDONLY)",
+        "figure.savefig(file, format='png')",
+        "yaml.safe_dump(value)",
+        "rundir.write_text(rundir.summary, text)",
+        "image.save(buffer, 'JPEG')",
+        "tarfile.open(fileobj=file, mode='r:')",
+    ],
+)
+def test_reader_lets_others_pass(source: str) -> None:
+    assert list(writers(source)) == []
