@@ -8,6 +8,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import stat
 import tempfile
 import uuid
@@ -95,7 +96,7 @@ def open_to_append(path: Path) -> BinaryIO:
 def is_stream(path: Path) -> bool:
     """Tell whether a path that the user named is a device, a pipe or an open file of a process, such as /dev/stdout."""
     parent = os.path.realpath(path.parent)
-    if parent == "/dev" or parent.startswith("/proc/"):
+    if parent == "/dev" or re.fullmatch(r"/proc/\d+(/task/\d+)?/fd", parent):
         return True
     try:
         mode = path.lstat().st_mode
