@@ -90,7 +90,7 @@ def test_sweep_does_not_follow_a_link_in_the_place_of_a_run(begun: Begun, tmp_pa
     other = tmp_path / "other"
     begun.folder.run(0).path.rename(other)
     begun.folder.run(0).path.symlink_to(other)
-    with pytest.raises(RunFolderError, match=naming(begun.folder.run(0).path, "symbolic link")):
+    with pytest.raises(RunFolderError, match=naming(begun.folder.run(0).path, "is a link")):
         begun.go(goes_on=False)
     assert (other / "checkpoints/step-3").exists()
 
