@@ -21,7 +21,6 @@ REMEDY = (
     "ranks alike"
 )
 
-
 _watched: list["ref[TrainedSet]"] = []
 """All sets that are watched: one optimizer may update the parameters of several."""
 
@@ -76,8 +75,7 @@ class TrainedSet:
 
     def require_in_model(self, unreached: Iterable[str]) -> None:
         """Raise CommError for a parameter that was replaced in a module and, as unreached says, not used since."""
-        unreached = self._replaced.intersection(unreached)
-        gone = [name for name in self.parameters if name in unreached]
+        gone = sorted(self._replaced.intersection(unreached))
         if gone:
             raise CommError(
                 f"parameter {gone[0]} was replaced in its module, and backward did not reach it{_more(gone)}: {REMEDY}"
@@ -111,12 +109,13 @@ def _require_unwatched(names: Mapping[int, str]) -> None:
 
 
 def _note_replaced(module: nn.Module, name: str, new: nn.Module | nn.Parameter | None) -> None:
-    """Note parameters that a module holds no more; they may be put back, or used elsewhere."""
+    """Note parameters that a module holds no more, until they are put back; they may be used elsewhere."""
     sets = _sets()
     if sets:
-        lost = _held_by(module._modules.get(name, module._parameters.get(name))) - _held_by(new)
+        lost, held = _held_by(module._modules.get(name, module._parameters.get(name))), _held_by(new)
         for each in sets:
             each._replaced |= {each._names[key] for key in lost & each._names.keys()}
+            each._replaced -= {each._names[key] for key in held & each._names.keys()}
 
 
 def _held_by(thing: nn.Module | nn.Parameter | None) -> set[int]:

@@ -210,6 +210,15 @@ def test_trained_set_that_is_wrapped_or_put_back_is_the_same(act: Callable[[nn.S
     step()
 
 
+def test_trained_set_that_is_put_back_may_be_unused() -> None:
+    model = make_model()
+    reducer, old = GradientReducer(model.named_parameters(), communicator()), model[1]
+    model[1] = nn.Identity()
+    model[1] = old
+    model[2](torch.ones(4)).sum().backward()
+    reducer.wait()
+
+
 def test_trained_set_that_an_optimizer_goes_beyond_is_refused_by_its_step() -> None:
     """Layers that are added, and frozen ones that the reducer was not given: it cannot know them otherwise."""
     model = make_model()
