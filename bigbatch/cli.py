@@ -174,7 +174,7 @@ def _run(command: str, arguments: list[str]) -> int:
     except BrokenPipeError:
         return PIPE_CLOSED
     except UserError as error:
-        tell("\n".join(map(printable, str(error).split("\n"))))
+        tell(*error.args)
         return error.exit_code
     except SystemExit as ended:
         if not ended.code:  # argparse has printed its help

@@ -6,22 +6,23 @@ import reprlib
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import TextIO
 
 from bigbatch.exit_codes import DIFFERENT, FAILED, LOST, REFUSED
 
 
 class UserError(Exception):
-    """A user can mend this; the message names the thing and what to do."""
+    """A user can mend this; the message names the thing and what to do. Each argument is a line of it."""
 
     exit_code = FAILED
     """Of the process that ends by it."""
 
+    def __str__(self) -> str:
+        return "\n".join(printable(str(line)) for line in self.args)
+
 
 class ConfigError(UserError, ValueError):
     """Settings are wrong; each argument is a line that names the key, the value and a legal one."""
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.args))
 
 
 class DataError(UserError, RuntimeError):
@@ -118,7 +119,7 @@ class JobRefused(LaunchOptionError):
     def __init__(self, findings: Sequence[str]) -> None:
         self.findings = tuple(findings)
         first = [f"nothing was started, for {len(findings)} reasons:"] if len(findings) > 1 else []
-        super().__init__("\n  ".join([*first, *findings]))
+        super().__init__(*(f"{'  ' * (number > 0)}{line}" for number, line in enumerate([*first, *findings])))
 
 
 class SchedulerError(UserError, RuntimeError):
@@ -145,14 +146,29 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def tell(text: object) -> None:
+def printable_lines(text: str) -> str:
+    """Return text that no terminal obeys, with its line ends: for text in which names are printable already."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def print_line(text: str, *, file: TextIO | None = None) -> None:
+    """Print one line, on stdout where file is None, whatever names it holds, and flush."""
+    print(printable(text), file=file, flush=True)
+
+
+def print_lines(text: str, *, file: TextIO | None = None) -> None:
+    """Print lines that no terminal obeys, on stdout where file is None, and flush."""
+    print(printable_lines(text), file=file, flush=True)
+
+
+def tell(*lines: object) -> None:
     """Say something to the user on stderr in one write, so that no other process's words come between.
 
     Where nobody can read it, it is not said: what happens next does not depend on that.
     """
     if sys.stderr is not None:  # as where the process was started without one
         with suppress(OSError, ValueError):
-            sys.stderr.write(f"bigbatch: {text}\n")
+            sys.stderr.write("bigbatch: " + "\n".join(printable(str(line)) for line in lines) + "\n")
             sys.stderr.flush()
 
 

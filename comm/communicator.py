@@ -365,7 +365,7 @@ def _close_all() -> None:
         try:
             communicator.abort() if has_failed else communicator.close()
         except CommError as error:
-            tell(error)
+            tell(*error.args)
             has_lost = True
     if has_lost or any(backend.oldest() for backend in _aborted):
         for stream in (sys.stdout, sys.stderr):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, print_line
 from bigbatch.exit_codes import UNFIT
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, write_hostfile
 from bigbatch.launch.jobs.spec import JobSpec
@@ -34,5 +34,5 @@ def compare_nodes(job: JobSpec, *, good_hosts: Path | None, dry_run: bool, envir
     looked, bad = look_at_hosts(job, environ=environ)
     if good_hosts and looked.code in (0, UNFIT):
         write_hostfile(good_hosts, job.hosts, bad=bad)
-        print(f"written: {good_hosts}")
+        print_line(f"written: {good_hosts}")
     return looked.code

@@ -45,8 +45,8 @@ def stdout_console() -> Console:
 
 
 def shown_text(text: str) -> Text:
-    """Make text for a terminal that is no markup, and holds nothing that a terminal obeys."""
-    return Text("\n".join(map(printable, text.split("\n"))))
+    """Make a line for a terminal that is no markup, and holds nothing that a terminal obeys."""
+    return Text(printable(text))
 
 
 def show_table(table: Table, console: Console) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bigbatch.errors import CheckpointError, RunFolderError, first_line, printable
+from bigbatch.errors import CheckpointError, RunFolderError, first_line, print_line
 from bigbatch.exit_codes import FAILED
 from bigbatch.files import read_plain
 from bigbatch.paths import as_path
@@ -94,7 +94,7 @@ def _changes(a: Run, b: Run) -> dict[str, str]:
 
 def _say(text: str) -> None:
     """Print a line whose words may come out of files of others."""
-    print(printable(text))
+    print_line(text)
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from bigbatch.errors import print_line
 from bigbatch.files import open_named
 
 
@@ -31,7 +32,7 @@ class Transcript:
     def print(self, line: str) -> None:
         """Show a line."""
         if self._is_first:
-            print(line, flush=True)
+            print_line(line)
 
     def write(self, record: Mapping[str, object]) -> None:
         """Keep a record in the file, where there is one."""

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, printable, tell
+from bigbatch.errors import LaunchOptionError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.launch.ablate import outcome
 from bigbatch.launch.ablate.inference import measure
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     with alone_in(folder):
         prepare(folder, ablation.as_sweep(), points)
         missing = to_run(folder, chosen, retry_failed=arguments.retry_failed)
-        print(f"{folder.path}: {len(chosen)} runs, {len(missing)} to do", flush=True)
+        print_line(f"{folder.path}: {len(chosen)} runs, {len(missing)} to do")
         return _run(ablation, missing, folder, points=points, chosen=chosen)
 
 
@@ -72,11 +72,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _explain(ablation: Ablation, overrides: Sequence[str]) -> None:
-    print(f"{ablation.name}: {len(ablation.steps)} steps from {ablation.config}, each on top of those before it")
+    print_line(f"{ablation.name}: {len(ablation.steps)} steps from {ablation.config}, each on top of those before it")
     for name, changes in ablation.steps.items():
-        print(printable(f"  {name}: " + (describe_values(changes) or "no change")))
+        print_line(f"  {name}: " + (describe_values(changes) or "no change"))
     if overrides:
-        print(f"  in all steps: {' '.join(overrides)}")
+        print_line(f"  in all steps: {' '.join(overrides)}")
 
 
 def _run(
@@ -100,8 +100,10 @@ def _run(
     outcome.write(ablation, steps, inference, outcome.conditions_of(points, folder), folder=folder.path)
     for table in outcome.tables_of(ablation, steps, inference):
         show_table(table, stdout_console())
-    print(f"written: {folder.path / 'ablation.md'} (and .json and .png beside it)")
+    print_line(f"written: {folder.path / 'ablation.md'} (and .json and .png beside it)")
     failed = sum(state_of(folder, point.number) == FAILED for point in chosen)
     if failed:
-        print(f"{failed} of {len(chosen)} runs failed, their output is in points/N/log.txt; --retry-failed runs them")
+        print_line(
+            f"{failed} of {len(chosen)} runs failed, their output is in points/N/log.txt; --retry-failed runs them"
+        )
     return SOME_FAILED if failed or (inference and any(form.undone for form in inference.forms)) else 0

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import with_secret
-from bigbatch.errors import EmulationError, tell
+from bigbatch.errors import EmulationError, print_lines, tell
 from bigbatch.files import write_named
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.cluster import count, join, only_job, reaching
@@ -50,7 +50,7 @@ def run_job(
             ended = run_together(starts, environ=with_secret(environ), enter=enter, asks_to_stop=asks_to_stop)
         seconds = time.monotonic() - start
         counted = difference(_count(cluster), before)
-    print(format_table(counted), file=sys.stderr, flush=True)
+    print_lines(format_table(counted), file=sys.stderr)
     if counters:
         try:
             text = format_json(counted, plan=cluster.plan, seconds=seconds, exit_code=ended.code)

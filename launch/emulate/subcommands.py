@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, terminal_columns, without_identity
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import LaunchOptionError, print_line, print_lines
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.counters import format_table
 from bigbatch.launch.emulate.launchers import (
@@ -68,7 +68,7 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         found = clusters.find(arguments.name, root=root)
         node = parse_node(arguments.node, num_nodes=found.plan.num_nodes) if arguments.node else None
         clusters.shape(found, rate=parse_rate(arguments.link), root=root, environ=environ, node=node)
-        print(f"{arguments.name}: {'links' if node is None else f'the link of {host(node)}'} of {arguments.link}")
+        print_line(f"{arguments.name}: {'links' if node is None else f'the link of {host(node)}'} of {arguments.link}")
         return 0
     return _status(root, environ) if arguments.action == "status" else _down(arguments, root)
 
@@ -128,16 +128,16 @@ def _plan(arguments: argparse.Namespace, *, name: str) -> ClusterPlan:
 def _up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], dry_run: bool) -> int:
     if dry_run:
         for place, argv in build_commands(plan):
-            print(f"{place}: {shlex.join(argv)}")
+            print_line(f"{place}: {shlex.join(argv)}")
         if plan.slurm:
-            print(describe_start(plan, folder=slurm_folder(root / plan.name)))
+            print_lines(describe_start(plan, folder=slurm_folder(root / plan.name)))
         return 0
     if plan.slurm:
         require_slurm(root / plan.name, environ=environ)
     built = clusters.up(plan, root=root, environ=environ)
     if plan.slurm:
         start_slurm(built, root=root, environ=environ)
-    print(_describe(plan))
+    print_lines(_describe(plan))
     return 0
 
 
@@ -199,7 +199,7 @@ def _run_on(
     if arguments.dry_run:
         for each in launcher.starts(job, cluster.plan, site):
             variables = [f"{name}={value}" for name, value in each.variables]
-            print(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
+            print_line(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
 
     def start(spec: JobSpec) -> Ended:
@@ -262,16 +262,16 @@ def _status(root: Path, environ: Mapping[str, str]) -> int:
         cluster = load(root / name)
         counted = clusters.count(cluster) if cluster else None
         if cluster is None or counted is None:
-            print(f"{name}: ended; to remove what is left: bigbatch launch emulate down --name {name}")
+            print_line(f"{name}: ended; to remove what is left: bigbatch launch emulate down --name {name}")
             continue
-        print(_describe(cluster.plan))
-        print(format_table(counted))
+        print_lines(_describe(cluster.plan))
+        print_lines(format_table(counted))
         if cluster.plan.slurm:
-            print(describe_nodes(cluster, root=root, environ=environ))
+            print_lines(describe_nodes(cluster, root=root, environ=environ))
     return 0
 
 
 def _down(arguments: argparse.Namespace, root: Path) -> int:
     for name in clusters.names(root) if arguments.all else [arguments.name]:
-        print(f"{name}: removed" if clusters.down(name, root=root) else f"{name}: there is none")
+        print_line(f"{name}: removed" if clusters.down(name, root=root) else f"{name}: there is none")
     return 0

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bigbatch.errors import EmulationError, FaultError
+from bigbatch.errors import EmulationError, FaultError, print_line, print_lines
 from bigbatch.exit_codes import SOME_FAILED
 from bigbatch.files import open_named, open_to_append
 from bigbatch.launch.emulate import cluster as clusters
@@ -41,11 +41,11 @@ def main(argv: Sequence[str]) -> int:
     root = state_root(environ)
     max_nodes = arguments.nodes
     if max_nodes > 1 and not arguments.dry_run and (reason := _why_no_nodes(root, environ)):
-        print(f"one node, and no faults of links: {reason}", file=sys.stderr)
+        print_line(f"one node, and no faults of links: {reason}", file=sys.stderr)
         max_nodes = 1
     trials = _trials(arguments, kinds=kinds, max_nodes=max_nodes)
     if arguments.dry_run:
-        print("\n".join(map(str, trials)))
+        print_lines("\n".join(map(str, trials)))
         return 0
     conditions = _conditions(arguments)
     with _open(arguments.out) as out, tempfile.TemporaryDirectory(prefix="bigbatch-faults-") as folder:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         failed = _first_of_each([score for score in scores if score.broken])
         for score in failed if arguments.shrink else []:
             _say_smallest(shrink(score, laboratory.score))
-    print(format_campaign(conditions, [score.record() for score in scores]))
+    print_lines(format_campaign(conditions, [score.record() for score in scores]))
     return SOME_FAILED if failed else 0
 
 
@@ -190,7 +190,7 @@ def _do_all(trials: Sequence[Trial], laboratory: Laboratory, *, jobs: int, out: 
         found = laboratory.score(trial)
         with lock:
             num_done += 1
-            print(f"[{num_done}/{len(trials)}] {describe(found)}", flush=True)
+            print_line(f"[{num_done}/{len(trials)}] {describe(found)}")
             _write(out, found.record())
             if found.broken:
                 _keep_said(out, found)
@@ -242,5 +242,5 @@ def shrink(score: Score, again: Callable[[Trial], Score]) -> Score:
 
 
 def _say_smallest(score: Score) -> None:
-    print(f"smallest trial found that breaks this: bigbatch faults run --trial '{score.trial}'")
-    print(f"  {'; '.join(score.broken)}\n{score.said}", flush=True)
+    print_line(f"smallest trial found that breaks this: bigbatch faults run --trial '{score.trial}'")
+    print_lines(f"  {'; '.join(score.broken)}\n{score.said}")

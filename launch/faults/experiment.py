@@ -135,8 +135,8 @@ class Laboratory:
                 if any(job.exit_codes):
                     raise FaultError(
                         f"a run that nothing disturbs failed, on {key[0]} node(s) with {key[1]} rank(s) over {key[2]}; "
-                        f"where this machine is busy, give a longer --timeout than {self._timeout_seconds:g}:\n"
-                        + job.text()
+                        f"where this machine is busy, give a longer --timeout than {self._timeout_seconds:g}:",
+                        *job.text().split("\n"),
                     )
                 self._undisturbed[key] = ask(self._context, rank_side.digest_of, folder / "run")
                 shutil.rmtree(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.plain_pickle import RunsCode
 from bigbatch.comm.rendezvous.recording import Recording, read_recording
-from bigbatch.errors import FaultError, tell
+from bigbatch.errors import FaultError, print_lines, tell
 from bigbatch.exit_codes import FAILED
 from bigbatch.launch.faults.culprits import STUCK, find_culprits
 from bigbatch.launch.faults.verdict import headline, last_words, nothing_wrong, record, table
@@ -36,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(record(job, findings)))
         return FAILED if findings else 0
     if not findings:
-        print(nothing_wrong(job))
+        print_lines(nothing_wrong(job))
     for finding in findings:
-        print(headline(finding))
+        print_lines(headline(finding))
         for rank in finding.ranks[: MOST_SPOKEN if finding.kind != STUCK else 1]:
             if rank in job.recordings:
-                print(f"  {last_words(job, rank)}")
-    print(f"\n{table(job, findings[0].group if findings else None)}")
+                print_lines(f"  {last_words(job, rank)}")
+    print_lines(f"\n{table(job, findings[0].group if findings else None)}")
     return FAILED if findings else 0
 
 

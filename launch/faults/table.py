@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import FaultError
+from bigbatch.errors import FaultError, print_lines
 from bigbatch.files import parse_json
 from bigbatch.launch.faults.trial import KINDS, PHASES
 from bigbatch.paths import as_path
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("file", type=as_path, metavar="FILE", help="what bigbatch faults run --out wrote")
-    print(format_campaign(*read_records(parser.parse_args(argv).file)))
+    print_lines(format_campaign(*read_records(parser.parse_args(argv).file)))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from bigbatch.comm.rendezvous.secret import new_secret
-from bigbatch.errors import LaunchOptionError, SchedulerError
+from bigbatch.errors import LaunchOptionError, SchedulerError, print_lines
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.spec import JobSpec, refuse
@@ -191,7 +191,7 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     name = draw_name(job)
     submit(job, manifest(job, name=name))
-    print(f"job {name}; its output:\n  {logs_command(job, name=name)}")
+    print_lines(f"job {name}; its output:\n  {logs_command(job, name=name)}")
     return 0
 
 

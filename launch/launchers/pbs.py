@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from bigbatch.errors import print_line, print_lines
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.run_folder import find_run_folder
@@ -26,7 +27,7 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     script, folder = _dry_run(job, environ), Path(job.logs or "logs")
     if options.output:
         write_script(options.output, script, force=options.force)
-        print(f"written: {options.output}; submit it by: mkdir -p {folder} && qsub {options.output}")
+        print_line(f"written: {options.output}; submit it by: mkdir -p {folder} && qsub {options.output}")
         return 0
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -38,8 +39,8 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
         hint="qstat -Qf lists the queues and their limits",
         wait=options.wait,
     )
-    print(f"job {number}; its output: {log_path(job, number=number)}")
-    print(f"  qstat {number}\n  qsig -s USR1 {number}", flush=True)
+    print_line(f"job {number}; its output: {log_path(job, number=number)}")
+    print_lines(f"  qstat {number}\n  qsig -s USR1 {number}")
     return qsub.wait()  # without --wait it ends at once
 
 

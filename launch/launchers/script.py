@@ -13,7 +13,7 @@ from textwrap import fill
 from typing import IO
 
 from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES
-from bigbatch.errors import JobRefused, SchedulerError, printable
+from bigbatch.errors import JobRefused, SchedulerError, print_line
 from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.paths import as_path
@@ -89,7 +89,7 @@ def hand_over(
 
 def say(text: str) -> None:
     """Show a line of somebody else's on stderr."""
-    print(printable(text.rstrip()), file=sys.stderr, flush=True)
+    print_line(text.rstrip(), file=sys.stderr)
 
 
 def not_installed(program: str) -> SchedulerError:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.errors import SchedulerError
+from bigbatch.errors import SchedulerError, print_line, print_lines
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.run_folder import find_run_folder, find_timeout
@@ -48,7 +48,7 @@ def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
     """
     number, sbatch = submit_job(job, wait=True, environ=environ)
     log = Path(log_path(job, job_id=number))
-    print(f"job {number} looks at the nodes; its output: {log}", flush=True)
+    print_line(f"job {number} looks at the nodes; its output: {log}")
     code = sbatch.wait()
     print(log.read_text(errors="replace") if log.exists() else f"{log} is not there", end="")
     return code
@@ -64,30 +64,30 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     if options.output:
         write_script(options.output, _dry_run(job, environ), force=options.force)
-        print(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
+        print_line(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
         return 0
     number, sbatch = submit_job(job, wait=options.wait, environ=environ)
-    print(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
-    print(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}", flush=True)
+    print_line(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
+    print_lines(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}")
     return sbatch.wait()  # without --wait it ends at once
 
 
 def _status(numbers: Sequence[str]) -> None:
     def show(number: str) -> None:
         for job in slurm_queue.find_jobs(number):
-            print(slurm_queue.describe(job))
+            print_lines(slurm_queue.describe(job))
 
     found = numbers or slurm_queue.jobs_of_user()
     _for_each(found, show)
     if not found:
-        print("no job of yours waits or runs")
+        print_line("no job of yours waits or runs")
 
 
 def _cancel(numbers: Sequence[str], now: bool) -> None:
     def cancel(number: str) -> None:
         jobs = slurm_queue.find_jobs(number)
         for job in [job for job in jobs if not job.has_ended] or jobs:  # of an array, some may have ended
-            print(slurm_queue.cancel(job, now=now))
+            print_lines(slurm_queue.cancel(job, now=now))
 
     _for_each(numbers, cancel)
 

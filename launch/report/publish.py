@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, RunFolderError
+from bigbatch.errors import LaunchOptionError, RunFolderError, print_line
 from bigbatch.launch.report.accuracy import ToAccuracy, to_accuracy
 from bigbatch.launch.report.collect import RunResults, SweepResults, read_folder
 from bigbatch.launch.report.report import ScalingReport
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(arguments.output or own / "report")
     report.print()
     report.write(folder, within=folder if arguments.output else own)
-    print(f"written: {folder / 'report.html'} (and .md, .json, PNG and SVG beside it)")
+    print_line(f"written: {folder / 'report.html'} (and .md, .json, PNG and SVG beside it)")
     return 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, first_line, or_nearest
+from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
 from bigbatch.files import replacing_named
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
@@ -52,13 +52,13 @@ def main(argv: Sequence[str]) -> int:
 def _predict(given: Path, questions: Path, out: Path) -> int:
     answers = predict_table(given, questions, out)
     for line in answers.left_out:
-        print(f"left out: {line}", file=sys.stderr)
+        print_line(f"left out: {line}", file=sys.stderr)
     far = sum(each.is_extrapolated for each in answers.predictions)
     more = (
         f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""
     )
-    print(f"{len(answers.predictions)} rows predicted{more}")
-    print(f"written: {out} (milliseconds of a step; low to high is to hold nine of ten measurements)")
+    print_line(f"{len(answers.predictions)} rows predicted{more}")
+    print_line(f"written: {out} (milliseconds of a step; low to high is to hold nine of ten measurements)")
     return 0
 
 
@@ -80,11 +80,11 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     findings += [f"left out: {each.num_devices:,} GPUs: {each.why}" for each in refused]
     console = stdout_console()
     for line in show.assumptions(question):
-        print(line)
+        print_line(line)
     for table in tables:
         show_table(table, console)
     for line in findings:
-        print(line)
+        print_line(line)
     page = partial(show.page, question, points, tables=tables, findings=findings, asked=asked)
     _write(arguments, question, points, page=page)
     return 0
@@ -162,7 +162,7 @@ def _write(
             raise LaunchOptionError(f"--plot {arguments.plot}: {first_line(error)}") from error
         written.append(arguments.plot)
     if written:
-        print(f"written: {', '.join(written)}")
+        print_line(f"written: {', '.join(written)}")
 
 
 def _price(arguments: argparse.Namespace, question: Question) -> float | None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.errors import LaunchOptionError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.sweep.check import check_launch
@@ -53,10 +53,9 @@ def main(argv: Sequence[str]) -> int:
         find_submitted(chosen, folder)
         missing = to_run(folder, chosen, retry_failed=arguments.retry_failed)
         submitted = _in_queue(folder, chosen)
-        print(
+        print_line(
             f"{folder.path}: {len(points)} points, {len(missing)} to run"
             + (f", {len(submitted)} in Slurm's queue" if submitted else ""),
-            flush=True,
         )
         if sweep.where == "slurm":
             submitted += _submit(sweep, missing, folder)
@@ -132,13 +131,13 @@ def _print_predicted(cluster: str | None, points: Sequence[Point], folder: Sweep
 
 def _print_commands(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> None:
     if not points:
-        print("nothing would run")
+        print_line("nothing would run")
     if sweep.where != "slurm":
         for point in points:
-            print(f"point {point.number}: {shlex.join(point_command(sweep, point, folder))}")
+            print_line(f"point {point.number}: {shlex.join(point_command(sweep, point, folder))}")
         return
     for same in arrays(points).values():
-        print(f"# bigbatch launch {shlex.join(array_words(sweep, same, folder, name=sweep.name))}")
+        print_line(f"# bigbatch launch {shlex.join(array_words(sweep, same, folder, name=sweep.name))}")
         print(job_script(array_job(sweep, same, folder, name=sweep.name), folder=None))
 
 
@@ -148,7 +147,7 @@ def _submit(sweep: Sweep, points: Sequence[Point], folder: SweepFolder) -> list[
     for point in points:
         if state_of(folder, point.number) == FAILED:
             said = outcome(folder, read_state(folder, point.number))
-            print(f"point {point.number} ({point.describe()}): {said}", flush=True)
+            print_line(f"point {point.number} ({point.describe()}): {said}")
     return _in_queue(folder, points)
 
 
@@ -170,11 +169,11 @@ def _run(sweep: Sweep, to_come: Sequence[Point], folder: SweepFolder, *, chosen:
     states = [state_of(folder, point.number) for point in chosen]
     failed = states.count(FAILED)
     if failed:
-        print(f"{failed} of {len(states)} points failed; --retry-failed runs them again")
+        print_line(f"{failed} of {len(states)} points failed; --retry-failed runs them again")
     if still := _in_queue(folder, chosen):
-        print(f"{_queued(folder, still)}; the same command collects what came out")
+        print_line(f"{_queued(folder, still)}; the same command collects what came out")
     else:
-        print(f"bigbatch report {shlex.quote(str(folder.path))} says how it scales")
+        print_line(f"bigbatch report {shlex.quote(str(folder.path))} says how it scales")
     return SOME_FAILED if failed else 0
 
 

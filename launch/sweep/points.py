@@ -66,10 +66,8 @@ def make_points(sweep: Sweep, *, folder: Path) -> list[Point]:
             wrong.setdefault(str(error), []).append(f"{number} ({describe_values(values)})")
     if wrong:
         num_wrong = sum(map(len, wrong.values()))
-        lines = [f"point {each[0]}{_and_more(len(each) - 1)}: {error}" for error, each in wrong.items()]
-        raise LaunchOptionError(
-            "\n  ".join([f"{num_wrong} of {len(points) + num_wrong} points cannot be trained:", *lines])
-        )
+        lines = [f"  point {each[0]}{_and_more(len(each) - 1)}: {error}" for error, each in wrong.items()]
+        raise LaunchOptionError(f"{num_wrong} of {len(points) + num_wrong} points cannot be trained:", *lines)
     return points
 
 

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
-from rich.text import Text
 
-from bigbatch.errors import printable
+from bigbatch.errors import print_line
 from bigbatch.launch.sweep.folder import DONE, SweepFolder, read_state, read_summary
 from bigbatch.launch.sweep.points import Point
 from bigbatch.launch.tables import shown_text
@@ -48,7 +47,7 @@ class Show:
             self._bar.console.print(shown_text(text))
             self._bar.advance(self._task)
         else:
-            print(printable(text), flush=True)
+            print_line(text)
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -82,7 +81,7 @@ def print_table(folder: SweepFolder, points: Sequence[Point]) -> None:
         shown = outcome(folder, state) if state else "missing"
         table.add_row(
             str(point.number),
-            *(Text(as_yaml(point.values[key])) for key in keys),
+            *(shown_text(as_yaml(point.values[key])) for key in keys),
             *(f"{size:,}" for size in sizes),
             shown_text(shown),
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.communicator import Communicator
-from bigbatch.errors import DataError
+from bigbatch.errors import DataError, print_line
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.stage import stage, using_copy
 
@@ -73,7 +73,7 @@ def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> lis
         if communicator.rank == 0 and awake_seconds() - said >= LINE_SECONDS:
             said = awake_seconds()
             last = min(under_way, key=lambda each: float(each["share"]))
-            print(f"staging: {last['progress']}", file=sys.stderr, flush=True)
+            print_line(f"staging: {last['progress']}", file=sys.stderr)
 
 
 class _Copy:

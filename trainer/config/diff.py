@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from bigbatch.errors import print_line
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import Resolved, resolve
 from bigbatch.trainer.config.schema import KEYS, lookup
@@ -16,12 +17,12 @@ def main(argv: Sequence[str]) -> int:
     a, b = (resolve([f"--config={name}"], prog="bigbatch config diff") for name in names)
     differing = rows(a, b)
     if not differing:
-        print(f"{names[0]} and {names[1]} are equal")
+        print_line(f"{names[0]} and {names[1]} are equal")
         return 0
     table = [("key", *names), *differing]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
-        print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_line("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
     return 0
 
 

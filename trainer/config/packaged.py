@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from bigbatch.errors import print_line
 from bigbatch.trainer.config.file import find_config, packaged_configs
 
 
@@ -15,5 +16,5 @@ def main(argv: Sequence[str]) -> int:
     ).parse_args(argv)
     for name in packaged_configs():
         first = find_config(name).read_text().partition("\n")[0]
-        print(f"{name:32} {first.removeprefix('# ')}")
+        print_line(f"{name:32} {first.removeprefix('# ')}")
     return 0

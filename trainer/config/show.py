@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from bigbatch.errors import print_line
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import Resolved, find_config, resolve
 from bigbatch.trainer.config.options import join_values
@@ -19,7 +20,8 @@ def main(argv: Sequence[str]) -> int:
     words = [word.removeprefix("--config=") for word in argv if word != "--config"]
     arguments, overrides = _make_parser().parse_known_args(join_values(words))
     path = find_config(arguments.name, what="NAME")
-    print("\n".join(lines(resolve([f"--config={path}", *overrides], prog="bigbatch config show"))))
+    for line in lines(resolve([f"--config={path}", *overrides], prog="bigbatch config show")):
+        print_line(line)
     return 0
 
 

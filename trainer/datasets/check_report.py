@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bigbatch.errors import DataError, printable
 from bigbatch.files import write_named
@@ -16,9 +17,9 @@ from bigbatch.trainer.input.base import written_keys
 
 def print_report(report: CheckReport, *, console: Console) -> None:
     """Print the splits side by side, the findings, the verdict; without lines and colours where no terminal is."""
-    title, *rows = table_rows(report)
+    title, *rows = (tuple(map(printable, row)) for row in table_rows(report))
     if console.is_terminal:
-        table = Table(*title, title=report.root)
+        table = Table(*title, title=Text(printable(report.root)))
         for column in table.columns[1:]:
             column.justify = "right"
         for row in rows:
@@ -31,8 +32,8 @@ def print_report(report: CheckReport, *, console: Console) -> None:
             console.print("  ".join((row[0].ljust(widths[0]), *cells)).rstrip(), soft_wrap=True, highlight=False)
     for line in finding_lines((*report.problems, *report.remarks)):
         style = "red" if line.startswith("problem") else None
-        console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)
-    console.print(verdict(report), style="bold", soft_wrap=True, highlight=False, markup=False)
+        console.print(printable(line), style=style, soft_wrap=True, highlight=False, markup=False)
+    console.print(printable(verdict(report)), style="bold", soft_wrap=True, highlight=False, markup=False)
 
 
 def table_rows(report: CheckReport) -> list[tuple[str, ...]]:

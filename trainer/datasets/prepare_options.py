@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bigbatch.errors import print_line
 from bigbatch.paths import as_path
 
 if TYPE_CHECKING:
@@ -152,11 +153,12 @@ def _run(prepare: Prepare, arguments: argparse.Namespace) -> int:
     start = time.monotonic()
     with show_each() as on_progress:
         data_set, written = prepare(arguments, on_progress)
-    print(summary(data_set, arguments.root, written=written, seconds=time.monotonic() - start))
+    for line in summary(data_set, arguments.root, written=written, seconds=time.monotonic() - start):
+        print_line(line)
     return 0
 
 
-def summary(data_set: "DataSet", root: Path, *, written: list[str], seconds: float) -> str:
+def summary(data_set: "DataSet", root: Path, *, written: list[str], seconds: float) -> list[str]:
     """Say what there is now, and how to train on it."""
     counts = " and ".join(f"{number:,} in {split}" for split, number in data_set.num_images.items())
     how = f"written in {seconds:.1f} s ({', '.join(written)})" if written else "complete already"
@@ -164,7 +166,7 @@ def summary(data_set: "DataSet", root: Path, *, written: list[str], seconds: flo
     if "train" not in data_set.num_images:
         lines.append(f"evaluation reads the class names from {root}/train: link ImageNet's there")
     lines.append(f"in the config: data.root: {root}, data.num_classes: {data_set.num_classes}")
-    return "\n".join(lines)
+    return lines
 
 
 def _imagenet(arguments: argparse.Namespace, on_progress: "Report") -> "tuple[DataSet, list[str]]":

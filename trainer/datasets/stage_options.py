@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import asdict
 
+from bigbatch.errors import print_line
 from bigbatch.paths import as_path
 
 _EXAMPLES = """examples:
@@ -47,13 +48,14 @@ def _stage(arguments: argparse.Namespace) -> int:
             target,
             num_workers=arguments.workers,
             on_progress=lambda done, total: on_progress(_megabytes(done), _megabytes(total)),
-            on_wait=lambda: print(f"waiting for another process, which stages into {target}", file=sys.stderr),
+            on_wait=lambda: print_line(f"waiting for another process, which stages into {target}", file=sys.stderr),
         )
     if arguments.json:
         facts = asdict(summary, dict_factory=written_keys)
         print(json.dumps({"root": str(target), **facts, "gb_per_s": summary.gb_per_s}))
     else:
-        print(f"{target}: {summary}\nin the config: data.root: {target}")
+        print_line(f"{target}: {summary}")
+        print_line(f"in the config: data.root: {target}")
     return 0
 
 

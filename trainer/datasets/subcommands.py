@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from bigbatch.errors import print_line
 from bigbatch.paths import as_path
 from bigbatch.trainer.datasets.pixel_option import add_max_megapixels
 from bigbatch.trainer.datasets.prepare_options import add_prepare
@@ -45,7 +46,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         is_new = write_dataset(
             arguments.root, seed=arguments.seed, num_workers=arguments.workers, on_progress=on_progress
         )
-    print(f"{arguments.root}: {'written' if is_new else 'complete already'}")
+    print_line(f"{arguments.root}: {'written' if is_new else 'complete already'}")
     return 0
 
 
@@ -148,7 +149,7 @@ def _pack(arguments: argparse.Namespace) -> int:
         )
     for line in (summary.left_out, f"{arguments.target}: {summary}"):
         if line:
-            print(line)
+            print_line(line)
     return 0
 
 
@@ -158,5 +159,5 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     with show_progress(f"verifying {arguments.verify}", unit="shards") as on_progress:
         num_images = verify(arguments.verify, num_workers=arguments.workers, on_progress=on_progress)
-    print(f"{arguments.verify}: all {num_images} pictures are as they were packed")
+    print_line(f"{arguments.verify}: all {num_images} pictures are as they were packed")
     return 0

@@ -21,7 +21,7 @@ from rich.console import Console
 from bigbatch import __version__
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import source_commit
-from bigbatch.errors import ConfigError, DoctorError
+from bigbatch.errors import ConfigError, DoctorError, print_line, print_lines
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.files import require_nameable, write_named
 from bigbatch.paths import as_path, expand_path
@@ -78,9 +78,9 @@ def _report(
 ) -> int:
     """Examine, print and write; return the exit code."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    print(introduction(config, whole, num_ranks=arguments.ranks), flush=True)
+    print_lines(introduction(config, whole, num_ranks=arguments.ranks))
     if budget.is_limited:
-        print(f"planned to end within {budget.seconds:g} s: what finds no time is listed at the end", flush=True)
+        print_line(f"planned to end within {budget.seconds:g} s: what finds no time is listed at the end")
     findings, code, load = Findings(), 0, os.getloadavg()[0]
     try:
         with handling((signal.SIGTERM,), signal.default_int_handler):  # no probe and no folder outlives it either
@@ -107,7 +107,7 @@ def _report(
         assert isinstance(recommended, Config), "candidates are legal"
         with writing(arguments.out):
             write_named(arguments.out, dump_config(recommended).encode())
-        print(f"written: {arguments.out}")
+        print_line(f"written: {arguments.out}")
     return code
 
 
@@ -175,7 +175,7 @@ def _examine(
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
     """Show what goes on: one changing line in a terminal, a line each elsewhere."""
     if not console.is_terminal:
-        yield lambda text: print(f"  {text} ...", flush=True)
+        yield lambda text: print_line(f"  {text} ...")
         return
     with console.status("") as status:
         yield status.update

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bigbatch.errors import printable, printable_lines
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import verdict
 from bigbatch.trainer.doctor.examine import Findings, describe, shown
@@ -22,7 +23,7 @@ def print_report(findings: Findings, console: Console, *, config: Config, comman
     """Print all that was found so far. command: the words of `bigbatch train` that the advice is added to."""
 
     def say(text: str = "") -> None:
-        console.print(Text(text))
+        console.print(Text(printable_lines(text)))
 
     if findings.rates:
         for line in (*part_lines(findings, config), *verdict.explain(findings.rates), *input_hints(findings)):
@@ -120,7 +121,7 @@ def _phases(findings: Findings) -> Table:
 def _operators(findings: Findings) -> Table:
     table = Table("operator, without what it calls", "ms in a step", title="Operators that take most time")
     for name, seconds in findings.profile["operators"]:
-        table.add_row(Text(name[:70]), f"{1000 * seconds:,.1f}")
+        table.add_row(Text(printable(name[:70])), f"{1000 * seconds:,.1f}")
     _to_the_right(table)
     return table
 
@@ -132,7 +133,10 @@ def _speedups(findings: Findings, config: Config) -> Table:
     for row in findings.rows:
         figures = _figures(row.measured) if row.measured else ("", "", "")
         table.add_row(
-            row.candidate.name, Text(describe(row.candidate, config, before=row.before)), *figures, Text(_outcome(row))
+            row.candidate.name,
+            Text(printable(describe(row.candidate, config, before=row.before))),
+            *figures,
+            Text(_outcome(row)),
         )
     _to_the_right(table, first=2, last=4)
     return table

@@ -11,7 +11,7 @@ from torch import nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import tell
+from bigbatch.errors import print_line, print_lines, tell
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
 from bigbatch.trainer.build.model import make_plain_model
@@ -62,13 +62,13 @@ def main(argv: Sequence[str]) -> int:
     record, skipped = _evaluate(model, config, communicator, split, score=score)
     if communicator.rank == 0:
         if left_out := describe_left_out(config.data.root, split.index):
-            print(left_out)
+            print_line(left_out)
         for reason in skipped:
-            print(f"skipped: {reason}")
+            print_line(f"skipped: {reason}")
         record |= {"images_per_second": record["count"] / record["seconds"], **speed}
         size = config.data.image_size
-        print(f"{path} at {size} x {size} pixels: {describe_evaluation(record)}")
-        print(_describe_speed(record))
+        print_line(f"{path} at {size} x {size} pixels: {describe_evaluation(record)}")
+        print_lines(_describe_speed(record))
         if arguments.json:
             print(json.dumps({"checkpoint": str(path), **record}))
     communicator.close()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import __version__
-from bigbatch.errors import ExportError
+from bigbatch.errors import ExportError, print_line
 from bigbatch.files import replacing, write_whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import make_plain_model
@@ -49,10 +49,10 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, RuntimeError) as error:
         raise ExportError(_explain(error, out, form=arguments.format)) from error
     if arguments.fold:
-        print(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
+        print_line(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
     if classes is None:
-        print(f"{weights} keeps no class names, so {out} has none")
-    print(f"{out}: {weights} for {arguments.format}; {out}.json tells what it takes and gives")
+        print_line(f"{weights} keeps no class names, so {out} has none")
+    print_line(f"{out}: {weights} for {arguments.format}; {out}.json tells what it takes and gives")
     return 0
 
 
@@ -82,7 +82,7 @@ def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> 
     try:
         classify = read()
     except ImportError as error:
-        print(f"not compared with our model: {error}")
+        print_line(f"not compared with our model: {error}")
         return None
     images_BCHW = _images(COMPARED_BATCH, config)
     with torch.inference_mode():
@@ -92,7 +92,7 @@ def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> 
     # not ">": a NaN is no agreement
     if not difference <= TOLERANCE * largest:
         raise ExportError(f"{text}: that is more than rounding, and nothing was written; please report it")
-    print(f"{text} ({COMPARED_BATCH} random pictures)")
+    print_line(f"{text} ({COMPARED_BATCH} random pictures)")
     return difference
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import ConfigError, DataError, tell
+from bigbatch.errors import ConfigError, DataError, print_line, tell
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
 from bigbatch.trainer.build.model import make_plain_model
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
             facts = [{"class": name, "probability": share} for name, share in answers]
             print(json.dumps({"picture": str(found.image), "classes": facts}))
         else:
-            print(f"{found.image}: {', '.join(f'{name} {100 * share:.1f}%' for name, share in answers)}")
+            print_line(f"{found.image}: {', '.join(f'{name} {100 * share:.1f}%' for name, share in answers)}")
     classify.close()
     return 0
 

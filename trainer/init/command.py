@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bigbatch.errors import DataError, printable
+from bigbatch.errors import DataError, print_line, printable
 from bigbatch.exit_codes import FAILED
 from bigbatch.files import write_whole
 from bigbatch.paths import as_path
@@ -69,14 +69,14 @@ def main(argv: Sequence[str]) -> int:
         findings += _existing(recipe, recipe.with_suffix(".json") if pictures.listed else None)
     findings.sort(key=lambda finding: not finding.is_problem)
     for line in (*_summary(folder, found, pictures, measured), *finding_lines(findings, num_shown=NUM_SHOWN)):
-        print(line)
+        print_line(line)
     num_problems = sum(len(finding.cases) for finding in findings if finding.is_problem)
     if num_problems or measured is None:
-        print(f"nothing written{f' but {folder}' if arguments.unpack else ''}: {num_problems:,} problem(s)")
+        print_line(f"nothing written{f' but {folder}' if arguments.unpack else ''}: {num_problems:,} problem(s)")
         return FAILED
     _write(recipe, pictures, measured, arguments=arguments)
     for line in _next(recipe, pictures):
-        print(line)
+        print_line(line)
     return 0
 
 

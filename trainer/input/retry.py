@@ -13,7 +13,7 @@ from threading import Event, Lock
 from typing import Any
 
 from bigbatch.awake import awake_seconds
-from bigbatch.errors import StorageError
+from bigbatch.errors import StorageError, print_line
 from bigbatch.trainer.input.base import Images
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
@@ -43,7 +43,7 @@ class Outage:
             now = awake_seconds()
             is_new, self._calm_from = now >= self._calm_from, now + CALM_SECONDS
         if is_new:
-            print(text, file=sys.stderr, flush=True)
+            print_line(text, file=sys.stderr)
 
 
 OUTAGE = Outage()

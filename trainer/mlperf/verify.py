@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from statistics import mean
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, print_line, print_lines
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.mlperf.finished_run import FinishedRun, mlperf_events, read_run
@@ -72,13 +72,13 @@ def main(argv: Sequence[str]) -> int:
     division = "closed" if all(verdict.holds for verdict in verdicts) else "open"
     reference = read_reference(runs[0].config.batch.global_batch_size)
     verdicts.append(check_convergence(runs, reference))
-    print(table(verdicts))
+    print_lines(table(verdicts))
     if warning := warn_of_early(runs, reference):
-        print(warning)
+        print_line(warning)
     for run in runs:
         log = as_log(mlperf_events(run, target_top1=TARGET_TOP1, division=division))
         run.rundir.write_text(run.rundir.mlperf_log, log)
-        print(f"log for MLPerf's checkers, {division} division: {run.rundir.mlperf_log}")
+        print_line(f"log for MLPerf's checkers, {division} division: {run.rundir.mlperf_log}")
     return int(any(verdict.holds is False for verdict in verdicts))
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bigbatch.errors import tell
+from bigbatch.errors import print_line, printable, tell
 from bigbatch.files import write_named
 from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.preflight.node import Node, NodeFinding
@@ -31,12 +31,12 @@ def tell_findings(
     if nodes:
         Console(width=columns or 160, force_terminal=columns is not None).print(_table(nodes))
     for finding in findings:
-        print(f"bigbatch: {finding.text}")
+        print_line(f"bigbatch: {finding.text}")
     for remark in remarks(nodes):
-        print(f"remark: {remark}")
+        print_line(f"remark: {remark}")
     outcome = f"findings: {len(findings)}, unfit: {', '.join(bad) or 'none by itself'}" if findings else "all fit"
     measured = f"nodes: {len(nodes)}" if nodes else "nothing measured"
-    print(f"preflight: {measured}, {outcome}; {seconds:.1f} s", flush=True)
+    print_line(f"preflight: {measured}, {outcome}; {seconds:.1f} s")
     if arguments.bad_nodes:
         _write(arguments.bad_nodes, "".join(f"{host}\n" for host in bad))
     if arguments.json:
@@ -63,12 +63,12 @@ def _table(nodes: Sequence[Node]) -> Table:
     for node in nodes:
         folder = min(node.free_gb, key=lambda name: node.free_gb[name], default=None)
         table.add_row(
-            Text(node.host),
-            Text(f"{node.num_ranks} x {node.device}"),
+            Text(printable(node.host)),
+            Text(printable(f"{node.num_ranks} x {node.device}")),
             f"{node.multiply_gflops:,.1f} GFLOP/s",
             f"{node.copy_gb_per_second:.1f} GB/s",
             bits(node.best_link) if node.best_link else "none measured",
-            Text(f"{node.free_gb[folder]:g} GB, {folder}" if folder else ""),
+            Text(printable(f"{node.free_gb[folder]:g} GB, {folder}") if folder else ""),
             f"{node.images['training']:,} + {node.images['validation']:,}" if node.images else "",
         )
     return table

@@ -38,7 +38,7 @@ from bigbatch.comm.tuning.sweep import elapsed_seconds, measure_times, tune_size
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
 from bigbatch.comm.tuning.tuner import TuningFindings, best_candidates, choose
 from bigbatch.comm.tuning.whole_steps import affordable, measure_steps
-from bigbatch.errors import ConfigError, TunedError
+from bigbatch.errors import ConfigError, TunedError, print_line
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import gather_tuned, join_job, stated_sizes, without_choices
@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
     communicator.close()
     if communicator.rank == 0:
         write_tuned(tuned, path)
-        print(f"stored in {path}; to train with it: --comm.algorithm hybrid --comm.table {path} {NULL_SIZES}")
-        print(f"it changes {CHANGES}")
+        print_line(f"stored in {path}; to train with it: --comm.algorithm hybrid --comm.table {path} {NULL_SIZES}")
+        print_line(f"it changes {CHANGES}")
     return 0
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
-from bigbatch.errors import ConfigError, RunFolderError, TuneError, printable, tell
+from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
             plot_answer(answer, run.path / "batch.png")
     finally:  # a run on a disk that is full, or read-only, tells it all the same
         for line in explain(answer):
-            print(printable(line))
-    print(printable(f"left in {run.path}: batch.json{' and batch.png' if answer.rows else ''}"))
+            print_line(line)
+    print_line(f"left in {run.path}: batch.json{' and batch.png' if answer.rows else ''}")
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, printable
+from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.batch import accumulation_steps
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     spans = legal_spans(config, arguments.spans, world_size=env.world_size)
     if arguments.dry_run:
         for line in plan_lines(config, spans, steps=arguments.steps, try_steps=arguments.try_steps, out=arguments.out):
-            print(line)
+            print_line(line)
         return 0
     bind_rank(config, env)
     communicator, _ = join_job(config, env)
@@ -190,14 +190,14 @@ def _write(answer: Answer, out: Path, *, base: str, overrides: Sequence[str]) ->
         _write_files(answer, folder, base=base)
     finally:  # a full disk does not take away what was measured
         for line in explain(answer):
-            print(printable(line))
+            print_line(line)
     words = ["bigbatch", "train", "--config", str(folder.path / "precision.yaml"), *overrides]
     stated = {word.partition("=")[0] for word in overrides}
     for key, value in answer.values.items():
         if f"--{key}" in stated:  # and would go before the file's
             words += [f"--{key}", as_yaml(value)]
-    print(printable(f"left in {folder.path}: precision.yaml, precision.json, precision.png"))
-    print(printable(f"take it by {shlex.join(words)}"))
+    print_line(f"left in {folder.path}: precision.yaml, precision.json, precision.png")
+    print_line(f"take it by {shlex.join(words)}")
 
 
 def _write_files(answer: Answer, folder: RunDir, *, base: str) -> None:
@@ -219,7 +219,7 @@ def _base(config: str) -> str:
 
 def _say(communicator: Communicator, text: str) -> None:
     if communicator.rank == 0:
-        print(printable(text), flush=True)
+        print_line(text)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.tuned import Tuned
-from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, printable
+from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.build.job import bind_rank, join_job
@@ -88,7 +88,7 @@ class _Curve:
     def say(self, text: str) -> None:
         """Print on the first rank."""
         if self._is_first:
-            print(printable(text), flush=True)
+            print_line(text)
 
     def add(self, record: dict[str, Any]) -> None:
         """Take a report of the loop, the same on all ranks, so that all end together. Raises: TrainingDiverged."""

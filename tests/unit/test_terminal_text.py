@@ -1,0 +1,249 @@
+"""What commands print of names from outside: a terminal obeys none of it, and one line stays one line."""
+
+import ast
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from mlperf_runs import write_run
+from PIL import Image
+from played_flights import play
+from small_sweep import SWEEP
+
+from bigbatch.cli import main
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.datasets.generated import write_dataset
+from bigbatch.trainer.models import build_model
+from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.run.class_names import to_keep
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "x\x1b]0;owned\x07\nforged\r\x9b2J\u202e[red]"
+"""Sets a terminal's title, begins a line, goes back to its start, clears the screen, turns the text around."""
+KEYS = ("--model.width=4", "--data.image_size=32", "--data.loader=torchvision", "--data.num_threads=1")
+Make = Callable[[Path], list[str]]
+
+
+def class_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "train").iterdir())
+
+
+def write_trained(folder: Path) -> tuple[Path, Path]:
+    """Write a data set and a run, both with a class and a picture of that name."""
+    data, run = folder / "data", folder / "run"
+    write_dataset(data, train_per_class=1, val_per_class=1, side_pixels=(50, 60))
+    for split in ("train", "val"):
+        first = min((data / split).iterdir())
+        picture = min(first.iterdir())
+        picture.rename(picture.with_name(f"{NAME}.jpg"))
+        first.rename(first.with_name(NAME))
+    config = load_config(["--config", "quickstart", *KEYS, f"--data.root={data}"])
+    model = build_model("resnet9", num_classes=10, norm=torch.nn.BatchNorm2d, width=4)
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(config))
+    state = {"step": 1, "config": dump_config(config), "model": model.state_dict()}
+    save_checkpoint(run / "checkpoints", state | {"classes": to_keep(class_names(data))}, step=1, top1=0.5, keep=1)
+    return run, data
+
+
+def predict(folder: Path) -> list[str]:
+    run, data = write_trained(folder)
+    return ["predict", str(run), str(data / "val" / NAME / f"{NAME}.jpg"), "--top=10", "--data.num_threads=1"]
+
+
+def predict_damaged(folder: Path) -> list[str]:
+    run, data = write_trained(folder)
+    (bad := data / "val" / NAME / f"{NAME}.jpg").write_bytes(b"")
+    return ["predict", str(run), str(bad)]
+
+
+def evaluate(folder: Path) -> list[str]:
+    run, data = write_trained(folder)
+    (data / "val" / NAME / f"{NAME}.jpg").write_bytes(b"")
+    (data / "val" / NAME / f"{NAME}.txt").write_bytes(b"")
+    return ["evaluate", str(run), "--data.max_skipped=9"]
+
+
+def evaluate_other_classes(folder: Path) -> list[str]:
+    run, data = write_trained(folder)
+    for split in ("train", "val"):
+        (data / split / NAME).rename(data / split / f"{NAME}2")
+    return ["evaluate", str(run)]
+
+
+def export(folder: Path) -> list[str]:
+    run, _ = write_trained(folder)
+    return ["export", str(run), "--format=safetensors", "--out", str(folder / f"{NAME}.safetensors")]
+
+
+def check(folder: Path) -> list[str]:
+    _, data = write_trained(folder)
+    (data / "train" / NAME / f"{NAME}2.jpg").write_bytes(b"")
+    (data / "train" / NAME / f"{NAME}.txt").write_bytes(b"")
+    shutil.copytree(data / "val" / NAME, data / "val" / f"{NAME}3")
+    return ["data", "check", str(data)]
+
+
+def pack(folder: Path) -> list[str]:
+    _, data = write_trained(folder)
+    (data / "train" / NAME / f"{NAME}.txt").write_bytes(b"")
+    return ["data", "pack", str(data), str(folder / NAME), "--workers=1"]
+
+
+def init(folder: Path) -> list[str]:
+    (folder / "set").mkdir()
+    Image.new("RGB", (9, 9)).save(folder / "set/a.jpg")
+    (folder / "set" / f"{NAME}.jpg").write_bytes(b"")
+    (folder / "set/labels.csv").write_text(f'picture,label\na.jpg,"{NAME}"\n"{NAME}2.jpg",b\n')
+    return ["init", str(folder / "set"), "--out", str(folder / "set.yaml")]
+
+
+def told_run(folder: Path) -> Path:
+    """A run whose records and summary hold the name as a reason, as a key and as a text."""
+    run = write_run(folder / NAME)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "skipped", "step": 1, "time": 2e9, "reason": NAME, "pictures": [NAME]}) + "\n")
+        file.write(json.dumps({"kind": "hint", "step": 1, "time": 2e9, "text": NAME}) + "\n")
+    summary = {"ended": NAME, "device": NAME, "job": {"device": NAME, "host": NAME}, NAME: NAME, "loss": NAME}
+    (run / "summary.json").write_text(json.dumps(summary))
+    return run
+
+
+def report(folder: Path) -> list[str]:
+    return ["report", str(told_run(folder)), "--output", str(folder / "report")]
+
+
+def verify(folder: Path) -> list[str]:
+    return ["verify", str(told_run(folder))]
+
+
+def verify_damaged(folder: Path) -> list[str]:
+    run = told_run(folder)
+    (run / "metrics.jsonl").write_text(json.dumps({"kind": NAME, "time": 2e9}) + "\n")
+    return ["verify", str(run)]
+
+
+def diff(folder: Path) -> list[str]:
+    a, _ = write_trained(folder)
+    b, _ = write_trained(folder / NAME) if (folder / NAME).mkdir() is None else (a, a)
+    return ["diff", str(a), str(b)]
+
+
+def recipe(folder: Path) -> Path:
+    path = folder / f"{NAME}.yaml"
+    path.write_text(yaml.safe_dump({"base": "quickstart", "data": {"root": NAME}, "model": {"weights": NAME}}))
+    return path
+
+
+def config_show(folder: Path) -> list[str]:
+    return ["config", "show", str(recipe(folder))]
+
+
+def config_diff(folder: Path) -> list[str]:
+    return ["config", "diff", str(recipe(folder)), "quickstart"]
+
+
+def unknown_key(folder: Path) -> list[str]:
+    path = folder / f"{NAME}.yaml"
+    path.write_text(yaml.safe_dump({"run": {NAME: NAME}, NAME: 1}))
+    return ["train", "--config", str(path)]
+
+
+def sweep(folder: Path) -> list[str]:
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump({**SWEEP, "grid": {"data.root": [NAME], "ranks": [1]}}))
+    return ["sweep", str(path), "--dry-run", "--folder", str(folder / NAME)]
+
+
+def sweep_name(folder: Path) -> list[str]:
+    path = folder / f"{NAME}.yaml"
+    path.write_text(yaml.safe_dump({**SWEEP, "name": NAME, NAME: NAME}))
+    return ["sweep", str(path), "--dry-run"]
+
+
+def ablate(folder: Path) -> list[str]:
+    path = folder / "ablation.yaml"
+    stated = {"name": "a", "config": "quickstart", "options": {}, "target_top1": 0.5, "ranks": 1, "timeout_minutes": 1}
+    path.write_text(yaml.safe_dump({**stated, "steps": {NAME: {}, f"{NAME}2": {"data.root": NAME}}}))
+    return ["ablate", str(path), "--dry-run", "--folder", str(folder / NAME)]
+
+
+def simulate(folder: Path) -> list[str]:
+    head = (
+        "id,accelerator,num_accelerators,num_nodes,batch_per_accelerator,model,ms_per_step,collective_library_version\n"
+    )
+    rows = f'"{NAME}",NVIDIA A100,8,1,408,ResNet-50 v1.5,120.04\n"{NAME}2","{NAME}",8,1,x,"{NAME}",\n'
+    for name in ("given", "rows"):
+        (folder / f"{name}.csv").write_text(head + rows)
+    return ["simulate", *(f"--{name}={folder}/{name}.csv" for name in ("given", "rows")), f"--out={folder}/{NAME}.csv"]
+
+
+def explain(folder: Path) -> list[str]:
+    ranks = play(2)
+    ranks[0].call("all_reduce", "started")
+    for each in ranks:
+        each.write(folder, form="json")
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace("nccl:all_reduce", json.dumps(NAME)[1:-1]))
+    (folder / f"{NAME}.json").write_text("{")
+    return ["faults", "explain", str(folder)]
+
+
+COMMANDS: tuple[Make, ...] = (
+    *(predict, predict_damaged, evaluate, evaluate_other_classes, export, check, pack, init, report, verify),
+    *(verify_damaged, diff, config_show, config_diff, unknown_key, sweep, sweep_name, ablate, simulate, explain),
+)
+
+
+@pytest.mark.parametrize("make", COMMANDS)
+def test_terminal_obeys_no_name_that_a_command_prints(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inside").mkdir()
+    words = make(tmp_path / "inside")
+    capsys.readouterr()
+    with suppress(SystemExit):
+        main(words)
+    out, err = capsys.readouterr()
+    lines = f"{out}\n{err}".split("\n")
+    assert "]0;owned" in out + err, "it prints no such name"
+    assert [line for line in lines if not line.isprintable() or line.startswith("forged")] == []
+
+
+RAW = {
+    "bigbatch/errors.py": "the one place",
+    "bigbatch/cli.py": "words of its own",
+    "bigbatch/completion.py": "a script of words of its own",
+    "comm/bench/transcript.py": "a line of its own that goes back over itself",
+    "launch/compare_nodes.py": "a job's script",
+    "launch/emulate/keeper.py": "numbers, to the process that started it",
+    "launch/jobs/foreground.py": "words of its own",
+    "launch/launchers/slurm.py": "what the job's nodes said, which was printable there",
+    "launch/start.py": "a job's script, or a line for a shell",
+    "launch/sweep/complete.py": "a job's script",
+    "trainer/build/compute.py": "words of its own",
+}
+
+
+def raw_prints(source: str) -> Iterator[int]:
+    """Yield the line of each print() of something else than JSON, which holds no such character."""
+    for node in ast.walk(ast.parse(source)):
+        is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        if is_print and not (node.args and ast.unparse(node.args[0]).startswith("json.dumps(")):
+            yield node.lineno
+
+
+def test_lines_are_printed_in_one_place() -> None:
+    """By print_line and print_lines of bigbatch/errors.py, through which a name drives no terminal."""
+    rooms = ("bigbatch", "comm", "trainer", "launch")
+    sources = {str(path.relative_to(ROOT)): path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py")}
+    found = {name: lines for name, source in sources.items() if (lines := list(raw_prints(source)))}
+    assert {name: lines for name, lines in found.items() if name not in RAW} == {}
+    assert RAW.keys() - found.keys() == set(), "these print nothing raw any more"
+    assert list(raw_prints("print(name)\nprint(json.dumps(name))\nout.print(name)")) == [1]
