@@ -18,7 +18,7 @@ class UserError(Exception):
     """Of the process that ends by it."""
 
     def __str__(self) -> str:
-        return "\n".join(printable(str(line)) for line in self.args)
+        return "\n".join(map(str, self.args))
 
 
 class ConfigError(UserError, ValueError):

@@ -32,5 +32,7 @@ def expand_path(text: str) -> str:
 
 
 def as_path(text: str) -> Path:
-    """Return a path as expand_path does, as a Path. Raises: PathError."""
+    """Return a path as expand_path does, as a Path. Raises: PathError, also for an empty text: to Path that is here."""
+    if not text:
+        raise PathError("an empty path: a variable behind it may have no value")
     return Path(expand_path(text))

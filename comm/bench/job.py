@@ -10,6 +10,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, connect
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import CommError
+from bigbatch.numbers import decimal, whole
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
@@ -17,11 +18,11 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--backend", choices=BACKENDS, default="auto", help="what carries the bytes (default: %(default)s)")
     add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="of half precision's sums (default: %(default)s)")
-    add("--group-size", type=int, help="ranks per node group (default: all of a host)")
-    add("--max-ctas", type=int, help="most thread blocks of one of NCCL's kernels (default: its own choice)")
+    add("--group-size", type=whole, help="ranks per node group (default: all of a host)")
+    add("--max-ctas", type=whole, help="most thread blocks of one of NCCL's kernels (default: its own choice)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
     add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
-    add("--timeout-seconds", type=float, default=60.0, help="a silent peer ends the job (default: %(default)s)")
+    add("--timeout-seconds", type=decimal, default=60.0, help="a silent peer ends the job (default: %(default)s)")
 
 
 def require_numbers(arguments: argparse.Namespace, *, least: dict[str, int], seconds: tuple[str, ...]) -> None:

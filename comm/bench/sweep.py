@@ -20,6 +20,7 @@ from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.comm.tuning.measure import Effort, measure_links, time_sums
 from bigbatch.comm.tuning.tuned import read_tuned
 from bigbatch.errors import CommError
+from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -181,17 +182,22 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--min-bytes", default="1K", help="smallest tensor; K, M and G are powers of 1024 (default: %(default)s)")
     add("--max-bytes", default="256M", help="largest tensor (default: %(default)s)")
-    add("--factor", type=int, default=4, help="from one size to the next (default: %(default)s)")
+    add("--factor", type=whole, default=4, help="from one size to the next (default: %(default)s)")
     add("--dtype", choices=tuple(bench.ELEMENT_BYTES), default="float32", help="of the tensors (default: %(default)s)")
     add("--algorithms", default="all", help="such as ring,native (default: %(default)s that run here)")
     add("--table", type=as_path, metavar="FILE", help="file of bigbatch comm tune: measures hybrid, too")
     wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
     add("--wire-dtype", choices=wire_dtypes, help="precision between ranks (default: that of the tensors)")
     add_connection_options(parser)
-    add("--repetitions", type=int, default=20, help="of each algorithm and size, at most (default: %(default)s)")
+    add(
+        "--repetitions",
+        type=whole,
+        default=20,
+        help="of each algorithm and size, at most (default: %(default)s)",
+    )
     add(
         "--seconds-per-size",
-        type=float,
+        type=decimal,
         default=20.0,
         help="fewer repetitions where all algorithms together would take longer (default: %(default)s)",
     )

@@ -18,6 +18,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.errors import CommError
 from bigbatch.exit_codes import FAILED
+from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 
 WORKING_COPIES = 17
@@ -189,12 +190,12 @@ algorithm, size, rank and element, and the command ends with 1.""",
     add = parser.add_argument
     add("--min-bytes", default="4K", help="smallest tensor, in fp32; K, M and G are powers of 1024 (%(default)s)")
     add("--max-bytes", default="16M", help="largest tensor (default: %(default)s)")
-    add("--factor", type=int, default=64, help="from one size to the next (default: %(default)s)")
+    add("--factor", type=whole, default=64, help="from one size to the next (default: %(default)s)")
     add("--algorithms", default="all", help="such as ring,native (default: %(default)s that run here)")
     add("--precisions", default="all", help=f"of {','.join(PRECISIONS)} (default: %(default)s that can be summed here)")
     add("--pieces", default="1,3", help="numbers of pieces to cut a tensor into (default: %(default)s)")
-    add("--repetitions", type=int, default=5, help="of each sum (default: %(default)s)")
-    add("--seed", type=int, default=0, help="draws other numbers (default: %(default)s)")
+    add("--repetitions", type=whole, default=5, help="of each sum (default: %(default)s)")
+    add("--seed", type=whole, default=0, help="draws other numbers (default: %(default)s)")
     add_connection_options(parser)
     add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, a line per row, and the verdict")
     return parser

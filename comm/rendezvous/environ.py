@@ -156,13 +156,18 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
     )
 
 
+def is_identity(name: str) -> bool:
+    """Tell whether a variable of that name says which rank a process is."""
+    return _IDENTITY.fullmatch(name) is not None
+
+
 def without_identity(environ: Mapping[str, str] | None = None, *, keep: Collection[str] = ()) -> dict[str, str]:
     """Return an environment for a launcher of ours, which alone says who its ranks are: without any other launcher's.
 
     What is named by keep stays.
     """
     variables = os.environ if environ is None else environ
-    return {name: value for name, value in variables.items() if name in keep or not _IDENTITY.fullmatch(name)}
+    return {name: value for name, value in variables.items() if name in keep or not is_identity(name)}
 
 
 def with_secret(environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from bigbatch.errors import LaunchError
+from bigbatch.numbers import whole
 
 LAUNCHER_VARIABLES = {
     # launcher: (rank, world size, local rank, local size)
@@ -144,7 +145,7 @@ def local_size_of(variables: Mapping[str, str], launcher: str) -> int:
 def number(variables: Mapping[str, str], name: str, launcher: str) -> int:
     """Return a variable of the launcher's. Raises: LaunchError where it is not there, or no number."""
     try:
-        return int(variables[name])
+        return whole(variables[name])
     except KeyError:
         known = LAUNCHER_VARIABLES.get(launcher)
         left_over = f"; a single process, where they are left over: env -u {known[0]} -u {known[1]}" if known else ""

@@ -15,6 +15,7 @@ from bigbatch.launch.sweep.points import Point, describe_values
 from bigbatch.launch.sweep.running import Interrupted, run_points
 from bigbatch.launch.sweep.show import Show, print_table
 from bigbatch.launch.tables import show_table, stdout_console
+from bigbatch.numbers import whole
 from bigbatch.paths import expand_path
 
 
@@ -63,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"a file, or the name of a packaged ablation: {names}",
     )
     add("--folder", type=expand_path, help="for the runs and the table (default: runs/ablations/NAME)")
-    add("--epochs", type=int, help="of every step, its schedule in proportion (default: each step's own)")
-    add("--seeds", type=int, default=1, help="runs of each step, with seeds of their own (default: 1)")
+    add("--epochs", type=whole, help="of every step, its schedule in proportion (default: each step's own)")
+    add("--seeds", type=whole, default=1, help="runs of each step, with seeds of their own (default: 1)")
     add("--only", metavar="STEP,...", help="these steps, with all changes of those before them (default: all)")
     add("--retry-failed", action="store_true", help="run failed ones again")
     add("--dry-run", action="store_true", help="print the steps, and what there is of them")

@@ -139,7 +139,7 @@ def make_points(
                 )
                 whole = replace(whole, run=replace(whole.run, **ends))
             except ConfigError as error:
-                raise ConfigError(f"step {name}: {error}") from error
+                raise ConfigError(*(f"step {name}: {line}" for line in error.args)) from error
             config = _with_seed(whole, whole.run.seed + repeat)
             points.append(Point(number, {STEP: name}, repeat, ranks, ranks, 1, config))
     return points

@@ -43,6 +43,7 @@ from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
 from bigbatch.launch.jobs.restarts import run_healing
 from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 
 
@@ -82,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="{up,run,exec,shape,status,down}")
     size = argparse.ArgumentParser(add_help=False)
-    size.add_argument("--nodes", type=int, help="number of nodes (default: as many as --ranks-per-node lists)")
+    size.add_argument("--nodes", type=whole, help="number of nodes (default: as many as --ranks-per-node lists)")
     size.add_argument("--ranks-per-node", help="such as 2, or 3,2,2,1 (default: 1)")
     add_options(size, RUN_OPTIONS[:2])
     size.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")

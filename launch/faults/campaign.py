@@ -24,6 +24,7 @@ from bigbatch.launch.faults.job import ask, prepare
 from bigbatch.launch.faults.rank import environment, source_commit
 from bigbatch.launch.faults.table import format_campaign
 from bigbatch.launch.faults.trial import KINDS, SHAPES, Trial, draw, parse, simpler
+from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 
 MAX_RANKS = max(nodes * ranks for nodes, ranks in SHAPES)
@@ -76,16 +77,21 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="of all draws (default: 0)")
-    add("--trials", type=int, default=20, metavar="N", help="how many to draw (default: 20)")
+    add("--seed", type=whole, default=0, help="of all draws (default: 0)")
+    add("--trials", type=whole, default=20, metavar="N", help="how many to draw (default: 20)")
     add("--trial", metavar="TRIAL", help="only this one: its number, or what was printed of it, kind=...,phase=...")
     add("--kinds", default=",".join(KINDS), help="such as kill,stop (default: all)")
-    add("--ranks", type=int, default=4, help=f"at most so many, 2 to {MAX_RANKS} (default: 4)")
-    add("--nodes", type=int, default=MAX_NODES, help=f"at most so many, emulated; 1: none (default: {MAX_NODES})")
-    add("--jobs", type=int, default=1, help="trials at a time; more disturb each other's times (default: 1)")
+    add("--ranks", type=whole, default=4, help=f"at most so many, 2 to {MAX_RANKS} (default: 4)")
+    add(
+        "--nodes",
+        type=whole,
+        default=MAX_NODES,
+        help=f"at most so many, emulated; 1: none (default: {MAX_NODES})",
+    )
+    add("--jobs", type=whole, default=1, help="trials at a time; more disturb each other's times (default: 1)")
     add(
         "--timeout",
-        type=int,
+        type=whole,
         default=int(TIMEOUT_SECONDS),
         metavar="SECONDS",
         help=f"comm.timeout_seconds of the trainings; a busy machine needs more (default: {TIMEOUT_SECONDS:g})",

@@ -45,6 +45,8 @@ def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> End
     if isinstance(record, int):
         return replace(ended, code=record)
     if record is None or not (record or (_begins_here(job) and not job.is_python)):
+        if ended.code == 0 and not job.is_python:
+            tell("mpirun ended with 0, and the first rank left no record: its host does not see a file of this folder")
         return ended
     if ended.was_asked:
         return replace(ended, code=INTERRUPTED)

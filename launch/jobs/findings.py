@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from bigbatch.errors import ConfigError, JobRefused, UserError
+from bigbatch.errors import JobRefused, UserError
 
 Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
@@ -21,10 +21,8 @@ class Findings:
             return check(*args, **kwargs)
         except JobRefused as error:
             found = error.findings
-        except ConfigError as error:
-            found = tuple(map(str, error.args))
         except UserError as error:
-            found = (str(error),)
+            found = tuple(map(str, error.args))
         self._found.update(dict.fromkeys(found))
         return None
 

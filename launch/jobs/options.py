@@ -11,7 +11,8 @@ from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.sbatch import parse_passed
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
 from bigbatch.launch.jobs.words import check_words, parse_environment, parse_gpus, parse_minutes, parse_taken
-from bigbatch.paths import PathError, as_path, expand_path
+from bigbatch.numbers import whole
+from bigbatch.paths import as_path, expand_path
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,8 @@ class Option:
             raise LaunchOptionError(f"argument {self.flag}: expected one argument")
         try:
             read = self.kind(str(value))
-        except PathError as error:
+        except argparse.ArgumentTypeError as error:
             raise LaunchOptionError(f"argument {self.flag}: {error}") from error
-        except ValueError as error:
-            raise LaunchOptionError(f"argument {self.flag}: invalid int value: {str(value)!r}") from error
         if self.choices is not None and read not in self.choices:
             legal = ", ".join(map(repr, self.choices))
             raise LaunchOptionError(f"argument {self.flag}: invalid choice: {read!r} (choose from {legal})")
@@ -53,15 +52,15 @@ RESTARTS = Option(
     "restarts",
     "start a job that lost a rank or a node again, on the hosts that are left; so often in a row without a newer "
     "checkpoint (default: 0; under Kubernetes 3)",
-    int,
+    whole,
 )
 RANKS = (
-    Option("ranks", "number of ranks in all (default: see above)", int),
+    Option("ranks", "number of ranks in all (default: see above)", whole),
     Option("hosts", "hosts and their ranks, such as n0:8,n1:8 (default: this host)"),
     Option("hostfile", "the same in a file: lines such as n0 slots=8", as_path),
-    Option("nodes", "number of nodes", int),
-    Option("ranks_per_node", "default: --gpus-per-node, else 1", int),
-    Option("node_rank", "torchrun, local: which of the nodes this is, from 0", int),
+    Option("nodes", "number of nodes", whole),
+    Option("ranks_per_node", "default: --gpus-per-node, else 1", whole),
+    Option("node_rank", "torchrun, local: which of the nodes this is, from 0", whole),
     Option("master", "torchrun, local: where the nodes meet, HOST:PORT of the first one"),
     Option("interface", "network interface between the nodes, such as eth0; of ib0,ib1 NCCL and gloo use both"),
     Option("device", "cpu: train on it, whatever GPUs the hosts have", choices=("cpu",)),
@@ -90,13 +89,13 @@ REQUEST = (
     Option("constraint", "features that nodes must have, such as 'a100&nvlink'"),
     Option("exclude", "nodes not to use, such as n3,n[10-12]"),
     Option("gpus_per_node", "such as 8, or a100:8"),
-    Option("cpus_per_rank", "such as 12", int),
+    Option("cpus_per_rank", "such as 12", whole),
     Option("memory", "of each node, such as 200G; 0: all of it, under Slurm"),
     Option("array", "jobs that differ in {index} in COMMAND: 0-7, or 0-15:4, or 0-99%%4 for 4 at a time"),
     Option(
         "stop_seconds",
         "checkpoint and requeue so long before the time limit (default: 120; 0: not at all, the limit is the end)",
-        int,
+        whole,
     ),
     Option("logs", "folder for output (default: logs)", expand_path),
     Option(

@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import expand_hostlist
-from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
+from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, expand_hostlist, is_identity
 from bigbatch.errors import LaunchError, LaunchOptionError, shortened
 from bigbatch.launch.jobs.qsub import check_qsub
 from bigbatch.launch.jobs.sbatch import check_sbatch
@@ -154,8 +153,8 @@ def _check_taken(pairs: tuple[tuple[str, str | None], ...]) -> None:
 
 
 def _refuse_rank(name: str) -> None:
-    """Refuse a variable that would give all ranks of a job one and the same place, of which each would train alone."""
-    if any(name in names for names in LAUNCHER_VARIABLES.values()):
+    """Refuse a variable that says which rank a process is: with one value, each rank would train alone."""
+    if is_identity(name) and name not in (STOPPED_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):  # one for all ranks
         raise LaunchOptionError(f"--env {name}: the launcher states it, for each rank another: leave it out")
 
 

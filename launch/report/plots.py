@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
+from bigbatch.errors import printable
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
 from bigbatch.launch.report.accuracy import ToAccuracy
 from bigbatch.launch.report.doubts import doubts
@@ -94,8 +95,8 @@ def _title(title: str, name: str | None) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Return text without matplotlib's mathematics between dollar signs."""
-    return text.replace("$", r"\$")
+    """Return text in one line, without matplotlib's mathematics between dollar signs."""
+    return printable(text).replace("$", r"\$")
 
 
 def legend_of(part: str, points: Sequence[Efficiency]) -> str:

@@ -10,6 +10,7 @@ from bigbatch.launch.report.accuracy import ToAccuracy, to_accuracy
 from bigbatch.launch.report.collect import RunResults, SweepResults, read_folder
 from bigbatch.launch.report.report import ScalingReport
 from bigbatch.launch.sweep.folder import damage
+from bigbatch.numbers import decimal
 from bigbatch.paths import as_path, expand_path
 
 
@@ -50,8 +51,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="for report.html and the others (default: report, in the first FOLDER)",
     )
-    add("--target", type=float, help="top-1 of runs, such as 0.759 (default: the run's own target, else its best)")
-    add("--price", type=float, help="of a GPU (a rank) for an hour, in any currency, such as 2.50: adds what it costs")
+    add(
+        "--target",
+        type=decimal,
+        help="top-1 of runs, such as 0.759 (default: the run's own target, else its best)",
+    )
+    add(
+        "--price",
+        type=decimal,
+        help="of a GPU (a rank) for an hour, in any currency, such as 2.50: adds what it costs",
+    )
     return parser
 
 

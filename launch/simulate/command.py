@@ -20,6 +20,7 @@ from bigbatch.launch.simulate.scaling import Factors, Point, Question, simulate_
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.simulate.table import predict_table
 from bigbatch.launch.tables import show_table, stdout_console
+from bigbatch.numbers import decimal
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import load_config
 
@@ -243,20 +244,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--cluster", type=expand_path, metavar="NAME", help=f"a file, or one of {', '.join(cluster_names())}")
     add("--gpus", default="", metavar="N,N..M", help="such as 8..2048, doubling (default: 1 to 256 nodes)")
     add("--algorithm", choices=CHOICES, help="instead of the recipe's, whose auto and hybrid mean the fastest known")
-    add("--rate", type=float, help="images/s of one device at the recipe's microbatch, measured by you")
+    add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
     add(
         "--profile",
         type=expand_path,
         metavar="FILE",
         help="the same, as bigbatch doctor --json measured it of this recipe",
     )
-    add("--input-rate", type=float, help="images/s that the loaders of one node bring, instead of the cluster's")
-    add("--images", type=float, default=1_281_167, help="in an epoch (default: ImageNet's 1,281,167)")
-    add("--price", type=float, help="of a GPU for an hour, in any currency: adds what it costs")
+    add(
+        "--input-rate",
+        type=decimal,
+        help="images/s that the loaders of one node bring, instead of the cluster's",
+    )
+    add("--images", type=decimal, default=1_281_167, help="in an epoch (default: ImageNet's 1,281,167)")
+    add("--price", type=decimal, help="of a GPU for an hour, in any currency: adds what it costs")
     add("--deadline", metavar="TIME", help="such as 1h: which number of GPUs is the cheapest that keeps it?")
-    add("--failure-hours", type=float, help="mean time between failures of a node: adds what restarts cost")
+    add("--failure-hours", type=decimal, help="mean time between failures of a node: adds what restarts cost")
     seconds = f"from a failure to the first new step (default: {RESTART_SECONDS:g})"
-    add("--restart-seconds", type=float, default=RESTART_SECONDS, help=seconds)
+    add("--restart-seconds", type=decimal, default=RESTART_SECONDS, help=seconds)
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
     add("--what-if", metavar="X=2x", help="link, inside, rate, batch, input: so many times as large, side by side")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire; seconds")

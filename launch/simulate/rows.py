@@ -20,6 +20,7 @@ from bigbatch.launch.simulate.constants import (
 from bigbatch.launch.simulate.network import Carrier, Network, across_bytes_per_second
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.launch.simulate.step import Fusion, InCycles, InGroups, Job
+from bigbatch.numbers import decimal
 
 NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "model")
 """Columns without a value for which nothing can be said of a row; a global batch does for a local one."""
@@ -243,7 +244,7 @@ class Row:
         if not text:
             return None
         try:
-            value = float(text)
+            value = decimal(text.strip())
         except ValueError:
             raise SimulationError(f"row {self.id}: {column}={text} is no number") from None
         if not 0 < value <= MOST_STATED:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigbatch import __version__
 from bigbatch.colours import COLOURS
-from bigbatch.errors import SimulationError, first_line
+from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, Efficiency
 from bigbatch.launch.page import as_svg, make_page
@@ -328,7 +328,7 @@ def draw(points: Sequence[Point], *, title: str) -> "Figure":
     axes.set_xticks(counts, [f"{each:,}" for each in counts])
     axes.set_ylim(0, 1.1 * max(highest))
     axes.grid(alpha=0.3)
-    axes.set(xlabel="GPUs", ylabel="images per second and GPU", title=title)
+    axes.set(xlabel="GPUs", ylabel="images per second and GPU", title=printable(title))
     axes.legend(fontsize=8, loc="lower left")
     return figure
 

@@ -63,7 +63,7 @@ def make_points(sweep: Sweep, *, folder: Path) -> list[Point]:
         try:
             points.append(_make_point(sweep, base, number=number, values=values, repeat=repeat, folder=folder))
         except (ConfigError, LaunchOptionError) as error:
-            wrong.setdefault(str(error), []).append(f"{number} ({describe_values(values)})")
+            wrong.setdefault("; ".join(map(str, error.args)), []).append(f"{number} ({describe_values(values)})")
     if wrong:
         num_wrong = sum(map(len, wrong.values()))
         lines = [f"  point {each[0]}{_and_more(len(each) - 1)}: {error}" for error, each in wrong.items()]

@@ -21,7 +21,7 @@ ROOMS = (
     # from the ground up; a room may import itself and the rooms below it, rooms on one floor do not know each other
     ("exit_codes", "colours", "interpreter"),
     ("errors", "files", "locks"),
-    ("paths",),
+    ("paths", "numbers"),
     ("comm.rendezvous",),
     ("comm.backends",),
     ("comm.algorithms",),

@@ -48,7 +48,6 @@ def _variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("a~", "a~"),
         ("cash$", "cash$"),
         ("-", "-"),
-        ("", ""),
         ("torchvision:resnet50", "torchvision:resnet50"),
         ("hf://me/~data", "hf://me/~data"),
     ],
@@ -117,7 +116,7 @@ def test_all_options_of_paths_are_expanded(module: str, monkeypatch: pytest.Monk
         if action.nargs == 0 or action.choices or action.dest in KEYS or action.type in (expand_path, as_path):
             continue
         words = f"{action.dest} {action.metavar or ''}".replace("_", " ")
-        assert action.type is not Path, words
+        assert action.type not in (Path, int, float), f"{words}: of bigbatch.paths or bigbatch.numbers"
         assert action.type not in (None, str) or not NAMED_AS_PATH.search(words), words
 
 

@@ -200,6 +200,7 @@ COMMANDS: tuple[Make, ...] = (
 )
 
 
+@pytest.mark.filterwarnings("error:Glyph")  # matplotlib would print one that a plot is to show as it is
 @pytest.mark.parametrize("make", COMMANDS)
 def test_terminal_obeys_no_name_that_a_command_prints(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -212,6 +213,7 @@ def test_terminal_obeys_no_name_that_a_command_prints(
         main(words)
     out, err = capsys.readouterr()
     lines = f"{out}\n{err}".split("\n")
+    assert "Traceback" not in err
     assert "]0;owned" in out + err, "it prints no such name"
     assert [line for line in lines if not line.isprintable() or line.startswith("forged")] == []
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from bigbatch.trainer.config.strict_yaml import Ambiguous
+
 
 @dataclass(frozen=True)
 class Range:
@@ -86,20 +88,30 @@ def conform(value: Any, kind: Any) -> Any:
             return None
         (only,) = (each for each in inner if each is not NoneType)
         return conform(value, only)
-    if outer is Literal and type(value) is str and value in inner:
-        return value
+    if outer is Literal and isinstance(value, str) and value in inner:
+        return str(value)
     if outer is tuple and isinstance(value, list | tuple):
         kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) == len(value):
             return tuple(map(conform, value, kinds))
-    if outer is dict and isinstance(value, dict):
+    if outer is dict and isinstance(value, dict) and not any(ambiguous(value)):
         return value
     # float() of a larger one may overflow; bool is no int here, as type() is asked
     if kind is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
+    if kind is str and isinstance(value, str):
+        return str(value)
     if type(value) is kind:
         return value
     raise TypeError(f"{value!r} is not {describe(kind)}")
+
+
+def ambiguous(value: Any) -> Iterator[str]:
+    """Yield texts that stand without quotes in a dict, whose values no type checks."""
+    if isinstance(value, Ambiguous):
+        yield value
+    for each in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from ambiguous(each)
 
 
 def takes_text(kind: Any) -> bool:

@@ -13,7 +13,7 @@ from bigbatch.trainer.config.comm import check_comm
 from bigbatch.trainer.config.compute import check_compute, check_cuda_graph
 from bigbatch.trainer.config.data import check_loader, check_patience, check_train_sizes
 from bigbatch.trainer.config.digests import check_digests
-from bigbatch.trainer.config.fields import Key, conform, describe, read_keys
+from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.loggers import check_loggers
 from bigbatch.trainer.config.model import check_model, check_model_name
 from bigbatch.trainer.config.names import ELSEWHERE, meant_name
@@ -112,6 +112,8 @@ def typed(name: str, value: Any) -> Any:
     except TypeError:
         raise ConfigError(f"{name}={_shown(value)} must be {describe(kind)}{_or_plain(value, kind)}") from None
     if KEYS[name].is_path and isinstance(held, str):
+        if not held:
+            raise ConfigError(f"{name}='' is an empty path: a variable behind it may have no value")
         try:
             held = expand_path(held)
         except PathError as error:
@@ -139,6 +141,8 @@ def _shown(value: Any) -> str:
 
 def _or_plain(value: Any, kind: Any) -> str:
     """Return the end of a refusal, such as '; write 10 for 010'; empty where another form does not help."""
+    if isinstance(value, dict) and (odd := next(ambiguous(value), None)):
+        return f", and {odd} in it is text here, but not to YAML 1.1: put text in quotes"
     plain = plain_form(value) if isinstance(value, str) else ""
     with suppress(TypeError):
         conform(parse_yaml(plain), kind)

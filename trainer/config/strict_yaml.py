@@ -7,14 +7,15 @@ from typing import Any
 
 import yaml
 
-_NUMBER = r"[-+]?(0|[1-9][0-9]*)"
+from bigbatch.numbers import DECIMAL, WHOLE
+
 _SCALARS = {
     # tag: (pattern, first characters)
     "null": ("~|null|Null|NULL|", ("~", "n", "N", "")),
     "bool": ("true|True|TRUE|false|False|FALSE", "tTfF"),
-    "int": (_NUMBER, "-+0123456789"),
+    "int": (WHOLE, "-+0123456789"),
     "float": (
-        rf"({_NUMBER}(\.[0-9]*)?|[-+]?\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        rf"{DECIMAL}|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         "-+.0123456789",
     ),
 }
@@ -22,7 +23,20 @@ _SCALARS = {
 _STANDARD = "tag:yaml.org,2002:"
 
 
+_OLD = yaml.SafeLoader("")
+"""Resolves scalars as YAML 1.1 does."""
+
+
+class Ambiguous(str):
+    """Text without quotes that YAML 1.1 reads as something else, such as no: legal only where nothing but text is."""
+
+
 class _Loader(yaml.SafeLoader):
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        text: str = self.construct_scalar(node)
+        is_plain = node.style is None
+        return Ambiguous(text) if is_plain and _OLD.resolve(yaml.ScalarNode, text, (True, False)) != node.tag else text
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         name = "*" if isinstance(event, yaml.AliasEvent) else "&" if event.anchor else ""
@@ -40,7 +54,10 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is stated twice", problem_mark=key.start_mark)
             seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
+        found = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            raise yaml.MarkedYAMLError(problem="two keys have the same value", problem_mark=node.start_mark)
+        return found
 
 
 class _Dumper(yaml.SafeDumper):
@@ -57,6 +74,8 @@ class _Dumper(yaml.SafeDumper):
 _KINDS: tuple[Any, ...] = (type(None), bool, int, float, list, tuple, dict, None)
 _Dumper.yaml_representers = {kind: yaml.SafeDumper.yaml_representers[kind] for kind in _KINDS}  # None: raises
 _Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(Ambiguous, _Dumper.represent_text)
+_Loader.add_constructor(f"{_STANDARD}str", _Loader.construct_text)
 _Loader.yaml_implicit_resolvers = {}
 for _kind, (_pattern, _first) in _SCALARS.items():
     for _each in (_Loader, _Dumper):

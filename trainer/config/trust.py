@@ -14,8 +14,8 @@ TRUST = "--trust-code"
 TRUST_HELP = "import what the run folder names outside of torch, torchvision, timm and bigbatch: its code is run"
 RUN_CONFIG = "config.yaml"
 """The complete config in a run folder."""
-BESIDE = ("checkpoints", "metrics.jsonl", "summary.json")
-"""Each shows that a folder with a config.yaml is a run folder."""
+BESIDE = ("checkpoints/step-*", "metrics.jsonl")
+"""Each shows that a folder is a run folder, whatever its config is called."""
 WEIGHTS = (".pt", ".pth", ".safetensors")
 """Files that show it of a config.yaml right beside them."""
 KNOWN_MODULES = (
@@ -39,7 +39,7 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def _is_run_folder(folder: Path) -> bool:
-    return (folder / RUN_CONFIG).is_file() and any((folder / name).exists() for name in BESIDE)
+    return any(any(folder.glob(name)) for name in BESIDE)
 
 
 def import_paths(config: Config) -> Iterator[tuple[str, str]]:
@@ -64,7 +64,7 @@ def require_trusted(config: Config, of_runs: Mapping[str, Path]) -> None:
         raise ConfigError(
             f"{files} names code to import ({names}): a run folder may come from others, so nothing was imported. If "
             f"you trust that code, name it in a config of your own or by options such as --{strange[0][0]}, or add "
-            f"{TRUST} to train, evaluate, predict or export"
+            f"{TRUST} to a command that takes it"
         )
 
 

@@ -157,7 +157,7 @@ def examine_part(images: Images, positions: range, *, split: str, decode: bool, 
 
 def _reason(path: str, error: Exception) -> str:
     if isinstance(error, DataError):
-        return str(error)
+        return str(error.args[0])
     what = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
     return f"{path}: cannot be used ({what}); replace or remove it"
 

@@ -67,8 +67,6 @@ class PackSummary:
     bytes_in: int
     bytes_out: int
     seconds: float
-    left_out: str | None
-    """A line that counts the files which look like images and are not packed."""
 
     def __str__(self) -> str:
         if not self.num_packed:
@@ -106,16 +104,21 @@ def pack(
     splits: Sequence[str] = ("train", "val"),
     num_workers: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
+    on_left_out: Callable[[str], None] | None = None,
 ) -> PackSummary:
     """Write target/<split>/ from source/<split>/<class>/<picture>, or from the list source.
 
     It finishes what an earlier call left. num_workers processes share the work (1: none are started). on_progress gets
-    (pictures done, pictures in all). Every picture is decoded once. Raises: ConfigError for an impossible setting;
+    (pictures done, pictures in all), on_left_out before all else a line that counts the files which are not packed and
+    look like images. Every picture is decoded once. Raises: ConfigError for an impossible setting;
     DataError naming a bad picture, a target that holds something else, or a disk that cannot be written.
     """
     _require_possible(splits, num_workers)
     start, plans = time.monotonic(), _plan_splits(source, target, splits=splits, recipe=recipe)
     total = sum(len(plan.index) for plan in plans)
+    left_out = describe_left_out(source, *(plan.index for plan in plans))
+    if left_out and on_left_out:
+        on_left_out(left_out)
     num_done = num_packed = bytes_out = 0
     for plan in plans:
         records = _finished_shards(plan)
@@ -137,7 +140,6 @@ def pack(
         bytes_in=sum(plan.bytes_in for plan in plans),
         bytes_out=bytes_out,
         seconds=time.monotonic() - start,
-        left_out=describe_left_out(source, *(plan.index for plan in plans)),
     )
 
 

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 
 from bigbatch.errors import print_line
+from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 
 _EXAMPLES = """examples:
@@ -31,7 +32,7 @@ def add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     stage.add_argument("source", type=as_path, metavar="SRC", help="DST of `bigbatch data pack`")
     stage.add_argument("target", type=as_path, metavar="DST", help="folder to write, such as /scratch/imagenet")
     threads = min(16, os.cpu_count() or 1)  # each hashes; more streams than that hold no server's attention
-    stage.add_argument("--workers", type=int, default=threads, help="threads that copy (default: %(default)s)")
+    stage.add_argument("--workers", type=whole, default=threads, help="threads that copy (default: %(default)s)")
     stage.add_argument("--json", action="store_true", help="print what was done as one line of JSON")
     stage.set_defaults(run=_stage)
 

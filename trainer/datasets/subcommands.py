@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 
 from bigbatch.errors import print_line
+from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.datasets.pixel_option import add_max_megapixels
 from bigbatch.trainer.datasets.prepare_options import add_prepare
@@ -28,8 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
         "The same seed gives the same bytes. A folder that is complete already is left as it is.",
     )
     generate.add_argument("root", type=as_path, help="folder to write, such as data/shapes")
-    generate.add_argument("--seed", type=int, default=0, help="which pictures (default: %(default)s)")
-    generate.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    generate.add_argument("--seed", type=whole, default=0, help="which pictures (default: %(default)s)")
+    generate.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     generate.set_defaults(run=_generate)
     add_prepare(commands)
     _add_check(commands)
@@ -63,7 +64,7 @@ def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     check.add_argument("--no-decode", action="store_true", help="read files and their headers only: much faster")
     check.add_argument("--json", type=as_path, metavar="FILE", help="write everything found, all paths, to FILE")
-    check.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    check.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_max_megapixels(check)
     check.set_defaults(run=_check)
 
@@ -100,19 +101,26 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     pack.add_argument("source", type=as_path, nargs="?", metavar="SRC", help="folder with train/ and val/, or a list")
     pack.add_argument("target", type=as_path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
     pack.add_argument(
-        "--shard-mb", type=int, default=512, metavar="N", help="most megabytes (1e6) of a shard (default: %(default)s)"
+        "--shard-mb",
+        type=whole,
+        default=512,
+        metavar="N",
+        help="most megabytes (1e6) of a shard (default: %(default)s)",
     )
     pack.add_argument(
         "--max-side",
-        type=int,
+        type=whole,
         metavar="N",
         help="shrink pictures whose shorter side exceeds N pixels to N; their EXIF data is dropped, and the "
         "orientation in it with it, as the loaders ignore it",
     )
     pack.add_argument(
-        "--quality", type=int, default=90, help="of the JPEGs that shrunk pictures become (default: %(default)s)"
+        "--quality",
+        type=whole,
+        default=90,
+        help="of the JPEGs that shrunk pictures become (default: %(default)s)",
     )
-    pack.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    pack.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     pack.add_argument("--splits", default="train,val", help="folders of SRC to pack (default: %(default)s)")
     pack.add_argument(
         "--verify",
@@ -146,10 +154,9 @@ def _pack(arguments: argparse.Namespace) -> int:
             splits=arguments.splits.split(","),
             num_workers=arguments.workers,
             on_progress=on_progress,
+            on_left_out=print_line,
         )
-    for line in (summary.left_out, f"{arguments.target}: {summary}"):
-        if line:
-            print_line(line)
+    print_line(f"{arguments.target}: {summary}")
     return 0
 
 

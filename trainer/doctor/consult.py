@@ -24,6 +24,7 @@ from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import ConfigError, DoctorError, print_line, print_lines
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.files import require_nameable, write_named
+from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
@@ -229,22 +230,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--within",
-        type=float,
+        type=decimal,
         metavar="SECONDS",
         help="plan to end by then: a slow step is measured in part, the likeliest speedups come first, and those that "
         "find no time are listed; what --only names is tried all the same",
     )
-    add("--ranks", type=int, default=1, help="on this host, as bigbatch launch local starts them (default: 1)")
+    add("--ranks", type=whole, default=1, help="on this host, as bigbatch launch local starts them (default: 1)")
     add("--generated", action="store_true", help="try speedups on generated tensors: the model alone, without input")
     add("--only", nargs="+", metavar="NAME", help=f"of {', '.join(SPEEDUPS)} (default: all)")
     add(
         "--seconds",
-        type=float,
+        type=decimal,
         help=f"of steps in each turn, one step at least (default: {SECONDS[0]:g}, with --quick {SECONDS[1]:g})",
     )
     add(
         "--limit",
-        type=float,
+        type=decimal,
         metavar="SECONDS",
         help=f"a start or a turn that takes longer has failed (default: {LIMIT[0]:g}, with --quick {LIMIT[1]:g})",
     )

@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         tell(f"{path} keeps no class names: those of {config.data.root} are not compared")
     config, _ = stage_data(config, communicator)
     split = build_input.make_eval_split(config, communicator, trained=classes, source=str(path))
+    if communicator.rank == 0 and (left_out := describe_left_out(config.data.root, split.index)):
+        print_line(left_out)
     precision = config.optimizer.precision
     model = for_inference(
         plain,
@@ -61,8 +63,6 @@ def main(argv: Sequence[str]) -> int:
     }
     record, skipped = _evaluate(model, config, communicator, split, score=score)
     if communicator.rank == 0:
-        if left_out := describe_left_out(config.data.root, split.index):
-            print_line(left_out)
         for reason in skipped:
             print_line(f"skipped: {reason}")
         record |= {"images_per_second": record["count"] / record["seconds"], **speed}

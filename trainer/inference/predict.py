@@ -14,6 +14,7 @@ from torch import nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, DataError, print_line, tell
+from bigbatch.numbers import whole
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
 from bigbatch.trainer.build.model import make_plain_model
@@ -125,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         "numbers for weights without names.",
         takes_images=True,
     )
-    parser.add_argument("--top", type=int, default=5, help="classes to print of each picture (default 5)")
+    parser.add_argument("--top", type=whole, default=5, help="classes to print of each picture (default 5)")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each picture")
     return parser
 

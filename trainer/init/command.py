@@ -11,6 +11,7 @@ from pathlib import Path
 from bigbatch.errors import DataError, print_line, printable
 from bigbatch.exit_codes import FAILED
 from bigbatch.files import write_whole
+from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.datasets.check import Finding, spelling_findings, unprintable_findings
@@ -292,15 +293,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--val-share",
-        type=float,
+        type=decimal,
         default=0.2,
         metavar="SHARE",
         help="of each class to validate with, where FOLDER does not part them (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of split and sample (default: %(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="of split and sample (default: %(default)s)")
     parser.add_argument(
         "--samples",
-        type=int,
+        type=whole,
         default=2000,
         metavar="N",
         help="most pictures to decode for sizes, mean and std (default: %(default)s)",
@@ -310,6 +311,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="go on without unusable pictures of what is listed, and without labels and pictures that lack the other",
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
+    parser.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_max_megapixels(parser)
     return parser

@@ -1,10 +1,12 @@
 """Which files are the images of a data set: the one definition for training, checking, packing and making data sets.
 
 An image is a visible file with a suffix of FORMATS, at any depth below the folder of its class. Hidden files and
-folders are no part of a data set. A link to a folder is followed, unless it leads back to a folder that contains it.
+folders are no part of a data set; those that hold images are counted as left out. A link to a folder is followed,
+unless it leads back to a folder that contains it.
 """
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +32,9 @@ _UNREAD = (
 )
 UNREAD_SUFFIXES = tuple(f".{name}" for name in _UNREAD.split())
 """Suffixes of images that no loader decodes: a data set that holds some is smaller than it looks."""
+_ADDED = r"([0-9_~ -]+|\.([0-9]+|bak|old|orig|tmp|part|\w*download))"
+_RENAMED = re.compile(rf"({'|'.join(map(re.escape, IMAGE_SUFFIXES))}){_ADDED}$", re.IGNORECASE)
+"""Ends of names, such as .jpg~ and .JPG.1, of copies and of downloads that did not end."""
 
 _Below = tuple[str, tuple[str, ...]]
 """A folder below the one that is listed, and the folders that hold the links which were followed on the way to it."""
@@ -48,6 +53,10 @@ class Contents:
     """By list_split: images that are in no folder of a class."""
     bad_links: list[str] = field(default_factory=list)
     """Links that are broken, or lead back to a folder that contains them."""
+    renamed: list[str] = field(default_factory=list)
+    """Images by a suffix to which something was added."""
+    concealed: list[str] = field(default_factory=list)
+    """Hidden images, and hidden folders that hold some."""
     hidden: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
@@ -59,6 +68,7 @@ class Contents:
         for path in self.unread:
             kinds[os.path.splitext(path)[1].lower()].append(path)
         named = {"in no class folder": self.loose, "behind a broken or circular link": self.bad_links}
+        named |= {"with more behind the suffix": self.renamed, "hidden": self.concealed}
         return kinds | {kind: paths for kind, paths in named.items() if paths}
 
 
@@ -116,7 +126,7 @@ def _scan(root: str, below: str, above: tuple[str, ...], found: Contents) -> Ite
         for entry in rest:
             path = prefix + entry.name
             if is_hidden(entry.name):
-                found.hidden.append(path)
+                (found.concealed if _conceals(entry) else found.hidden).append(path)
             elif entry.is_dir(follow_symlinks=False):
                 yield path, above
             elif entry.is_symlink() and not os.path.isfile(entry.path):
@@ -125,9 +135,17 @@ def _scan(root: str, below: str, above: tuple[str, ...], found: Contents) -> Ite
                 else:
                     yield path, (*above, folder)
             else:
-                (found.unread if entry.name.lower().endswith(UNREAD_SUFFIXES) else found.others).append(path)
+                is_unread = entry.name.lower().endswith(UNREAD_SUFFIXES)
+                kind = found.unread if is_unread else found.renamed if _RENAMED.search(entry.name) else found.others
+                kind.append(path)
     except OSError as error:
         found.unlisted.append(f"{folder}: cannot be listed ({error.strerror}); check its permissions")
+
+
+def _conceals(entry: os.DirEntry[str]) -> bool:
+    if entry.is_dir(follow_symlinks=False):
+        return any(is_image(name) for _, _, names in os.walk(entry.path) for name in names)
+    return is_image(entry.name[1:]) and not entry.name.startswith("._")
 
 
 def _is_bad_link(path: str, above: tuple[str, ...]) -> bool:
@@ -136,6 +154,6 @@ def _is_bad_link(path: str, above: tuple[str, ...]) -> bool:
 
 
 def _sorted(found: Contents) -> Contents:
-    for paths in (found.images, found.folders, found.unread, found.bad_links, found.hidden, found.others):
+    for paths in vars(found).values():
         paths.sort()
     return found

@@ -30,8 +30,8 @@ def require_one_spelling(where: Path, names: Sequence[str]) -> None:
 
 
 def _plain(name: str) -> str:
-    text = " ".join(unicodedata.normalize("NFC", name).split())
-    text = text if len(text) == 1 else unicodedata.normalize("NFC", text.lower())
+    text = " ".join(unicodedata.normalize("NFKC", name).split())
+    text = text if len(text) == 1 else unicodedata.normalize("NFKC", text.lower())
     number = re.fullmatch(r"0*(\d+)(\.0*)?", text)  # a table that was a spreadsheet has 1.0 for 1
     return number[1] if number else text
 

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from bigbatch.errors import print_lines, printable_lines
+from bigbatch.errors import print_line, printable
 from bigbatch.trainer.run.noise_scale import NOT_YET, describe_noise_scale
 
 
@@ -68,7 +68,7 @@ class Lines:
 
     def say(self, text: str) -> None:
         """Print and flush."""
-        print_lines(text)
+        print_line(text)
 
     def advance(self, record: dict[str, Any]) -> None:
         """Print step, loss, rates, shares, and the time left at the pace so far, evaluations and all."""
@@ -113,7 +113,7 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(printable_lines(text), highlight=False, markup=False)
+        self._progress.console.print(printable(text), highlight=False, markup=False)
 
     def advance(self, record: dict[str, Any]) -> None:
         """Move the bar."""
@@ -128,7 +128,7 @@ class Bar:
         self.close()
         table = Table("result", "value", title="Summary")
         for name, text in rows(summary):
-            table.add_row(name, Text(printable_lines(text)))  # in a string, [brackets] of a path would be markup
+            table.add_row(name, Text(printable(text)))  # in a string, [brackets] of a path would be markup
         self._console.print(table)
 
     def close(self) -> None:

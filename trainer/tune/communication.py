@@ -39,6 +39,7 @@ from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_p
 from bigbatch.comm.tuning.tuner import TuningFindings, best_candidates, choose
 from bigbatch.comm.tuning.whole_steps import affordable, measure_steps
 from bigbatch.errors import ConfigError, TunedError, print_line
+from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import gather_tuned, join_job, stated_sizes, without_choices
@@ -350,7 +351,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", type=expand_path, help="experiment to tune for: YAML file, or name of a packaged one")
     add("--model", help=f"instead: this model in the experiment {MODEL_CONFIG}")
     add("--output", type=as_path, metavar="FILE.json", help="default: tuned/MODEL-BACKEND-NODES-FINGERPRINT.json")
-    add("--budget-seconds", type=float, default=60.0, help="how long to measure (default: %(default)s)")
-    add("--best", type=int, default=BEST_FEW, help="measure so many of the best simulated (default: %(default)s)")
+    add("--budget-seconds", type=decimal, default=60.0, help="how long to measure (default: %(default)s)")
+    add(
+        "--best",
+        type=whole,
+        default=BEST_FEW,
+        help="measure so many of the best simulated (default: %(default)s)",
+    )
     add("--backend", choices=BACKENDS, help="same as --comm.backend")
     return parser

@@ -14,6 +14,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.trust import TRUST
@@ -156,7 +157,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN | CONFIG",
         help="run folder; with --out a YAML file, or name of a packaged experiment",
     )
-    add("--epochs", type=int, metavar="N", help="train for so many, with a schedule that is shortened in proportion")
+    add(
+        "--epochs",
+        type=whole,
+        metavar="N",
+        help="train for so many, with a schedule that is shortened in proportion",
+    )
     add("--out", type=as_path, metavar="FOLDER", help="run folder of that training")
     add("--launch", metavar="WORDS", help="of bigbatch launch, such as 'mpirun --ranks 8'; one process without")
     return parser

@@ -11,6 +11,7 @@ from pathlib import Path
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line
+from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.config.batch import accumulation_steps
@@ -95,7 +96,7 @@ def legal_spans(config: Config, asked: Sequence[int] | None, *, world_size: int)
             accumulation_steps(batch, world_size=world_size)
         except ConfigError as error:
             if asked is not None:
-                raise ConfigError(f"--spans {span}: {error}") from error
+                raise ConfigError(*(f"--spans {span}: {line}" for line in error.args)) from error
             continue
         found.append(span)
     return list(dict.fromkeys(found))
@@ -238,12 +239,24 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--out", type=as_path, required=True, metavar="FOLDER", help="for precision.yaml, precision.json, precision.png"
     )
-    add("--steps", type=int, default=STEPS, metavar="N", help=f"in fp32, with each ghost batch (default: {STEPS})")
-    add("--spans", type=int, nargs="+", metavar="N", help="ghost batches to compare (default: half the own, twice it)")
-    add("--num-ranks", type=int, metavar="N", help="of the job to choose a wire for (default: of this one)")
+    add(
+        "--steps",
+        type=whole,
+        default=STEPS,
+        metavar="N",
+        help=f"in fp32, with each ghost batch (default: {STEPS})",
+    )
+    add(
+        "--spans",
+        type=whole,
+        nargs="+",
+        metavar="N",
+        help="ghost batches to compare (default: half the own, twice it)",
+    )
+    add("--num-ranks", type=whole, metavar="N", help="of the job to choose a wire for (default: of this one)")
     add(
         "--try-steps",
-        type=int,
+        type=whole,
         default=TRY_STEPS,
         metavar="N",
         help=f"with what is recommended, 0 for none (default: {TRY_STEPS}: a CPU may take minutes for a step of fp16)",

@@ -12,6 +12,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line
+from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build.few_steps import few_steps
 from bigbatch.trainer.build.job import bind_rank, join_job
@@ -152,8 +153,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", type=expand_path, required=True, help="YAML file, or name of a packaged experiment")
-    add("--from", dest="low", type=float, required=True, metavar="LR", help="learning rate of the first step")
-    add("--to", dest="high", type=float, required=True, metavar="LR", help="learning rate of the last step")
-    add("--steps", type=int, required=True, help=f"updates, {MIN_STEPS} at least; 100 is usual")
+    add("--from", dest="low", type=decimal, required=True, metavar="LR", help="learning rate of the first step")
+    add("--to", dest="high", type=decimal, required=True, metavar="LR", help="learning rate of the last step")
+    add("--steps", type=whole, required=True, help=f"updates, {MIN_STEPS} at least; 100 is usual")
     add("--out", type=as_path, required=True, metavar="FOLDER", help="for range.json and range.png")
     return parser

@@ -103,7 +103,7 @@ def make_experiment(search: Search) -> Experiment:
             try:
                 experiment.short_config({axis.key: end}, directory=search.folder)
             except ConfigError as error:
-                raise ConfigError(f"--space {text}: at {end}, {error}") from error
+                raise ConfigError(*(f"--space {text}: at {end}, {line}" for line in error.args)) from error
     return experiment
 
 

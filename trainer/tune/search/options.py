@@ -8,6 +8,7 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TuneError
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.numbers import whole
 from bigbatch.paths import expand_path
 from bigbatch.trainer.tune.search.coarse_to_fine import first_commands, search
 from bigbatch.trainer.tune.search.experiment import Search
@@ -62,13 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", type=expand_path, required=True, help="YAML file, or name of a packaged experiment")
     add("--space", action="append", default=[], metavar="KEY=RANGE", help=f"once per key: {FORMS}")
-    add("--trials", type=int, required=True, help="short runs in all")
-    add("--epochs", type=int, required=True, help="of each; warm-up, milestones and sizes shrink in proportion")
+    add("--trials", type=whole, required=True, help="short runs in all")
+    add("--epochs", type=whole, required=True, help="of each; warm-up, milestones and sizes shrink in proportion")
     add("--study", type=expand_path, required=True, metavar="FOLDER", help="where all of it goes")
-    add("--rounds", type=int, default=2, help="from coarse to fine: each has a third of the range (default: 2)")
+    add("--rounds", type=whole, default=2, help="from coarse to fine: each has a third of the range (default: 2)")
     add("--metric", choices=("top1", "loss"), default="top1", help="of the last evaluation (default: top1)")
     add("--prune", choices=("median", "none"), default="median", help="stop what is worse than it (default: median)")
-    add("--parallel", type=int, default=1, help="trials at once on this machine (default: 1)")
+    add("--parallel", type=whole, default=1, help="trials at once on this machine (default: 1)")
     add("--launch", default="", metavar="WORDS", help="of bigbatch launch, such as 'mpirun --ranks 2' (default: none)")
     add("--dry-run", action="store_true", help="print the first commands instead of running them")
     return parser

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bigbatch.colours import COLOURS
 from bigbatch.comm.rendezvous.environ import terminal_columns
-from bigbatch.errors import printable_lines
+from bigbatch.errors import printable
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir
@@ -60,7 +60,7 @@ def progress(total: int, say: Callable[[str], None]) -> Iterator[Shown]:
     with Progress(*shown, console=console, expand=True) as bar:
         task = bar.add_task("", total=total)
         yield Shown(
-            lambda text: bar.console.print(printable_lines(text), highlight=False, markup=False),
+            lambda text: bar.console.print(printable(text), highlight=False, markup=False),
             lambda count=1: bar.advance(task, count),
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bigbatch.errors import ConfigError
 from bigbatch.interpreter import bigbatch_argv
+from bigbatch.numbers import whole
 from bigbatch.trainer.config.schema import Config, all_keys, lookup
 from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
@@ -88,7 +89,7 @@ def parse_launch(words: Sequence[str]) -> Launch:
         return Launch((), 1, is_here=True)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("launcher", nargs="?", choices=("mpirun", "torchrun"))  # for a missing one it would exit
-    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--ranks", type=whole)
     parser.add_argument("--hosts")
     try:
         arguments, others = parser.parse_known_args(list(words))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import get_args, get_type_hints
 
 from bigbatch.errors import ConfigError
+from bigbatch.numbers import decimal
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import Config, all_keys, require_known
 from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
@@ -163,7 +164,7 @@ def _choices(values: str, text: str) -> tuple[str, ...]:
 
 def _limits(values: str, text: str) -> tuple[float, float]:
     try:
-        low, high = map(float, values.split(":"))
+        low, high = map(decimal, values.split(":"))
     except ValueError:
         raise ConfigError(f"--space {text}: a range has two numbers; the forms are {FORMS}") from None
     if not -math.inf < low < high < math.inf:

@@ -33,6 +33,15 @@ def test_forms_of_yaml_1_1_are_text(word: str, tmp_path: Path) -> None:
         assert config.model.frozen == (word,)
 
 
+@pytest.mark.parametrize("word", ["010", "0x1F", "1_000", "1:30", "no", "ON", "2026-01-01"])
+def test_forms_of_yaml_1_1_are_refused_in_dicts_that_no_type_checks(word: str) -> None:
+    """SGD(nesterov="no") does what nesterov is to do, and a config of an older release stated false by it."""
+    words = ["--config", "quickstart", "--optimizer.name", "torch.optim.SGD", "--optimizer.options"]
+    with pytest.raises(ConfigError, match=naming("optimizer.options", word, "quotes")):
+        load_config([*words, f"{{momentum: 0.9, nesterov: [{word}]}}"])
+    assert load_config([*words, f"{{nesterov: '{word}'}}"]).optimizer.options == {"nesterov": word}
+
+
 @pytest.mark.parametrize(
     ("key", "word", "advice"),
     [

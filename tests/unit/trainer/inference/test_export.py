@@ -283,7 +283,7 @@ def test_export_a_place_that_takes_no_file(tmp_path: Path, capsys: pytest.Captur
     assert f" {out}: " in refusal(capsys)
 
 
-@pytest.mark.parametrize(("out", "form"), [(".", "torchvision"), ("", "timm"), ("..", "onnx"), ("/", "torch_export")])
+@pytest.mark.parametrize(("out", "form"), [(".", "torchvision"), ("./", "timm"), ("..", "onnx"), ("/", "torch_export")])
 def test_export_a_folder_is_no_file(out: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(trained("resnet18").state_dict(), tmp_path / "weights.pt")
     command = ["--config", "quickstart", *MODELS["resnet18"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]

@@ -26,10 +26,16 @@ def test_no_image(name: str) -> None:
 
 def test_contents_are_sorted_by_kind(tmp_path: Path) -> None:
     touch(tmp_path, "b.jpg", "a/c.png", "a/._c.png", ".git/d.jpg", "a/e.TIF", "a/notes.txt", "f.bmp")
+    touch(
+        tmp_path, "a/.x.jpg", ".idea/a.xml", "a/g.JPG2", "a/h.jpeg.1", "a/i.png~", "a/i.png.txt", "a/j.jpg.crdownload"
+    )
     found = list_below(tmp_path)
-    assert (found.images, found.hidden, found.others) == (["a/c.png", "b.jpg"], [".git", "a/._c.png"], ["a/notes.txt"])
-    assert found.left_out() == {".tif": ["a/e.TIF"], ".bmp": ["f.bmp"]}
-    assert list_split(tmp_path).left_out() == {"in no class folder": ["b.jpg", "f.bmp"]}
+    assert (found.images, found.hidden) == (["a/c.png", "b.jpg"], [".idea", "a/._c.png"])
+    assert found.others == ["a/i.png.txt", "a/notes.txt"]
+    renamed = ["a/g.JPG2", "a/h.jpeg.1", "a/i.png~", "a/j.jpg.crdownload"]
+    hidden = {"with more behind the suffix": renamed, "hidden": [".git", "a/.x.jpg"]}
+    assert found.left_out() == {".tif": ["a/e.TIF"], ".bmp": ["f.bmp"], **hidden}
+    assert list_split(tmp_path).left_out() == {"in no class folder": ["b.jpg", "f.bmp"], "hidden": [".git"]}
     assert list_split(tmp_path).folders == ["a"]
 
 

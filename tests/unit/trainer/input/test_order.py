@@ -171,9 +171,9 @@ def test_read_index_takes_nested_images_and_counts_what_it_leaves_out(tmp_path):
     index, val = read_index(tmp_path, "train"), read_index(tmp_path, "val")
     assert list(index.paths) == ["a/1.jpg", "a/in/3.jpe", "a/in/deep/2.JFIF", "b/7.webp"]
     assert index.labels_N.tolist() == [0, 0, 0, 1]
-    assert index.left_out == {".bmp": 2, ".tiff": 1, "in no class folder": 1}
+    assert index.left_out == {".bmp": 2, ".tiff": 1, "in no class folder": 1, "hidden": 1}
     line = describe_left_out("my data", index, val, None)
-    assert line.startswith("4 files are left out: 2 .bmp, ")
+    assert line.startswith("5 files are left out: 2 .bmp, ")
     assert line.endswith("; `bigbatch data check 'my data'` names them")
     assert describe_left_out("tiny", val) is None
 

@@ -13,6 +13,7 @@ from bigbatch.trainer.input.spellings import spelled_twice
         (["1", "01", "10"], "'01' and '1'"),
         (["1", "1.0"], "'1' and '1.0'"),
         (["New York", "new  york"], "'New York' and 'new  york'"),
+        (["abc", "\uff21bc"], "'abc' and '\uff21bc'"),  # a letter of full width
     ],
     ids=repr,
 )

@@ -1,0 +1,25 @@
+"""Numbers as users write them in options: decimal, in ASCII. int() would also take 1_0 for 10."""
+
+import re
+from argparse import ArgumentTypeError
+
+WHOLE = r"[-+]?(0|[1-9][0-9]*)"
+DECIMAL = rf"({WHOLE}(\.[0-9]*)?|[-+]?\.[0-9]+)([eE][-+]?[0-9]+)?"
+
+
+class NumberError(ArgumentTypeError, ValueError):
+    """A word is no number of the kind asked for; argparse shows the message beside its option."""
+
+
+def whole(text: str) -> int:
+    """Return the int that is written. Raises: NumberError, also for 010, 1_0 and digits of other scripts."""
+    if not re.fullmatch(WHOLE, text):
+        raise NumberError(f"invalid int value: {text!r}")
+    return int(text)
+
+
+def decimal(text: str) -> float:
+    """Return the float that is written, inf and nan included. Raises: NumberError, as whole."""
+    if not re.fullmatch(rf"{DECIMAL}|[-+]?inf|nan", text):
+        raise NumberError(f"invalid float value: {text!r}")
+    return float(text)

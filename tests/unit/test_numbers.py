@@ -1,0 +1,32 @@
+"""Numbers of options are what is written, or refused."""
+
+import pytest
+
+from bigbatch.launch.start import main
+from bigbatch.numbers import NumberError, decimal, whole
+
+
+@pytest.mark.parametrize("text", ["1_0", "010", " 1", "1 ", "\u0663", "1e3", "0x1", "", "+", "--1"])
+def test_words_that_are_no_whole_number_are_refused(text: str) -> None:
+    with pytest.raises(NumberError, match="invalid int value"):
+        whole(text)
+    if text != "1e3":
+        with pytest.raises(NumberError, match="invalid float value"):
+            decimal(text)
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("-7", -7), ("+12", 12), ("1.5e3", 1500.0), (".5", 0.5)])
+def test_numbers_are_what_is_written(text: str, number: float) -> None:
+    assert decimal(text) == number
+    if isinstance(number, int):
+        assert whole(text) == number
+
+
+@pytest.mark.parametrize("words", [("--ranks", "1_0"), ("--env", "PET_STANDALONE=1"), ("--env", "HOROVOD_RANK=1")])
+def test_launch_refuses_what_would_start_other_ranks(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((SystemExit, ValueError)) as raised:
+        main(["local", *words, "--dry-run", "--", "train", "--config", "quickstart"])
+    said = f"{raised.value}{capsys.readouterr().err}"
+    assert words[1].partition("=")[0] in said
