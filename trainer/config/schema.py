@@ -142,7 +142,7 @@ def _shown(value: Any) -> str:
 def _or_plain(value: Any, kind: Any) -> str:
     """Return the end of a refusal, such as '; write 10 for 010'; empty where another form does not help."""
     if isinstance(value, dict) and (odd := next(ambiguous(value), None)):
-        return f", and {odd} in it is text here, but not to YAML 1.1: put text in quotes"
+        return f"; {odd} is text here and something else to YAML 1.1: put text in quotes, or write what it is to be"
     plain = plain_form(value) if isinstance(value, str) else ""
     with suppress(TypeError):
         conform(parse_yaml(plain), kind)
