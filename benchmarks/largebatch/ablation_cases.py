@@ -268,8 +268,13 @@ def cases(form: Form) -> list[Case]:
     ]
 
 
+def recipe_of(directory: Path) -> Path:
+    """Return where the recipe of a run lies: beside its folder, in which names of own code would be refused."""
+    return directory.with_name(f"{directory.name}.yaml")
+
+
 def write_experiment(form: Form, case: Case, *, data: Path, directory: Path, seed: int, base_lr: float) -> Path:
-    """Write the complete, checked experiment of a run, as a file in its folder. Raises: ConfigError."""
+    """Write the complete, checked experiment of a run, as a file beside its folder. Raises: ConfigError."""
     microbatches = range(SPAN, min(case.batch, LARGEST_MICROBATCH) + 1, SPAN)
     overrides = {
         **COMMON,
@@ -291,7 +296,7 @@ def write_experiment(form: Form, case: Case, *, data: Path, directory: Path, see
         section, _, name = key.partition(".")
         content[section][name] = value
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "experiment.yaml"
+    path = recipe_of(directory)
     path.write_text(dump_yaml(content))
     load_config(["--config", str(path)])
     return path

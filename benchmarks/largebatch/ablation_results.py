@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.largebatch.ablation_cases import OPTIMIZERS, Form, cases
+from benchmarks.largebatch.ablation_cases import OPTIMIZERS, Form, cases, recipe_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -40,7 +40,7 @@ def read_studies(form: Form, folder: Path) -> dict[str, Any]:
 def read_run(directory: Path, seed: int) -> Run:
     """Read what a finished run left."""
     rundir = RunDir(directory)
-    config = load_config(["--config", str(directory / "experiment.yaml")])
+    config = load_config(["--config", str(recipe_of(directory))])
     train = [r for r in read_records(rundir.metrics) if r["kind"] == "train"]
     summary = json.loads(rundir.summary.read_text()) if rundir.summary.exists() else {"top1": None, "seconds": None}
     return {
