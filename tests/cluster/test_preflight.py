@@ -106,6 +106,7 @@ from bigbatch.cli import main
 Path("here-" + os.environ["RANK"]).touch()  # all others begin at once, however long these imports take each of them
 while len(list(Path().glob("here-*"))) < 3:
     time.sleep(0.02)
+os.environ["SLURM_STEP_NODELIST"] = "n[0-3]"  # by which preflight knows who should come
 sys.exit(main(["preflight", "--bad-nodes", "bad"]))
 """
 
@@ -116,7 +117,7 @@ def test_silent_node_is_named_in_time(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "silent.py").write_text(SILENT)
     argv = ("run", "--name", "four", "--launcher", "plain", "--python", "--", str(tmp_path / "silent.py"))
-    done = emulate(*argv, SLURM_STEP_NODELIST="n[0-3]")  # by which preflight knows who should come
+    done = emulate(*argv)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "bigbatch: no answer from rank 2, on n2 within 12 s" in done.stdout, done.stdout + done.stderr
     assert "preflight: nothing measured, findings: 1, unfit: n2; " in done.stdout
