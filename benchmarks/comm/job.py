@@ -14,6 +14,8 @@ from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.rendezvous.exit_record import record_end
 from bigbatch.errors import UserError
 
 TIMEOUT_SECONDS = 300.0
@@ -90,4 +92,5 @@ def run_rank(run: Callable[[], None]) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    record_end(read_process_env(), code)
     os._exit(code)
