@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -89,8 +90,8 @@ def test_compare_tunes_runs_and_repeats_nothing(tmp_path, monkeypatch: pytest.Mo
             hooks.on_step(done)
         if config.optimizer.name == "lamb":
             raise TrainingDiverged("it did")
-        (path.parent / "summary.json").write_text('{"top1": 0.25, "seconds": 1.0}')
-        (path.parent / "metrics.jsonl").write_text("")
+        Path(config.run.directory, "summary.json").write_text('{"top1": 0.25, "seconds": 1.0}')
+        Path(config.run.directory, "metrics.jsonl").write_text("")
 
     monkeypatch.setattr(beyond.bigbatch, "train", fake_train)
     monkeypatch.setattr(beyond, "update_milliseconds", lambda *_: {"lamb": 1e6, "nesterov": 1.0})
