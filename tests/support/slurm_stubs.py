@@ -33,8 +33,8 @@ with open(place / "srun.calls", "a") as calls:
     calls.write(".")
 codes = os.environ.get("STUB_CODE", "0").split()
 code = codes[min(calls_so_far, len(codes) - 1)]
-if code == "wait":  # for the request to stop
-    signal.pause()
+while code == "wait":  # for the request to stop; pause() would miss one that came just before
+    time.sleep(0.05)
 sys.exit(int(code))
 """
 SCONTROL = """#!/bin/sh
