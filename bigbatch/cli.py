@@ -89,22 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A message may name a file whose name is no UTF-8; and Python -u would write a line in parts, between which
             # those of other ranks come.
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
-    if not arguments or arguments[0] in HELP:
-        print(usage())
-        code = 0 if arguments else REFUSED
-        _record_end(code)
-        return code
-    if arguments[0] == VERSION:
-        print(f"bigbatch {__version__}")
-        _record_end(0)
-        return 0
-    if unknown := find_unknown(arguments[:1]):
-        tell(unknown)
-        return REFUSED
-    if valueless := next((word for word in before_separator(arguments) if NO_VALUE.fullmatch(word)), None):
-        tell(f"{valueless}: -- is no value: give another, or leave the option out")
-        return REFUSED
-    code = _run(arguments[0], arguments[1:])
+    code = _answer(arguments)
     if code:
         _tell_the_others()
     worker = _worker()
@@ -119,6 +104,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         # wait for its peers or for a dead file system.
         os._exit(code)
     return code
+
+
+def _answer(arguments: list[str]) -> int:
+    """Print help or version, refuse, or run a subcommand; return the exit code."""
+    if not arguments or arguments[0] in HELP:
+        print(usage())
+        return 0 if arguments else REFUSED
+    if arguments[0] == VERSION:
+        print(f"bigbatch {__version__}")
+        return 0
+    if unknown := find_unknown(arguments[:1]):
+        tell(unknown)
+        return REFUSED
+    if valueless := next((word for word in before_separator(arguments) if NO_VALUE.fullmatch(word)), None):
+        tell(f"{valueless}: -- is no value: give another, or leave the option out")
+        return REFUSED
+    return _run(arguments[0], arguments[1:])
 
 
 def _record_end(code: int) -> None:

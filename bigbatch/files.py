@@ -28,7 +28,7 @@ def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bo
     a power cut leaves the old file or the new one. Raises: OSError.
     """
     aside = path.with_name(f".{path.name}{mark or f'.{uuid.uuid4().hex}{suffix}'}")
-    file = _create(aside)
+    file = open_anew(aside)
     try:
         with file:
             yield file
@@ -73,8 +73,12 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def open_anew(path: Path) -> BinaryIO:
-    """Open a new file to write over a longer time, in the place of an older file or link. Raises: OSError."""
-    return _create(path)
+    """Open a new file, in the place of an older file or of a link that waits under its name. Raises: OSError."""
+    try:
+        return open(path, "xb")
+    except FileExistsError:
+        path.unlink()
+        return open(path, "xb")
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -226,15 +230,6 @@ def read_own(path: Path) -> bytes:
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_OWN_BYTES:
             raise OSError(errno.EINVAL, "it is no plain file, or too long")
         return file.read(MOST_OWN_BYTES)
-
-
-def _create(path: Path) -> BinaryIO:
-    """Open a file that is new: whoever plants a link under a name that can be guessed would have us write elsewhere."""
-    try:
-        return open(path, "xb")
-    except FileExistsError:
-        path.unlink()
-        return open(path, "xb")
 
 
 def parse_json(text: str | bytes, **how: Any) -> Any:

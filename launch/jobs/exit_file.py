@@ -37,7 +37,7 @@ def telling(path: Path | None) -> tuple[tuple[str, str], ...]:
 
 
 def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> Ended:
-    """Return how a job ended whose mpirun ended with 0 or waited for a lost host: by the first rank's own record.
+    """Return how a job ended, by its first rank's record, if mpirun ended with 0 or waited for a lost host.
 
     An own script that never connected records nothing, nor does a host that does not see the file: mpirun is believed.
     """

@@ -26,7 +26,7 @@ BELOW_ONE = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
 MEGAPIXELS = Range("above 0 and at most 178", lambda v: 0 < v <= 178)  # Pillow opens none with more than 178.9
 BELOW_2_63 = Range("below 2**63", lambda v: v < 2**63)
 PATH = "path"
-"""Marks a field whose text is a path, or may be one."""
+"""Marks a field that holds a path, or may hold one."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def conform(value: Any, kind: Any) -> Any:
 
 
 def ambiguous(value: Any) -> Iterator[str]:
-    """Yield texts that stand without quotes in a dict, whose values no type checks."""
+    """Yield the texts without quotes in a dict: no type checks its values."""
     if isinstance(value, Ambiguous):
         yield value
     for each in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -49,7 +49,7 @@ def find_config(name: str, *, what: str = "--config") -> Path:
 
 
 def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
-    """Parse and check an experiment, of which code may be imported. is_run: its file is a run folder's.
+    """Parse and check an experiment before its code is imported. is_run: its file is a run folder's.
 
     Raises: ConfigError, a line for each refusal, of a run folder's import paths too; SystemExit after --help.
     """

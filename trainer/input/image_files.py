@@ -82,20 +82,17 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES) and not is_hidden(name)
 
 
-def list_entries(folder: Path | str) -> Contents:
-    """List what lies directly in folder. Raises: DataError if it cannot be listed."""
+def list_split(folder: Path | str) -> Contents:
+    """List the folders of classes in folder, and images beside them as loose.
+
+    Raises: DataError if it cannot be listed.
+    """
     found = Contents()
     found.folders = [path for path, _ in _scan(str(folder), "", (), found)]
     if found.unlisted:
         raise DataError(found.unlisted[0])
+    found.loose, found.images, found.unread = [*found.images, *found.unread], [], []
     return _sorted(found)
-
-
-def list_split(folder: Path | str) -> Contents:
-    """List the folders of classes in folder, and images beside them as loose. Raises: DataError as list_entries."""
-    found = list_entries(folder)
-    found.loose, found.images, found.unread = sorted((*found.images, *found.unread)), [], []
-    return found
 
 
 def list_below(folder: Path | str) -> Contents:

@@ -12,7 +12,7 @@ RENAME = "rename one, so that both splits have one spelling of each class"
 
 
 def spelled_twice(names: Iterable[str]) -> list[str]:
-    """Return a line for each class of which names hold several spellings: by Unicode, case, spaces or zeros.
+    """Return a line for each class with several spellings in names: by Unicode, width, case, spaces or zeros.
 
     One letter alone may be a class beside its capital: data sets of handwriting have both on purpose.
     """

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ELAPSED = "elapsed_seconds"
+"""Key of a record of metrics.jsonl: seconds since this start of the run, by a monotonic clock."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from bigbatch.errors import first_line
 from bigbatch.files import open_to_append, replacing
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
 
@@ -37,7 +38,7 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by their names, those of own metrics after metrics/; without its step and time."""
     own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
     named = {name: value for name, value in {**record, **own}.items() if isinstance(value, int | float)}
-    return {name: value for name, value in named.items() if name not in ("step", "time", "elapsed_seconds")}
+    return {name: value for name, value in named.items() if name not in ("step", "time", ELAPSED)}
 
 
 class TensorBoard:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.files import open_to_append
+from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 from bigbatch.trainer.run.loggers import Guarded, figures_of
 
@@ -43,7 +44,7 @@ class MetricsLog:
         In the file it also gets its time of day, in seconds since 1970, and the seconds since this start of the run,
         from which durations are computed: the time of day may be set meanwhile. Raises: RunFolderError.
         """
-        stamps = {"time": time.time(), "elapsed_seconds": time.monotonic() - self._opened_at}
+        stamps = {"time": time.time(), ELAPSED: time.monotonic() - self._opened_at}
         with writing(self._path):
             self._file.write((json.dumps({"kind": kind, **stamps, **record}) + "\n").encode())
             # a record is whole in the file before the next one, whatever then ends the process
