@@ -40,6 +40,11 @@ def make(precision: str, *, dtype: torch.dtype | None = None) -> nn.Module:
 
 def step(model: nn.Module, precision: str) -> tuple[float, Tensor]:
     """Loss, and all gradients in float64."""
+    loss = backward(model, precision)
+    return loss, torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def backward(model: nn.Module, precision: str) -> float:
     images = torch.randn(COUNT, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
     images = images.to("cuda", COMPUTE_DTYPES[precision], memory_format=torch.channels_last)
     images_BCHW = images.to(next(model.parameters()).dtype)
@@ -49,7 +54,7 @@ def step(model: nn.Module, precision: str) -> tuple[float, Tensor]:
     logits_BK = model(images_BCHW)
     loss = F.cross_entropy(logits_BK.to(torch.promote_types(logits_BK.dtype, torch.float32)), labels_B)
     loss.backward()
-    return float(loss), torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+    return float(loss)
 
 
 @pytest.mark.long
@@ -75,9 +80,9 @@ def test_recomputed_blocks_need_less_memory(precision: str) -> None:
     for count in (0, 8, 16):
         model = make(precision)
         recompute_(model, count)
-        step(model, precision)
+        backward(model, precision)
         torch.cuda.reset_peak_memory_stats()
-        losses.append(step(model, precision)[0])
+        losses.append(backward(model, precision))
         peaks.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
         del model
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-3)

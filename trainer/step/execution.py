@@ -102,6 +102,11 @@ class CudaCapture:
             with capturing:
                 cut()
                 result = work(cut)
+        except BaseException:
+            # torch leaves the generator in capture, where it refuses to draw for anything else of this process
+            generator = torch.cuda.default_generators[self._stream.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         finally:
             torch.cuda.set_stream(current)  # which torch forgets where a capture fails
         return [graph.replay for graph in graphs], result
