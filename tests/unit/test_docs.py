@@ -30,6 +30,7 @@ from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.subcommands import make_parser as data_parser
 from bigbatch.trainer.diff import _make_parser as diff_parser
 from bigbatch.trainer.doctor.consult import _parser as doctor_parser
+from bigbatch.trainer.doctor.own_records import _parser as run_parser
 from bigbatch.trainer.inference.arguments import read_trained
 from bigbatch.trainer.inference.evaluate import _parser as evaluate_parser
 from bigbatch.trainer.inference.export import _parser as export_parser
@@ -541,6 +542,8 @@ def test_bigbatch_commands(
             short_run(arguments, overrides)
     elif words[:2] == ["tune", "precision"]:
         assert tune_precision([*words[2:], "--dry-run"]) == 0
+    elif words[0] == "doctor" and not words[1].startswith("-"):
+        run_parser().parse_args(words[1:])
     elif words[0] == "doctor":
         arguments, overrides = doctor_parser().parse_known_args([word for word in words[1:] if word != "--help"])
         config = load_config(["--config", arguments.config, *overrides])

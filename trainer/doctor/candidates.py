@@ -25,6 +25,8 @@ class Machine:
     num_cores: int
     """That each rank may use."""
     world_size: int
+    num_threads: int = 1
+    """That torch computes with on each rank."""
     has_cpu_bf16: bool = False
     """The CPU multiplies bfloat16 itself: AVX-512 BF16 or AMX."""
 

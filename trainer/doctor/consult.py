@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from bigbatch import __version__
@@ -28,6 +29,7 @@ from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.doctor import own_records
 from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
 from bigbatch.trainer.doctor.candidates import change, part_of_step
 from bigbatch.trainer.doctor.child import Child
@@ -41,6 +43,8 @@ from bigbatch.trainer.step.signals import handling
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 """Each: usually, and with --quick."""
 QUICK_SECONDS = 60.0
+LOAD_SECONDS, LARGE_LOAD = 0.5, 0.1
+"""How long others' use of the cores is measured, and the share of it that is reported."""
 LEAST_WITHIN = 20.0
 """Seconds: torch takes some to start, several times."""
 
@@ -54,6 +58,8 @@ def main(argv: Sequence[str]) -> int:
         from bigbatch.trainer.doctor import probe  # torch takes seconds to import
 
         return probe.main(argv[1:])
+    if argv and not argv[0].startswith("-"):
+        return own_records.main(argv)
     arguments, overrides = _parser().parse_known_args(argv)
     _check(arguments)
     budget = Budget(arguments.within or (QUICK_SECONDS if arguments.quick else math.inf))
@@ -82,7 +88,12 @@ def _report(
     print_lines(introduction(config, whole, num_ranks=arguments.ranks))
     if budget.is_limited:
         print_line(f"planned to end within {budget.seconds:g} s: what finds no time is listed at the end")
-    findings, code, load = Findings(), 0, os.getloadavg()[0]
+    findings, code, load = Findings(), 0, machine_load()
+    if load > LARGE_LOAD:
+        print_line(
+            f"other processes use {load:.0%} of this machine's {os.cpu_count()} cores: rates are lower than on an idle "
+            "machine"
+        )
     try:
         with handling((signal.SIGTERM,), signal.default_int_handler):  # no probe and no folder outlives it either
             _examine(arguments, findings, console, config=config, whole=whole, budget=budget)
@@ -120,6 +131,11 @@ def _experiment(config: Config) -> dict[str, Any]:
         "microbatch_size": config.batch.microbatch_size,
         "precision": config.optimizer.precision,
     }
+
+
+def machine_load() -> float:
+    """Measure the share of all cores that processes use before anything is started here."""
+    return psutil.cpu_percent(interval=LOAD_SECONDS) / 100
 
 
 def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
@@ -188,7 +204,7 @@ def _conditions(argv: Sequence[str], *, load: float) -> dict[str, Any]:
         "bigbatch": __version__,
         "commit": source_commit(),
         "cores": os.cpu_count(),
-        "load_average_before": load,
+        "cpu_share_of_others": load,
     }
 
 
@@ -211,14 +227,16 @@ def _check(arguments: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch doctor",
-        usage="bigbatch doctor --config NAME_OR_FILE [--quick] [--ranks N] [OPTION ...] [--section.key VALUE ...]",
+        usage="bigbatch doctor --config NAME_OR_FILE [--quick] [--ranks N] [OPTION ...] [--section.key VALUE ...]\n"
+        "       bigbatch doctor RUN [--json]",
         description="Find what limits a run on this machine: its input, its model or its network; where the time of a "
         "step goes; and what each known speedup is worth here. Each is tried in processes of its own, turn by turn "
         "beside the best so far, and taken where it beats the noise; all that was taken is measured once more beside "
         "the config as it is. Never touched is what an update learns from: the global batch and its ghost batches. "
         "Trains nothing and writes no run folder; Ctrl-C prints what was found so far.",
-        epilog="examples: bigbatch doctor --config quickstart --quick; bigbatch doctor --config "
-        "imagenet/resnet50_8k --ranks 8 --only workers microbatch --out faster.yaml",
+        epilog="RUN: a run folder, whose own records say what limits it. Examples: bigbatch doctor runs/quickstart; "
+        "bigbatch doctor --config quickstart --quick; bigbatch doctor --config imagenet/resnet50_8k --ranks 8 --only "
+        "workers microbatch --out faster.yaml",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -12,7 +12,7 @@ from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, c
 from bigbatch.trainer.doctor.probes import Probe, Probes
 from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, advice, measure_noise, noise_of
 from bigbatch.trainer.doctor.speedups import find_candidates
-from bigbatch.trainer.doctor.verdict import DoctorRates, find_limit
+from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
 
 IMAGES, TENSORS = "pictures", "tensors"
 
@@ -149,13 +149,19 @@ def _look_at(
         together=steps["images"] / steps["seconds"],
         input_alone=findings.input.get("loader_images_per_second"),
         model_alone=alone["images"] / alone["seconds"],
-        wait_share=steps["wait_seconds"] / steps["seconds"],
-        exposed_share=None if steps["exposed_seconds"] is None else steps["exposed_seconds"] / steps["seconds"],
+        # as the table of phases has it: of one measurement, so that verdict and table agree
+        wait_share=_share(findings.profile, WAIT_FOR_IMAGES) or 0.0,
+        exposed_share=_share(findings.profile, WAIT_FOR_SUMS),
         busy_share=findings.profile["busy_share"],
         flops_per_image=glance["flops_per_image"],
         peak_flops=roof["peak_flops"] * findings.machine.world_size,
     )
     return pace
+
+
+def _share(profile: Mapping[str, Any], phase: str) -> float | None:
+    """Return the share of a step that a phase takes; None if a captured step does not tell."""
+    return None if phase not in profile["phases"] else float(profile["phases"][phase] / profile["seconds"])
 
 
 def _seconds(steps: dict[str, Any]) -> float:

@@ -143,6 +143,7 @@ class _Probe:
             "torch": torch.__version__,
             "capability": compute_capability(device),
             "num_cores": self._num_cores,
+            "num_threads": torch.get_num_threads(),
             "world_size": self.communicator.world_size,
             "has_cpu_bf16": device.type == "cpu" and has_cpu_bf16(),
         }

@@ -11,13 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.timeline import Timeline
 from bigbatch.trainer.doctor.syncs import FindSyncs
+from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS
 
 SPANS = {
     # as the training loop names them: as they are shown
-    "input wait": "wait for pictures",
+    "input wait": WAIT_FOR_IMAGES,
     "forward": "forward",
     "backward": "backward",
-    "wait for the sums": "wait for the sums of gradients",
+    "wait for the sums": WAIT_FOR_SUMS,
     "update": "update",
 }
 PREPARE, REST = "copy, augment, normalize", "loss, counting, the rest"
@@ -77,7 +78,7 @@ def _phases(timeline: Timeline, *, num_steps: int) -> dict[str, float]:
         if event["name"] == "forward" and arrived_us is not None:
             taken[PREPARE] += 1e-6 * (event["ts"] - arrived_us) / num_steps
         arrived_us = event["ts"] + event["dur"] if event["name"] == "input wait" else None
-    order = ("wait for pictures", PREPARE, *SPANS.values())
+    order = (WAIT_FOR_IMAGES, PREPARE, *SPANS.values())
     return {name: taken[name] for name in dict.fromkeys(order) if name in taken}
 
 

@@ -66,7 +66,7 @@ def find_candidates(
         candidates = [each for each in candidates if each not in cut]
         unmeasured = [replace(each, why=PART) if each.name == "microbatch" else each for each in unmeasured]
         unmeasured += [Unmeasured(name, PART) for name in dict.fromkeys(each.name for each in cut)]
-    first = {"input": INPUT, "network": NETWORK}.get(limit, COMPUTE)
+    first = {"input": INPUT, "network": NETWORK, "cores": ("threads", *INPUT)}.get(limit, COMPUTE)
     # stable, so that those of equal worth stay in order
     return sorted(candidates, key=lambda each: (each.name not in first, -_worth(each, machine))), unmeasured
 
@@ -109,6 +109,12 @@ def _loader(config: Config, machine: Machine) -> Tried:
 def _binding(config: Config, machine: Machine) -> Tried:
     if not config.data.bind_numa:
         yield Candidate("binding", {"data.bind_numa": True})
+
+
+def _threads(config: Config, machine: Machine) -> Tried:
+    """Try one thread, which is faster if other ranks, input threads or other processes use the cores."""
+    if not machine.is_gpu and machine.num_threads > 1:
+        yield Candidate("threads", {"compute.cpu_threads": 1}, ROUNDS)
 
 
 def _precision(config: Config, machine: Machine) -> Tried:
@@ -216,6 +222,7 @@ def _wire(config: Config, machine: Machine) -> Tried:
 
 INPUT = {"workers": _workers, "prefetch": _prefetch, "loader": _loader, "binding": _binding}
 COMPUTE = {
+    "threads": _threads,
     "precision": _precision,
     "layout": _layout,
     "cudnn": _cudnn,

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
+WAIT_FOR_IMAGES, WAIT_FOR_SUMS = "wait for pictures", "wait for the sums of gradients"
+"""Phases of a step, as the table shows them."""
 LARGE_SHARE = 0.05
 """Of a step: waiting for less than this limits nothing."""
 BUSY = 0.85
 """Share of the time in which a GPU works; below it the host that launches kernels is too slow."""
+FAST = 2.0
+"""Times the model's rate: an input that is so fast alone is not what limits the run, though steps wait for it."""
 CONTENDED = 0.9
 """Share of the slower one's rate that input and model reach together, below which they fight for cores."""
 
@@ -36,11 +40,12 @@ class DoctorRates:
 
 
 def find_limit(rates: DoctorRates) -> str:
-    """Name input, network, launch or compute: the longest wait that is worth the name, else the work itself."""
+    """Name input, cores, network, launch or compute: the longest wait that is worth the name, else the work itself."""
     waits = {"input": rates.wait_share, "network": rates.exposed_share or 0.0}
     longest = max(waits, key=lambda name: waits[name])
     if waits[longest] >= LARGE_SHARE:
-        return longest
+        is_fast = rates.input_alone is not None and rates.input_alone > FAST * rates.model_alone
+        return "cores" if longest == "input" and is_fast else longest
     return "launch" if rates.busy_share is not None and rates.busy_share < BUSY else "compute"
 
 
@@ -51,6 +56,9 @@ def explain(rates: DoctorRates) -> list[str]:
         sums = f", {rates.exposed_share:.1%} for sums over ranks"
     words = {
         "input": f"the input: steps wait {rates.wait_share:.0%} of their time for pictures",
+        "cores": f"the cores: steps wait {rates.wait_share:.0%} of their time for images, although the input alone is "
+        f"{(rates.input_alone or 0) / rates.model_alone:,.0f} times as fast as the model; both use the same cores, so "
+        "lower compute.cpu_threads, or give each rank more cores",
         "network": f"communication: steps wait {rates.exposed_share or 0:.0%} of their time for sums over ranks; "
         "`bigbatch comm tune` looks closer",
         "launch": f"the host: the GPU works {rates.busy_share or 0:.0%} of the time, and else waits for kernels "
@@ -65,7 +73,7 @@ def explain(rates: DoctorRates) -> list[str]:
         f"roofline: the model alone does {rates.roofline_share:.1%} of the {_per_second(rates.peak_flops)} that were "
         "measured here at best, in large matrices and convolutions",
     ]
-    if rates.input_alone is not None:
+    if rates.input_alone is not None and find_limit(rates) != "cores":
         share = rates.together / min(rates.model_alone, rates.input_alone)
         if share < CONTENDED:
             lines.append(

@@ -85,7 +85,7 @@ class Process:
             found = {"images": self.num_images, "seconds": step, "wait_seconds": 0.0, "exposed_seconds": 0.0}
             found |= {"steps": 1, "peak_bytes": 1}
         elif what == "profile":
-            taken, found = max(4 * step, 3 * details["seconds"]), {"busy_share": None, "seconds": step}
+            taken, found = max(4 * step, 3 * details["seconds"]), {"busy_share": None, "seconds": step, "phases": {}}
         else:
             taken, found = 1.0, {"peak_flops": 1e12}
         self.machine.spend(taken, limit=limit_seconds)

@@ -48,13 +48,15 @@ RATES = verdict.DoctorRates(
     ("changes", "limit"),
     [
         ({}, "compute"),
-        ({"wait_share": 0.3, "exposed_share": 0.2}, "input"),
+        ({"wait_share": 0.3, "exposed_share": 0.2, "input_alone": 800.0}, "input"),
+        ({"wait_share": 0.3, "exposed_share": 0.2}, "cores"),  # alone the input is 4 times as fast as the model
+        ({"wait_share": 0.3, "input_alone": None}, "input"),
         ({"wait_share": 0.2, "exposed_share": 0.3}, "network"),
         ({"busy_share": 0.5}, "launch"),
         ({"busy_share": 0.95}, "compute"),
-        ({"busy_share": 0.5, "wait_share": 0.3}, "input"),  # an idle GPU has its reason
+        ({"busy_share": 0.5, "wait_share": 0.3, "input_alone": 800.0}, "input"),  # an idle GPU has its reason
         ({"wait_share": 0.049, "exposed_share": 0.0}, "compute"),
-        ({"wait_share": 0.06, "exposed_share": None}, "input"),
+        ({"wait_share": 0.06, "exposed_share": None, "input_alone": 800.0}, "input"),
     ],
 )
 def test_limit_is_the_longest_wait(changes: dict[str, float], limit: str) -> None:
@@ -71,6 +73,8 @@ def test_verdict_in_words() -> None:
     assert "they reach 80% of the slower one" in verdict.explain(replace(RATES, together=800.0))[-1]
     assert "compete" not in verdict.explain(replace(RATES, together=800.0, input_alone=None))[-1]
     assert "50.0 GFLOP/s" in verdict.explain(replace(RATES, peak_flops=5e10))[2]
+    assert "4 times as fast as the model" in verdict.explain(replace(RATES, wait_share=0.06))[0]
+    assert "compute.cpu_threads" in verdict.explain(replace(RATES, wait_share=0.06))[0]
     untold = verdict.explain(replace(RATES, exposed_share=None))[0]
     assert "waits for pictures; how long for sums over ranks, a captured step does not tell" in untold
     assert "the GPU works 40% of the time" in verdict.explain(replace(RATES, busy_share=0.4))[0]
