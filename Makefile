@@ -13,7 +13,7 @@ HASHED := --no-require-hashes -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks test-weekly cluster \
-  cluster-links cluster-jobs test-cluster check lint docs format lock clean
+  cluster-links cluster-jobs faults test-cluster check lint docs format lock clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -47,6 +47,11 @@ test-weekly: .venv/ready
 	$(PYTEST) tests/unit tests/laws tests/parallel -n 3 -m weekly
 
 test-all: test test-long test-weekly
+
+# short trainings that are disturbed at drawn moments: is each fault named, and the end equal bit for bit?
+FAULTS ?= run --seed 7 --trials 20
+faults: .venv/ready
+	PYTHONPATH=tests/support $(BIN)/python -m faults $(FAULTS)
 
 # emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces;
 # real Slurm jobs on them: needs root, and apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge

@@ -30,6 +30,11 @@ NO_VALUE = re.compile("--[^=]+=--")
 NOT_LOOKED_AT = (errno.EACCES, errno.ENAMETOOLONG)
 """What pathlib raises where it only asks whether a path is there: the user named it, and no module has to catch it."""
 
+REMOVED = {
+    "faults": "`bigbatch explain` names the ranks that made a job hang; `make faults` of a checkout disturbs trainings",
+}
+"""Commands of earlier checkouts, and what takes their place."""
+
 GROUP = "bigbatch.groups"
 """Where the commands of a group are: its name is the first of their words."""
 
@@ -70,7 +75,7 @@ COMMANDS = {
         "bigbatch.launch.simulate.command",
         "what a recipe would do on a cluster: time, efficiency and its causes, cost",
     ),
-    "faults": (GROUP, "disturb short trainings on purpose: is what fails named, resumed and lossless?"),
+    "explain": ("bigbatch.launch.explain.command", "name the ranks that made a job hang, from torch's flight recorder"),
     "comm": (GROUP, "time all-reduces by size, verify their sums; choose algorithm and fusion for a cluster"),
     "doctor": (
         "bigbatch.trainer.doctor.consult",
@@ -138,6 +143,8 @@ def before_separator(words: Sequence[str]) -> Sequence[str]:
 def find_unknown(command: Sequence[str]) -> str | None:
     """Say which of the words that name a command is unknown, and the nearest that is not; None for a good one."""
     name, *rest = command
+    if name in REMOVED:
+        return f"{name} is no subcommand any more: {REMOVED[name]}"
     known: Collection[str] = (*COMMANDS, *HELP, VERSION)
     if name in COMMANDS and COMMANDS[name][0] == GROUP and rest and not rest[0].startswith("-"):
         name, known = rest[0], import_module(GROUP).GROUPS[name].commands

@@ -1,4 +1,4 @@
-"""Commands in groups, `bigbatch GROUP COMMAND`: comm, config, faults, tune; nothing heavy comes before its need."""
+"""Commands in groups, `bigbatch GROUP COMMAND`: comm, config, tune; nothing heavy comes before its need."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -56,19 +56,6 @@ GROUPS = {
             "list": ("bigbatch.trainer.config.packaged", "print the names of those that come with bigbatch"),
         },
         "bigbatch config show quickstart --run.epochs 2",
-    ),
-    "faults": CommandGroup(
-        "faults",
-        "Disturb trainings on purpose, and see what is kept of what is promised; or find who made a job hang.",
-        {
-            "run": ("bigbatch.launch.faults.campaign", "do trials that a seed draws, or one that was printed"),
-            "table": ("bigbatch.launch.faults.table", "print the tables of a recorded campaign"),
-            "explain": (
-                "bigbatch.launch.faults.explain",
-                "name who made a job hang, from the dumps of torch's flight recorder",
-            ),
-        },
-        "bigbatch faults run --seed 7 --trials 20",
     ),
     "tune": CommandGroup(
         "tune",

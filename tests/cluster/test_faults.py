@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+from faults.experiment import Laboratory
+from faults.job import prepare
+from faults.trial import Trial
 
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.state import state_root
-from bigbatch.launch.faults.experiment import Laboratory
-from bigbatch.launch.faults.job import prepare
-from bigbatch.launch.faults.trial import Trial
 
 
 @pytest.fixture(scope="module")

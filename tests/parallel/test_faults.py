@@ -3,11 +3,11 @@
 import os
 
 import pytest
+from faults.experiment import Laboratory
+from faults.job import prepare
+from faults.trial import Trial
 
 from bigbatch.launch.emulate.state import state_root
-from bigbatch.launch.faults.experiment import Laboratory
-from bigbatch.launch.faults.job import prepare
-from bigbatch.launch.faults.trial import Trial
 
 
 @pytest.fixture(scope="module")

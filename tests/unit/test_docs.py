@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from benchmark_process import fork_benchmark
+from faults.table import format_campaign, read_records
 from sample_images import encoded, smooth_image, write
 from torch import nn
 
@@ -19,7 +20,6 @@ from bigbatch.comm.bench.sweep import _parser as bench_parser
 from bigbatch.comm.bench.sweep import make_sweep
 from bigbatch.comm.bench.verify import _parser as sums_parser
 from bigbatch.comm.bench.verify import make_plan
-from bigbatch.launch.faults.table import format_campaign, read_records
 from bigbatch.launch.report.publish import _parser as report_parser
 from bigbatch.launch.start import make_parser as launch_parser
 from bigbatch.launch.sweep.plan import read_sweep
@@ -73,6 +73,7 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     ),
 }
 BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says which test runs it, at a smaller size
+    "make faults FAULTS=": "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits",
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
     ".venv/bin/python -m benchmarks.input.parity ": "tests/unit/benchmarks/test_feed.py::test_parity",
     ".venv/bin/python -m benchmarks.comm.compression ": (
@@ -139,11 +140,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "comm bench": "tests/parallel/test_comm_commands.py::test_bench_finds_every_algorithm_of_every_backend_right",
     "comm verify": "tests/parallel/test_comm_commands.py::test_verify_on_uneven_nodes_of_three_ranks",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
-    "faults run": "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits",
-    "faults table": "tests/unit/test_docs.py::test_failure_model_shows_the_recorded_campaign",
-    "faults explain": (
-        "tests/unit/launch/faults/test_explain.py::test_rank_that_has_not_begun_is_named_with_the_collective"
-    ),
+    "explain": "tests/unit/launch/explain/test_explain.py::test_rank_that_has_not_begun_is_named_with_the_collective",
     "config show": "tests/unit/test_docs.py::test_bigbatch_commands",
     "config diff": "tests/unit/test_docs.py::test_bigbatch_commands",
     "config list": "tests/unit/test_docs.py::test_bigbatch_commands",
@@ -392,7 +389,7 @@ def test_sweeps_make_points(text: str, tmp_path: Path) -> None:
     assert make_points(read_sweep(tmp_path / "sweep.yaml"), folder=tmp_path)
 
 
-GROUPED = ("launch", "data", "comm", "config", "faults", "tune")
+GROUPED = ("launch", "data", "comm", "config", "tune")
 """Commands whose second word names one, too."""
 
 
@@ -568,11 +565,8 @@ def test_bigbatch_commands(
             folder.mkdir(parents=True)
             (folder / "range.json").write_text(text)
         assert accumulation_steps(load_config(words[1:]).batch, world_size=num_ranks) >= 1
-    elif words[0] == "config":
+    elif words[0] == "config" or words[0] == "explain":
         assert main(words) == 0
-    elif words[0] == "faults":
-        monkeypatch.chdir(ROOT)
-        assert main([*words, *(["--dry-run"] if words[1] == "run" else [])]) == 0
     elif words[0] == "diff":
         assert diff_parser().parse_args(words[1:]).a
     elif words[0] == "verify":

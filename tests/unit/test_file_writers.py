@@ -18,8 +18,6 @@ ALLOWED = {
     "launch/emulate/keeper.py": "/dev/null",
     "launch/emulate/namespaces.py": "the kernel's /proc/self",
     "launch/emulate/slurm_start.py": "a key, with its mode, in a folder that is new and private",
-    "launch/faults/experiment.py": "a temporary folder of its own",
-    "launch/faults/rank.py": "a temporary folder of its own",
     "launch/jobs/exit_file.py": "a new file",
     "trainer/inference/formats.py": "the hidden file of replacing, by its name",
     "trainer/run/checkpoint.py": "a file in a folder that is new and hidden",

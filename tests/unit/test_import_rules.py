@@ -51,7 +51,7 @@ ROOMS = (
     ("launch.sweep",),
     ("launch.report",),
     ("launch.ablate",),
-    ("launch.faults",),
+    ("launch.explain",),
 )
 FLOORS = {f"bigbatch.{room}": floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FORBIDDEN = (
@@ -85,7 +85,6 @@ DOORS = {
 ENVIRONMENT_READERS = (
     "bigbatch.comm.rendezvous.environ",
     "bigbatch.launch.start",  # hands all of it to the job that it starts
-    "bigbatch.launch.faults.rank",  # gives ranks that it forks their own, and hands the rest on
 )
 
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from faults.table import read_records
 
 from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_settings
 from bigbatch.errors import SimulationError, UserError
 from bigbatch.files import parse_json
 from bigbatch.launch.emulate import state as emulated
-from bigbatch.launch.faults.table import read_records
 from bigbatch.launch.launchers.slurm_queue import MARK, QueuedJob
 from bigbatch.launch.simulate.profile import KEYS, read_profile
 from bigbatch.launch.sweep.folder import SweepFolder, read_state, read_summary, require_same

@@ -191,7 +191,7 @@ def explain(folder: Path) -> list[str]:
     for path in folder.iterdir():
         path.write_text(path.read_text().replace("nccl:all_reduce", json.dumps(NAME)[1:-1]))
     (folder / f"{NAME}.json").write_text("{")
-    return ["faults", "explain", str(folder)]
+    return ["explain", str(folder)]
 
 
 COMMANDS: tuple[Make, ...] = (

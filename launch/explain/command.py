@@ -1,4 +1,4 @@
-"""`bigbatch faults explain`: who made a job hang, read from what torch's flight recorder left of its ranks."""
+"""`bigbatch explain`: who made a job hang, read from what torch's flight recorder left of its ranks."""
 
 import argparse
 import gc
@@ -13,8 +13,8 @@ from bigbatch.comm.rendezvous.plain_pickle import RunsCode
 from bigbatch.comm.rendezvous.recording import Recording, read_recording
 from bigbatch.errors import FaultError, print_lines, tell
 from bigbatch.exit_codes import FAILED
-from bigbatch.launch.faults.culprits import STUCK, find_culprits
-from bigbatch.launch.faults.verdict import headline, last_words, nothing_wrong, record, table
+from bigbatch.launch.explain.culprits import STUCK, find_culprits
+from bigbatch.launch.explain.verdict import headline, last_words, nothing_wrong, record, table
 from bigbatch.paths import as_path
 
 MOST_BYTES = 1 << 26
@@ -60,7 +60,7 @@ def _without_collections() -> Iterator[None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bigbatch faults explain",
+        prog="bigbatch explain",
         description="Read what torch's flight recorder wrote on each rank of a job that hung, and name the ranks that "
         "the others\nwait for, and the collective. A chain is followed to its end: a rank that is late because it "
         "waits for another in\nanother process group is not the culprit.",
@@ -82,7 +82,7 @@ what it may say, the likeliest cause first:
 
 exit code: 0 nothing is wrong, 1 a cause was found, 2 the dumps cannot be read
 
-example: bigbatch faults explain /shared/job""",
+example: bigbatch explain /shared/job""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -19,9 +19,9 @@ from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.files import write_whole
 from bigbatch.launch.emulate.plan import address
 from bigbatch.launch.emulate.state import EmulatedCluster
-from bigbatch.launch.faults import rank as rank_side
-from bigbatch.launch.faults.rank import GO, PAUSE_SECONDS, STEPPING, STRUCK, Place
-from bigbatch.launch.faults.trial import KINDS, Trial
+from faults import rank as rank_side
+from faults.rank import GO, PAUSE_SECONDS, STEPPING, STRUCK, Place
+from faults.trial import KINDS, Trial
 
 LOOK_SECONDS = 0.02
 BIRTH_SECONDS = 120.0

@@ -1,4 +1,4 @@
-"""`bigbatch faults run`: draw trials from a seed, do them, and shrink what fails."""
+"""`python -m faults run`: draw trials from a seed, do them, and shrink what fails."""
 
 import argparse
 import json
@@ -19,13 +19,13 @@ from bigbatch.files import open_named, open_to_append
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import state_root
-from bigbatch.launch.faults.experiment import TIMEOUT_SECONDS, Laboratory, Score
-from bigbatch.launch.faults.job import ask, prepare
-from bigbatch.launch.faults.rank import environment, source_commit
-from bigbatch.launch.faults.table import format_campaign
-from bigbatch.launch.faults.trial import KINDS, SHAPES, Trial, draw, parse, simpler
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
+from faults.experiment import TIMEOUT_SECONDS, Laboratory, Score
+from faults.job import ask, prepare
+from faults.rank import environment, source_commit
+from faults.table import format_campaign
+from faults.trial import KINDS, SHAPES, Trial, draw, parse, simpler
 
 MAX_RANKS = max(nodes * ranks for nodes, ranks in SHAPES)
 MAX_NODES = max(nodes for nodes, _ in SHAPES)
@@ -65,13 +65,13 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     kinds = "\n".join(f"  {name:10} {kind.what}; then the job {kind.outcome}" for name, kind in KINDS.items())
     parser = argparse.ArgumentParser(
-        prog="bigbatch faults run",
+        prog="python -m faults run",
         description="Disturb short trainings at drawn moments, and compare what happens with what is promised. Each "
         "trial trains 15 steps on generated pictures on some ranks (on this machine, or in emulated nodes), strikes "
         "one rank or the link of a node in a drawn step and phase, waits for the end, starts the same command again,\n"
         "and compares the weights in the end with those of an undisturbed run. Printed: when the others named the "
         "rank that was struck, when steps went on, how many were lost, and what was left behind.",
-        epilog=f"kinds of faults, and what becomes of the job:\n{kinds}\n\nexample: bigbatch faults run --seed 7 "
+        epilog=f"kinds of faults, and what becomes of the job:\n{kinds}\n\nexample: python -m faults run --seed 7 "
         "--trials 20 --kinds kill,stop --out faults.jsonl",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -224,7 +224,9 @@ def describe(score: Score) -> str:
         words.append("equal bits")
     text = f"{trial.kind}: {where}, {trial.backend}: {', '.join(words) or 'nothing to say'}"
     if score.broken:
-        text += f"\n  BROKEN: {'; '.join((*score.broken, *score.left_behind))}\n  bigbatch faults run --trial '{trial}'"
+        text += (
+            f"\n  BROKEN: {'; '.join((*score.broken, *score.left_behind))}\n  python -m faults run --trial '{trial}'"
+        )
     return text
 
 
@@ -248,5 +250,5 @@ def shrink(score: Score, again: Callable[[Trial], Score]) -> Score:
 
 
 def _say_smallest(score: Score) -> None:
-    print_line(f"smallest trial found that breaks this: bigbatch faults run --trial '{score.trial}'")
+    print_line(f"smallest trial found that breaks this: python -m faults run --trial '{score.trial}'")
     print_lines(f"  {'; '.join(score.broken)}\n{score.said}")

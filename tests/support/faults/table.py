@@ -1,4 +1,4 @@
-"""What a campaign came to, as Markdown tables: `bigbatch faults table`."""
+"""What a campaign came to, as Markdown tables: `python -m faults table`."""
 
 import argparse
 import statistics
@@ -8,8 +8,8 @@ from typing import Any
 
 from bigbatch.errors import FaultError, print_lines
 from bigbatch.files import parse_json
-from bigbatch.launch.faults.trial import KINDS, PHASES
 from bigbatch.paths import as_path
+from faults.trial import KINDS, PHASES
 
 Record = Mapping[str, Any]
 """A line of a campaign's file: Score.record()."""
@@ -18,12 +18,12 @@ Record = Mapping[str, Any]
 def main(argv: Sequence[str]) -> int:
     """Print the tables of a campaign's file. Raises: FaultError."""
     parser = argparse.ArgumentParser(
-        prog="bigbatch faults table",
+        prog="python -m faults table",
         description="The tables of a recorded campaign, as Markdown.",
-        epilog="example: bigbatch faults table faults.jsonl",
+        epilog="example: python -m faults table faults.jsonl",
         allow_abbrev=False,
     )
-    parser.add_argument("file", type=as_path, metavar="FILE", help="what bigbatch faults run --out wrote")
+    parser.add_argument("file", type=as_path, metavar="FILE", help="what python -m faults run --out wrote")
     print_lines(format_campaign(*read_records(parser.parse_args(argv).file)))
     return 0
 
@@ -36,7 +36,7 @@ def read_records(path: Path) -> tuple[Record, list[Record]]:
         for record in rest:
             _ = record["kind"], record["phase"], record["rank"], record["broken"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not what bigbatch faults run --out writes"
+        reason = error.strerror if isinstance(error, OSError) else "not what python -m faults run --out writes"
         raise FaultError(f"{path}: {reason}") from error
     return conditions, rest
 

@@ -24,10 +24,10 @@ import psutil
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.files import write_whole
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.faults.trial import KINDS, STEP, Trial
+from faults.trial import KINDS, STEP, Trial
 
 PRELOAD = (
-    "bigbatch.launch.faults.rank",
+    "faults.rank",
     "bigbatch.trainer.train",
     "bigbatch.comm.backends.tcp",
     "torch._dynamo",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bigbatch.comm.rendezvous.recording import Group, Operation, Recording, late_for
-from bigbatch.launch.faults.recorded_job import RecordedJob
+from bigbatch.launch.explain.recorded_job import RecordedJob
 
 ABSENT, DIFFERS, CYCLE, LATE, UNSTARTED, HELD, STUCK, UNEVEN = KINDS = (
     "left no dump",

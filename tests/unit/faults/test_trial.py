@@ -4,9 +4,9 @@ from itertools import islice
 
 import pytest
 from error_texts import naming
+from faults.trial import KINDS, NUM_STEPS, PHASES, Trial, draw, parse, simpler
 
 from bigbatch.errors import FaultError
-from bigbatch.launch.faults.trial import KINDS, NUM_STEPS, PHASES, Trial, draw, parse, simpler
 
 ALL = tuple(KINDS)
 KILL = Trial("kill", "backward", 6, 1, 1, 3, "gloo")

@@ -8,12 +8,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-
-from bigbatch.launch.faults import rank as rank_side
-from bigbatch.launch.faults.experiment import Laboratory
-from bigbatch.launch.faults.job import ask
-from bigbatch.launch.faults.rank import Place
-from bigbatch.launch.faults.trial import Trial
+from faults import rank as rank_side
+from faults.experiment import Laboratory
+from faults.job import ask
+from faults.rank import Place
+from faults.trial import Trial
 
 SHAPE = Trial("kill", "sum", 3, 1, 1, 2, "gloo")
 

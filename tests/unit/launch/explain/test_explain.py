@@ -1,4 +1,4 @@
-"""`bigbatch faults explain`: hangs whose culprit is known, played as torch's recorder writes them."""
+"""`bigbatch explain`: hangs whose culprit is known, played as torch's recorder writes them."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Explain:
     def run(ranks: Iterable[PlayedRank] = (), *options: str, form: str = "pickle") -> Said:
         for each in ranks:
             each.write(tmp_path, form=form)
-        code = main(["faults", "explain", str(tmp_path), *options])
+        code = main(["explain", str(tmp_path), *options])
         out, err = capsys.readouterr()
         return Said(code, out.splitlines(), err)
 
@@ -578,7 +578,7 @@ def test_real_recordings_are_explained(tmp_path: Path, explain: Explain, capsys:
     said = explain()
     assert said.headline.startswith(named)
     assert "<string>:" in said.lines[1]
-    assert main(["faults", "explain", str(tmp_path / "json")]) == 1
+    assert main(["explain", str(tmp_path / "json")]) == 1
     assert capsys.readouterr().out.startswith(named)
 
 
@@ -662,10 +662,10 @@ def test_list_named_many_times_takes_no_more_than_its_share(explain: Explain, tm
 
 def test_dumps_are_found_by_name(explain: Explain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain().error == f"bigbatch: {tmp_path}: no dumps here, whose names end in a rank, as in trace_rank_3\n"
-    assert main(["faults", "explain", str(tmp_path / "none_3")]) == 2
+    assert main(["explain", str(tmp_path / "none_3")]) == 2
     assert capsys.readouterr().err.endswith("none_3: No such file or directory\n")
     (tmp_path / "notes.txt").write_text("3")
-    assert main(["faults", "explain", str(tmp_path / "notes.txt")]) == 2
+    assert main(["explain", str(tmp_path / "notes.txt")]) == 2
     assert "does not end in a rank" in capsys.readouterr().err
     os.mkfifo(tmp_path / "fr_dump_pipe_7")
     ranks = play(2)
@@ -677,7 +677,7 @@ def test_dumps_are_found_by_name(explain: Explain, tmp_path: Path, capsys: pytes
     (tmp_path / "other_rank_0").write_bytes(ranks[0].write(tmp_path).read_bytes())
     assert "rank 0 has several dumps" in explain().error
     paths = [str(tmp_path / f"nccl_trace_rank_{rank}") for rank in range(2)]
-    assert main(["faults", "explain", *paths]) == 0
+    assert main(["explain", *paths]) == 0
 
 
 def test_dumps_are_found_in_the_folders_of_a_folder(explain: Explain, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.recording import Group, Operation
 from bigbatch.errors import printable
-from bigbatch.launch.faults.culprits import (
+from bigbatch.launch.explain.culprits import (
     ABSENT,
     CYCLE,
     DIFFERS,
@@ -16,7 +16,7 @@ from bigbatch.launch.faults.culprits import (
     UNSTARTED,
     Finding,
 )
-from bigbatch.launch.faults.recorded_job import RecordedJob
+from bigbatch.launch.explain.recorded_job import RecordedJob
 
 MOST_NAMED = 8
 """Ranks that are named one by one."""

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from error_texts import naming
+from faults.__main__ import main
+from faults.campaign import describe, shrink
+from faults.experiment import Score, judge, lost_ranks
+from faults.table import format_campaign, read_records
+from faults.trial import Trial
 
-from bigbatch.cli import main
 from bigbatch.errors import FaultError
 from bigbatch.exit_codes import REFUSED
-from bigbatch.launch.faults.campaign import describe, shrink
-from bigbatch.launch.faults.experiment import Score, judge, lost_ranks
-from bigbatch.launch.faults.table import format_campaign, read_records
-from bigbatch.launch.faults.trial import Trial
 
 KILL = Trial("kill", "backward", 6, 1, 1, 3, "gloo")
 LOST = "bigbatch: rank 0: all-reduce of batch-norm statistics failed after 2.0 s; no answer from rank 1 on host (gloo)"
@@ -156,7 +156,7 @@ def test_tables_of_a_campaign(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "x", '{"seed": 1}', '{"conditions": {}}\n{"kind": "kill"}'])
 def test_file_that_no_campaign_wrote_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(content)
-    with pytest.raises(FaultError, match=naming("file", "bigbatch faults run --out")):
+    with pytest.raises(FaultError, match=naming("file", "faults run --out")):
         read_records(tmp_path / "file")
 
 
@@ -174,23 +174,23 @@ def test_file_that_no_campaign_wrote_is_refused(content: str, tmp_path: Path) ->
 def test_campaign_that_cannot_be_is_refused_in_a_line(
     options: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["faults", "run", *options]) == REFUSED
+    assert main(["run", *options]) == REFUSED
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert all(word in said for word in words), said
 
 
 def test_dry_run_prints_the_trials_of_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["faults", "run", "--seed", "7", "--trials", "5", "--dry-run"]) == 0
+    assert main(["run", "--seed", "7", "--trials", "5", "--dry-run"]) == 0
     all_five = capsys.readouterr().out.splitlines()
     assert len(all_five) == 5
-    assert main(["faults", "run", "--seed", "7", "--trial", "3", "--dry-run"]) == 0
+    assert main(["run", "--seed", "7", "--trial", "3", "--dry-run"]) == 0
     assert capsys.readouterr().out.splitlines() == all_five[3:4]
 
 
 def test_help_says_what_each_kind_does(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["faults", "run", "--help"])
+        main(["run", "--help"])
     said = capsys.readouterr().out
     assert "SIGSTOP for good: a process that lives and never answers; then the job ends" in said
     assert "SIGKILL, and one bit of the newest checkpoint differs" in said

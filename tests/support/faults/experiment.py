@@ -18,9 +18,9 @@ from bigbatch.errors import FaultError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.state import EmulatedCluster
-from bigbatch.launch.faults import rank as rank_side
-from bigbatch.launch.faults.job import Job, ask
-from bigbatch.launch.faults.trial import CHECKPOINT_STEPS, KINDS, NUM_STEPS, Trial
+from faults import rank as rank_side
+from faults.job import Job, ask
+from faults.trial import CHECKPOINT_STEPS, KINDS, NUM_STEPS, Trial
 
 TIMEOUT_SECONDS = 15.0
 """Of the training's communication, unless the campaign states another."""

@@ -1,0 +1,1 @@
+"""`bigbatch explain`: the ranks that made a job hang, from dumps of torch's flight recorder."""
