@@ -73,7 +73,9 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     ),
 }
 BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says which test runs it, at a smaller size
-    "make faults FAULTS=": "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits",
+    "make faults FAULTS=": (
+        "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits"
+    ),
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
     ".venv/bin/python -m benchmarks.input.parity ": "tests/unit/benchmarks/test_feed.py::test_parity",
     ".venv/bin/python -m benchmarks.comm.compression ": (
