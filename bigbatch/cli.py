@@ -60,7 +60,7 @@ COMMANDS = {
     "ablate": ("bigbatch.launch.ablate.ablation", "train a recipe trick by trick: the time and accuracy of each"),
     "launch": (
         "bigbatch.launch.start",
-        "start a command on several ranks: Slurm, PBS, mpirun, torchrun, Kubernetes, emulated nodes",
+        "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
     "preflight": (
         "bigbatch.trainer.preflight.examine",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from bigbatch.comm.rendezvous.environ import without_identity
-from bigbatch.errors import LaunchOptionError, or_nearest, tell
+from bigbatch.errors import JobRefused, LaunchOptionError, or_nearest, tell
 from bigbatch.exit_codes import UNFIT
 from bigbatch.launch.compare_nodes import compare_nodes
 from bigbatch.launch.emulate import subcommands as emulate
@@ -21,6 +21,13 @@ from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.paths import as_path, expand_path
 
+REMOVED = {
+    "pbs": "submit a script that calls `bigbatch launch mpirun`: docs/jobs.md shows one",
+    "--qsub": "write it as #PBS into a script that calls `bigbatch launch mpirun`: docs/jobs.md shows one",
+    "--kind": "jobs are JobSets; examples/mpijob.yaml is an MPIJob to be edited",
+}
+"""Launchers and options of earlier checkouts, and what takes their place."""
+
 Run = Callable[[argparse.Namespace, tuple[str, ...]], int]
 """Runs a subcommand: what stands before -- on the command line, and behind it; its exit code."""
 
@@ -31,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] == ["emulate"]:
         return emulate.main(words[1:], environ=os.environ)
     split = words.index("--") if "--" in words else len(words)
+    for name in (word.partition("=")[0] for word in words[:split]):
+        if name in REMOVED:
+            raise JobRefused([f"{name} is there no more: {REMOVED[name]}"])
     parser = make_parser()
     arguments, others = parser.parse_known_args(words[:split])
     if others and not others[0].startswith("-") and split == len(words):

@@ -104,13 +104,6 @@ REQUEST = (
         metavar="KEY[=VALUE]",
         repeats=True,
     ),
-    Option(
-        "qsub",
-        "any other option of PBS's qsub by its letter, once per option: l=filesystems=home, W=depend=afterok:1234; "
-        "chunk=NAME=VALUE joins what each node must have",
-        metavar="KEY=VALUE",
-        repeats=True,
-    ),
     Option("mpi", "srun's --mpi, such as none or pmix (default: the cluster's own; bigbatch needs none)"),
 )
 CONTAINER = (
@@ -124,11 +117,6 @@ CONTAINER = (
     Option("container", "(default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")),
 )
 KUBERNETES = (
-    Option(
-        "kind",
-        "JobSet (no ssh, no root; from its version 0.10 on) or MPIJob (default: jobset)",
-        choices=("jobset", "mpijob"),
-    ),
     Option("namespace", "(default: kubectl's own)"),
     Option("queue", "Kueue's LocalQueue to wait in"),
     Option("priority", "name of a PriorityClass"),
@@ -144,7 +132,7 @@ JOB_OPTIONS = (*RANKS, *REQUEST, *CONTAINER, *KUBERNETES)
 STATED = (
     *("name", "partition", "account", "qos", "reservation", "constraint", "exclude", "cpus_per_rank", "mpi"),
     *("memory", "image", "container", "interface", "device", "logs", "array", "stop_seconds", "node_rank", "preflight"),
-    *("restarts", "kind", "namespace", "queue", "priority", "rdma", "user"),
+    *("restarts", "namespace", "queue", "priority", "rdma", "user"),
 )
 """Fields of JobSpec that an option of the same name states as they are."""
 
@@ -152,7 +140,7 @@ LISTED = {"mounts": "mount", "modules": "module", "node_selector": "node_selecto
 LISTED |= {"tolerations": "toleration", "pull_secrets": "pull_secret"}
 """Fields that list the values of an option that repeats."""
 
-STAND_INS = {"array": "0", "environment": (), "taken": (), "sbatch": (), "qsub": (), **dict.fromkeys(LISTED, ())}
+STAND_INS = {"array": "0", "environment": (), "taken": (), "sbatch": (), **dict.fromkeys(LISTED, ())}
 """For what was stated and refused: what the rest of a job is checked with."""
 
 
@@ -217,7 +205,6 @@ def read_job(
         "gpus_per_node": gpus_per_node,
         "gpu_type": gpu_type,
         "sbatch": parse_passed(arguments.sbatch),
-        "qsub": parse_passed(arguments.qsub),
         "minutes": read(parse_minutes, arguments.time),
         "environment": read(parse_environment, arguments.env, ()),
         "taken": parse_taken(arguments.env),

@@ -11,7 +11,6 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_files
 from bigbatch.errors import LaunchOptionError, or_nearest, printable
 from bigbatch.launch.jobs.options import JOB_OPTIONS, Option
-from bigbatch.launch.jobs.qsub import name_passed
 from bigbatch.launch.jobs.words import OPTIONS
 
 if sys.version_info >= (3, 11):
@@ -27,11 +26,8 @@ KEYS = (
 
 TABLES = {
     "k8s": (
-        *("kind", "namespace", "queue", "priority", "node_selector", "toleration", "pull_secret", "rdma", "user"),
+        *("namespace", "queue", "priority", "node_selector", "toleration", "pull_secret", "rdma", "user"),
         *("image", "mount", "env", "interface", "cpus_per_rank", "memory", "gpus_per_node"),
-    ),
-    "pbs": (
-        *("partition", "account", "qsub", "module", "env", "interface", "cpus_per_rank", "memory", "gpus_per_node"),
     ),
 }
 """What is stated for one launcher alone, in a table of its name: it may speak to another cluster than this host's."""
@@ -44,7 +40,6 @@ OF_AN_IMAGE = ("container", "mount")
 FILLED_UP: dict[str, Callable[[str], str]] = {
     "env": lambda word: re.split("[=@]", word)[0],
     "sbatch": lambda word: word.partition("=")[0],
-    "qsub": name_passed,
 }
 """Options that a file adds to, where the command line states other names; each says what a word names."""
 
@@ -107,7 +102,7 @@ def apply_site(
     """Fill in what the options leave open, of the nearest file that states it; return lines that say what and whence.
 
     refused: fields of JobSpec that the launcher cannot honour, of which the files may speak to others. The values of a
-    list are taken whole; env, sbatch and qsub are filled up name by name. The ranks are told, for the run's summary.
+    list are taken whole; env and sbatch are filled up name by name. The ranks are told, for the run's summary.
     table: of TABLES, the launcher's own, which alone counts then.
     environ: where the files are found; None: by this process's variables.
     Raises: LaunchOptionError, also for a file that nothing is taken of.

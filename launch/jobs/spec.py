@@ -46,8 +46,6 @@ class JobSpec:
     """Nodes not to use, as Slurm writes them: n3,n[10-12]."""
     sbatch: tuple[tuple[str, str | None], ...] = ()
     """Further options of sbatch by their long names, with their values, or None for one that has none."""
-    qsub: tuple[tuple[str, str | None], ...] = ()
-    """Further options of PBS's qsub by their letters, with their values."""
     mpi: str | None = None
     """What srun offers MPI libraries, such as pmix; None: as the cluster is set up."""
     gpus_per_node: int | None = None
@@ -79,8 +77,6 @@ class JobSpec:
     """What to do about unfit nodes before the start: warn, stop, or exclude them; None: do not look."""
     restarts: int | None = None
     """How often in a row it starts again, after it lost a rank, without a newer checkpoint; None: never."""
-    kind: str | None = None
-    """Of Kubernetes: jobset, the default, or mpijob."""
     namespace: str | None = None
     queue: str | None = None
     """LocalQueue of Kueue."""
@@ -135,12 +131,10 @@ SCHEDULED = (
 )
 """What only a scheduler can give."""
 
-OF_KUBERNETES = (
-    *("kind", "namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user"),
-)
+OF_KUBERNETES = (*("namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user"),)
 """What only Kubernetes can give."""
 
-OF_ONE = {**dict.fromkeys(OF_KUBERNETES, ("k8s", "Kubernetes")), "qsub": ("pbs", "PBS")}
+OF_ONE = dict.fromkeys(OF_KUBERNETES, ("k8s", "Kubernetes"))
 """Fields that one launcher alone can honour: its name, and what it speaks to."""
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, expand_hostlist, is_identity
 from bigbatch.errors import LaunchError, LaunchOptionError, shortened
-from bigbatch.launch.jobs.qsub import check_qsub
 from bigbatch.launch.jobs.sbatch import check_sbatch
 
 UNLIMITED = 2**32 - 1
@@ -47,7 +46,6 @@ PATTERNS = {
     "array": (rf"{SPAN}(?:,{SPAN})*(?:%\d+)?", "numbers and ranges", "0-7"),
     "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),
     "container": (r"pyxis|apptainer", "one of them", "pyxis or apptainer"),
-    "kind": (r"jobset|mpijob", "one of them", "jobset or mpijob"),
     "namespace": (LABEL, "a name of Kubernetes", "vision"),
     "queue": (SUBDOMAIN, "the name of a LocalQueue", "research"),
     "priority": (SUBDOMAIN, "the name of a PriorityClass", "high"),
@@ -193,7 +191,6 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "modules": _check_modules,
     "mounts": _check_mounts,
     "sbatch": check_sbatch,
-    "qsub": check_qsub,
     "node_selector": _each("node_selector", f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE, such as gpu=h200"),
     "tolerations": _each(
         "tolerations",

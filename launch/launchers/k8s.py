@@ -1,4 +1,4 @@
-"""Jobs for Kubernetes, as manifests to be kept and edited: a JobSet, or an MPIJob of the MPI operator."""
+"""Jobs for Kubernetes, as JobSet manifests to be kept and edited."""
 
 import argparse
 import json
@@ -18,7 +18,6 @@ from bigbatch.launch.jobs.spec import JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher
 from bigbatch.launch.launchers.k8s_checks import check_folders
 from bigbatch.launch.launchers.k8s_jobset import jobset
-from bigbatch.launch.launchers.k8s_mpijob import mpijob
 from bigbatch.launch.launchers.k8s_pod import JOB_SECRET_KEY, SECRET, Fields
 
 REFUSED = {
@@ -37,21 +36,12 @@ REFUSED = {
     "logs": "kubectl logs shows what the ranks print",
 }
 
-KINDS = {"jobset": jobset, "mpijob": mpijob}
-
-NEEDS = {
-    "jobset": "JobSet, from 0.10 on",
-    "mpijob": "the MPI operator, and the image an sshd",
-}
-
-LOGS = {
-    "jobset": "kubectl logs -f{namespace} -l jobset.sigs.k8s.io/jobset-name={name} "
-    "--prefix --tail=-1 --max-log-requests {pods}",
-    "mpijob": "kubectl logs -f{namespace} job/{name}-launcher",
-}
+LOGS = (
+    "kubectl logs -f{namespace} -l jobset.sigs.k8s.io/jobset-name={name} --prefix --tail=-1 --max-log-requests {pods}"
+)
 
 HEADER = """\
-# Made by bigbatch launch k8s, to be kept and edited. The cluster needs {needs}:
+# Made by bigbatch launch k8s, to be kept and edited. The cluster needs JobSet, from 0.10 on:
 #   kubectl create -f THIS_FILE
 #   {logs}
 """
@@ -89,7 +79,7 @@ def manifest(job: JobSpec, *, name: str) -> str:
     taken: dict[str, list[str]] = {}
     for variable, secret in job.taken:
         taken.setdefault(secret or SECRET, []).append(variable)
-    head = HEADER.format(needs=NEEDS[_kind(job)], logs=logs_command(job, name=name))
+    head = HEADER.format(logs=logs_command(job, name=name))
     if needs_secret(job):
         head += NEEDS_JOB_SECRET.format(name=name, key=JOB_SECRET_KEY, namespace=namespace)
     for secret, names in taken.items():
@@ -102,20 +92,18 @@ def as_objects(job: JobSpec, *, name: str) -> Fields:
     refuse(job, launcher="k8s", refused=REFUSED)
     if job.image is None:
         raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
-    if job.user and _kind(job) == "mpijob":
-        raise LaunchOptionError("--user: the sshd of an MPIJob needs root: leave it out, or take --kind jobset")
-    return KINDS[_kind(job)](job, name=name)
+    return jobset(job, name=name)
 
 
 def needs_secret(job: JobSpec) -> bool:
-    """Tell whether ranks of several pods must prove to each other that they are of one job; mpirun tells its own."""
-    return _kind(job) == "jobset" and (job.num_nodes or 1) > 1
+    """Tell whether ranks of several pods must prove to each other that they are of one job."""
+    return (job.num_nodes or 1) > 1
 
 
 def logs_command(job: JobSpec, *, name: str) -> str:
     """Return what shows what the ranks print."""
     namespace = f" -n {job.namespace}" if job.namespace else ""
-    return LOGS[_kind(job)].format(name=name, namespace=namespace, pods=job.num_nodes or 1)
+    return LOGS.format(name=name, namespace=namespace, pods=job.num_nodes or 1)
 
 
 def draw_name(job: JobSpec) -> str:
@@ -176,10 +164,6 @@ def _kubectl(*words: str, text: str) -> str:
     return done.stdout
 
 
-def _kind(job: JobSpec) -> str:
-    return job.kind or "jobset"
-
-
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     with Findings() as findings:
         findings.ask(check_folders, job)
@@ -197,7 +181,7 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
 
 LAUNCHER = Launcher(
     name="k8s",
-    help="submit a JobSet, or an MPIJob, to Kubernetes",
+    help="submit a JobSet to Kubernetes",
     default_ranks="--nodes times --ranks-per-node",
     passes="none",
     example="--nodes 4 --ranks-per-node 8 --image registry/bigbatch --mount data:/data:ro --mount runs:/runs -- "
@@ -207,5 +191,5 @@ LAUNCHER = Launcher(
     start=_start,
     sees="none",
     site_table="k8s",
-    queue="kubectl get jobset (or mpijob) shows its jobs, and kubectl delete jobset NAME ends one, which saves first",
+    queue="kubectl get jobset shows its jobs, and kubectl delete jobset NAME ends one, which saves first",
 )

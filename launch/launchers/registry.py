@@ -1,9 +1,9 @@
 """All launchers, by the name that a user types."""
 
-from bigbatch.launch.launchers import k8s, local, mpirun, pbs, slurm, torchrun
+from bigbatch.launch.launchers import k8s, local, mpirun, slurm, torchrun
 
 LAUNCHERS = {
     launcher.name: launcher
-    for launcher in (local.LAUNCHER, mpirun.LAUNCHER, torchrun.LAUNCHER, slurm.LAUNCHER, pbs.LAUNCHER, k8s.LAUNCHER)
+    for launcher in (local.LAUNCHER, mpirun.LAUNCHER, torchrun.LAUNCHER, slurm.LAUNCHER, k8s.LAUNCHER)
 }
 """In the order in which the help lists them."""

@@ -1,11 +1,7 @@
 """How a job's script starts its ranks again after a loss, where --restarts asks for it: bash."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.launch.launchers.slurm_growth import MORE, RECALL, WATCH, WATCHED
 
 ANSWER_SECONDS = 30
 """How long a node may take to start a program, before it counts as lost."""
@@ -39,6 +35,8 @@ nodes_left() {{
   [ "$found" ] || printf '%s\\n' "$@"
 }}
 with_commas() {{ local IFS=,; echo "$*"; }}
+# Told by its environment that it runs in the job, scontrol would write files here.
+outside() {{ env -u SLURM_JOB_ID -u SLURM_JOBID "$@"; }}
 """
 
 ALL = """\
@@ -53,7 +51,6 @@ CHOICE = """\
 if [ "${#left[@]}" -lt "${#nodes[@]}" ]; then
   outside scontrol update JobId="$SLURM_JOB_ID" NodeList="$(with_commas "${left[@]}")"
   nodes=("${left[@]}")
-  more_nodes @FULL && left=("${nodes[@]}")
 fi
 for count in @COUNTS 0; do [ "$count" -gt "${#left[@]}" ] || break; done   # so many nodes can share the batch
 if [ "$count" -eq 0 ]; then
@@ -71,9 +68,9 @@ before, of which Slurm waits for a lost node's part, may still have them: --over
 ON_THE_OTHERS = """\
 # Nobody must mend anything where a rank or a node was lost: they start again at once, without the lost nodes.
 [ -z "$asked" ] && ! was_preempted || break
-case $code in @ENDED) [ -n "$grown" ] || break ;; esac
+case $code in @ENDED) break ;; esac
 left=($(nodes_left "${nodes[@]}"))
-if [ -z "$grown" ] && [ "${#left[@]}" -eq "${#nodes[@]}" ]; then
+if [ "${#left[@]}" -eq "${#nodes[@]}" ]; then
   case $code in @FINAL) break ;; esac
 fi
 end_if_stuck "$code"
@@ -88,37 +85,28 @@ def place_options(*, ranks_per_node: int) -> str:
 
 @dataclass(frozen=True)
 class Shrinking:
-    """Is the parts of a script whose job goes on without lost nodes, and takes others in their place: bash.
+    """Is the parts of a script whose job goes on without lost nodes: bash.
 
     node_counts: how many nodes can share the batch, in falling order.
-    options: of sbatch, by which Slurm chose the nodes.
     """
 
     node_counts: Sequence[int]
-    options: Sequence[str]
     is_python: bool
 
     @property
     def before(self) -> str:
         """Return what comes before the first start: functions, and the nodes."""
-        more = MORE.replace("@OPTIONS", " ".join(map(shlex.quote, self.options)))
-        return NODES + more + ("" if self.is_python else RECALL.replace("@COUNTS", self._counts)) + ALL
+        return NODES + ALL
 
     @property
     def choice(self) -> str:
         """Return what chooses how many nodes have ranks."""
-        return CHOICE.replace("@COUNTS", self._counts).replace("@FULL", str(self.node_counts[0]))
-
-    @property
-    def meanwhile(self) -> str:
-        """Return what is started beside the ranks; nothing beside scripts, which may die of the request to stop."""
-        return "" if self.is_python else WATCH.replace("@FULL", str(self.node_counts[0]))
+        return CHOICE.replace("@COUNTS", self._counts)
 
     @property
     def again(self) -> str:
         """Return what ends the loop around srun, or prepares its next round."""
-        watched = "" if self.is_python else WATCHED.replace("@STOPPED", str(INTERRUPTED))
-        return watched + _by_codes(ON_THE_OTHERS, is_python=self.is_python)
+        return _by_codes(ON_THE_OTHERS, is_python=self.is_python)
 
     @property
     def _counts(self) -> str:

@@ -30,11 +30,6 @@ REFUSED = {
     **dict.fromkeys(("node_rank", "master"), "the ranks find each other by Slurm's own words: leave it out"),
 }
 
-NOT_OF_NODES = (
-    *("job-name", "nodes", "time", "partition", "array", "signal"),
-    *("output", "error", "input", "open-mode", "export", "export-file", "requeue", "no-requeue", "wait"),
-)
-"""Options of sbatch that say nothing of single nodes; of the second line salloc knows none."""
 
 MARK = "# run folder: "
 """Begins the line of a script that says where its run is, as JSON, and that it heeds SIGUSR2."""
@@ -203,11 +198,6 @@ def directives(job: JobSpec) -> list[str]:
     return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue", *others]
 
 
-def _of_nodes(job: JobSpec) -> list[str]:
-    """Return those by which Slurm chooses a job's nodes and counts them, but for their number, partition and time."""
-    return [option for option in directives(job) if option[2:].partition("=")[0] not in NOT_OF_NODES]
-
-
 def _head(job: JobSpec, *, folder: str | None) -> str:
     shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # modules are defined by the login shell's files
     logs = shlex.quote(job.logs or "logs")
@@ -288,8 +278,8 @@ def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: 
         return text + RAN
     if not node_counts:
         return f"while :; do\n{indent(text + RAN + start_again(is_python=job.is_python), '  ')}done\n"
-    shrinking = Shrinking(node_counts, _of_nodes(job), is_python=job.is_python)
-    round_ = shrinking.choice + text + shrinking.meanwhile + RAN + shrinking.again
+    shrinking = Shrinking(node_counts, is_python=job.is_python)
+    round_ = shrinking.choice + text + RAN + shrinking.again
     return f"{shrinking.before}while :; do\n{indent(round_, '  ')}done\n"
 
 

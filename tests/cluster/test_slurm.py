@@ -487,46 +487,6 @@ def test_job_goes_on_without_a_node_that_dies(
     assert json.loads((run / "summary.json").read_text())["world_size"] == 1
 
 
-def test_job_takes_another_node_in_place_of_one_that_dies(
-    mortal: EmulatedCluster, shapes: Path, tmp_path: Path
-) -> None:
-    """Where the site lets jobs grow: it goes on without, and on two nodes again when a third has nothing to do."""
-    run, name = tmp_path / "run", "mortal"
-    reconfigure(name, r"(SlurmdTimeout)=\d+", r"\1=300")
-    reconfigure(name, r"(SchedulerParameters=.*)", r"\1,permit_job_expansion")
-    busy = submit("sleep 600", "--nodelist=n2", "--output=busy", name=name, cwd=tmp_path)
-    command = train_command(shapes, run, ENDLESS | SOON_LOST)
-    written = login(
-        *(*BIGBATCH, "slurm", *TWO_NODES, "--restarts", "1", "--output", "job.sbatch", "--", *command),
-        name=name,
-        cwd=tmp_path,
-    )
-    assert written.returncode == 0, written.stderr
-    script = (tmp_path / "job.sbatch").read_text()
-    assert "sleep 60 &" in script
-    (tmp_path / "logs").mkdir()
-    job = submit(script.replace("sleep 60 &", "sleep 2 &"), name=name, cwd=tmp_path)
-    log = tmp_path / f"logs/bigbatch-{job}.log"
-    wait_until(lambda: newest_step(run) >= 2, log=log)
-    kill_node(mortal, 1)
-    wait_until(lambda: "starting again; nodes that answer: n0\n" in log.read_text(), log=log)
-    wait_until(lambda: log.read_text().count("resumed after step") == 1, log=log)
-    before = len(steps(run))
-    wait_until(lambda: len(steps(run)) > before, log=log)
-    assert (job_facts(job, name=name)["NodeList"], login("scancel", busy, name=name).returncode) == ("n0", 0)
-    wait_until(lambda: log.read_text().count("2 ranks in 2 node groups") == 2, log=log)
-    before = len(steps(run))
-    wait_until(lambda: len(steps(run)) > before, log=log)
-    assert job_facts(job, name=name)["NodeList"] == "n[0,2]"
-    assert login(*BIGBATCH, "cancel", job, name=name, cwd=tmp_path).returncode == 0
-    finish(job, name=name)
-    facts, text = job_facts(job, name=name), log.read_text()
-    assert (facts["ExitCode"], facts["Restarts"]) == ("130:0", "0"), text
-    assert "in place of the lost ones: n0 n2\n" in text
-    assert steps(run) == list(range(1, len(steps(run)) + 1)), "none is missing, and none twice"
-    assert not login("squeue", "--noheader", name=name).stdout
-
-
 def reconfigure(name: str, pattern: str, by: str) -> None:
     """Change Slurm's settings."""
     conf = conf_path(state_root(os.environ) / name)

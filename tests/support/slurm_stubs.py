@@ -41,23 +41,12 @@ SCONTROL = """#!/bin/sh
 echo "$@${SLURM_JOB_ID:+ in a job}" >> "$STUBS/scontrol.calls"
 case "$1 $2" in
   "show hostnames") printf 'n%s\n' 0 1 2 3 ;;
-  "show config") echo "SchedulerParameters = ${STUB_GROWS:+permit_job_expansion}" ;;
-  "update JobId=78") exit "${STUB_HANDS_OVER:-0}" ;;
   "show "*) echo "JobId=77 PreemptTime=${STUB_PREEMPT:-None}" ;;
   "requeue "*) exit "${STUB_REQUEUE:-0}" ;;
 esac
 """
 SCANCEL = """#!/bin/sh
-[ "$1" != 78 ] || exec touch "$STUBS/cancelled"
 kill -TERM "$(cat "$STUBS/srun.pid")"
-"""
-SQUEUE = """#!/bin/sh
-case "$*" in *%L) echo 1:00:00 ;; *) echo "n[0-3]" ;; esac
-"""
-SALLOC = """#!/bin/sh
-echo "$@" >> "$STUBS/salloc.calls"
-[ "$(wc -l < "$STUBS/salloc.calls")" -gt "${STUB_BUSY:-0}" ] || exit 1
-echo "salloc: Granted job allocation 78" >&2
 """
 SLEEP = """#!/bin/sh
 echo "$@" >> "$STUBS/sleep.calls"
@@ -71,7 +60,6 @@ class Stubs:
         """Without shows_logs, tail does nothing: it looks once a second whether it is done."""
         self.folder = folder
         programs = {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "sleep": SLEEP}
-        programs |= {"squeue": SQUEUE, "salloc": SALLOC}
         if not shows_logs:
             programs["tail"] = "#!/bin/sh\n"
         for name, text in programs.items():
@@ -126,11 +114,6 @@ class Stubs:
     def scontrol_calls(self) -> list[str]:
         """Its words, and whether it was told that it runs in the job."""
         calls = self.folder / "scontrol.calls"
-        return calls.read_text().splitlines() if calls.exists() else []
-
-    def salloc_calls(self) -> list[str]:
-        """Its words."""
-        calls = self.folder / "salloc.calls"
         return calls.read_text().splitlines() if calls.exists() else []
 
     def requeued(self) -> bool:

@@ -158,7 +158,6 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     ),
     "launch torchrun": "tests/laws/test_law7_failures.py::test_killed_rank_ends_a_torchrun_job_and_is_named",
     "launch slurm": "tests/cluster/test_slurm.py::test_training_job_ends_with_the_bits_of_mpirun",
-    "launch pbs": "tests/parallel/test_pbs.py::test_pbs_job_of_two_nodes_meets_by_its_secret_and_ends_with_its_code",
     "launch k8s": "tests/unit/launch/launchers/test_k8s.py::test_k8s_jobs_have_names_of_their_own",
     "launch emulate": "tests/cluster/test_emulate.py::test_bigbatch_command_runs_on_every_rank",
     "launch preflight": ("tests/cluster/test_preflight.py::test_node_at_half_speed_is_named_and_equal_ones_are_not"),
@@ -501,7 +500,7 @@ def test_bigbatch_commands(
         if "--" not in words:
             return
         words = words[words.index("--") + 1 :]
-    elif words[:2] in (["launch", "slurm"], ["launch", "pbs"], ["launch", "k8s"]):
+    elif words[:2] in (["launch", "slurm"], ["launch", "k8s"]):
         split = words.index("--")
         assert main([*words[:split], "--dry-run", *words[split:]]) == 0
         asked = launch_parser().parse_args(words[1:split])

@@ -190,7 +190,6 @@ def test_restarts_that_cannot_be_are_refused_before_anything_starts(words: tuple
     ("launcher", "shown"),
     [
         ("torchrun", "--max-restarts=3"),
-        ("k8s --image bb --kind mpijob", "--restarts=3"),
         ("k8s --image bb", "maxRestarts: 3"),
         ("slurm", "most=4"),
     ],

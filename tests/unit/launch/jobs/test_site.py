@@ -47,14 +47,6 @@ interface = "eth0"
 [k8s.env]
 NCCL_IB_HCA = "=ib7"
 """
-PBS = """
-[pbs]
-partition = "gpus"
-qsub = ["l=filesystems=home", "l=place=scatter:excl", "W=group_list=vision"]
-cpus_per_rank = 4
-[pbs.env]
-NCCL_IB_HCA = "=mlx5_7"
-"""
 MOUNT = ("--mount", "runs:/runs")
 POD_TRAIN = (*TRAIN[1:], "--data.root", "/runs/data", "--run.directory", "/runs/r")
 Show = Callable[..., tuple[str, str]]
@@ -149,23 +141,6 @@ def test_site_has_a_table_for_kubernetes(files: tuple[Path, Path], show: Show) -
     assert "research" not in "".join(show("slurm", "--nodes", "2"))
 
 
-def test_site_has_a_table_for_pbs(files: tuple[Path, Path], show: Show) -> None:
-    _, user = files
-    user.write_text(user.read_text() + PBS)
-    script, said = show("pbs", "--qsub", "l=place=scatter", "--env", "NCCL_DEBUG=INFO")
-    lines = script.splitlines()
-    assert [line for line in lines if line.startswith(("#PBS -l", "#PBS -q", "#PBS -A", "#PBS -W"))] == [
-        "#PBS -l select=1:ncpus=4:mpiprocs=1",
-        "#PBS -q gpus",
-        "#PBS -l filesystems=home",
-        "#PBS -W group_list=vision",
-        "#PBS -l place=scatter",
-    ], "filled up name by name, and nothing of Slurm's"
-    assert {"export NCCL_IB_HCA==mlx5_7", "export NCCL_DEBUG=INFO"} <= set(lines)
-    assert f"from {user}: " in said
-    assert "gpus" not in "".join(show("slurm"))
-
-
 @pytest.mark.usefixtures("files")
 def test_site_with_a_partition_does_not_send_a_preflight_to_slurm(show: Show) -> None:
     assert "#SBATCH" not in show("preflight", "--hosts", "n0:1,n1:1")[0]
@@ -220,7 +195,6 @@ def test_site_file_that_is_named_stands_alone(tmp_path: Path, show: Show, monkey
         ("nodes = 4", ("unknown key nodes", "partition, account")),
         ("[k8s]\nquue = 'a'", ("[k8s]", "unknown key quue", "queue")),
         ("k8s = 4", ("k8s = 4", "table")),
-        ("[pbs]\nqueue = 'a'", ("[pbs]", "unknown key queue", "partition")),
         ("partition = gpu", ("TOML",)),
         ('module = "cuda"', ("module", "'cuda'", "list")),
         ("partition = true", ("partition", "True")),

@@ -35,7 +35,6 @@ SAMPLES: dict[str, Any] = {
     "constraint": "a100",
     "exclude": "n[3-4]",
     "sbatch": (("exclusive", None), ("mem-per-gpu", "60G")),
-    "qsub": (("l", "filesystems=home"), ("chunk", "gpu_model=a100")),
     "mpi": "pmix",
     "gpus_per_node": 2,
     "gpu_type": "a100",
@@ -52,7 +51,6 @@ SAMPLES: dict[str, Any] = {
     "array": "0-3",
     "stop_seconds": 33,
     "restarts": 2,
-    "kind": "mpijob",
     "namespace": "team",
     "queue": "research",
     "priority": "high",
@@ -278,7 +276,7 @@ def test_local_ranks_get_the_variables(capfd: pytest.CaptureFixture[str]) -> Non
     ]
 
 
-@pytest.mark.parametrize("launcher", ["local", "mpirun", "torchrun", "slurm", "pbs", "k8s"])
+@pytest.mark.parametrize("launcher", ["local", "mpirun", "torchrun", "slurm", "k8s"])
 def test_device_is_told_to_all_ranks(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
     for words, stands in ((["--device", "cpu"], True), ([], False)):
         start, command = (K8S, IN_PODS) if launcher == "k8s" else ((launcher,), TRAIN)

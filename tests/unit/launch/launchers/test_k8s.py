@@ -2,9 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from bigbatch.launch.jobs.restarts import may_go_on
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.jobs.words import UNLIMITED
 from bigbatch.launch.launchers import k8s
-from bigbatch.launch.launchers.k8s_mpijob import ASK_RANKS
 from bigbatch.launch.start import main
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -30,9 +26,7 @@ OLDEST = "1.31"
 
 
 def pods_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    if manifest["kind"] == "JobSet":
-        return [manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]]
-    return [each["template"]["spec"] for each in manifest["spec"]["mpiReplicaSpecs"].values()]
+    return [manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]]
 
 
 def jobset(*, command: tuple[str, ...] = (*TRAIN, *FOLDERS), ranks: int = 16, **options: Any) -> dict[str, Any]:
@@ -71,7 +65,8 @@ def core_misfits(spec: dict[str, Any], *, kind: str, where: str) -> list[str]:
     return []
 
 
-MANIFESTS = sorted(set(GOLDEN.glob("k8s-*.yaml")) - {GOLDEN / "k8s-fields.yaml"})
+EXAMPLE = GOLDEN.parents[1] / "examples/mpijob.yaml"
+MANIFESTS = [EXAMPLE, *sorted(set(GOLDEN.glob("k8s-*.yaml")) - {GOLDEN / "k8s-fields.yaml"})]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
@@ -179,43 +174,35 @@ def test_k8s_jobset_restarts_by_the_exit_codes_of_the_failure_model(is_python: b
 
 
 def test_k8s_pods_may_take_as_long_to_end_as_the_run_may_take_to_save() -> None:
-    for kind in ("jobset", "mpijob"):
-        seconds = [
-            pods_of(jobset(kind=kind, command=command, **options))[-1]["terminationGracePeriodSeconds"]
-            - (30 if kind == "mpijob" else 0)  # its launcher's pod ends first
-            for command, options in (
-                ((*TRAIN, "--run.checkpoint_timeout_seconds", "1800"), {}),
-                (TRAIN, {"stop_seconds": 90}),
-                (("bench",), {}),
-            )
-        ]
-        assert seconds == [1860, 90, 120]
+    cases: tuple[tuple[tuple[str, ...], dict[str, int]], ...] = (
+        ((*TRAIN, "--run.checkpoint_timeout_seconds", "1800"), {}),
+        (TRAIN, {"stop_seconds": 90}),
+        (("bench",), {}),
+    )
+    pods = [pods_of(jobset(command=command, **options))[0] for command, options in cases]
+    assert [pod["terminationGracePeriodSeconds"] for pod in pods] == [1860, 90, 120]
 
 
 def test_k8s_job_without_a_time_limit_has_no_deadline() -> None:
     for minutes, deadline in ((UNLIMITED, None), (90, 5400)):
         job = jobset(minutes=minutes)["spec"]["replicatedJobs"][0]["template"]["spec"]
-        policy = jobset(minutes=minutes, kind="mpijob")["spec"]["runPolicy"]
-        assert (job.get("activeDeadlineSeconds"), policy.get("activeDeadlineSeconds")) == (deadline, deadline)
+        assert job.get("activeDeadlineSeconds") == deadline
 
 
-@pytest.mark.parametrize("kind", ["jobset", "mpijob"])
-def test_k8s_resources_are_stated_in_its_own_units(kind: str) -> None:
+def test_k8s_resources_are_stated_in_its_own_units() -> None:
     for options, limits in (
         ({"memory": "200g"}, {"nvidia.com/gpu": 8, "memory": "200Gi"}),
         ({"device": "cpu", "cpus_per_rank": 2}, {"cpu": 16}),
         ({"gpus_per_node": 4}, {"nvidia.com/gpu": 4}),
     ):
-        pod = pods_of(jobset(kind=kind, num_nodes=2, **options))[-1]
+        pod = pods_of(jobset(num_nodes=2, **options))[-1]
         assert pod["containers"][0]["resources"]["limits"] == limits
     with pytest.raises(LaunchOptionError, match=naming("--memory 0", "200G")):
-        jobset(kind=kind, memory="0")
+        jobset(memory="0")
 
 
-@pytest.mark.parametrize("kind", ["jobset", "mpijob"])
-def test_k8s_pods_are_placed_as_asked(kind: str) -> None:
+def test_k8s_pods_are_placed_as_asked() -> None:
     manifest = jobset(
-        kind=kind,
         exclude="n[1-2]",
         node_selector=("gpu=h200",),
         tolerations=("nvidia.com/gpu:NoSchedule", "team=vision", "any"),
@@ -240,9 +227,8 @@ def test_k8s_pods_are_placed_as_asked(kind: str) -> None:
         assert pod["imagePullSecrets"] == [{"name": "registry"}]
 
 
-@pytest.mark.parametrize("kind", ["jobset", "mpijob"])
-def test_k8s_replaces_nothing_in_the_command(kind: str) -> None:
-    command = pods_of(jobset(kind=kind, command=(*TRAIN, "$(HOME)/a: [b]\n#c")))[0]["containers"][0]["command"]
+def test_k8s_replaces_nothing_in_the_command() -> None:
+    command = pods_of(jobset(command=(*TRAIN, "$(HOME)/a: [b]\n#c")))[0]["containers"][0]["command"]
     assert command[-1] == "$$(HOME)/a: [b]\n#c"
 
 
@@ -256,7 +242,7 @@ def test_k8s_replaces_nothing_in_the_command(kind: str) -> None:
         (("--queue", "-q"), ("--queue",)),
         (("--rdma", "rdma/hca=0"), ("--rdma 'rdma/hca=0'", "rdma/hca_shared_devices_a")),
         (("--user", "0"), ("--user '0'", "1000:1000")),
-        (("--user", "5", "--kind", "mpijob"), ("--user", "root", "jobset")),
+        (("--kind", "mpijob"), ("--kind", "examples/mpijob.yaml")),
         *((("--name", name), ("--name", "resnet50-32k")) for name in ("A", "a.b", "a_b", "1a", "a" * 39, "a b", "a;b")),
     ],
 )
@@ -376,46 +362,3 @@ def test_k8s_without_kubectl_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match=naming("kubectl", "--dry-run")):
         start()
-
-
-RANK = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGUSR1, lambda *_: (pathlib.Path("asked").touch(), time.sleep(1), sys.exit(0)))
-pathlib.Path("ready").touch()
-time.sleep(600)
-"""
-DAEMON = """
-import ctypes, subprocess, sys
-ctypes.CDLL(None).prctl(15, b"prted", 0, 0, 0)
-sys.exit(subprocess.call([sys.executable, "rank.py", "bigbatch"]))
-"""
-
-
-@pytest.mark.long
-def test_k8s_mpi_worker_that_is_deleted_asks_its_ranks_and_waits_for_them(tmp_path: Path) -> None:
-    """The hook must see a rank, and must not see itself."""
-    (tmp_path / "rank.py").write_text(RANK)
-    alone = [*ASK_RANKS[:2], of_these_alone(ASK_RANKS[2], "$$")]
-    subprocess.run(alone, check=True, timeout=100)
-    daemon = subprocess.Popen([sys.executable, "-c", DAEMON], cwd=tmp_path)
-    try:
-        until = time.monotonic() + 100
-        while not (tmp_path / "ready").exists():
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
-        hook = [*ASK_RANKS[:2], of_these_alone(ASK_RANKS[2], f"{children[0]} {daemon.pid}")]
-        subprocess.run(hook, check=True, timeout=100)
-        assert daemon.poll() is not None or daemon.wait(timeout=100) == 0
-        assert (tmp_path / "asked").exists()
-    finally:
-        daemon.kill()
-        daemon.wait()
-
-
-def of_these_alone(hook: str, pids: str) -> str:
-    """The hook looks at these processes only: others of this machine may be ranks."""
-    for rest in ("/stat", "/cmdline"):
-        assert f"/proc/[0-9]*{rest}" in hook
-        hook = hook.replace(f"/proc/[0-9]*{rest}", " ".join(f"/proc/{pid}{rest}" for pid in pids.split()))
-    return hook

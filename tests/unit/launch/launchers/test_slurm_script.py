@@ -337,48 +337,6 @@ def test_slurm_script_goes_on_without_the_nodes_that_are_lost(stubs: Stubs, code
 ALL_NODES = ["--nodes=4", "--ntasks=8", "--nodelist=n0,n1,n2,n3"]
 
 
-def test_slurm_script_takes_another_node_in_place_of_a_lost_one(stubs: Stubs) -> None:
-    """Where the site lets jobs grow and one is idle, at once; asked for as the job's own were."""
-    job = JobSpec(TRAIN, 8, num_nodes=4, restarts=2, exclude="n9", minutes=60, gpus_per_node=2)
-    script = sbatch_script(job, folder=RUN, node_counts=(4, 2))
-    code, output = stubs.run(script, STUB_CODE="137 0", STUB_LOST="n1", STUB_GROWS="1", SLURM_JOB_PARTITION="short")
-    assert (code, place(stubs)) == (0, ALL_NODES), output
-    (words,) = stubs.salloc_calls()
-    asked = "--ntasks-per-node=2 --gpus-per-node=2 --exclude=n9"
-    assert words.endswith(f"--dependency=expand:{JOB} --time=1:00:00 --partition=short --nodes=1 {asked}")
-    assert "update JobId=78 NumNodes=0" in stubs.scontrol_calls()
-    assert "in place of the lost ones: n0 n1 n2 n3" in output
-
-
-@pytest.mark.parametrize("stopped", ["130", "138"])
-def test_slurm_script_goes_on_with_all_nodes_when_there_are_enough_again(stubs: Stubs, stopped: str) -> None:
-    """Those that run are asked to save; 138: before they listened."""
-    waits = {"STUB_CODE": "137 wait 0", "STUB_STOPPED": stopped}
-    code, output = stubs.run(SHRINKING, **waits, STUB_LOST="n1", STUB_GROWS="1", STUB_BUSY="4")
-    assert (code, stubs.num_starts(), stubs.requeued()) == (0, 3, False), output
-    assert "nodes that answer: n0 n2 n3\n" in output, "first without it"
-    assert len(stubs.salloc_calls()) > 4
-
-
-def test_slurm_script_of_a_site_that_lets_no_job_grow_asks_for_no_nodes(stubs: Stubs) -> None:
-    assert stubs.run(SHRINKING, STUB_CODE="137 0", STUB_LOST="n1")[0] == 0
-    assert not stubs.salloc_calls()
-
-
-def test_slurm_script_keeps_no_job_that_hands_over_no_nodes(stubs: Stubs) -> None:
-    refusing = {"STUB_GROWS": "1", "STUB_HANDS_OVER": "1"}
-    assert stubs.run(SHRINKING, STUB_CODE="137 0", STUB_LOST="n1", **refusing)[0] == 0
-    assert place(stubs) == ["--nodes=2", "--ntasks=4", "--nodelist=n0,n2"]
-    assert (stubs.folder / "cancelled").exists()
-
-
-def test_slurm_script_recalls_no_script_of_ones_own() -> None:
-    """It may die of the request, and save nothing."""
-    job = JobSpec(("own.py",), 8, num_nodes=4, restarts=2, is_python=True)
-    assert "recall" in SHRINKING
-    assert "recall" not in sbatch_script(job, folder=None, node_counts=(4, 2))
-
-
 def test_slurm_script_goes_back_into_the_queue_where_too_few_nodes_are_left(stubs: Stubs) -> None:
     _, output = stubs.run(SHRINKING, STUB_CODE="137", STUB_LOST="n1 n2 n3")
     assert (stubs.num_starts(), stubs.requeued()) == (1, True)
