@@ -373,7 +373,12 @@ SWEEPS = [text for page in PAGES for text in blocks(page, "yaml") if not text.st
 def test_fences_have_a_known_language() -> None:
     for page in PAGES:
         opening = re.findall(r"^```(\w*)$", (ROOT / page).read_text(), re.M)[::2]
-        assert set(opening) <= {"console", "sh", "python", "yaml", "toml"}, page
+        assert set(opening) <= {"console", "sh", "bash", "python", "yaml", "toml"}, page
+
+
+@pytest.mark.parametrize("script", [script for page in PAGES for script in blocks(page, "bash")])
+def test_scripts_are_bash(script: str) -> None:
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("text", RECIPES)
