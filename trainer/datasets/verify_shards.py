@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError
+from bigbatch.trainer.datasets.archives import BoundedTarInfo, read_headers
 from bigbatch.trainer.datasets.processes import in_parallel
-from bigbatch.trainer.datasets.tar_headers import BoundedTarInfo, read_headers
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.shards import AGAIN, ENTRIES, is_packed, key_number, read_packed
 
