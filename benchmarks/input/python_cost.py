@@ -25,8 +25,7 @@ from PIL import Image
 from benchmarks.arguments import at_least, run
 from benchmarks.record import conditions, show, spread, write_record
 from bigbatch.trainer.augment.crops import random_resized_crop
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.base import ImageSource, Request
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.encoded import ImageLoader

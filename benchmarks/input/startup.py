@@ -109,7 +109,7 @@ def an_image() -> bytes:
 
 def build_packed(root: Path, *, num_images: int) -> int:
     """Fill root/train as `bigbatch data pack` does, all pictures of a shard its first; return the number of shards."""
-    from bigbatch.trainer.datasets.shard_writer import PackRecipe, padded
+    from bigbatch.trainer.datasets.pack import PackRecipe, padded
     from bigbatch.trainer.input.shards import BLOCK_BYTES, ENTRIES, ENTRY, FACTS, FORMAT_VERSION, Shard, SplitIndex
 
     folder = root / "train"

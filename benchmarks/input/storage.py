@@ -27,8 +27,7 @@ import numpy as np
 
 from benchmarks.arguments import at_least, run
 from benchmarks.record import conditions, file_system, show, spread, write_record
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.base import ImageSource, Request
 from bigbatch.trainer.input.order import epoch_order, read_index
 from bigbatch.trainer.input.reading import EncodedReader

@@ -22,7 +22,7 @@ from bigbatch.boot import boot_id
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import replacing, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
-from bigbatch.trainer.datasets.shard_writer import UNFINISHED, sweep_unfinished
+from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.verify_shards import sha256_of
 from bigbatch.trainer.input.shards import (
     AGAIN,

@@ -137,8 +137,7 @@ def _pack(arguments: argparse.Namespace) -> int:
         return _verify(arguments)
     if arguments.verify or not arguments.target:
         arguments.parser.error("give SRC and DST, or --verify DST alone")
-    from bigbatch.trainer.datasets.pack import pack
-    from bigbatch.trainer.datasets.shard_writer import PackRecipe
+    from bigbatch.trainer.datasets.pack import PackRecipe, pack
     from bigbatch.trainer.datasets.show_progress import show_progress
 
     with show_progress(f"packing {arguments.target}") as on_progress:
@@ -166,5 +165,5 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     with show_progress(f"verifying {arguments.verify}", unit="shards") as on_progress:
         num_images = verify(arguments.verify, num_workers=arguments.workers, on_progress=on_progress)
-    print_line(f"{arguments.verify}: all {num_images} pictures are as they were packed")
+    print_line(f"{arguments.verify}: all {num_images} images are as they were packed")
     return 0

@@ -21,8 +21,7 @@ from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.build import staging as module
 from bigbatch.trainer.build.staging import bytes_in, stage_data
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 
 
 def config(**data: object) -> Any:

@@ -24,8 +24,7 @@ from bigbatch.cli import main
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.datasets import stage as stage_module
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.stage import stage, using_copy
 from bigbatch.trainer.datasets.verify_shards import verify
 from bigbatch.trainer.input.shards import open_split

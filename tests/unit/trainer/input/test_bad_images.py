@@ -17,8 +17,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.augment.crops import random_resized_crop
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.loaders.by_name import make_image_loader

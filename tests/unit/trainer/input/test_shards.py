@@ -24,8 +24,7 @@ from sample_images import REAL_DATA, exif, write
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import ImageIndex, eval_requests, read_index, train_requests
 from bigbatch.trainer.input.shards import PackedIndex, open_split, read_entries
