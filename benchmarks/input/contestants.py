@@ -17,7 +17,7 @@ from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.input.base import Loader, Request
 from bigbatch.trainer.input.formats import encoded_size, open_image
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
-from bigbatch.trainer.input.loaders.resize import resize_into
+from bigbatch.trainer.input.loaders.encoded import resize_into
 from bigbatch.trainer.input.order import ImageIndex
 
 OURS = ("our_dali", "our_pillow")

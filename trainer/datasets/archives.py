@@ -7,10 +7,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import IO
-from urllib.request import Request, urlopen
 
 from bigbatch.errors import DataError, StorageError, first_line, shortened
 from bigbatch.files import replacing
@@ -98,6 +96,10 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
 
     Raises: DataError naming the address, the file and the way out.
     """
+    # a training that stages imports this module, and downloads nothing
+    from http.client import HTTPException
+    from urllib.request import Request, urlopen
+
     path, url = folder / archive.names[0], str(archive.url)
     try:
         if path.is_file():

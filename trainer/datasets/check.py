@@ -14,9 +14,8 @@ from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, Fault, examine_all
 from bigbatch.trainer.datasets.listing import Listing, open_listing
 from bigbatch.trainer.input.base import Images
 from bigbatch.trainer.input.formats import MAX_PIXELS
-from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, spelled_twice
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.spellings import RENAME, spelled_twice
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}

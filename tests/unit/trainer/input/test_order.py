@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.input.microbatches import rank_microbatches
-from bigbatch.trainer.input.order import describe_left_out, epoch_order, eval_requests, read_index, train_requests
+from bigbatch.trainer.input.order import (
+    describe_left_out,
+    epoch_order,
+    eval_requests,
+    rank_microbatches,
+    read_index,
+    train_requests,
+)
 
 SIZES = {"seed": 5, "num_samples": 100, "global_batch_size": 24}
 

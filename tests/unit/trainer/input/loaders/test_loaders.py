@@ -18,7 +18,6 @@ from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.input.ahead import ahead
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.formats import encoded_size, jpeg_size, open_image, png_size, webp_size
 from bigbatch.trainer.input.loaders import dali
@@ -27,6 +26,7 @@ from bigbatch.trainer.input.loaders.dali import DaliDecoder
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
+from bigbatch.trainer.input.reading import ahead
 
 SIZE = 64
 CROP = random_resized_crop(seed=7)
