@@ -4,7 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -280,33 +280,21 @@ def duplicate_findings(splits: Mapping[str, Images], tables: Mapping[str, np.nda
     good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
     positions_N = np.concatenate(list(good.values()))
-    cases: dict[_Kind, list[str]] = {}
+    found: dict[Finding, list[str]] = {}
     for group in equal_groups(np.concatenate([tables[split]["digest"][good[split]] for split in good])):
         members = [(str(owners[number]), int(positions_N[number])) for number in group]
         case = " = ".join(splits[split].name(position) for split, position in members)
-        cases.setdefault(_kind_of_duplicate(splits, members), []).append(case)
-    return [
-        Finding(each.kind, each.where, tuple(lines), is_problem=each.is_problem, meaning=each.meaning)
-        for each, lines in cases.items()
-    ]
+        found.setdefault(_duplicate(splits, members), []).append(case)
+    return [replace(finding, cases=tuple(cases)) for finding, cases in found.items()]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Describes a finding without its cases."""
-
-    kind: str
-    where: str
-    is_problem: bool
-    meaning: str
-
-
-def _kind_of_duplicate(splits: Mapping[str, Images], members: Sequence[tuple[str, int]]) -> _Kind:
+def _duplicate(splits: Mapping[str, Images], members: Sequence[tuple[str, int]]) -> Finding:
+    """Return the finding that these members are the same bytes, without its cases."""
     where = sorted({split for split, _ in members})
     if len(where) > 1:
         meaning = "leakage: the accuracy would be too good; remove it from one of them"
-        return _Kind("same picture in train and val", " and ".join(where), True, meaning)
-    labels = {int(splits[split].labels_N[position]) for split, position in members}
-    if len(labels) > 1:
-        return _Kind("same picture in several classes", where[0], False, "at most one of its labels can be right")
-    return _Kind("same picture twice", where[0], False, "counts as often as it is there")
+        return Finding("same picture in train and val", " and ".join(where), (), True, meaning)
+    if len({int(splits[split].labels_N[position]) for split, position in members}) > 1:
+        meaning = "at most one of its labels can be right"
+        return Finding("same picture in several classes", where[0], (), False, meaning)
+    return Finding("same picture twice", where[0], (), False, "counts as often as it is there")

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from bigbatch.errors import DataError
+from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.base import Images
 from bigbatch.trainer.input.formats import (
@@ -156,9 +156,12 @@ def examine_part(images: Images, positions: range, *, split: str, decode: bool, 
 
 
 def _reason(path: str, error: Exception) -> str:
-    if isinstance(error, DataError):
+    # what is there and cannot be read, such as a folder; a picture in a shard has no path of its own
+    is_there = isinstance(error, StorageError) and os.path.lexists(path)
+    if isinstance(error, DataError) and not is_there:
         return str(error.args[0])
-    what = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+    cause = error.__cause__ if is_there else error
+    what = (isinstance(cause, OSError) and cause.strerror) or " ".join(str(cause).split())
     return f"{path}: cannot be used ({what}); replace or remove it"
 
 
