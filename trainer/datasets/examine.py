@@ -12,7 +12,7 @@ from PIL import Image
 
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.datasets.processes import in_parallel
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import (
     PNG_END,
     PNG_START,
@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Job:
-    splits: Mapping[str, Images]
+    splits: Mapping[str, ImageSource]
     decode: bool
     max_pixels: int
 
@@ -134,7 +134,7 @@ def _is_rotated(image: Image.Image) -> bool:
         return False
 
 
-def examine_part(images: Images, positions: range, *, split: str, decode: bool, max_pixels: int) -> Part:
+def examine_part(images: ImageSource, positions: range, *, split: str, decode: bool, max_pixels: int) -> Part:
     """Read and examine the pictures at positions; a bad one becomes a fault."""
     rows_N, faults = np.zeros(len(positions), IMAGE), []
     with warnings.catch_warnings():
@@ -169,7 +169,9 @@ def _digest(data: bytes) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint64)
 
 
-def examine_all(splits: Mapping[str, Images], *, decode: bool, num_workers: int, max_pixels: int) -> Iterator[Part]:
+def examine_all(
+    splits: Mapping[str, ImageSource], *, decode: bool, num_workers: int, max_pixels: int
+) -> Iterator[Part]:
     """Yield parts of all splits, in order, each as soon as it is there; in this process if one is enough.
 
     Raises: ConfigError for an impossible num_workers; DataError if a process dies.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import list_below, list_split
 from bigbatch.trainer.input.listed import read_images
 from bigbatch.trainer.input.order import ImageIndex
@@ -19,7 +19,7 @@ from bigbatch.trainer.input.shards import ENTRIES, FACTS, SETTINGS, is_packed, r
 class Listing:
     """Lists a split before any picture is read."""
 
-    images: Images
+    images: ImageSource
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Paths of what looks like images and is not read, by kind."""
     nested: tuple[str, ...] = ()

@@ -181,7 +181,7 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: P
         index = read_images(source, split, classes=plans[0].index.classes if plans else None)
         sizes_N, digest = _survey(index)
         shards = [
-            ShardPlan(number, p.start, tuple(map(index.full_path, p)), tuple(index.labels_N[p.start : p.stop].tolist()))
+            ShardPlan(number, p.start, tuple(map(index.name, p)), tuple(index.labels_N[p.start : p.stop].tolist()))
             for number, p in enumerate(cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes))
         ]
         plans.append(SplitPlan(target / split, index, shards, sum(sizes_N), digest))
@@ -196,7 +196,7 @@ def _survey(index: ImageIndex) -> tuple[list[int], str]:
 
     def look(position: int) -> tuple[int, int]:
         try:
-            found = os.stat(index.full_path(position))
+            found = os.stat(index.name(position))
         except OSError as error:
             raise DataError(f"{error.filename}: cannot be read ({error.strerror}); was it moved?") from error
         return found.st_size, found.st_mtime_ns

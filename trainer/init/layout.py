@@ -11,7 +11,7 @@ from bigbatch.trainer.datasets.listing import list_folder, open_listing
 from bigbatch.trainer.init.labels import read_labels
 from bigbatch.trainer.init.tables import find_tables
 from bigbatch.trainer.init.unpack import find_shards
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_image, list_below, list_split
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
@@ -29,7 +29,7 @@ class Found:
 
     what: str
     findings: tuple[Finding, ...]
-    splits: Mapping[str, Images] | None = None
+    splits: Mapping[str, ImageSource] | None = None
     """Both, where the folder has them."""
     by_class: Mapping[str, Sequence[str]] | None = None
     """Else pictures, as paths below the folder, of each class."""

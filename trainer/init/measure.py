@@ -10,7 +10,7 @@ import numpy as np
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import Spread, spread
 from bigbatch.trainer.datasets.processes import in_parallel
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
 from bigbatch.trainer.input.order import epoch_order
 
@@ -36,7 +36,7 @@ class Measured:
 
 
 def measure(
-    splits: Mapping[str, Images],
+    splits: Mapping[str, ImageSource],
     *,
     most_images: int,
     seed: int,
@@ -88,7 +88,7 @@ def measure(
 
 
 def _examine(
-    splits: Mapping[str, Images], max_pixels: int, task: tuple[str, list[int]]
+    splits: Mapping[str, ImageSource], max_pixels: int, task: tuple[str, list[int]]
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Return (height, width, three means, three means of squares) of each good picture, and what the others lack."""
     split, positions = task

@@ -35,19 +35,16 @@ class ImageIndex:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """How many files look like images and are not read, by kind."""
 
-    def full_path(self, position: int) -> str:
-        """Return where the picture at position lies on disk."""
-        return f"{self.root}/{self.paths[position]}"
-
     def __len__(self) -> int:
         return len(self.paths)
 
     def name(self, position: int) -> str:
-        return self.full_path(position)
+        """Return where the picture at position lies on disk."""
+        return f"{self.root}/{self.paths[position]}"
 
     def read(self, position: int) -> bytes:
         """Return the picture's bytes. Raises: StorageError naming the path."""
-        return read_file(self.full_path(position))
+        return read_file(self.name(position))
 
     def sizes(self, positions_B: np.ndarray) -> None:
         return None

@@ -675,7 +675,7 @@ def test_pack_takes_nested_images_and_counts_what_it_leaves_out(source, tmp_path
     assert summary.num_images == 15
     assert str(said[0]).startswith("1 file is left out: 1 in no class folder"), "before all pictures are packed"
     packed, index = open_split(tmp_path / "packed", "train"), read_index(source, "train")
-    assert index.full_path(index.paths.index(str(nested.relative_to(source / "train")))) == str(nested)
+    assert index.name(index.paths.index(str(nested.relative_to(source / "train")))) == str(nested)
     assert [packed.read(i) for i in range(len(packed))] == [index.read(i) for i in range(len(index))]
     (tmp_path / "packed/train/more").mkdir()
     (tmp_path / "packed/train/more/x.jpg").write_bytes(first.parent.joinpath("in", first.name).read_bytes())

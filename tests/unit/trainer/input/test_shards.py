@@ -93,7 +93,7 @@ def test_shards_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
     assert index.classes == ("a", "b")
     assert index.labels_N.dtype == np.int64
     for position in random.Random(0).choices(range(len(index)), k=50):
-        assert index.read(position) == expected[position][0] == Path(source.full_path(position)).read_bytes()
+        assert index.read(position) == expected[position][0] == Path(source.name(position)).read_bytes()
         assert index.labels_N[position] == int(expected[position][1]) == source.labels_N[position]
     index.close()
 
