@@ -147,18 +147,18 @@ class BoundedTarInfo(tarfile.TarInfo):
         info.sparse = b""
 
 
-def read_headers(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+def read_headers(tar: tarfile.TarFile, *, max_members: int = MAX_MEMBERS) -> Iterator[tarfile.TarInfo]:
     """Yield the members in order and forget each. Raises: tarfile's errors."""
     num_members = 0
     while (info := tar.next()) is not None:
         tar.members.clear()  # type: ignore[attr-defined]
         num_members += 1
-        if num_members > MAX_MEMBERS:
-            raise tarfile.ReadError(f"more than {MAX_MEMBERS:,} members")
+        if num_members > max_members:
+            raise tarfile.ReadError(f"more than {max_members:,} members")
         yield info
 
 
-def read_members(archive: Path | Member) -> Iterator[Member]:
+def read_members(archive: Path | Member, *, max_members: int = MAX_MEMBERS) -> Iterator[Member]:
     """Yield the regular files of an archive, or of one within another, in the order in which they lie.
 
     Raises: DataError naming archive and member for a name that leads out of the archive, a link, a device, a
@@ -166,7 +166,7 @@ def read_members(archive: Path | Member) -> Iterator[Member]:
     """
     origin, seen = str(archive), set()
     with _named_errors(origin), _open(archive) as tar:
-        for info in read_headers(tar):
+        for info in read_headers(tar, max_members=max_members):
             # not by pathlib, which interns each part: Python 3.12 keeps such a text for ever
             parts = [part for part in info.name.split("/") if part not in ("", ".")]
             # of millions of names, which may be long

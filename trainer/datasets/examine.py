@@ -144,18 +144,19 @@ def examine_part(images: ImageSource, positions: range, *, split: str, decode: b
             try:
                 data = images.read(position)
             except (OSError, DataError) as error:
-                faults.append(Fault(path, "unreadable file", _reason(path, error)))
+                faults.append(Fault(path, "unreadable file", reason_of(path, error)))
                 continue
             rows_N[row]["num_bytes"] = len(data)
             try:
                 found = examine(data, path=path, decode=decode, max_pixels=max_pixels)
                 rows_N[row] = (_digest(data), len(data), *found, True)
             except Exception as error:  # one bad file must not end the check, whatever a decoder makes of it
-                faults.append(Fault(path, kind_of_fault(data, error), _reason(path, error)))
+                faults.append(Fault(path, kind_of_fault(data, error), reason_of(path, error)))
     return Part(split, rows_N, tuple(faults))
 
 
-def _reason(path: str, error: Exception) -> str:
+def reason_of(path: str, error: Exception) -> str:
+    """Return the line that says why a picture cannot be used."""
     # what is there and cannot be read, such as a folder; a picture in a shard has no path of its own
     is_there = isinstance(error, StorageError) and os.path.lexists(path)
     if isinstance(error, DataError) and not is_there:

@@ -56,6 +56,10 @@ class DataSet:
     def is_one_archive(self) -> bool:
         return not self.num_images.keys() & self.archives.keys()
 
+    def members(self, archive: Path | Member) -> Iterator[Member]:
+        """Yield the files of an archive that has no more members than the data set can need. Raises: DataError."""
+        return read_members(archive, max_members=2 * sum(self.num_images.values()) + 10_000)
+
 
 def prepare(
     root: Path,
@@ -230,23 +234,23 @@ def _read_sources(root: Path) -> dict[str, Any]:
 def _read_imagenet(data_set: DataSet, paths: Mapping[str, Path], split: str) -> Iterator[StoredImage]:
     wnids, val_wnids = read_kit(paths["kit"], data_set)
     if split == "val":
-        for member in _flat(paths["val"]):
+        for member in _flat(paths["val"], data_set):
             match = _VAL_NAME.fullmatch(member.path.name)
             if match is None or not 1 <= int(match[1]) <= len(val_wnids):
                 raise DataError(f"{member}: has no number from 1 to {len(val_wnids)}; {_NOT_OFFICIAL}")
             yield f"val/{val_wnids[int(match[1]) - 1]}/{member.path.name}", member.read()
         return
-    for archive in read_members(paths["train"]):
+    for archive in data_set.members(paths["train"]):
         wnid = archive.path.stem
         if archive.path.suffix != ".tar" or len(archive.path.parts) != 1 or wnid not in wnids:
             raise DataError(f"{archive}: is no archive of a class; {_NOT_OFFICIAL}")
-        for member in _flat(archive):
+        for member in _flat(archive, data_set):
             yield f"train/{wnid}/{member.path.name}", member.read()
 
 
-def _flat(archive: Path | Member) -> Iterator[Member]:
+def _flat(archive: Path | Member, data_set: DataSet) -> Iterator[Member]:
     """Yield the images of an archive without folders. Raises: DataError for anything else in it."""
-    for member in read_members(archive):
+    for member in data_set.members(archive):
         if len(member.path.parts) != 1 or not is_image(member.path.name):
             raise DataError(f"{member}: is no image at the top of the archive; {_NOT_OFFICIAL}")
         yield member
@@ -263,7 +267,7 @@ def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
     except ImportError as error:
         raise DataError("to read ImageNet's development kit takes SciPy: pip install scipy") from error
     wanted = ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
-    files = {member.path.name: member.read() for member in read_members(archive) if member.path.name in wanted}
+    files = {member.path.name: member.read() for member in data_set.members(archive) if member.path.name in wanted}
     try:
         synsets = loadmat(io.BytesIO(files[wanted[0]]), squeeze_me=True)["synsets"]
         # the synsets with children are groups of the others
@@ -280,7 +284,7 @@ def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
 
 def _read_imagenette(data_set: DataSet, paths: Mapping[str, Path], key: str) -> Iterator[StoredImage]:
     """Yield imagenette2*/<split>/<wnid>/<image> without the first folder; the noisy labels' table is left out."""
-    for member in read_members(paths[key]):
+    for member in data_set.members(paths[key]):
         if is_image(member.path.name):
             _, *inner = member.path.parts
             if len(inner) != 3 or inner[0] not in ("train", "val") or not _WNID.fullmatch(inner[1]):
@@ -292,7 +296,7 @@ def read_imagenet_v2(
     wnids: Sequence[str], data_set: DataSet, paths: Mapping[str, Path], key: str
 ) -> Iterator[StoredImage]:
     """Yield <archive's folder>/<class index>/<image> as val/<wnid>/<image>. Raises: DataError for another path."""
-    for member in read_members(paths[key]):
+    for member in data_set.members(paths[key]):
         if is_image(member.path.name):
             index = member.path.parent.name
             if len(member.path.parts) != 3 or not index.isdecimal() or int(index) >= len(wnids):
@@ -321,7 +325,7 @@ def _read_cifar(data_set: DataSet, paths: Mapping[str, Path], key: str) -> Itera
     peer = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[data_set.name]
     wanted = {name for name, _ in (*peer.train_list, *peer.test_list)} | {peer.meta["filename"]}
     with tempfile.TemporaryDirectory(prefix="bigbatch-cifar-") as folder:
-        for member in read_members(paths[key]):
+        for member in data_set.members(paths[key]):
             if member.path.name in wanted:
                 path = Path(folder, peer.base_folder, member.path.name)
                 path.parent.mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import Spread, spread
+from bigbatch.trainer.datasets.examine import reason_of
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
@@ -99,10 +100,8 @@ def _examine(
             path = splits[split].name(position)
             try:
                 image = open_image(splits[split].read(position), path=path, max_pixels=max_pixels).convert("RGB")
-            except DataError as error:
-                bad[position] = str(error)
             except Exception as error:  # one bad file must not end it, whatever a decoder makes of it
-                bad[position] = f"{path}: cannot be used ({' '.join(str(error).split())}); replace or remove it"
+                bad[position] = reason_of(path, error)
             else:
                 # counts of 256 levels: exact, and a picture of any size costs no array of floats
                 shares_C256 = np.reshape(image.histogram(), (3, 256)) / (image.height * image.width)

@@ -9,7 +9,18 @@ import tarfile
 import tracemalloc
 
 import pytest
-from archive_writer import FOLDERS, KIT, TINY, V2_FOLDER, cifar_files, imagenette_files, pickled, write_official
+from archive_writer import (
+    FOLDERS,
+    KIT,
+    TINY,
+    TINY_IMAGENETTE,
+    V2_FOLDER,
+    cifar_files,
+    imagenette_files,
+    pickled,
+    write_imagenette,
+    write_official,
+)
 
 from bigbatch.cli import main
 from bigbatch.trainer.datasets import prepare
@@ -85,6 +96,16 @@ def test_prepare_no_member_of_any_data_set_fills_the_memory(tmp_path, data_set, 
     with_bomb(official / archive, cifar, member, 300 << 20)
     options = ["--classes-from", "x"] if data_set == "imagenet-v2" else []
     assert_refused(["data", "prepare", data_set, str(root), "--archives", str(official), *options], member, capsys)
+    assert not root.exists()
+
+
+def test_prepare_members_without_number_are_refused(tmp_path, monkeypatch, capsys):
+    """A compressed header takes 20 bytes: an archive of 20 MB might hold a million names."""
+    official, root = tmp_path / "official", tmp_path / "root"
+    monkeypatch.setitem(prepare.IMAGENETTE, "160px", TINY_IMAGENETTE)
+    write_imagenette(official, {f"{number}.txt": b"" for number in range(10_100)})
+    assert main(["data", "prepare", "imagenette", str(root), "--size", "160px", "--archives", str(official)]) == 1
+    assert "imagenette2-160.tgz: is cut off or damaged (more than 10,018 members)" in capsys.readouterr().err
     assert not root.exists()
 
 
