@@ -25,8 +25,8 @@ from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
-from bigbatch.trainer.input.bad_images import require_few
 from bigbatch.trainer.input.order import describe_left_out
+from bigbatch.trainer.input.reading import require_few
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder

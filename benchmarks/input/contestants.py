@@ -17,7 +17,7 @@ from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.input.base import Loader, Request
 from bigbatch.trainer.input.formats import encoded_size, open_image
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
-from bigbatch.trainer.input.loaders.resize import resize_into
+from bigbatch.trainer.input.loaders.encoded import resize_into
 from bigbatch.trainer.input.order import ImageIndex
 
 OURS = ("our_dali", "our_pillow")
@@ -131,7 +131,7 @@ def bare_dali(work: Work) -> Draw:
         prefetch_queue_depth=work.prefetch_batches,
         exec_dynamic=True,
     )
-    paths = [work.index.full_path(position) for position in range(len(work.index))]
+    paths = [work.index.name(position) for position in range(len(work.index))]
     with pipeline:
         files, labels = fn.readers.file(
             files=paths,
@@ -173,7 +173,7 @@ def torchvision_recipe(work: Work) -> Draw:
     ]
     images = ImageFolder(work.index.root, transforms.Compose(steps))
     # it listed the whole split
-    images.samples = [(work.index.full_path(i), label) for i, label in enumerate(work.index.labels_N.tolist())]
+    images.samples = [(work.index.name(i), label) for i, label in enumerate(work.index.labels_N.tolist())]
     batches = DataLoader(
         images,
         batch_size=work.batch,

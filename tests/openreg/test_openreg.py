@@ -14,7 +14,7 @@ from bigbatch.comm.backends.host_staging import HostStaging
 from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue, behind_kernels
 from bigbatch.errors import CommError
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.input.on_device import on_device
+from bigbatch.trainer.input.prepare_batch import on_device
 
 
 @pytest.fixture

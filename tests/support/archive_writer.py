@@ -6,24 +6,23 @@ import tarfile
 from dataclasses import replace
 
 import numpy as np
-from mat_writer import cell, element, file_of, struct_array
+from mat_writer import element, file_of, matrix, struct_array
+from torchvision.datasets import CIFAR10, CIFAR100
 
 from bigbatch.trainer.datasets.archives import Archive
-from bigbatch.trainer.datasets.cifar import CIFAR10, CIFAR100
-from bigbatch.trainer.datasets.class_folders import SOURCES, DataSet
-from bigbatch.trainer.datasets.prepare import IMAGENET, IMAGENET_V2, IMAGENETTE
+from bigbatch.trainer.datasets.prepare import CIFAR, IMAGENET, IMAGENET_V2, IMAGENETTE, SOURCES
 
 KIT_IDS = {"n03000684": 1, "n01440764": 2, "n02102040": 3}  # not the order of the names
 NUM_TRAIN = {"n01440764": 5, "n02102040": 1, "n03000684": 3}
 GROUND_TRUTH = (2, 1, 3, 3, 2)
 WNIDS = sorted(KIT_IDS)
-TINY = DataSet(
-    name="imagenet",
-    archives=tuple(Archive(names=archive.names) for archive in IMAGENET.archives),
+TINY = replace(
+    IMAGENET,
+    archives={key: Archive(names=archive.names) for key, archive in IMAGENET.archives.items()},
     num_classes=3,
     num_images={"train": 9, "val": 5},
 )
-TRAIN, VAL, KIT = (archive.names[0] for archive in IMAGENET.archives)
+TRAIN, VAL, KIT = (archive.names[0] for archive in IMAGENET.archives.values())
 
 
 def tar_of(files, *, mode="w", tar_format=tarfile.PAX_FORMAT):
@@ -97,7 +96,7 @@ def val_files():
 def devkit(ids=KIT_IDS, truth=GROUND_TRUTH, **replaced):
     fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")
     nothing, two = element(9, b""), element(9, np.array([1.0, 2.0]).tobytes())
-    cells = {0: cell(6, nothing), 2: cell(6, two)}
+    cells = {0: matrix(6, (0, 0), "", nothing), 2: matrix(6, (1, 2), "", two)}
     rows = [(number, wnid, "words", "gloss", 0, cells[0]) for wnid, number in ids.items()]
     rows += [(len(ids) + 1, "n00001740", "a group", "gloss", 2, cells[2])]
     folder = "ILSVRC2012_devkit_t12"
@@ -163,17 +162,23 @@ def cifar_files(number):
 FOLDERS = {10: "cifar-10-batches-py", 100: "cifar-100-python"}
 
 
-def write_cifar(folder, number, files=None):
-    """The archive under its official name; the facts of so small a set."""
-    data_set = replace({10: CIFAR10, 100: CIFAR100}[number], num_classes=3, num_images={"train": 5, "val": 4})
-    pickles = {
-        k: v if isinstance(v, bytes) else b"\x80\x02" + as_python2(v) + b"."
-        for k, v in (files or cifar_files(number)).items()
-    }
+def write_cifar(folder, number, monkeypatch, *, files=None, published=None):
+    """The archive under its official name; the facts of so small a set, whose published files torchvision knows."""
+    data_set = replace(CIFAR[number], num_classes=3, num_images={"train": 5, "val": 4})
+    pickles = {name: pickled(value) for name, value in (files or cifar_files(number)).items()}
     folder.mkdir(exist_ok=True)
     members = {f"{FOLDERS[number]}/readme.html": b"hi", **{f"{FOLDERS[number]}/{k}": v for k, v in pickles.items()}}
-    (folder / data_set.archives[0].names[0]).write_bytes(tar_of(members, mode="w:gz"))
+    (folder / data_set.archives["all"].names[0]).write_bytes(tar_of(members, mode="w:gz"))
+    peer = {10: CIFAR10, 100: CIFAR100}[number]
+    md5 = {name: hashlib.md5(pickled(value)).hexdigest() for name, value in (published or cifar_files(number)).items()}
+    for part in ("train_list", "test_list"):
+        monkeypatch.setattr(peer, part, [[name, md5[name]] for name, _ in getattr(peer, part) if name in md5])
+    monkeypatch.setattr(peer, "meta", {**peer.meta, "md5": md5[peer.meta["filename"]]})
     return data_set
+
+
+def pickled(value):
+    return value if isinstance(value, bytes) else b"\x80\x02" + as_python2(value) + b"."
 
 
 def files_below(root):

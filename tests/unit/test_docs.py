@@ -77,7 +77,6 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
         "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits"
     ),
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
-    ".venv/bin/python -m benchmarks.input.parity ": "tests/unit/benchmarks/test_feed.py::test_parity",
     ".venv/bin/python -m benchmarks.comm.compression ": (
         "tests/unit/benchmarks/test_compression.py::test_compression_of_a_tiny_model"
     ),
@@ -226,15 +225,6 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.recompute --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
     ".venv/bin/python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png": (
         f"input.plot {ROOT}/benchmarks/results/input-decode-1core.json --out input.png"
-    ),
-    ".venv/bin/python -m benchmarks.input.storage data/imagenette --shard-mb 16 --out benchmarks/results/input-storage.json": (  # noqa: E501
-        "input.storage data/shapes --shard-mb 1 --batch 4 --repetitions 5 --scratch . --out out.json"
-    ),
-    ".venv/bin/python -m benchmarks.input.startup --out benchmarks/results/input-startup.json": (
-        "input.startup --num 1000 --repetitions 1 --scratch . --out out.json"
-    ),
-    ".venv/bin/python -m benchmarks.input.python_cost --out benchmarks/results/input-python-cost.json": (
-        "input.python_cost --pictures 256 --repetitions 1 --out out.json"
     ),
     ".venv/bin/python -m benchmarks.sharded_update --ranks 2 --out benchmarks/results/sharded-update.json": (
         "sharded_update --ranks 2 --model resnet18 --repetitions 1 --out out.json"

@@ -71,7 +71,7 @@ DOORS = {
     "horovod": ("bigbatch.comm.backends.horovod",),
     "apex": (),
     "mlperf_logging": ("bigbatch.trainer.mlperf.reference",),
-    "scipy": ("bigbatch.trainer.mlperf.reference",),
+    "scipy": ("bigbatch.trainer.datasets.prepare", "bigbatch.trainer.mlperf.reference"),
     "pynvml": ("bigbatch.trainer.machine.gpu_driver",),
     "pyarrow": ("bigbatch.trainer.init.tables",),
     "optuna": ("bigbatch.trainer.tune.search.study",),

@@ -19,10 +19,9 @@ from bigbatch.launch.simulate.profile import KEYS, read_profile
 from bigbatch.launch.sweep.folder import SweepFolder, read_state, read_summary, require_same
 from bigbatch.launch.sweep.plan import read_sweep
 from bigbatch.trainer.config.file import PACKAGED, load_config
-from bigbatch.trainer.datasets.class_folders import SOURCES, missing_splits
 from bigbatch.trainer.datasets.generated import MANIFEST, write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.datasets.prepare import IMAGENETTE
+from bigbatch.trainer.datasets.prepare import IMAGENETTE, SOURCES, missing_splits
 from bigbatch.trainer.input.shards import read_packed
 from bigbatch.trainer.run import owner
 from bigbatch.trainer.tune.search.folder import StudyFolder, require_own

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.trainer.config.sections import AugmentConfig
-from bigbatch.trainer.input.on_device import on_device
+from bigbatch.trainer.input.prepare_batch import on_device
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d, grid_sample
 
 from bigbatch.trainer.config.sections import AugmentConfig
-from bigbatch.trainer.input.on_device import on_device
+from bigbatch.trainer.input.prepare_batch import on_device
 
 MAX_MAGNITUDE = 30
 """Magnitudes are 0..30: the 31 bins that torchvision's RandAugment has by default."""

@@ -1,30 +1,35 @@
-"""Tar archives as they were published: found, checked, and read member by member without a temporary copy."""
+"""Tar archives from elsewhere: found, compared with what was published, and read member by member in bounded memory."""
 
 import gzip
 import hashlib
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path, PurePosixPath
-from typing import IO, BinaryIO
-from urllib.request import Request, urlopen
+from typing import IO
 
-from bigbatch.errors import DataError, shortened
+from bigbatch.errors import DataError, StorageError, first_line, shortened
 from bigbatch.files import replacing
 from bigbatch.trainer.datasets.show_progress import Report
-from bigbatch.trainer.datasets.tar_headers import BoundedTarInfo, read_headers
+from bigbatch.trainer.input.formats import MAX_PIXELS
 
-MAX_MEMBER_BYTES = 1 << 30
-"""A header may claim any length; what is read into memory stays below this (the largest CIFAR file has 155 MB)."""
-
+MAX_MEMBER_BYTES = 4 * MAX_PIXELS
+"""A header may claim any length; an image of data.max_megapixels takes less, stored in red, green, blue and alpha."""
+MAX_HEADER_BYTES, MAX_GLOBAL_HEADERS, MAX_MEMBERS = 1 << 16, 20, 4_000_000
+"""A path has at most 4,096 bytes, `git archive` writes one global header, ImageNet has 1.3 million members."""
 TIMEOUT_SECONDS = 60.0
-"""How long a server may be silent before a download is given up."""
+"""How long a server may be silent before a download fails."""
 
-_MAX_TAR_BYTES = 1 << 50
 _AGAIN = "download the archive again"
+_EXTENSIONS = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Member:
     def read(self) -> bytes:
         """Return all bytes. Raises: DataError naming archive and member if it is too long, cut off or damaged."""
         if self.num_bytes > MAX_MEMBER_BYTES:
-            raise DataError(f"{self}: claims {self.num_bytes:,} bytes; it is refused: get another one")
+            most = f"more than an image of {MAX_PIXELS / 1e6:g} megapixels takes ({MAX_MEMBER_BYTES:,})"
+            raise DataError(f"{self}: claims {self.num_bytes:,} bytes, {most}; it is refused: get another archive")
         with _named_errors(str(self)):
             return self.file.read()
 
@@ -73,9 +79,9 @@ def find_archive(folder: Path, archive: Archive) -> Path:
 
 
 def check_md5(path: Path, archive: Archive, *, on_progress: Report) -> None:
-    """Compare the MD5 sum with the published one. Raises: DataError if it differs, or none was published."""
+    """Compare the MD5 sum with the published one, if there is one. Raises: DataError if it differs."""
     if archive.md5 is None:
-        raise DataError(f"{path}: no MD5 sum was published; leave out --check-md5")
+        return
     with _named_errors(str(path)), open(path, "rb") as file:
         digest, total = hashlib.md5(usedforsecurity=False), path.stat().st_size
         while piece := file.read(1 << 22):
@@ -90,44 +96,69 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
 
     Raises: DataError naming the address, the file and the way out.
     """
-    path = folder / archive.names[0]
+    # a training that stages imports this module, and downloads nothing
+    from http.client import HTTPException
+    from urllib.request import Request, urlopen
+
+    path, url = folder / archive.names[0], str(archive.url)
     try:
         if path.is_file():
             with suppress(DataError):  # if it is another file, or a part of it, it is replaced
                 check_md5(path, archive, on_progress=on_progress)
                 return
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path, mark=".part") as file:
-            _fetch(archive, file, what=f"downloading {path.name}", on_progress=on_progress)
+        digest, done = hashlib.md5(usedforsecurity=False), 0
+        request = Request(url, headers={"User-Agent": "bigbatch"})
+        with replacing(path, mark=".part") as file, urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            total = response.length or 0  # a server need not say it
+            while piece := response.read(1 << 20):
+                file.write(piece)
+                digest.update(piece)
+                done += len(piece)
+                on_progress(f"downloading {path.name}", done, max(total, done))
+            if done < total:
+                raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
+            if digest.hexdigest() != archive.md5:
+                raise OSError(f"what came has MD5 {digest.hexdigest()}, not {archive.md5}")
     except (OSError, HTTPException) as error:
         advice = "try again, or fetch it elsewhere and name its folder with --archives"
-        raise DataError(f"{archive.url}: cannot be downloaded to {path} ({one_line(error)}); {advice}") from error
+        raise DataError(f"{url}: cannot be downloaded to {path} ({first_line(error)}); {advice}") from error
 
 
-def _fetch(archive: Archive, file: BinaryIO, *, what: str, on_progress: Report) -> None:
-    """Write what the server sends to file. Raises: OSError or HTTPException if not all came, or something else."""
-    assert archive.url is not None
-    digest, done = hashlib.md5(usedforsecurity=False), 0
-    request = Request(archive.url, headers={"User-Agent": "bigbatch"})
-    with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-        total = response.length or 0  # a server need not say it
-        while piece := response.read(1 << 20):
-            file.write(piece)
-            digest.update(piece)
-            done += len(piece)
-            on_progress(what, done, max(total, done))
-    if done < total:
-        raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
-    if digest.hexdigest() != archive.md5:
-        raise OSError(f"what came has MD5 {digest.hexdigest()}, not {archive.md5}")
+class BoundedTarInfo(tarfile.TarInfo):
+    """Refuses headers that are read into memory whole and would fill it; maps of sparse files are not read at all."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        """Do as tarfile does, which leaves this to subclasses. Raises: ReadError."""
+        if self.type in _EXTENSIONS and not 0 <= self.size <= MAX_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes, more than {MAX_HEADER_BYTES:,}")
+        if len(tar.pax_headers) > MAX_GLOBAL_HEADERS:  # Python 3.13 holds four times their bytes at once
+            raise tarfile.ReadError(f"more than {MAX_GLOBAL_HEADERS} global headers")
+        try:
+            return super()._proc_member(tar)  # type: ignore[misc]
+        except RecursionError as error:  # tarfile calls itself for what lies behind such a header
+            raise tarfile.ReadError("too many headers of one member") from error
+
+    def _proc_sparse(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        self.sparse = b""  # issparse() goes by whether there is a map
+        return self._proc_builtin(tar)  # type: ignore[attr-defined]
+
+    def _proc_gnusparse_10(self, info: tarfile.TarInfo, *_: object) -> None:
+        info.sparse = b""
 
 
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's text: tarfile and pickle write several."""
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
+def read_headers(tar: tarfile.TarFile, *, max_members: int = MAX_MEMBERS) -> Iterator[tarfile.TarInfo]:
+    """Yield the members in order and forget each. Raises: tarfile's errors."""
+    num_members = 0
+    while (info := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined]
+        num_members += 1
+        if num_members > max_members:
+            raise tarfile.ReadError(f"more than {max_members:,} members")
+        yield info
 
 
-def read_members(archive: Path | Member) -> Iterator[Member]:
+def read_members(archive: Path | Member, *, max_members: int = MAX_MEMBERS) -> Iterator[Member]:
     """Yield the regular files of an archive, or of one within another, in the order in which they lie.
 
     Raises: DataError naming archive and member for a name that leads out of the archive, a link, a device, a
@@ -135,7 +166,7 @@ def read_members(archive: Path | Member) -> Iterator[Member]:
     """
     origin, seen = str(archive), set()
     with _named_errors(origin), _open(archive) as tar:
-        for info in read_headers(tar):
+        for info in read_headers(tar, max_members=max_members):
             # not by pathlib, which interns each part: Python 3.12 keeps such a text for ever
             parts = [part for part in info.name.split("/") if part not in ("", ".")]
             # of millions of names, which may be long
@@ -161,13 +192,13 @@ def _open(archive: Path | Member) -> tarfile.TarFile:
     return tarfile.open(archive, mode="r:gz" if is_gzip else "r:", tarinfo=BoundedTarInfo)
 
 
-def _problem(info: tarfile.TarInfo, parts: Sequence[str]) -> str | None:
+def _problem(info: tarfile.TarInfo, parts: list[str]) -> str | None:
     """Return why a member must not be unpacked; None for a file or folder that stays inside."""
     reasons = {
         "has an absolute name": info.name.startswith("/"),
         "leads out of the archive": ".." in parts,
         "has an unprintable name": not info.name.isprintable(),  # a zero byte, a terminal's commands
-        "has an impossible length": not 0 <= info.size < _MAX_TAR_BYTES,  # tarfile would seek there
+        "has an impossible length": not 0 <= info.size < 1 << 50,  # tarfile would seek there
         "is a symbolic link": info.issym(),
         "is a hard link": info.islnk(),
         "is a device or a pipe": info.isdev(),
@@ -178,7 +209,7 @@ def _problem(info: tarfile.TarInfo, parts: Sequence[str]) -> str | None:
 
 
 def _require_end(tar: tarfile.TarFile) -> None:
-    """Refuse a cut or damaged header: tarfile takes it for the end, and a class would lack pictures unseen."""
+    """Refuse a cut or damaged header: tarfile takes it for the end, and a class would lack images unseen."""
     assert tar.fileobj is not None
     if isinstance(tar.fileobj, gzip.GzipFile):
         while tar.fileobj.read(1 << 20):  # up to the checksum of all; to seek back would unpack all again
@@ -191,10 +222,11 @@ def _require_end(tar: tarfile.TarFile) -> None:
 
 @contextmanager
 def _named_errors(origin: str) -> Iterator[None]:
-    """Name the archive in errors; what the operating system refuses is no damage: to download again would not help."""
+    """Name the archive in errors: what the system refuses is no damage, and to download again would not help."""
     try:
         yield
     except (tarfile.TarError, EOFError, zlib.error, ValueError, OverflowError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise DataError(f"{origin}: cannot be read ({error.strerror}); check its permissions and disk") from error
-        raise DataError(f"{origin}: is cut off or damaged ({one_line(error)}); {_AGAIN}") from error
+            reason = f"cannot be read ({error.strerror}); check its permissions and disk"
+            raise StorageError(f"{origin}: {reason}") from error
+        raise DataError(f"{origin}: is cut off or damaged ({first_line(error)}); {_AGAIN}") from error

@@ -4,7 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,10 @@ import numpy as np
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, Fault, examine_all
 from bigbatch.trainer.datasets.listing import Listing, open_listing
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
-from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, spelled_twice
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.spellings import RENAME, spelled_twice
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
@@ -127,11 +126,11 @@ def spread(values_N: np.ndarray) -> Spread:
     return Spread(int(values_N.min()), float(np.median(values_N)), int(values_N.max()))
 
 
-def _class_counts(images: Images) -> np.ndarray:
+def _class_counts(images: ImageSource) -> np.ndarray:
     return np.bincount(images.labels_N, minlength=len(images.classes))
 
 
-def split_facts(images: Images, rows_N: np.ndarray) -> SplitFacts:
+def split_facts(images: ImageSource, rows_N: np.ndarray) -> SplitFacts:
     """Return counts and sizes of one split."""
     good_N = rows_N[rows_N["fit"]]
     return SplitFacts(
@@ -191,7 +190,7 @@ def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
     return [Finding(kind, split, tuple(reasons), is_problem=True) for kind, reasons in kinds.items()]
 
 
-def trait_findings(split: str, images: Images, *, rows_N: np.ndarray) -> list[Finding]:
+def trait_findings(split: str, images: ImageSource, *, rows_N: np.ndarray) -> list[Finding]:
     """Return one remark per trait that some picture has, with what the loaders make of it."""
     findings = []
     for bit, (trait, meaning) in enumerate(TRAITS.items()):
@@ -202,7 +201,7 @@ def trait_findings(split: str, images: Images, *, rows_N: np.ndarray) -> list[Fi
     return findings
 
 
-def class_findings(root: Path, splits: Mapping[str, Images]) -> list[Finding]:
+def class_findings(root: Path, splits: Mapping[str, ImageSource]) -> list[Finding]:
     """Return missing splits, classes without pictures or in one split only, and counts that are not ImageNet's."""
     findings = []
     missing = tuple(f"{root / split}: no such folder" for split in SPLITS if split not in splits)
@@ -244,7 +243,7 @@ def unprintable_findings(where: str, classes: Sequence[str]) -> list[Finding]:
     return [Finding(kind, where, odd, is_problem=True, meaning="give it another one")] if odd else []
 
 
-def imagenet_findings(split: str, images: Images) -> list[Finding]:
+def imagenet_findings(split: str, images: ImageSource) -> list[Finding]:
     """Tell, for 1,000 classes named by WordNet ids: is it the whole of ILSVRC-2012, or of ImageNet-V2?"""
     is_wnid = re.compile(r"n\d{8}").fullmatch
     if len(images.classes) != IMAGENET_CLASSES or not all(map(is_wnid, images.classes)):
@@ -276,38 +275,26 @@ def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
     return sorted(order_N[start:stop].tolist() for start, stop in zip(starts, stops, strict=False) if stop - start > 1)
 
 
-def duplicate_findings(splits: Mapping[str, Images], tables: Mapping[str, np.ndarray]) -> list[Finding]:
+def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, np.ndarray]) -> list[Finding]:
     """Find the same bytes twice: in train and val a problem, inside a split a remark."""
     good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
     positions_N = np.concatenate(list(good.values()))
-    cases: dict[_Kind, list[str]] = {}
+    found: dict[Finding, list[str]] = {}
     for group in equal_groups(np.concatenate([tables[split]["digest"][good[split]] for split in good])):
         members = [(str(owners[number]), int(positions_N[number])) for number in group]
         case = " = ".join(splits[split].name(position) for split, position in members)
-        cases.setdefault(_kind_of_duplicate(splits, members), []).append(case)
-    return [
-        Finding(each.kind, each.where, tuple(lines), is_problem=each.is_problem, meaning=each.meaning)
-        for each, lines in cases.items()
-    ]
+        found.setdefault(_duplicate(splits, members), []).append(case)
+    return [replace(finding, cases=tuple(cases)) for finding, cases in found.items()]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Describes a finding without its cases."""
-
-    kind: str
-    where: str
-    is_problem: bool
-    meaning: str
-
-
-def _kind_of_duplicate(splits: Mapping[str, Images], members: Sequence[tuple[str, int]]) -> _Kind:
+def _duplicate(splits: Mapping[str, ImageSource], members: Sequence[tuple[str, int]]) -> Finding:
+    """Return the finding that these members are the same bytes, without its cases."""
     where = sorted({split for split, _ in members})
     if len(where) > 1:
         meaning = "leakage: the accuracy would be too good; remove it from one of them"
-        return _Kind("same picture in train and val", " and ".join(where), True, meaning)
-    labels = {int(splits[split].labels_N[position]) for split, position in members}
-    if len(labels) > 1:
-        return _Kind("same picture in several classes", where[0], False, "at most one of its labels can be right")
-    return _Kind("same picture twice", where[0], False, "counts as often as it is there")
+        return Finding("same picture in train and val", " and ".join(where), (), True, meaning)
+    if len({int(splits[split].labels_N[position]) for split, position in members}) > 1:
+        meaning = "at most one of its labels can be right"
+        return Finding("same picture in several classes", where[0], (), False, meaning)
+    return Finding("same picture twice", where[0], (), False, "counts as often as it is there")

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from bigbatch.errors import DataError
+from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.datasets.processes import in_parallel
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import (
     PNG_END,
     PNG_START,
@@ -72,7 +72,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Job:
-    splits: Mapping[str, Images]
+    splits: Mapping[str, ImageSource]
     decode: bool
     max_pixels: int
 
@@ -134,7 +134,7 @@ def _is_rotated(image: Image.Image) -> bool:
         return False
 
 
-def examine_part(images: Images, positions: range, *, split: str, decode: bool, max_pixels: int) -> Part:
+def examine_part(images: ImageSource, positions: range, *, split: str, decode: bool, max_pixels: int) -> Part:
     """Read and examine the pictures at positions; a bad one becomes a fault."""
     rows_N, faults = np.zeros(len(positions), IMAGE), []
     with warnings.catch_warnings():
@@ -144,21 +144,25 @@ def examine_part(images: Images, positions: range, *, split: str, decode: bool, 
             try:
                 data = images.read(position)
             except (OSError, DataError) as error:
-                faults.append(Fault(path, "unreadable file", _reason(path, error)))
+                faults.append(Fault(path, "unreadable file", reason_of(path, error)))
                 continue
             rows_N[row]["num_bytes"] = len(data)
             try:
                 found = examine(data, path=path, decode=decode, max_pixels=max_pixels)
                 rows_N[row] = (_digest(data), len(data), *found, True)
             except Exception as error:  # one bad file must not end the check, whatever a decoder makes of it
-                faults.append(Fault(path, kind_of_fault(data, error), _reason(path, error)))
+                faults.append(Fault(path, kind_of_fault(data, error), reason_of(path, error)))
     return Part(split, rows_N, tuple(faults))
 
 
-def _reason(path: str, error: Exception) -> str:
-    if isinstance(error, DataError):
+def reason_of(path: str, error: Exception) -> str:
+    """Return the line that says why a picture cannot be used."""
+    # what is there and cannot be read, such as a folder; a picture in a shard has no path of its own
+    is_there = isinstance(error, StorageError) and os.path.lexists(path)
+    if isinstance(error, DataError) and not is_there:
         return str(error.args[0])
-    what = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+    cause = error.__cause__ if is_there else error
+    what = (isinstance(cause, OSError) and cause.strerror) or " ".join(str(cause).split())
     return f"{path}: cannot be used ({what}); replace or remove it"
 
 
@@ -166,7 +170,9 @@ def _digest(data: bytes) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint64)
 
 
-def examine_all(splits: Mapping[str, Images], *, decode: bool, num_workers: int, max_pixels: int) -> Iterator[Part]:
+def examine_all(
+    splits: Mapping[str, ImageSource], *, decode: bool, num_workers: int, max_pixels: int
+) -> Iterator[Part]:
     """Yield parts of all splits, in order, each as soon as it is there; in this process if one is enough.
 
     Raises: ConfigError for an impossible num_workers; DataError if a process dies.

@@ -8,44 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from bigbatch.files import read_plain
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import list_below, list_split
 from bigbatch.trainer.input.listed import read_images
+from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shards import ENTRIES, FACTS, SETTINGS, is_packed, read_packed
-
-
-@dataclass(frozen=True)
-class FolderImages:
-    """Lists split/<class>/.../<image> on disk. All file names lie in one bytes object, so a million travel fast."""
-
-    folder: str
-    classes: tuple[str, ...]
-    labels_N: np.ndarray
-    names: bytes
-    ends_N: np.ndarray
-    """Where each name ends in names; one of a folder below its class has that folder before it."""
-
-    def __len__(self) -> int:
-        """Return the number of pictures."""
-        return len(self.labels_N)
-
-    def name(self, position: int) -> str:
-        """Return the path of a picture."""
-        start = self.ends_N[position - 1] if position else 0
-        file_name = os.fsdecode(self.names[start : self.ends_N[position]])
-        return f"{self.folder}/{self.classes[self.labels_N[position]]}/{file_name}"
-
-    def read(self, position: int) -> bytes:
-        """Return its bytes. Raises: OSError."""
-        return read_plain(self.name(position))
 
 
 @dataclass(frozen=True)
 class Listing:
     """Lists a split before any picture is read."""
 
-    images: Images
+    images: ImageSource
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Paths of what looks like images and is not read, by kind."""
     nested: tuple[str, ...] = ()
@@ -60,13 +34,11 @@ def list_folder(folder: Path) -> Listing:
     """List folder/<class>/.../<image>, by the loaders' rule, and all else. Raises: DataError if it cannot be listed."""
     top = list_split(folder)
     below = [list_below(folder / name) for name in top.folders]
-    names = [os.fsencode(name) for each in below for name in each.images]
-    found = FolderImages(
-        folder=str(folder),
+    found = ImageIndex(
+        root=str(folder),
         classes=tuple(top.folders),
+        paths=[f"{name}/{image}" for name, each in zip(top.folders, below, strict=True) for image in each.images],
         labels_N=np.repeat(np.arange(len(below), dtype=np.int64), [len(each.images) for each in below]),
-        names=b"".join(names),
-        ends_N=np.cumsum([len(name) for name in names], dtype=np.int64),
     )
     places = {str(folder): top, **{f"{folder}/{name}": each for name, each in zip(top.folders, below, strict=True)}}
     left_out: dict[str, list[str]] = defaultdict(list)

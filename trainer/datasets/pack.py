@@ -4,31 +4,27 @@ import hashlib
 import io
 import json
 import os
+import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
-from bigbatch.files import parse_json
+from bigbatch.files import parse_json, replacing
 from bigbatch.trainer.datasets.processes import in_parallel
-from bigbatch.trainer.datasets.shard_writer import (
-    PackRecipe,
-    ShardPlan,
-    ShardRecord,
-    new_shard_file,
-    padded,
-    record_name,
-    sweep_unfinished,
-    write_shard,
-)
+from bigbatch.trainer.datasets.verify_shards import COLUMNS, ShardRecord, read_shard
+from bigbatch.trainer.input.formats import MAX_PIXELS, PNG_START, encoded_size, is_webp, open_image
 from bigbatch.trainer.input.listed import read_images
-from bigbatch.trainer.input.order import ImageIndex, describe_left_out
+from bigbatch.trainer.input.order import ImageIndex, describe_left_out, read_file
 from bigbatch.trainer.input.shards import (
     BLOCK_BYTES,
     ENTRIES,
@@ -38,13 +34,57 @@ from bigbatch.trainer.input.shards import (
     SETTINGS,
     Shard,
     SplitIndex,
-    read_entries,
+    key_number,
+    read_facts,
     read_packed,
     shard_name,
 )
 
-_LABEL_BYTES = 2 * BLOCK_BYTES
+UNFINISHED = ".unfinished"
 _NEW = "delete its folder to pack anew, or name another DST"
+
+
+@dataclass(frozen=True)
+class PackRecipe:
+    """Decides the bytes of the shards, beside the images."""
+
+    shard_bytes: int = 512_000_000
+    """Most bytes of a shard, counted as the images come; a larger image gets a shard of its own."""
+    max_side: int | None = None
+    """An image whose shorter side exceeds it is shrunk to it; None leaves all as they are."""
+    quality: int = 90
+    """Of the JPEGs that shrunk images become."""
+    max_pixels: int = MAX_PIXELS
+    """An image that states more is refused; it decides no bytes."""
+
+    def __post_init__(self) -> None:
+        legal = {
+            "shard_bytes": (self.shard_bytes >= 1, "1 or more"),
+            "max_side": (self.max_side is None or self.max_side >= 1, "1 or more pixels"),
+            "quality": (1 <= self.quality <= 100, "1 to 100"),
+        }
+        for key, (is_legal, hint) in legal.items():
+            if not is_legal:
+                raise ConfigError(f"{key}={getattr(self, key)} is not possible; give {hint}")
+
+    def made(self) -> dict[str, int | None]:
+        """Return it as index.json states it; the quality only where something can be shrunk."""
+        quality = None if self.max_side is None else self.quality
+        return {"shard_bytes": self.shard_bytes, "max_side": self.max_side, "quality": quality}
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Names the images of one shard: positions first, first + 1, ... of the split."""
+
+    number: int
+    first: int
+    paths: tuple[str, ...]
+    labels: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return shard_name(self.number)
 
 
 @dataclass(frozen=True)
@@ -55,6 +95,8 @@ class SplitPlan:
     index: ImageIndex
     shards: list[ShardPlan]
     bytes_in: int
+    source: str
+    """Changes when an image comes, goes, grows, is written anew or gets another label."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +112,18 @@ class PackSummary:
 
     def __str__(self) -> str:
         if not self.num_packed:
-            return f"{self.num_images} pictures in {self.num_shards} shards, complete already"
+            return f"{self.num_images} images in {self.num_shards} shards, complete already"
         earlier = self.num_images - self.num_packed
         return (
-            f"{self.num_images} pictures in {self.num_shards} shards"
-            f"{f' ({earlier} pictures by an earlier call)' if earlier else ''}, "
+            f"{self.num_images} images in {self.num_shards} shards"
+            f"{f' ({earlier} images by an earlier call)' if earlier else ''}, "
             f"{_size(self.bytes_in)} in, {_size(self.bytes_out)} out, "
-            f"{self.seconds:.1f} s, {self.num_packed / self.seconds:.0f} pictures/s"
+            f"{self.seconds:.1f} s, {self.num_packed / self.seconds:.0f} images/s"
         )
 
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.4g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.4g} MB"
-
-
-def cut_into_shards(sizes_N: Sequence[int], *, shard_bytes: int) -> list[range]:
-    """Return the positions of each shard, in order: as many pictures as fit into shard_bytes of tar, at least one."""
-    firsts, filled = [0], 0
-    for position, size in enumerate(sizes_N):
-        needed = BLOCK_BYTES + padded(size) + _LABEL_BYTES
-        if filled and filled + needed > shard_bytes:
-            firsts.append(position)
-            filled = 0
-        filled += needed
-    return [range(first, end) for first, end in zip(firsts, [*firsts[1:], len(sizes_N)], strict=True)]
 
 
 def pack(
@@ -106,101 +136,101 @@ def pack(
     on_progress: Callable[[int, int], None] | None = None,
     on_left_out: Callable[[str], None] | None = None,
 ) -> PackSummary:
-    """Write target/<split>/ from source/<split>/<class>/<picture>, or from the list source.
+    """Write target/<split>/ from source/<split>/<class>/<image>, or from the list source.
 
     It finishes what an earlier call left. num_workers processes share the work (1: none are started). on_progress gets
-    (pictures done, pictures in all), on_left_out before all else a line that counts the files which are not packed and
-    look like images. Every picture is decoded once. Raises: ConfigError for an impossible setting;
-    DataError naming a bad picture, a target that holds something else, or a disk that cannot be written.
+    (images done, images in all), on_left_out before all else a line that counts the files which are not packed and
+    look like images. Every image is decoded once. Raises: ConfigError for an impossible setting;
+    DataError naming a bad image, a target that holds something else, or a disk that cannot be written.
     """
-    _require_possible(splits, num_workers)
+    is_name = [bool(split) and "/" not in split and not split.startswith(".") for split in splits]
+    if not splits or not all(is_name) or len(set(splits)) < len(splits):
+        names = "different names of folders, such as train,val"
+        raise ConfigError(f"splits={','.join(splits)!r} is not possible; give {names}")
+    in_parallel(len, [], num_workers=num_workers)  # refuses an impossible number before anything is written
     start, plans = time.monotonic(), _plan_splits(source, target, splits=splits, recipe=recipe)
     total = sum(len(plan.index) for plan in plans)
     left_out = describe_left_out(source, *(plan.index for plan in plans))
     if left_out and on_left_out:
         on_left_out(left_out)
-    num_done = num_packed = bytes_out = 0
+    num_done = num_packed = 0
     for plan in plans:
-        records = _finished_shards(plan)
-        todo = [shard for shard in plan.shards if shard.number not in records]
-        num_done += len(plan.index) - sum(len(shard.paths) for shard in todo)
-        write = partial(write_shard, plan.folder, recipe)
-        for shard, record in zip(todo, in_parallel(write, todo, num_workers=num_workers), strict=True):
-            records[shard.number] = record
-            num_done += len(shard.paths)
-            num_packed += len(shard.paths)
-            if on_progress:
-                on_progress(num_done, total)
-        _write_index(plan, [records[shard.number] for shard in plan.shards], recipe=recipe)
-        bytes_out += sum(record.shard.num_bytes for record in records.values())
+        if not (stated := _stated_shards(plan.folder)) or not _is_whole(plan.folder):
+            make, records = partial(_make_shard, plan.folder, recipe, stated), []
+            for record, is_new in in_parallel(make, plan.shards, num_workers=num_workers):
+                records.append(record)
+                num_packed += len(record.rows) * is_new
+                if on_progress:
+                    on_progress(num_done + sum(len(each.rows) for each in records), total)
+            _write_index(plan, records, recipe=recipe)
+        num_done += len(plan.index)
     return PackSummary(
         num_images=total,
         num_packed=num_packed,
         num_shards=sum(len(plan.shards) for plan in plans),
         bytes_in=sum(plan.bytes_in for plan in plans),
-        bytes_out=bytes_out,
+        bytes_out=sum(shard.num_bytes for plan in plans for shard in read_facts(plan.folder).shards),
         seconds=time.monotonic() - start,
     )
 
 
-def _require_possible(splits: Sequence[str], num_workers: int) -> None:
-    if num_workers < 1:
-        raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
-    is_name = [bool(split) and "/" not in split and not split.startswith(".") for split in splits]
-    if not splits or not all(is_name) or len(set(splits)) < len(splits):
-        raise ConfigError(
-            f"splits={','.join(splits)!r} is not possible; give different names of folders, such as train,val"
-        )
-
-
 def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: PackRecipe) -> list[SplitPlan]:
     """Look at all splits, then claim a folder for each; labels of the later splits are those of the first."""
-    plans, classes = [], None
+    plans: list[SplitPlan] = []
     for split in splits:
-        index = read_images(source, split, classes=classes)
-        classes = index.classes
-        stamps_N = _survey(index)
-        sizes_N = [size for size, _ in stamps_N]
-        cuts = cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes)
+        index = read_images(source, split, classes=plans[0].index.classes if plans else None)
+        sizes_N, digest = _survey(index)
         shards = [
-            ShardPlan(number, p.start, tuple(map(index.full_path, p)), tuple(index.labels_N[p.start : p.stop].tolist()))
-            for number, p in enumerate(cuts)
+            ShardPlan(number, p.start, tuple(map(index.name, p)), tuple(index.labels_N[p.start : p.stop].tolist()))
+            for number, p in enumerate(cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes))
         ]
-        sources = [_fingerprint(index, stamps_N, positions) for positions in cuts]
-        plans.append((SplitPlan(target / split, index, shards, sum(sizes_N)), sources))
+        plans.append(SplitPlan(target / split, index, shards, sum(sizes_N), digest))
     # after all splits were read: one that is bad leaves no folder behind
-    for plan, sources in plans:
-        _claim(plan.folder, {"version": FORMAT_VERSION, **recipe.made(), "sources": sources})
-    return [plan for plan, _ in plans]
+    for plan in plans:
+        _claim(plan.folder, {"version": FORMAT_VERSION, **recipe.made(), "source": plan.source})
+    return plans
 
 
-def _survey(index: ImageIndex) -> list[tuple[int, int]]:
-    """Return the bytes of each picture, and when it was written (ns)."""
-    chunks = [range(first, min(first + 1000, len(index))) for first in range(0, len(index), 1000)]
+def _survey(index: ImageIndex) -> tuple[list[int], str]:
+    """Return the bytes of each image, and a digest of all paths, labels, sizes and times of change."""
 
-    def stats(chunk: range) -> list[tuple[int, int]]:
+    def look(position: int) -> tuple[int, int]:
         try:
-            found = [os.stat(index.full_path(position)) for position in chunk]
+            found = os.stat(index.name(position))
         except OSError as error:
             raise DataError(f"{error.filename}: cannot be read ({error.strerror}); was it moved?") from error
-        return [(stat.st_size, stat.st_mtime_ns) for stat in found]
+        return found.st_size, found.st_mtime_ns
 
-    with ThreadPoolExecutor(16) as threads:  # on a network file system each answer takes its time
-        return [stat for part in threads.map(stats, chunks) for stat in part]
+    sizes_N, digest = [], hashlib.sha256()
+    # on a network file system each answer takes its time; in parts, as a million waiting calls take memory
+    with ThreadPoolExecutor(16) as threads:
+        for first in range(0, len(index), 10_000):
+            part = range(first, min(first + 10_000, len(index)))
+            for position, (size, time_ns) in zip(part, threads.map(look, part), strict=True):
+                sizes_N.append(size)
+                stamp = f"{index.paths[position]}\0{index.labels_N[position]}\0{size}\0{time_ns}\n"
+                digest.update(stamp.encode("utf-8", "surrogateescape"))
+    return sizes_N, digest.hexdigest()
 
 
-def _fingerprint(index: ImageIndex, stamps_N: Sequence[tuple[int, int]], positions: range) -> str:
-    """Return what changes when a shard's picture comes, goes, grows, is written anew or gets another label."""
-    digest = hashlib.sha256(f"{positions.start}\n".encode())
-    for position in positions:
-        size, time_ns = stamps_N[position]
-        stamp = f"{index.paths[position]}\0{index.labels_N[position]}\0{size}\0{time_ns}\n"
-        digest.update(stamp.encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
+def cut_into_shards(sizes_N: Sequence[int], *, shard_bytes: int) -> list[range]:
+    """Return the positions of each shard, in order: as many images as fit into shard_bytes of tar, at least one."""
+    firsts, filled = [0], 0
+    for position, size in enumerate(sizes_N):
+        needed = BLOCK_BYTES + padded(size) + 2 * BLOCK_BYTES  # the last two are the label's
+        if filled and filled + needed > shard_bytes:
+            firsts.append(position)
+            filled = 0
+        filled += needed
+    return [range(first, end) for first, end in pairwise((*firsts, len(sizes_N)))]
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Note in folder what is packed into it, and sweep up what earlier calls left that is of no use now.
+    """Note in folder what is packed into it, and remove what earlier calls left that is of no use now.
 
     Raises: DataError.
     """
@@ -211,83 +241,122 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         found = parse_json(path.read_text()) if path.exists() else None
         if found is None and any(folder.iterdir()):
             raise DataError(f"{folder}: holds something else than shards of `bigbatch data pack`; name another DST")
-        if found is not None and found != settings:
+        if found == settings:
+            return
+        if found is not None:
             was = found if isinstance(found, dict) else {}
-            _refuse_another(folder, was, settings)
-            _forget(folder, was=was.get("sources"), sources=settings["sources"])
+            apart = [key for key in settings if key != "source" and was.get(key) != settings[key]]
+            if apart:
+                changes = ", ".join(f"{key} {was.get(key)} -> {settings[key]}" for key in apart)
+                raise DataError(f"{folder}: was packed with other settings ({changes}); {_NEW}")
+            if (folder / FACTS).exists():
+                raise DataError(f"{folder}: was packed from other images, or by an older version; {_NEW}")
+            for shard in (*folder.glob("shard-*.tar"), *folder.glob(".shard-*.json")):
+                shard.unlink()
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read or made ({error}); {_NEW}") from error
-    if found != settings:
-        with new_shard_file(path) as file:
-            file.write((json.dumps(settings, indent=1) + "\n").encode())
+    with new_shard_file(path) as file:
+        file.write((json.dumps(settings, indent=1) + "\n").encode())
 
 
-def _refuse_another(folder: Path, was: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Raise DataError unless only pictures changed, of a split that is not packed to its end yet."""
-    apart = [key for key in settings if key != "sources" and was.get(key) != settings[key]]
-    if apart:
-        changes = ", ".join(f"{key} {was.get(key)} -> {settings[key]}" for key in apart)
-        raise DataError(f"{folder}: was packed with other settings ({changes}); {_NEW}")
-    if (folder / FACTS).exists():
-        raise DataError(f"{folder}: was packed from other pictures; {_NEW}")
-
-
-def _forget(folder: Path, *, was: object, sources: Sequence[str]) -> None:
-    """Remove the records of shards whose pictures changed, such as a bad one replaced, and shards in excess.
-
-    The records go before pack.json is written anew: a kill in between only loses records.
-    """
-    known = was if isinstance(was, list) else []
-    kept = {record_name(n) for n, (old, new) in enumerate(zip(known, sources, strict=False)) if old == new}
-    for path in folder.glob(".shard-*.json"):
-        if path.name not in kept:
-            path.unlink(missing_ok=True)
-    wanted = {shard_name(n) for n in range(len(sources))}
-    for path in folder.glob("shard-*.tar"):
-        if path.name not in wanted:
-            path.unlink(missing_ok=True)
-
-
-def _finished_shards(plan: SplitPlan) -> dict[int, ShardRecord]:
-    """Return, by number, the shards of earlier calls that are whole: those of the index and those not in one yet."""
-    records = _indexed_shards(plan.folder)
-    finished = {}
-    for shard in plan.shards:
-        # a record is newer than the index where a shard was packed again
-        record = _read_record(plan.folder / record_name(shard.number)) or records.get(shard.number)
-        if record is None or len(record.rows) != len(shard.paths):
-            continue
-        if _size_or_none(plan.folder / shard.name) == record.shard.num_bytes:
-            finished[shard.number] = record
-    return finished
-
-
-def _read_record(path: Path) -> ShardRecord | None:
-    """Read a record; None where there is none, or a broken one: the shard is packed again."""
+def _stated_shards(folder: Path) -> dict[str, Shard]:
+    """Return the shards of a split's index by name; none where it is missing or broken: it is made anew."""
     try:
-        found = parse_json(path.read_text())
-        return ShardRecord(Shard(**found["shard"]), np.array(found["rows"], np.int64).reshape(-1, 4).tolist())
-    except (OSError, ValueError, TypeError, KeyError, OverflowError):
-        return None
-
-
-def _indexed_shards(folder: Path) -> dict[int, ShardRecord]:
-    try:
-        facts, entries_N = read_entries(folder)
+        return {shard.name: shard for shard in read_facts(folder).shards}
     except DataError:
-        return {}  # not finished, or to be made anew
-    rows_N4 = np.stack([entries_N[name] for name in ("offset", "length", "height", "width")], axis=1)
-    return {n: ShardRecord(shard, rows_N4[entries_N["shard"] == n].tolist()) for n, shard in enumerate(facts.shards)}
+        return {}
 
 
-def _size_or_none(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_packed(folder)
+    except DataError:
+        return False
+    return True
+
+
+def _make_shard(
+    folder: Path, recipe: PackRecipe, stated: dict[str, Shard], plan: ShardPlan
+) -> tuple[ShardRecord, bool]:
+    """Take the shard that an earlier call left, if it is the stated one, or write it; tell whether it was written."""
+    if (folder / plan.name).exists():
+        try:
+            record = read_shard(folder / plan.name, expected=stated.get(plan.name))
+            if [row[0] for row in record.rows] == list(range(plan.first, plan.first + len(plan.paths))):
+                return record, False
+        except DataError:  # cut or damaged since
+            pass
+    return write_shard(folder, recipe, plan), True
+
+
+def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> ShardRecord:
+    """Write one tar file, whole or not at all: the same plan and images give the same bytes. Raises: DataError."""
+    digest, rows, num_bytes = hashlib.sha256(), [], 0
+    with new_shard_file(folder / plan.name) as file:
+        for header, block, facts in _members(recipe, plan):
+            if facts is not None:
+                number, *others = facts
+                # the offset of the image itself, behind its header: readers seek there
+                rows.append((number, num_bytes + len(header), *others))
+            for part in (header, block):
+                file.write(part)
+                digest.update(part)
+                num_bytes += len(part)
+    return ShardRecord(Shard(plan.name, num_bytes, digest.hexdigest()), rows)
+
+
+def _members(recipe: PackRecipe, plan: ShardPlan) -> Iterator[tuple[bytes, bytes, tuple[int, ...] | None]]:
+    """Yield (header, padded data, (number, length, height, width, label) of an image or None) of a tar file's parts."""
+    most = recipe.max_pixels
+    for position, (path, label) in enumerate(zip(plan.paths, plan.labels, strict=True), plan.first):
+        data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality, max_pixels=most)
+        # readers end the key at the first dot; the number makes it unique, whatever the folder held
+        key = f"{key_number(position)}-{Path(path).stem.replace('.', '_')}"
+        suffix = "png" if data.startswith(PNG_START) else "webp" if is_webp(data) else "jpg"
+        size = encoded_size(data, path=path, max_pixels=most)
+        yield *tar_member(f"{key}.{suffix}", data), (position, len(data), *size, label)
+        yield *tar_member(f"{key}.cls", str(label).encode()), None
+    yield b"", bytes(2 * BLOCK_BYTES), None  # the end mark
+
+
+def tar_member(name: str, data: bytes) -> tuple[bytes, bytes]:
+    """Return a header, and data padded to whole blocks; no time, no owner: name and data decide the bytes."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    header = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+    return header, data.ljust(padded(len(data)), b"\0")
+
+
+def shrink(data: bytes, *, path: str, max_side: int | None, quality: int, max_pixels: int = MAX_PIXELS) -> bytes:
+    """Return data itself, or the image as a JPEG with its shorter side at max_side; decodes it in either case.
+
+    Antialiased (Lanczos), aspect kept, in grey or RGB. EXIF goes, and with it the orientation: the loaders
+    ignore it, so what is stored stays as it was. Raises: DataError naming path.
+    """
+    image = open_image(data, path=path, max_pixels=max_pixels)
+    short = min(image.size)
+    if max_side is None or short <= max_side:
+        return data
+    image = image if image.mode == "L" else image.convert("RGB")
+    width, height = (round(side * max_side / short) for side in image.size)
+    buffer = io.BytesIO()
+    try:
+        image.resize((width, height), Image.Resampling.LANCZOS).save(buffer, "JPEG", quality=quality)
+    except (OSError, ValueError) as error:  # no side of a JPEG exceeds 65,500 pixels
+        reason = f"shrunk to {width} x {height} it cannot be saved as JPEG ({error})"
+        raise DataError(f"{path}: {reason}; remove it, or give another --max-side") from error
+    return buffer.getvalue()
 
 
 def _write_index(plan: SplitPlan, records: list[ShardRecord], *, recipe: PackRecipe) -> None:
-    """Write index.npy, then index.json, with which the split is complete; nothing where both are right already."""
+    """Write index.npy, then index.json with its hash, which alone says that all is there."""
+    entries_N = np.zeros(len(plan.index), ENTRY)
+    entries_N["shard"] = np.repeat(np.arange(len(records)), [len(record.rows) for record in records])
+    rows_N6 = np.concatenate([np.array(record.rows, np.int64) for record in records])
+    for column, name in enumerate(COLUMNS, 1):
+        entries_N[name] = rows_N6[:, column]
     buffer = io.BytesIO()
-    np.save(buffer, _entries(plan, records), allow_pickle=False)
+    np.save(buffer, entries_N, allow_pickle=False)
     facts = SplitIndex(
         version=FORMAT_VERSION,
         classes=plan.index.classes,
@@ -296,31 +365,28 @@ def _write_index(plan: SplitPlan, records: list[ShardRecord], *, recipe: PackRec
         shards=tuple(record.shard for record in records),
         made=recipe.made(),
     )
-    if not _has_index(plan.folder, facts):
-        # index.json comes last, with the hash of index.npy: it alone says that all is there
-        with new_shard_file(plan.folder / ENTRIES) as file:
-            file.write(buffer.getbuffer())
-        with new_shard_file(plan.folder / FACTS) as file:
-            file.write(facts.to_json().encode())
-    for path in plan.folder.glob(".shard-*.json"):
-        path.unlink(missing_ok=True)
+    for name, data in ((ENTRIES, buffer.getvalue()), (FACTS, facts.to_json().encode())):
+        with new_shard_file(plan.folder / name) as file:
+            file.write(data)
     # reads what a run would read, and raises what it would raise
     read_packed(plan.folder)
 
 
-def _entries(plan: SplitPlan, records: list[ShardRecord]) -> np.ndarray:
-    """Return what index.npy holds."""
-    entries_N = np.zeros(len(plan.index), ENTRY)
-    entries_N["shard"] = np.repeat(np.arange(len(records)), [len(record.rows) for record in records])
-    entries_N["label"] = plan.index.labels_N
-    rows_N4 = np.concatenate([np.array(record.rows, np.int64) for record in records])
-    for column, name in enumerate(("offset", "length", "height", "width")):
-        entries_N[name] = rows_N4[:, column]
-    return entries_N
-
-
-def _has_index(folder: Path, facts: SplitIndex) -> bool:
+@contextmanager
+def new_shard_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file that stands under path when it is whole and on disk. Raises: DataError with the path."""
     try:
-        return read_entries(folder)[0] == facts
-    except DataError:
-        return False
+        with replacing(path, suffix=UNFINISHED, sync=True) as file:
+            yield file
+    except OSError as error:
+        # each pack sweeps up what it takes for the rest of one that was killed
+        is_swept = isinstance(error, FileNotFoundError)
+        todo = "is another pack writing here? let one end" if is_swept else "make room"
+        advice = f"{todo}, then run the same command again: finished shards are kept"
+        raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
+
+
+def sweep_unfinished(folder: Path) -> None:
+    """Remove what writers that were killed left in folder."""
+    for left in folder.glob(f".*{UNFINISHED}"):
+        left.unlink(missing_ok=True)

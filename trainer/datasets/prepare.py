@@ -1,65 +1,374 @@
-"""Official archives -> ROOT/train/<class>/<picture> and ROOT/val/<class>/<picture>."""
+"""Official archives -> ROOT/<split>/<class>/<image>. A split gets its name when it is whole and counted, not before."""
 
+import errno
+import io
+import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from bigbatch.errors import DataError
+from bigbatch.errors import DataError, StorageError, first_line
+from bigbatch.files import parse_json, write_new, write_whole
+from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.datasets.archives import Archive, Member, check_md5, download, find_archive, read_members
-from bigbatch.trainer.datasets.class_folders import (
-    DataSet,
-    ImageWriter,
-    StoredImage,
-    class_names,
-    finish_split,
-    go_on_or_start_anew,
-    missing_splits,
-    only_run,
-    unfinished_folder,
-)
-from bigbatch.trainer.datasets.matfile import read_struct_array
 from bigbatch.trainer.datasets.show_progress import Report
-from bigbatch.trainer.input.image_files import is_image
+from bigbatch.trainer.input.image_files import is_image, list_below, list_split
+
+SOURCES = "prepared.json"
+"""In ROOT: which data set each split came from. Two sizes of Imagenette differ in nothing else that is quick to see."""
+
+StoredImage = tuple[str, bytes]
+"""(path below the folder of all splits, encoded image)."""
+
+MAX_IN_FLIGHT_BYTES = 64 << 20
+"""Images that wait for their writers stay below this, and one more."""
+
+_PART = ".part"
+"""The same for each run: its lock leaves one writer, which writes over what a killed one left."""
+_NOT_OFFICIAL = "this is not the official archive"
+_WNID = re.compile(r"n\d{8}")
+_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Describes a published data set and what it must amount to."""
+
+    name: str
+    archives: Mapping[str, Archive]
+    """Of each split by its name, or of all splits together; of neither: what every split needs."""
+    num_classes: int
+    num_images: Mapping[str, int]
+    """Of each split."""
+    read: Callable[["DataSet", Mapping[str, Path], str], Iterator[StoredImage]]
+    """(data set, archives, key of the archive to read) -> its images."""
+
+    @property
+    def is_one_archive(self) -> bool:
+        return not self.num_images.keys() & self.archives.keys()
+
+    def members(self, archive: Path | Member) -> Iterator[Member]:
+        """Yield the files of an archive that has no more members than the data set can need. Raises: DataError."""
+        return read_members(archive, max_members=2 * sum(self.num_images.values()) + 10_000)
+
+
+def prepare(
+    root: Path,
+    data_set: DataSet,
+    *,
+    archives: Path | None,
+    with_md5: bool = False,
+    num_threads: int = 8,
+    on_progress: Report,
+) -> list[str]:
+    """Write the splits that are not there yet, and return them; their archives alone are needed.
+
+    Without archives the one archive is downloaded into root/archives, and stays there. An interrupted run is gone on
+    with: an image that is there is not written again.
+    Raises: DataError for an archive, a member or a number that is not as published, and then nothing of it is left; and
+    for what cannot be written or read.
+    """
+    if not (missing := missing_splits(root, data_set)):
+        return []
+    parts = {"all": missing} if data_set.is_one_archive else {split: [split] for split in missing}
+    with _only_run(root, data_set) as unfinished:
+        paths = {}
+        for key, archive in data_set.archives.items():
+            if key in parts or key not in data_set.num_images:
+                if archives is None:
+                    download(root / "archives", archive, on_progress=on_progress)
+                paths[key] = find_archive(archives or root / "archives", archive)
+        for key in paths if with_md5 else {"kit"} & paths.keys():
+            check_md5(paths[key], data_set.archives[key], on_progress=on_progress)
+        for key, splits in parts.items():
+            images = (
+                (path, data) for path, data in data_set.read(data_set, paths, key) if path.split("/")[0] in splits
+            )
+            total = sum(data_set.num_images[split] for split in splits)
+            report = partial(on_progress, f"writing {' and '.join(splits)}")
+            write_images(unfinished, images, num_threads=num_threads, on_written=partial(_count, report, total))
+            for split in splits:
+                _finish(root, data_set, split=split, unfinished=unfinished)
+    return missing
+
+
+def _count(report: Callable[[int, int], None], total: int, done: int) -> None:
+    report(done, total)
+
+
+def write_images(
+    folder: Path, images: Iterable[StoredImage], *, num_threads: int, on_written: Callable[[int], None]
+) -> None:
+    """Write each image to its path, unless its bytes are there; on_written gets the number that is done.
+
+    In threads: what takes time on a cluster's file system is waiting for it. Raises: OSError.
+    """
+    in_flight: deque[tuple[Future[None], int]] = deque()
+    num_bytes = num_done = 0
+
+    def wait() -> None:
+        nonlocal num_bytes, num_done
+        future, size = in_flight.popleft()
+        future.result()
+        num_bytes, num_done = num_bytes - size, num_done + 1
+        on_written(num_done)
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="bigbatch-write") as threads:
+        for path, data in images:
+            while in_flight and (len(in_flight) >= 4 * num_threads or num_bytes > MAX_IN_FLIGHT_BYTES):
+                wait()
+            in_flight.append((threads.submit(_write_image, folder / path, data), len(data)))
+            num_bytes += len(data)
+        while in_flight:
+            wait()
+
+
+def _write_image(path: Path, data: bytes) -> None:
+    with suppress(OSError):  # whatever is wrong, writing tells
+        if path.stat().st_size == len(data) and path.read_bytes() == data:  # a machine may have crashed
+            return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, data, mark=_PART)
+
+
+@contextmanager
+def _only_run(root: Path, data_set: DataSet) -> Iterator[Path]:
+    """Give the folder in which the data set grows, which loaders do not look into, to one run at a time.
+
+    It stays where the run stopped half-way, unless what it holds comes from an archive that is refused.
+    Raises: DataError if another run writes there, or it cannot be made or written.
+    """
+    unfinished = root / f".{data_set.name}.unfinished"
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with open_lock(unfinished / "lock") as lock:
+            try:
+                if not try_lock(lock):
+                    raise StorageError(f"{unfinished}: another run writes here; wait for its end, or name a new folder")
+            except OSError as error:  # a file system without locks, such as Lustre mounted without them
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                    raise
+            try:
+                yield unfinished
+            except StorageError:
+                raise
+            except DataError:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            finally:
+                if not class_names(unfinished):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    with suppress(OSError):  # splits are there
+                        root.rmdir()
+    except OSError as error:
+        advice = "mend that and run the command again, it goes on where it stopped"
+        path = error.filename2 or error.filename or unfinished
+        raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error
+
+
+def missing_splits(root: Path, data_set: DataSet) -> list[str]:
+    """Return the splits that are still to be written.
+
+    Raises: DataError if one is there that is not complete or came from another data set.
+    """
+    missing = []
+    for split in data_set.num_images:
+        folder = root / split
+        if not os.path.exists(folder) or not any(vars(list_split(folder)).values()):
+            missing.append(split)
+            continue
+        source = _read_sources(root).get(split, data_set.name)
+        if source != data_set.name:
+            raise DataError(f"{folder}: holds {source}, not {data_set.name}; name a new folder")
+        if (problem := _wrong_counts(folder, data_set, split=split)) is not None:
+            raise DataError(f"{folder}: {problem}; name a new folder, or delete this one")
+    return missing
+
+
+def _finish(root: Path, data_set: DataSet, *, split: str, unfinished: Path) -> None:
+    """Count what was written and give it its name. Raises: DataError if there is too little or too much; OSError."""
+    if (problem := _wrong_counts(unfinished / split, data_set, split=split)) is not None:
+        raise DataError(f"{unfinished / split}: {problem}; it is deleted: download the archive again and repeat")
+    # before the rename: a split under its name always has its source
+    sources = {**_read_sources(root), split: data_set.name}
+    write_whole(root / SOURCES, json.dumps(sources, indent=2).encode(), mark=_PART)
+    os.sync()  # it must survive a power cut whole; to sync each of 1.3 million files would take hours
+    os.replace(unfinished / split, root / split)
+
+
+def class_names(folder: Path) -> list[str]:
+    """Return the sorted names of the class folders in folder; none where there is no such folder."""
+    return list_split(folder).folders if os.path.isdir(folder) else []
+
+
+def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
+    """Return what is wrong with the number of classes or images; None where both are as published."""
+    names = class_names(folder)
+    found = sum(len(list_below(folder / name).images) for name in names)
+    expected = data_set.num_images[split]
+    if (len(names), found) == (data_set.num_classes, expected):
+        return None
+    return f"holds {found:,} of {expected:,} images in {len(names):,} of {data_set.num_classes:,} classes"
+
+
+def _read_sources(root: Path) -> dict[str, Any]:
+    """Return what earlier runs wrote there; empty if none did."""
+    path = root / SOURCES
+    try:
+        return dict(parse_json(path.read_bytes()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it") from error
+
+
+def _read_imagenet(data_set: DataSet, paths: Mapping[str, Path], split: str) -> Iterator[StoredImage]:
+    wnids, val_wnids = read_kit(paths["kit"], data_set)
+    if split == "val":
+        for member in _flat(paths["val"], data_set):
+            match = _VAL_NAME.fullmatch(member.path.name)
+            if match is None or not 1 <= int(match[1]) <= len(val_wnids):
+                raise DataError(f"{member}: has no number from 1 to {len(val_wnids)}; {_NOT_OFFICIAL}")
+            yield f"val/{val_wnids[int(match[1]) - 1]}/{member.path.name}", member.read()
+        return
+    for archive in data_set.members(paths["train"]):
+        wnid = archive.path.stem
+        if archive.path.suffix != ".tar" or len(archive.path.parts) != 1 or wnid not in wnids:
+            raise DataError(f"{archive}: is no archive of a class; {_NOT_OFFICIAL}")
+        for member in _flat(archive, data_set):
+            yield f"train/{wnid}/{member.path.name}", member.read()
+
+
+def _flat(archive: Path | Member, data_set: DataSet) -> Iterator[Member]:
+    """Yield the images of an archive without folders. Raises: DataError for anything else in it."""
+    for member in data_set.members(archive):
+        if len(member.path.parts) != 1 or not is_image(member.path.name):
+            raise DataError(f"{member}: is no image at the top of the archive; {_NOT_OFFICIAL}")
+        yield member
+
+
+def read_kit(archive: Path, data_set: DataSet) -> tuple[set[str], list[str]]:
+    """Return the classes of ImageNet's development kit, and those of ILSVRC2012_val_00000001.JPEG and so on.
+
+    The kit numbers the classes in an order of its own, which is not that of sorted names: only meta.mat tells. SciPy
+    reads it once its MD5 sum was compared: a damaged file would crash it. Raises: DataError.
+    """
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise DataError("to read ImageNet's development kit takes SciPy: pip install scipy") from error
+    wanted = ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
+    files = {member.path.name: member.read() for member in data_set.members(archive) if member.path.name in wanted}
+    try:
+        synsets = loadmat(io.BytesIO(files[wanted[0]]), squeeze_me=True)["synsets"]
+        # the synsets with children are groups of the others
+        wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if row["num_children"] == 0}
+        val_wnids = [wnids[int(line)] for line in files[wanted[1]].split()]
+    except Exception as error:  # of a parser that raises almost anything
+        raise DataError(f"{archive}: names no classes ({first_line(error)}); download it again") from error
+    found, expected = (len(wnids), len(val_wnids)), (data_set.num_classes, data_set.num_images["val"])
+    if found != expected or not all(map(_WNID.fullmatch, wnids.values())):
+        known = f"{len(wnids):,} classes and {len(val_wnids):,} validation images"
+        raise DataError(f"{archive}: knows {known}; {_NOT_OFFICIAL}")
+    return set(wnids.values()), val_wnids
+
+
+def _read_imagenette(data_set: DataSet, paths: Mapping[str, Path], key: str) -> Iterator[StoredImage]:
+    """Yield imagenette2*/<split>/<wnid>/<image> without the first folder; the noisy labels' table is left out."""
+    for member in data_set.members(paths[key]):
+        if is_image(member.path.name):
+            _, *inner = member.path.parts
+            if len(inner) != 3 or inner[0] not in ("train", "val") or not _WNID.fullmatch(inner[1]):
+                raise DataError(f"{member}: lies not in train/<class> or val/<class>; {_NOT_OFFICIAL}")
+            yield "/".join(inner), member.read()
+
+
+def read_imagenet_v2(
+    wnids: Sequence[str], data_set: DataSet, paths: Mapping[str, Path], key: str
+) -> Iterator[StoredImage]:
+    """Yield <archive's folder>/<class index>/<image> as val/<wnid>/<image>. Raises: DataError for another path."""
+    for member in data_set.members(paths[key]):
+        if is_image(member.path.name):
+            index = member.path.parent.name
+            if len(member.path.parts) != 3 or not index.isdecimal() or int(index) >= len(wnids):
+                raise DataError(f"{member}: lies not in a folder from 0 to {len(wnids) - 1}; {_NOT_OFFICIAL}")
+            yield f"val/{wnids[int(index)]}/{member.path.name}", member.read()
+
+
+def read_wnids(root: Path, *, num_classes: int) -> list[str]:
+    """Return the class names of an ImageNet folder, by class index. Raises: DataError if it has others."""
+    for folder in (root / "train", root / "val"):
+        names = class_names(folder)
+        if len(names) == num_classes and all(map(_WNID.fullmatch, names)):
+            return names
+    reason = f"has no train or val with {num_classes} class folders as n01440764"
+    raise DataError(f"{root}: {reason}; correct --classes-from")
+
+
+def _read_cifar(data_set: DataSet, paths: Mapping[str, Path], key: str) -> Iterator[StoredImage]:
+    """Yield all images as PNG: <split>/<class>/<position in the split, five digits>.png.
+
+    torchvision compares the MD5 sum of each pickle before it loads it: no other code than the published is executed.
+    """
+    from PIL import Image
+    from torchvision import datasets
+
+    peer = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[data_set.name]
+    wanted = {name for name, _ in (*peer.train_list, *peer.test_list)} | {peer.meta["filename"]}
+    with tempfile.TemporaryDirectory(prefix="bigbatch-cifar-") as folder:
+        for member in data_set.members(paths[key]):
+            if member.path.name in wanted:
+                path = Path(folder, peer.base_folder, member.path.name)
+                path.parent.mkdir(exist_ok=True)
+                write_new(path, member.read())
+        for split in data_set.num_images:
+            try:
+                images = peer(folder, train=split == "train")
+            except RuntimeError as error:
+                reason = "its files have not the published MD5 sums; download the archive again"
+                raise DataError(f"{paths[key]}: {reason}") from error
+            for position, (image_HW3, label) in enumerate(zip(images.data, images.targets, strict=True)):
+                buffer = io.BytesIO()
+                Image.fromarray(image_HW3).save(buffer, "PNG")
+                yield f"{split}/{images.classes[label]}/{position:05d}.png", buffer.getvalue()
+
 
 IMAGENET = DataSet(
     name="imagenet",
-    archives=(
-        Archive(
-            names=("ILSVRC2012_img_train.tar",),
-            num_bytes=147_897_477_120,
-            md5="1d675b47d978889d74fa0da5fadfb00e",
-        ),
-        Archive(
-            names=("ILSVRC2012_img_val.tar",),
-            num_bytes=6_744_924_160,
-            md5="29b22e2961454d5413ddabcf34fc5622",
-        ),
-        Archive(names=("ILSVRC2012_devkit_t12.tar.gz",), md5="fa75699e90414af021442c21a62c3abf"),
-    ),
+    archives={
+        "train": Archive(("ILSVRC2012_img_train.tar",), 147_897_477_120, "1d675b47d978889d74fa0da5fadfb00e"),
+        "val": Archive(("ILSVRC2012_img_val.tar",), 6_744_924_160, "29b22e2961454d5413ddabcf34fc5622"),
+        "kit": Archive(("ILSVRC2012_devkit_t12.tar.gz",), md5="fa75699e90414af021442c21a62c3abf"),
+    },
     num_classes=1000,
     num_images={"train": 1_281_167, "val": 50_000},
+    read=_read_imagenet,
 )
 """Image-net.org hands these out after registration, so there is nothing to download here."""
 
+_V2_NAMES = ("imagenetv2-matched-frequency.tar.gz", "imagenetv2-matched-frequency-format-val.tar.gz")
 IMAGENET_V2 = DataSet(
-    name="imagenet-v2",
-    archives=(
-        Archive(
-            names=("imagenetv2-matched-frequency.tar.gz", "imagenetv2-matched-frequency-format-val.tar.gz"),
-        ),
-    ),
-    num_classes=1000,
-    num_images={"val": 10_000},
+    "imagenet-v2", {"all": Archive(_V2_NAMES)}, 1000, {"val": 10_000}, read=partial(read_imagenet_v2, ())
 )
+"""Its classes are numbers, which are positions in the names of ImageNet's: read_imagenet_v2 takes them."""
 
 _FAST_AI = "https://s3.amazonaws.com/fast-ai-imageclas"
 IMAGENETTE = {
     size: DataSet(
-        name=name,
-        archives=(Archive(names=(f"{name}.tgz",), md5=md5, url=f"{_FAST_AI}/{name}.tgz"),),
-        num_classes=10,
-        num_images={"train": 9469, "val": 3925},
+        name,
+        {"all": Archive((f"{name}.tgz",), None, md5, f"{_FAST_AI}/{name}.tgz")},
+        10,
+        {"train": 9469, "val": 3925},
+        read=_read_imagenette,
     )
     for size, name, md5 in (
         ("full", "imagenette2", "fe2fc210e6bb7c5664d602c3cd71e612"),
@@ -69,199 +378,17 @@ IMAGENETTE = {
 }
 """By the length of the shorter side."""
 
-WNID = re.compile(r"n\d{8}")
-_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
-_NOT_OFFICIAL = "this is not the official archive"
-
-
-@dataclass(frozen=True)
-class ValLabels:
-    """Holds what the development kit says."""
-
-    wnids: frozenset[str]
-    val_wnids: tuple[str, ...]
-    """Class of ILSVRC2012_val_00000001.JPEG and those that follow."""
-
-
-def prepare_imagenet(
-    root: Path,
-    *,
-    archives: Path,
-    data_set: DataSet,
-    with_md5: bool = False,
-    num_threads: int = 8,
-    on_progress: Report,
-) -> list[str]:
-    """Write both splits of ImageNet 2012 from the archives in a folder; the splits that were not there yet.
-
-    An interrupted run is gone on with: whole classes of the training split are not read again. The archive of a
-    split that is there already is not needed.
-    Raises: DataError for an archive, a member or a number that is not as published; a split that is not whole
-    never stands under its name.
-    """
-    if not (missing := missing_splits(root, data_set)):
-        return []
-    by_split = dict(zip(data_set.num_images, data_set.archives, strict=False))
-    needed = [*(by_split[split] for split in missing), data_set.archives[-1]]
-    *images, devkit = _official_archives(archives, needed, with_md5=with_md5, on_progress=on_progress)
-    labels = read_devkit(devkit, data_set=data_set)
-    with only_run(root, data_set):
-        for split, archive in zip(missing, images, strict=True):
-            go_on_or_start_anew(root, data_set, split=split, archives=[archive, devkit])
-            writer = _writer(root, data_set, splits=[split], num_threads=num_threads, on_progress=on_progress)
-            {"train": _write_train, "val": _write_val}[split](archive, writer, labels=labels)
-            finish_split(root, data_set, split=split)
-    return missing
-
-
-def _write_train(archive: Path, writer: ImageWriter, *, labels: ValLabels) -> None:
-    for member in read_members(archive):
-        wnid = _train_wnid(member, labels)
-        writer.write_class(f"train/{wnid}", ((each.path.name, each.read()) for each in _flat(member)))
-
-
-def _write_val(archive: Path, writer: ImageWriter, *, labels: ValLabels) -> None:
-    writer.write((_val_path(member, labels), member.read()) for member in _flat(archive))
-
-
-def prepare_from_one(
-    root: Path,
-    *,
-    archives: Path | None,
-    data_set: DataSet,
-    read: Callable[[Path], Iterable[StoredImage]],
-    with_md5: bool = False,
-    num_threads: int = 8,
-    on_progress: Report,
-) -> list[str]:
-    """Write a data set that comes in one archive; the splits that were not there yet.
-
-    read lists the pictures of the archive. Without archives it is downloaded into root/archives, and stays there.
-    Raises: DataError as prepare_imagenet does, or if the download fails.
-    """
-    if not (missing := missing_splits(root, data_set)):
-        return []
-    with only_run(root, data_set):
-        if archives is None:
-            archives = root / "archives"
-            download(archives, data_set.archives[0], on_progress=on_progress)
-        (archive,) = _official_archives(archives, data_set.archives, with_md5=with_md5, on_progress=on_progress)
-        for split in missing:
-            go_on_or_start_anew(root, data_set, split=split, archives=[archive])
-        writer = _writer(root, data_set, splits=missing, num_threads=num_threads, on_progress=on_progress)
-        writer.write((path, data) for path, data in read(archive) if path.split("/")[0] in missing)
-        for split in missing:
-            finish_split(root, data_set, split=split)
-    return missing
-
-
-def read_imagenette(archive: Path) -> Iterator[StoredImage]:
-    """Yield imagenette2*/<split>/<wnid>/<picture> without the first folder; the noisy labels' table is left out.
-
-    Raises: DataError for a picture elsewhere.
-    """
-    for member in read_members(archive):
-        if not is_image(member.path.name):
-            continue
-        _, *inner = member.path.parts
-        if len(inner) != 3 or inner[0] not in ("train", "val") or not WNID.fullmatch(inner[1]):
-            raise DataError(f"{member}: lies not in train/<class> or val/<class>; {_NOT_OFFICIAL}")
-        yield "/".join(inner), member.read()
-
-
-def read_imagenet_v2(archive: Path, *, wnids: list[str]) -> Iterator[StoredImage]:
-    """Yield <archive's folder>/<class index>/<picture> as val/<wnid>/<picture>. Raises: DataError for another path."""
-    for member in read_members(archive):
-        if not is_image(member.path.name):
-            continue
-        index = member.path.parent.name
-        if len(member.path.parts) != 3 or not index.isdecimal() or int(index) >= len(wnids):
-            raise DataError(f"{member}: lies not in a folder from 0 to {len(wnids) - 1}; {_NOT_OFFICIAL}")
-        yield f"val/{wnids[int(index)]}/{member.path.name}", member.read()
-
-
-def read_wnids(root: Path, *, num_classes: int) -> list[str]:
-    """Return the class names of an ImageNet folder, by class index. Raises: DataError if it has others."""
-    for folder in (root / "train", root / "val"):
-        names = class_names(folder)
-        if len(names) == num_classes and all(WNID.fullmatch(name) for name in names):
-            return names
-    raise DataError(
-        f"{root}: has no train or val with {num_classes} class folders as n01440764; correct --classes-from"
+_TORONTO = "https://www.cs.toronto.edu/~kriz"
+CIFAR = {
+    num_classes: DataSet(
+        f"cifar{num_classes}",
+        {"all": Archive((name,), None, md5, f"{_TORONTO}/{name}")},
+        num_classes,
+        {"train": 50_000, "val": 10_000},
+        read=_read_cifar,
     )
-
-
-def read_devkit(archive: Path, *, data_set: DataSet) -> ValLabels:
-    """Read the classes, and the class of each validation picture.
-
-    The kit numbers the classes in an order of its own, which is not that of sorted wnids: only meta.mat tells.
-    Raises: DataError if either file is missing or not as published.
-    """
-    wanted = {"meta.mat", "ILSVRC2012_validation_ground_truth.txt"}
-    files = {m.path.name: m.read() for m in read_members(archive) if m.path.name in wanted}
-    if lacking := sorted(wanted - files.keys()):
-        raise DataError(f"{archive}: holds no {lacking[0]}; download it again")
-    wnids = _class_ids(files["meta.mat"], origin=f"{archive}: meta.mat")
-    try:
-        val_wnids = tuple(wnids[int(line)] for line in files["ILSVRC2012_validation_ground_truth.txt"].split())
-    except (ValueError, KeyError) as error:
-        raise DataError(f"{archive}: the ground truth names no class with {error}; download it again") from error
-    if (len(wnids), len(val_wnids)) != (data_set.num_classes, data_set.num_images["val"]):
-        known = f"{len(wnids):,} classes and {len(val_wnids):,} validation pictures"
-        raise DataError(f"{archive}: knows {known}; {_NOT_OFFICIAL}")
-    return ValLabels(frozenset(wnids.values()), val_wnids)
-
-
-def _class_ids(meta_mat: bytes, *, origin: str) -> dict[int, str]:
-    """Read the kit's number -> wnid, of the synsets without children: the others are groups of these."""
-    fields = ("ILSVRC2012_ID", "WNID", "num_children")
-    rows = read_struct_array(meta_mat, name="synsets", fields=fields, origin=origin)
-    wnids = {row["ILSVRC2012_ID"]: row["WNID"] for row in rows if row["num_children"] == 0}
-    for number, wnid in wnids.items():
-        if not isinstance(number, int) or not WNID.fullmatch(str(wnid)):
-            raise DataError(f"{origin}: class {number!r} is called {wnid!r}; {_NOT_OFFICIAL}")
-    return wnids  # type: ignore[return-value]  # just checked
-
-
-def _official_archives(folder: Path, archives: Sequence[Archive], *, with_md5: bool, on_progress: Report) -> list[Path]:
-    """Find all archives before any is read, since to sum up the first takes minutes."""
-    paths = [find_archive(folder, archive) for archive in archives]
-    if with_md5:
-        for path, archive in zip(paths, archives, strict=True):
-            check_md5(path, archive, on_progress=on_progress)
-    return paths
-
-
-def _writer(root: Path, data_set: DataSet, *, splits: list[str], num_threads: int, on_progress: Report) -> ImageWriter:
-    """Return a writer that reports the pictures of these splits together."""
-    num_done, total = 0, sum(data_set.num_images[split] for split in splits)
-    what = f"writing {' and '.join(splits)}"
-
-    def count(num_written: int) -> None:
-        nonlocal num_done
-        num_done += num_written
-        on_progress(what, num_done, total)
-
-    return ImageWriter(unfinished_folder(root, data_set), num_threads=num_threads, on_written=count)
-
-
-def _flat(archive: Path | Member) -> Iterator[Member]:
-    """Yield the pictures of an archive without folders. Raises: DataError for anything else in it."""
-    for member in read_members(archive):
-        if len(member.path.parts) != 1 or not is_image(member.path.name):
-            raise DataError(f"{member}: is no picture at the top of the archive; {_NOT_OFFICIAL}")
-        yield member
-
-
-def _train_wnid(member: Member, labels: ValLabels) -> str:
-    wnid = member.path.stem
-    if member.path.suffix != ".tar" or len(member.path.parts) != 1 or wnid not in labels.wnids:
-        raise DataError(f"{member}: is no archive of a class; {_NOT_OFFICIAL}")
-    return wnid
-
-
-def _val_path(member: Member, labels: ValLabels) -> str:
-    match = _VAL_NAME.fullmatch(member.path.name)
-    if match is None or not 1 <= int(match[1]) <= len(labels.val_wnids):
-        raise DataError(f"{member}: has no number from 1 to {len(labels.val_wnids)}; {_NOT_OFFICIAL}")
-    return f"val/{labels.val_wnids[int(match[1]) - 1]}/{member.path.name}"
+    for num_classes, name, md5 in (
+        (10, "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
+        (100, "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
+    )
+}

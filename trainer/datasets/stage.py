@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from bigbatch.boot import boot_id
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import replacing, write_whole
 from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
-from bigbatch.trainer.datasets.shard_writer import UNFINISHED, sweep_unfinished
+from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.verify_shards import sha256_of
+from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shards import (
     AGAIN,
     ENTRIES,
@@ -37,12 +37,12 @@ from bigbatch.trainer.input.shards import (
 )
 from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
 
-SPLITS = ("train", "val")
-MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|\.staged|\..*{UNFINISHED}")
+LOCK, USERS = ".stage.lock", ".stage.users"
+NOTE, CHECKED = ".staged", b"checked and on disk\n"
+"""The file that says so beside a copy: one by other means, or by an older version, is read once more."""
+MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|{re.escape(NOTE)}|\..*{UNFINISHED}")
 """Names of what stage writes into a split, beside index.json."""
 CHUNK_BYTES = 8 << 20
-PRIVATE, OTHERS_WRITE = 0o700, stat.S_IWGRP | stat.S_IWOTH
-LOCK, USERS, NOTE = ".stage.lock", ".stage.users", ".staged"
 _ANOTHER = "delete its folder to stage anew, or name another DST"
 
 
@@ -64,7 +64,7 @@ class StageSummary:
         return (self.bytes_copied + self.bytes_kept) / 1e9 / self.seconds
 
     def __str__(self) -> str:
-        head, speed = f"{self.num_images} pictures in {self.num_shards} shards", f"{self.gb_per_s:.3g} GB/s"
+        head, speed = f"{self.num_images} images in {self.num_shards} shards", f"{self.gb_per_s:.3g} GB/s"
         if self.bytes_copied:
             earlier = f" ({self.bytes_kept / 1e9:.4g} GB by an earlier call)" if self.bytes_kept else ""
             return f"{head}, {self.bytes_copied / 1e9:.4g} GB copied{earlier} in {self.seconds:.1f} s, {speed}"
@@ -101,24 +101,34 @@ def stage(
     """
     if num_workers < 1:
         raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
-    plans = _plan(source, target, splits=splits)
+    # index.json alone: where all is staged already, a thousand nodes ask for it at once
+    plans = [_plan(source / split, target / split) for split in splits if (source / split).is_dir()]
+    if not plans:
+        raise DataError(f"{source}: holds none of {', '.join(splits)}; name the DST of `bigbatch data pack`")
     # the lock first, then the look: another process may have made it complete meanwhile
-    with _only_process(target, on_wait):
+    with _only_process(target, on_wait) as was_private:
         start = time.monotonic()
-        is_private = _make_private(target)
-        todo = [split for split in plans if not (is_private and _is_complete(split))]
-        for split in todo:
-            _make_way(split)
+        todo = [plan for plan in plans if not (was_private and _is_complete(plan))]
+        for plan in todo:
+            _make_way(plan)
         _require_room(target, todo)
-        progress = _Progress(sum(file.num_bytes for split in todo for file in split.files), on_progress)
-        for split in todo:
-            _fetch_all(split, num_workers=num_workers, on_file=progress.add)
-            _finish(split)
+        total = sum(file.num_bytes for plan in todo for file in plan.files)
+        done = {True: 0, False: 0}
+        if on_progress and total:
+            on_progress(0, total)
+        for plan in todo:
+            for file, is_copied in _fetch_all(plan, num_workers=num_workers):
+                done[is_copied] += file.num_bytes
+                if on_progress:
+                    on_progress(sum(done.values()), total)
+            for name, data in ((FACTS, plan.index), (NOTE, CHECKED)):
+                with _named(plan.target / name):
+                    write_whole(plan.target / name, data, mark=UNFINISHED, sync=True)
         return StageSummary(
-            num_images=sum(split.facts.num_images for split in plans),
-            num_shards=sum(len(split.facts.shards) for split in plans),
-            bytes_copied=progress.bytes_copied,
-            bytes_kept=progress.bytes_kept,
+            num_images=sum(plan.facts.num_images for plan in plans),
+            num_shards=sum(len(plan.facts.shards) for plan in plans),
+            bytes_copied=done[True],
+            bytes_kept=done[False],
             seconds=time.monotonic() - start,
         )
 
@@ -131,7 +141,7 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
     """
     users = None
     with suppress(OSError):
-        target.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
         users = open_lock(target / USERS)
         share_lock(users)
     try:
@@ -159,31 +169,7 @@ def _remove(target: Path, users: IO[bytes]) -> None:
                 split.rmdir()
 
 
-class _Progress:
-    """Counts bytes, in the thread that called stage."""
-
-    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
-        self._total, self._on_progress = total, on_progress
-        self.bytes_copied = self.bytes_kept = 0
-        if on_progress and total:
-            on_progress(0, total)
-
-    def add(self, file: Shard, is_copied: bool) -> None:
-        self.bytes_copied += file.num_bytes * is_copied
-        self.bytes_kept += file.num_bytes * (not is_copied)
-        if self._on_progress:
-            self._on_progress(self.bytes_copied + self.bytes_kept, self._total)
-
-
-def _plan(source: Path, target: Path, *, splits: Sequence[str]) -> list[_Split]:
-    """Read index.json of each split, and no more: where all is staged already, a thousand nodes ask for it at once."""
-    found = [split for split in splits if (source / split).is_dir()]
-    if not found:
-        raise DataError(f"{source}: holds none of {', '.join(splits)}; name the DST of `bigbatch data pack`")
-    return [_plan_split(source / split, target / split) for split in found]
-
-
-def _plan_split(source: Path, target: Path) -> _Split:
+def _plan(source: Path, target: Path) -> _Split:
     if not is_packed(source):
         raise DataError(f"{source}: is not packed; run `bigbatch data pack SRC DST` first, then stage its DST")
     path = source / FACTS
@@ -199,16 +185,15 @@ def _plan_split(source: Path, target: Path) -> _Split:
 
 
 @contextmanager
-def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[None]:
-    """Be the only process of this node in target; the kernel frees the lock however its process ends.
+def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[bool]:
+    """Be the only process of this node in target; give whether only this user could write there until now.
 
-    The wait has no bound of its own: whoever holds the lock shows its progress, and fails where its source does.
+    If not, sizes are not believed: others may have planted the bytes. The kernel frees the lock however its process
+    ends. The wait has no bound of its own: the process with the lock shows its progress.
     """
-    try:
-        target.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    with _named(target):
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = open_lock(target / LOCK)
-    except OSError as error:
-        raise _write_error(target, error) from error
     with lock:
         try:
             if not try_lock(lock):
@@ -218,31 +203,21 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
         except OSError as error:
             advice = "name a folder on a disk, or in the memory, of this node"
             raise DataError(f"{target}: cannot be locked ({error.strerror}); {advice}") from error
-        yield
-
-
-def _make_private(target: Path) -> bool:
-    """Let no other user write there any more; tell whether none could. Raises: DataError where it is another user's.
-
-    Sizes and a public note are believed of a folder of ours alone: whoever else could write may have planted them.
-    """
-    try:
-        facts = target.stat()
-        if facts.st_uid != os.geteuid():
-            raise DataError(f"{target}: belongs to another user, who could change the pictures; name another DST")
-        if not facts.st_mode & OTHERS_WRITE:
-            return True
-        target.chmod(PRIVATE)
-    except OSError as error:
-        raise _write_error(target, error) from error
-    return False
+        with _named(target):
+            facts = target.stat()
+            if facts.st_uid != os.geteuid():
+                raise DataError(f"{target}: belongs to another user, who could change the images; name another DST")
+            was_private = not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not was_private:
+                target.chmod(0o700)
+        yield was_private
 
 
 def _is_complete(split: _Split) -> bool:
-    """Tell whether a split was staged from this source since the machine started, all sizes being right."""
+    """Tell whether a split was staged from this source, by its index and the sizes of its files."""
     try:
         is_ours = (split.target / FACTS).read_bytes() == split.index
-        if not is_ours or (split.target / NOTE).read_bytes() != _boot():
+        if not is_ours or (split.target / NOTE).read_bytes() != CHECKED:
             return False
         read_packed(split.target)
     except (OSError, DataError):  # what is missing or broken is made anew
@@ -250,63 +225,46 @@ def _is_complete(split: _Split) -> bool:
     return True
 
 
-def _boot() -> bytes | None:
-    """Tell which start of the machine this is; None where the system does not tell.
-
-    Files are not synced, which would make a node wait for its disk: what a power cut takes is copied once more. But
-    it may also leave a file with its full size and without its content, so sizes are only believed within one start.
-    """
-    return boot_id().encode() or None
-
-
 def _make_way(split: _Split) -> None:
-    """Refuse a foreign target, and sweep up what is cut there."""
+    """Sweep up what is cut in the target. Raises: DataError for files there that are none of the source's."""
     read_packed(split.source)  # a shard that is gone or cut is seen now, not after an hour
-    try:
+    index, ours = split.target / FACTS, {NOTE, *(file.name for file in split.files)}
+    with _named(split.target):
         split.target.mkdir(exist_ok=True)
-        _refuse_another(split)
+        if index.exists():
+            if index.read_bytes() != split.index:
+                raise DataError(f"{index}: is not that of {split.source}; {_ANOTHER}")
+            ours |= {FACTS, SETTINGS}  # a copy by other means brings pack.json
+        foreign = sorted(p.name for p in split.target.iterdir() if p.name not in ours and p.suffix != UNFINISHED)
+        if foreign:
+            raise DataError(f"{split.target}: holds {foreign[0]}, which does not come from {split.source}; {_ANOTHER}")
         sweep_unfinished(split.target)
         for file in split.files:
             path = split.target / file.name
             if path.exists() and path.stat().st_size != file.num_bytes:
                 path.unlink()
-    except OSError as error:
-        raise _write_error(split.target, error) from error
-
-
-def _refuse_another(split: _Split) -> None:
-    """Raise DataError for another index, complete as it may be, and for any file that is none of the source's."""
-    index = split.target / FACTS
-    ours = {NOTE, *(file.name for file in split.files)}
-    if index.exists():
-        if index.read_bytes() != split.index:
-            raise DataError(f"{index}: is not that of {split.source}; {_ANOTHER}")
-        ours |= {FACTS, SETTINGS}  # a copy by other means brings pack.json
-    foreign = sorted(p.name for p in split.target.iterdir() if p.name not in ours and p.suffix != UNFINISHED)
-    if foreign:
-        raise DataError(f"{split.target}: holds {foreign[0]}, which does not come from {split.source}; {_ANOTHER}")
 
 
 def _require_room(target: Path, splits: Sequence[_Split]) -> None:
-    missing = [f.num_bytes for split in splits for f in split.files if not (split.target / f.name).exists()]
+    missing = sum(f.num_bytes for split in splits for f in split.files if not (split.target / f.name).exists())
     free, advice = shutil.disk_usage(target).free, "make room, or name another DST"
     left = memory_left() if lies_in_memory(target) else None
     if left is not None and left < free:
         # more would end the job, and not the copy
         free, advice = left, "its files count as memory of this job: ask for more, or name a DST on a disk"
-    if sum(missing) > free:
-        numbers = f"{sum(missing) / 1e9:.4g} GB are to be copied, {free / 1e9:.4g} GB are free"
+    if missing > free:
+        numbers = f"{missing / 1e9:.4g} GB are to be copied, {free / 1e9:.4g} GB are free"
         raise DataError(f"{target}: {numbers}; {advice}")
 
 
-def _fetch_all(split: _Split, *, num_workers: int, on_file: Callable[[Shard, bool], None]) -> None:
-    """Fetch all files; on_file gets each, and if it was copied. An error or a Ctrl-C drops copies under way."""
+def _fetch_all(split: _Split, *, num_workers: int) -> Iterator[tuple[Shard, bool]]:
+    """Fetch all files; yield each, and if it was copied. An error or a Ctrl-C drops copies under way."""
     stop = threading.Event()
     with ThreadPoolExecutor(num_workers, thread_name_prefix="bigbatch-stage") as threads:
         futures = {threads.submit(_fetch, split, file, stop=stop): file for file in split.files}
         try:
             for future in as_completed(futures):
-                on_file(futures[future], future.result())
+                yield futures[future], future.result()
         finally:
             # copies under way look at it between chunks; those that wait are cancelled
             stop.set()
@@ -314,33 +272,23 @@ def _fetch_all(split: _Split, *, num_workers: int, on_file: Callable[[Shard, boo
 
 
 def _fetch(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
-    """Fetch a file; False for one that an earlier call left and that is what it should be. Raises: DataError.
-
-    It is read again: from a local disk that costs little, next to the network, and trusts no record of a crash.
-    """
-    path = split.target / file.name
-    try:
-        if path.exists():
-            if sha256_of(path) == file.sha256:
+    """Copy a file whole, with its SHA-256; False for one that an earlier call left and that is what it should be."""
+    source, target, digest = split.source / file.name, split.target / file.name, hashlib.sha256()
+    with _named(target):
+        if target.exists():
+            if sha256_of(target) == file.sha256:
                 return False
-            path.unlink()  # at once: where index.json is there already, the split must not look whole
-        _copy(split.source / file.name, path, sha256=file.sha256, stop=stop)
-    except OSError as error:
-        raise _write_error(path, error) from error
+            target.unlink()  # at once: where index.json is there already, the split must not look whole
+        # synced: a power cut must not leave the full size without the content
+        with replacing(target, mark=UNFINISHED, sync=True) as copy:
+            for chunk in _chunks(source):
+                if stop.is_set():
+                    raise CancelledError
+                digest.update(chunk)
+                copy.write(chunk)
+            if digest.hexdigest() != file.sha256:
+                raise DataError(f"{source}: its bytes are not those that were packed; delete it and {AGAIN}")
     return True
-
-
-def _copy(source: Path, target: Path, *, sha256: str, stop: threading.Event) -> None:
-    """Copy a file whole, with that SHA-256, or not at all. Raises: DataError; OSError from the target."""
-    digest = hashlib.sha256()
-    with replacing(target, mark=UNFINISHED) as file:
-        for chunk in _chunks(source):
-            if stop.is_set():
-                raise CancelledError
-            digest.update(chunk)
-            file.write(chunk)
-        if digest.hexdigest() != sha256:
-            raise DataError(f"{source}: its bytes are not those that were packed; delete it and {AGAIN}")
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -352,16 +300,11 @@ def _chunks(path: Path) -> Iterator[bytes]:
         raise DataError(f"{path}: cannot be read ({error.strerror}); bring it back and stage again") from error
 
 
-def _finish(split: _Split) -> None:
-    """Write index.json, with which the split is whole; the note spares the next call to read it."""
-    for name, data in ((FACTS, split.index), (NOTE, _boot() or b"")):
-        path = split.target / name
-        try:
-            write_whole(path, data, mark=UNFINISHED)
-        except OSError as error:
-            raise _write_error(path, error) from error
-
-
-def _write_error(path: Path, error: OSError) -> DataError:
-    advice = "mend that and run the same command again: what is copied is kept"
-    return DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}")
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name a target in what the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        advice = "mend that and run the same command again: what is copied is kept"
+        raise DataError(f"{path}: cannot be written ({error.strerror or error}); {advice}") from error

@@ -1,15 +1,17 @@
 """`bigbatch data`: the pictures, before a run."""
 
 import argparse
+import json
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from bigbatch.errors import print_line
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.datasets.pixel_option import add_max_megapixels
 from bigbatch.trainer.datasets.prepare_options import add_prepare
-from bigbatch.trainer.datasets.stage_options import add_stage
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_prepare(commands)
     _add_check(commands)
     _add_pack(commands)
-    add_stage(commands)
+    _add_stage(commands)
     return parser
 
 
@@ -137,8 +139,7 @@ def _pack(arguments: argparse.Namespace) -> int:
         return _verify(arguments)
     if arguments.verify or not arguments.target:
         arguments.parser.error("give SRC and DST, or --verify DST alone")
-    from bigbatch.trainer.datasets.pack import pack
-    from bigbatch.trainer.datasets.shard_writer import PackRecipe
+    from bigbatch.trainer.datasets.pack import PackRecipe, pack
     from bigbatch.trainer.datasets.show_progress import show_progress
 
     with show_progress(f"packing {arguments.target}") as on_progress:
@@ -166,5 +167,50 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     with show_progress(f"verifying {arguments.verify}", unit="shards") as on_progress:
         num_images = verify(arguments.verify, num_workers=arguments.workers, on_progress=on_progress)
-    print_line(f"{arguments.verify}: all {num_images} pictures are as they were packed")
+    print_line(f"{arguments.verify}: all {num_images} images are as they were packed")
+    return 0
+
+
+def _add_stage(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    stage = commands.add_parser(
+        "stage",
+        help="copy packed shards to a disk or the memory of this node",
+        description="Copy the packed data set SRC to the folder DST near the GPUs, and compare every byte with its "
+        "SHA-256; data.root then takes DST. The same command goes on with an interrupted copy. Every process of a node "
+        "may call it: one copies, the others wait for its end.",
+        epilog="examples:\n"
+        "  bigbatch data stage data/imagenet-packed /scratch/imagenet     a disk of the node\n"
+        "  bigbatch data stage data/imagenet-500 /dev/shm/imagenet        its memory, which its ranks then share\n"
+        "  srun --ntasks-per-node=1 bigbatch data stage SRC DST           on every node of a job, before the training",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    stage.add_argument("source", type=as_path, metavar="SRC", help="DST of `bigbatch data pack`")
+    stage.add_argument("target", type=as_path, metavar="DST", help="folder to write, such as /scratch/imagenet")
+    threads = min(16, os.cpu_count() or 1)  # each hashes; a server is not faster with more streams than that
+    stage.add_argument("--workers", type=whole, default=threads, help="threads that copy (default: %(default)s)")
+    stage.add_argument("--json", action="store_true", help="print what was done as one line of JSON")
+    stage.set_defaults(run=_stage)
+
+
+def _stage(arguments: argparse.Namespace) -> int:
+    from bigbatch.trainer.datasets.show_progress import show_progress
+    from bigbatch.trainer.datasets.stage import stage
+    from bigbatch.trainer.input.base import written_keys
+
+    target = arguments.target
+    with show_progress(f"staging {target}", unit="MB") as on_progress:
+        summary = stage(
+            arguments.source,
+            target,
+            num_workers=arguments.workers,
+            # rounded up, so that a small data set has some, too
+            on_progress=lambda done, total: on_progress(-(-done // 10**6), -(-total // 10**6)),
+            on_wait=lambda: print_line(f"waiting for another process, which stages into {target}", file=sys.stderr),
+        )
+    if arguments.json:
+        facts = asdict(summary, dict_factory=written_keys)
+        print(json.dumps({"root": str(target), **facts, "gb_per_s": summary.gb_per_s}))
+    else:
+        print_line(f"{target}: {summary}")
+        print_line(f"in the config: data.root: {target}")
     return 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.on_device import on_device
+from bigbatch.trainer.input.prepare_batch import on_device
 from bigbatch.trainer.input.stream import gather_replaced
 from bigbatch.trainer.step.score import PerPicture, Score, cross_entropies, to_grid
 

@@ -21,8 +21,8 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference.accuracy import evaluate, predict
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.inference.folding import compile_, for_inference, forward_rate, num_norms
-from bigbatch.trainer.input.bad_images import require_few
 from bigbatch.trainer.input.order import describe_left_out
+from bigbatch.trainer.input.reading import require_few
 from bigbatch.trainer.run.class_names import describe
 from bigbatch.trainer.run.progress import describe_evaluation
 from bigbatch.trainer.run.weights import digest

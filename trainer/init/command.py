@@ -24,7 +24,7 @@ from bigbatch.trainer.init.recipe import Facts, recipe_text
 from bigbatch.trainer.init.split import split_classes
 from bigbatch.trainer.init.tables import find_tables, unpack_tables
 from bigbatch.trainer.init.unpack import find_shards, unpack
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.listed import SPLITS, index_of, write_list
 from bigbatch.trainer.input.order import ImageIndex
 
@@ -36,7 +36,7 @@ NUM_SHOWN = 3
 class _Pictures:
     """Holds both splits; listed is what to write down of them where the folder itself does not part them."""
 
-    splits: Mapping[str, Images]
+    splits: Mapping[str, ImageSource]
     listed: dict[str, dict[str, list[str]]] | None
 
 

@@ -11,9 +11,10 @@ from bigbatch.trainer.datasets.listing import list_folder, open_listing
 from bigbatch.trainer.init.labels import read_labels
 from bigbatch.trainer.init.tables import find_tables
 from bigbatch.trainer.init.unpack import find_shards
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_image, list_below, list_split
 from bigbatch.trainer.input.listed import SPLITS
+from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shards import is_packed
 
 _LAYOUTS = "FOLDER/<class>/<picture>, FOLDER/train and FOLDER/val with class folders, or pictures and a CSV of labels"
@@ -28,7 +29,7 @@ class Found:
 
     what: str
     findings: tuple[Finding, ...]
-    splits: Mapping[str, Images] | None = None
+    splits: Mapping[str, ImageSource] | None = None
     """Both, where the folder has them."""
     by_class: Mapping[str, Sequence[str]] | None = None
     """Else pictures, as paths below the folder, of each class."""
@@ -111,9 +112,9 @@ def _both_splits(folder: Path, *, leave_out: bool) -> Found:
 def _class_folders(folder: Path, *, leave_out: bool) -> Found:
     listing = list_folder(folder)
     images, where = listing.images, str(folder)
+    assert isinstance(images, ImageIndex)
     by_class: dict[str, list[str]] = {name: [] for name in images.classes}
-    for position in range(len(images)):
-        path = images.name(position).removeprefix(f"{folder}/")
+    for path in images.paths:
         by_class[path.partition("/")[0]].append(path)
     findings = listing_findings(where, listing, leave_out=leave_out)
     if empty := tuple(f"{folder / name}" for name, paths in by_class.items() if not paths):

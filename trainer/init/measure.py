@@ -9,8 +9,9 @@ import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import Spread, spread
+from bigbatch.trainer.datasets.examine import reason_of
 from bigbatch.trainer.datasets.processes import in_parallel
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
 from bigbatch.trainer.input.order import epoch_order
 
@@ -36,7 +37,7 @@ class Measured:
 
 
 def measure(
-    splits: Mapping[str, Images],
+    splits: Mapping[str, ImageSource],
     *,
     most_images: int,
     seed: int,
@@ -88,7 +89,7 @@ def measure(
 
 
 def _examine(
-    splits: Mapping[str, Images], max_pixels: int, task: tuple[str, list[int]]
+    splits: Mapping[str, ImageSource], max_pixels: int, task: tuple[str, list[int]]
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Return (height, width, three means, three means of squares) of each good picture, and what the others lack."""
     split, positions = task
@@ -99,10 +100,8 @@ def _examine(
             path = splits[split].name(position)
             try:
                 image = open_image(splits[split].read(position), path=path, max_pixels=max_pixels).convert("RGB")
-            except DataError as error:
-                bad[position] = str(error)
             except Exception as error:  # one bad file must not end it, whatever a decoder makes of it
-                bad[position] = f"{path}: cannot be used ({' '.join(str(error).split())}); replace or remove it"
+                bad[position] = reason_of(path, error)
             else:
                 # counts of 256 levels: exact, and a picture of any size costs no array of floats
                 shares_C256 = np.reshape(image.histogram(), (3, 256)) / (image.height * image.width)

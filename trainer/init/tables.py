@@ -9,7 +9,7 @@ from typing import Any
 from bigbatch.errors import DataError, shortened
 from bigbatch.files import parse_json
 from bigbatch.trainer.datasets.check import Finding
-from bigbatch.trainer.datasets.class_folders import StoredImage
+from bigbatch.trainer.datasets.prepare import StoredImage
 from bigbatch.trainer.init.unpack import Part, below, is_folder_name, lacking_findings, require_new, write_parts
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from bigbatch.errors import DataError, shortened
 from bigbatch.trainer.datasets.archives import read_members
 from bigbatch.trainer.datasets.check import Finding
-from bigbatch.trainer.datasets.class_folders import ImageWriter, StoredImage
+from bigbatch.trainer.datasets.prepare import StoredImage, write_images
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_hidden
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.shards import is_packed
@@ -90,14 +90,13 @@ def write_parts(
     done = 0
     with _own_folder(target) as own:
         hidden = Path(own, "pictures")  # own is its owner's alone, target takes the umask
-        writer = ImageWriter(hidden, num_threads=NUM_THREADS, on_written=lambda _: None)
-        for part in parts:
-            writer.write(part.images)
-            done += part.num_bytes
-            on_progress(done, num_bytes)
-        if not hidden.is_dir():
-            raise DataError("; ".join((none, *lacking[:1])))
         try:
+            for part in parts:
+                write_images(hidden, part.images, num_threads=NUM_THREADS, on_written=lambda _: None)
+                done += part.num_bytes
+                on_progress(done, num_bytes)
+            if not hidden.is_dir():
+                raise DataError("; ".join((none, *lacking[:1])))
             os.replace(hidden, target)
         except OSError as error:
             raise _write_error(target, error) from error

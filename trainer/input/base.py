@@ -68,8 +68,8 @@ ImageSize = Callable[[int], int]
 """epoch -> height and width of its pictures, in pixels."""
 
 
-class Images(Protocol):
-    """Gives the encoded pictures of one split, wherever they lie."""
+class ImageSource(Protocol):
+    """Gives the encoded pictures of one split, wherever they lie: class folders, a list or packed shards."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -90,10 +90,6 @@ class Images(Protocol):
     def read(self, position: int) -> bytes:
         """Return the picture as it is stored; from any thread. Raises: StorageError naming the picture."""
         ...
-
-
-class ImageSource(Images, Protocol):
-    """Gives loaders what they read: class folders or packed shards."""
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
         """Return (height, width) of each, int64 (B, 2), without I/O; None if only the pictures themselves tell."""

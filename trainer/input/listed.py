@@ -15,8 +15,8 @@ import numpy as np
 
 from bigbatch.errors import DataError, shortened
 from bigbatch.files import parse_json, write_whole
+from bigbatch.trainer.input.image_files import require_one_spelling
 from bigbatch.trainer.input.order import ImageIndex, read_index, require_same_classes
-from bigbatch.trainer.input.spellings import require_one_spelling
 
 VERSION = 1
 SPLITS = ("train", "val")

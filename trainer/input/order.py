@@ -12,9 +12,14 @@ import numpy as np
 from bigbatch.errors import DataError, StorageError, printable
 from bigbatch.files import read_plain
 from bigbatch.trainer.input.base import Request
-from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, list_below, list_split
-from bigbatch.trainer.input.microbatches import rank_microbatches
-from bigbatch.trainer.input.spellings import RENAME, require_one_spelling, spelled_twice
+from bigbatch.trainer.input.image_files import (
+    IMAGE_SUFFIXES,
+    RENAME,
+    list_below,
+    list_split,
+    require_one_spelling,
+    spelled_twice,
+)
 
 
 @dataclass(frozen=True)
@@ -30,19 +35,16 @@ class ImageIndex:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """How many files look like images and are not read, by kind."""
 
-    def full_path(self, position: int) -> str:
-        """Return where the picture at position lies on disk."""
-        return f"{self.root}/{self.paths[position]}"
-
     def __len__(self) -> int:
         return len(self.paths)
 
     def name(self, position: int) -> str:
-        return self.full_path(position)
+        """Return where the picture at position lies on disk."""
+        return f"{self.root}/{self.paths[position]}"
 
     def read(self, position: int) -> bytes:
         """Return the picture's bytes. Raises: StorageError naming the path."""
-        return read_file(self.full_path(position))
+        return read_file(self.name(position))
 
     def sizes(self, positions_B: np.ndarray) -> None:
         return None
@@ -219,3 +221,15 @@ def eval_requests(*, num_samples: int, microbatch_size: int, rank: int, world_si
         positions_B = np.arange(start, start + microbatch_size, dtype=np.int64)
         valid_B = positions_B < num_samples
         yield Request(epoch=0, indices_B=np.minimum(positions_B, num_samples - 1), valid_B=valid_B)
+
+
+def rank_microbatches(*, rank: int, accumulation_steps: int, ranks_per_ghost: int) -> range:
+    """Return the numbers of this rank's microbatches in a step: number i holds the global batch's i-th equal part.
+
+    A rank takes neighbours, where it holds whole ghost batches. Where ranks_per_ghost neighbouring ranks share each of
+    theirs, microbatch k of each rank is its part of the group's k-th ghost batch. So a ghost batch consists of the same
+    samples, and the group sees its ghost batches in the same order, however they are spread.
+    """
+    group, place = divmod(rank, ranks_per_ghost)
+    first = group * accumulation_steps * ranks_per_ghost + place
+    return range(first, first + accumulation_steps * ranks_per_ghost, ranks_per_ghost)

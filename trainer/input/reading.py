@@ -1,18 +1,92 @@
 """Pictures read ahead of use, with the box and the flip that each is to get."""
 
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 
 from bigbatch.errors import DataError, StorageError
-from bigbatch.trainer.input.ahead import ahead
-from bigbatch.trainer.input.bad_images import BadImages
 from bigbatch.trainer.input.base import BadImage, Crop, ImageSize, ImageSource, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS, encoded_size, require_pixels
 from bigbatch.trainer.input.retry import Draw, PatientReads
+
+T = TypeVar("T")
+
+
+def ahead(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
+    """Yield items in order while one thread draws up to depth of them in advance.
+
+    Starts at the first draw. An exception of items is raised at its place in the order. Closing waits for
+    the item in progress, drops the rest, ends the thread and closes items if it is a generator.
+    """
+    source, end = iter(items), object()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigbatch-ahead")
+    # one worker runs these calls one after the other, so the order is kept without a queue or a lock
+    pending = deque(thread.submit(next, source, end) for _ in range(depth))
+    try:
+        while (item := pending.popleft().result()) is not end:
+            pending.append(thread.submit(next, source, end))
+            yield item  # type: ignore[misc]
+    finally:
+        thread.shutdown(wait=True, cancel_futures=True)
+        if isinstance(source, Generator):
+            # after the thread has ended: a generator that runs cannot be closed
+            source.close()
+
+
+class UndecodableError(DataError):
+    """Only decoding showed that the picture at position is bad."""
+
+    def __init__(self, message: str, *, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+class BadImages:
+    """Lists those of one split that this process has met. In training the next usable picture stands in for each.
+
+    A picture is bad by its bytes and the decoder alone, so all ranks skip the same ones, in every epoch.
+    """
+
+    def __init__(self, *, max_skipped: int | None, num_images: int) -> None:
+        """Set how many of num_images may be bad; max_skipped is None to end at the first one."""
+        self._max_skipped = max_skipped
+        self._num_images = num_images
+        self._lock = Lock()
+        self.reasons: dict[int, str] = {}
+        """By position in the split."""
+
+    def add(self, position: int, error: DataError) -> None:
+        """Skip the picture from now on; from any thread. Raises: DataError where no more may be skipped."""
+        if self._max_skipped is None:
+            raise error
+        with self._lock:
+            number = len(self.reasons.keys() | {position})
+            # what is one too many is not taken note of, so that it ends the next load, too
+            if number > self._max_skipped:
+                raise too_many(number, max_skipped=self._max_skipped, last=str(error)) from error
+            if number == self._num_images:
+                raise DataError(f"all {number} pictures of the split are bad; the last is {error}") from error
+            self.reasons[position] = str(error)
+
+
+def require_few(reasons: Sequence[str], *, max_skipped: int | None) -> None:
+    """Raise DataError where all ranks together met more bad pictures than may be skipped."""
+    if len(reasons) > (max_skipped or 0):
+        raise too_many(len(reasons), max_skipped=max_skipped or 0, last=reasons[-1])
+
+
+def too_many(number: int, *, max_skipped: int, last: str) -> DataError:
+    """Return the error that ends a run with more bad pictures than it may skip."""
+    return DataError(
+        f"{number} pictures are bad, and data.max_skipped={max_skipped}: see all by `bigbatch data check`; the last is "
+        f"{last}"
+    )
 
 
 @dataclass(frozen=True)

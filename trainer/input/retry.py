@@ -14,7 +14,7 @@ from typing import Any
 
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import StorageError, print_line
-from bigbatch.trainer.input.base import Images
+from bigbatch.trainer.input.base import ImageSource
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
 """Between attempts to read; each pause is twice the one before."""
@@ -63,7 +63,7 @@ class PatientReads:
 
     def __init__(
         self,
-        source: Images,
+        source: ImageSource,
         *,
         patience_seconds: float,
         num_threads: int,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.microbatches import rank_microbatches
+from bigbatch.trainer.input.order import rank_microbatches
 from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.run.microbatch_digests import (
     ACTIVATIONS,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.trainer.input.microbatches import rank_microbatches
+from bigbatch.trainer.input.order import rank_microbatches
 from bigbatch.trainer.step.plan import Parts, Plan
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.microbatches import rank_microbatches
+from bigbatch.trainer.input.order import rank_microbatches
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
 from bigbatch.trainer.step.divergence import require_finite, require_on_grid, require_statistics

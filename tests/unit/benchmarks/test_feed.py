@@ -2,15 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
-import torch
 from benchmark_process import run_benchmark
 from error_texts import naming
 
-from benchmarks.input import feed, parity, python_cost
+from benchmarks.input import feed
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
@@ -87,59 +84,3 @@ def test_feed(shapes, tmp_path):
     assert 0 < found["real"]["input_wait_fraction"]["median"] < 1
     assert found["real"]["loader_images_per_second"]["median"] > 0
     assert found["real / generated"]["median"] > 0
-
-
-@pytest.mark.long
-def test_parity(shapes, tmp_path):
-    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
-    folder, out = tmp_path / "run", tmp_path / "parity.json"
-    command = [sys.executable, "-m", "bigbatch", "train", *OPTIONS, "--data.root", shapes, "--run.directory", folder]
-    subprocess.run(command, check=True, timeout=200)
-    done = run_benchmark("input.parity", folder, "--out", out)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert found["pictures"] == 30
-    evaluated = json.loads((folder / "summary.json").read_text())["best_top1"]
-    assert found["top1_percent"]["torchvision"] == pytest.approx(100 * evaluated)
-    assert found["top1_percent"]["dali"] == pytest.approx(100 * evaluated, abs=0.1)
-    assert set(found["top1_percent"]) == {"dali", "torchvision", "reference"}
-
-
-def test_parity_counts_other_answers():
-    answers = {
-        "dali": torch.tensor([[0, 1, 2, 3], [0, 1, 1, 3]]),
-        "reference": torch.tensor([[0, 2, 1, 3], [0, 1, 1, 3]]),
-    }
-    found = parity.describe(answers)
-    assert found["top1_percent"] == {"dali": 75.0, "reference": 75.0}
-    assert found["largest_difference_points"] == 0
-    assert found["other_answers"] == {"dali / reference": 2}
-
-
-def test_parity_wants_an_evaluated_run(tmp_path):
-    with pytest.raises(DataError, match=naming(tmp_path, "evaluated checkpoint")):
-        parity.load_model(None, None, tmp_path)
-
-
-@pytest.mark.long
-def test_python_cost(tmp_path):
-    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
-    out = tmp_path / "cost.json"
-    done = run_benchmark("input.python_cost", "--pictures", 512, "--repetitions", 2, "--out", out)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert set(found["microseconds_per_picture"]) == {
-        f"{part}, {layout}" for part in ("reader", "loader") for layout in ("folders", "packed")
-    }
-    for name, values in found["microseconds_per_picture"].items():
-        assert values["n"] == 2
-        share = found["share_of_a_core_at_1000_per_second"][name]
-        assert share == pytest.approx(values["median"] / 1000, rel=1e-4)
-
-
-def test_python_cost_counts_cpu_time_alone(monkeypatch):
-    times = iter([1.0, 1.512])
-    monkeypatch.setattr(python_cost.time, "process_time", lambda: next(times))
-    asked = python_cost.requests(512, epoch=1)
-    assert [request.epoch for request in asked] == [1, 1]
-    assert python_cost.microseconds(iter, asked) == pytest.approx(1000)

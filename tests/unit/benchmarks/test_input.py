@@ -13,13 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from benchmark_process import run_benchmark
-from error_texts import naming
 from PIL import Image
 
 from benchmarks import record
-from benchmarks.input import contestants, decode, startup, storage
+from benchmarks.input import contestants, decode
 from bigbatch.trainer.input.order import read_index
-from bigbatch.trainer.input.shards import PackedIndex, open_split
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -73,15 +71,6 @@ def test_record_goes_to_its_file_or_to_standard_output(tmp_path, capsys):
         (decode.parse, ["x", "--threads", "9999"], "--threads 9999: this process may use"),
         (decode.parse, ["x", "--device-id", "99"], r"--device-id 99: torch finds \d+ CUDA devices"),
         (decode.parse, ["x", "--contestants", "nobody"], "invalid choice: 'nobody'"),
-        (startup.parse, ["--repetitions", "0"], "--repetitions: '0': give a whole number, at least 1"),
-        (startup.parse, ["--num", "10"], "--num: '10': give a whole number, at least 1000"),
-        *(
-            (storage.parse, ["/", "--split", "tmp", f"--{name}", "0"], f"--{name}: '0': give a whole number")
-            for name in ("shard-mb", "threads", "batch")
-        ),
-        (storage.parse, ["/", "--repetitions", "4"], "--repetitions: '4': give a whole number, at least 5"),
-        (storage.parse, ["/", "--split", "none"], "/none: no such folder"),
-        (storage.parse, ["/", "--split", "usr", "--scratch", "/proc"], "--scratch /proc: lies on another file system"),
     ],
 )
 def test_arguments_that_are_impossible_and_what_is_said_of_them(parse, argv, message, capsys):
@@ -91,16 +80,7 @@ def test_arguments_that_are_impossible_and_what_is_said_of_them(parse, argv, mes
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("script", "argv", "work"),
-    [
-        (decode, ["x"], "read_index"),
-        (startup, [], "build_class_folders"),
-        (storage, [str(ROOT), "--split", "tests"], "make_layouts"),
-    ],
-    ids=["decode", "startup", "storage"],
-)
-def test_load_is_read_before_the_work(script, argv, work, tmp_path, monkeypatch):
+def test_load_is_read_before_the_work(monkeypatch):
     """The benchmark's own load would else be told as that of others."""
     done = []
 
@@ -112,70 +92,13 @@ def test_load_is_read_before_the_work(script, argv, work, tmp_path, monkeypatch)
         done.append("conditions")
         return {}
 
-    scratch = [] if script is decode else ["--scratch", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["script", *argv, *scratch])
+    monkeypatch.setattr(sys, "argv", ["script", "x"])
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
     monkeypatch.setattr(decode.torch, "set_num_threads", lambda number: None)
-    for module in (decode, storage, record):
-        monkeypatch.setattr(module, "conditions", conditions)
-    monkeypatch.setattr(script, work, stop)
-    if script is storage and os.stat(tmp_path).st_dev != os.stat(ROOT).st_dev:
-        pytest.skip("the temporary folder lies on another file system")
+    monkeypatch.setattr(decode, "conditions", conditions)
+    monkeypatch.setattr(decode, "read_index", stop)
     with pytest.raises(InterruptedError):
-        script.main()
-
-
-# --- startup ---
-
-
-def test_tree_that_is_made_is_a_data_set(tmp_path):
-    startup.build_class_folders(tmp_path, num_images=2500)
-    index = read_index(tmp_path, "train")
-    counts = np.bincount(index.labels_N)
-    assert (len(index.paths), len(index.classes)) == (2500, 1000)
-    assert (counts[:500] == 3).all()
-    assert (counts[500:] == 2).all()
-
-
-def test_shards_that_are_made_are_a_packed_data_set(tmp_path):
-    num_shards = startup.build_packed(tmp_path, num_images=5000)
-    source = open_split(tmp_path, "train")
-    assert isinstance(source, PackedIndex)
-    assert (len(source), len(source.classes)) == (5000, 1000)
-    assert (np.bincount(source.labels_N) == 5).all()
-    assert num_shards > 1
-    assert f"shard-{num_shards - 1:06d}.tar: picture 00004999" in source.name(4999)
-    shards = list((tmp_path / "train").glob("shard-*.tar"))
-    assert sum(path.stat().st_size for path in shards) > 5000 * startup.IMAGE_BYTES
-    assert sum(path.stat().st_blocks * 512 for path in shards) < 1e6  # holes take no room
-    assert source.read(4999) == source.read(0) == startup.an_image()
-
-
-@pytest.mark.long
-@pytest.mark.weekly
-@linux
-def test_startup(tmp_path):
-    options = ("--num", 2000, "--repetitions", 2, "--scratch", tmp_path)
-    done = run_benchmark("input.startup", *options, "--out", tmp_path / "out.json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["conditions"]["options"]["num"] == "2000"
-    assert found["conditions"]["file_system"]
-    assert set(found["results"]) == {"read_index", "open_split"}
-    for figures in found["results"].values():
-        assert figures["list_seconds"]["n"] == 2
-        assert 0 < figures["list_seconds"]["min"] < figures["first_batch_seconds"]["min"] < 60
-        assert figures["peak_memory_mb"]["median"] > figures["added_peak_memory_mb"]["median"] >= 0
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
-
-
-@pytest.mark.long
-def test_startup_process_that_fails_says_why(tmp_path, capfd):
-    with pytest.raises(SystemExit, match=naming("startup.py", "read_index", "with 1,")):
-        startup.measure_fresh("read_index", tmp_path / "none")
-    said = capfd.readouterr().err
-    assert said.startswith(f"startup.py: {tmp_path}/none/train: ")
-    assert "Traceback" not in said
+        decode.main()
 
 
 # --- decode ---
@@ -307,75 +230,3 @@ def test_decode(images, tmp_path):
 def test_conditions_tell_no_place_of_this_machine(value, shown):
     options = argparse.Namespace(option=value, out=Path("/far/out.json"))
     assert record.conditions(options)["options"] == {"option": shown}
-
-
-# --- storage ---
-
-
-@pytest.mark.long
-@linux
-def test_storage(images, tmp_path):
-    options = ("--scratch", tmp_path, "--repetitions", 5, "--batch", 4, "--out", tmp_path / "out.json")
-    done = run_benchmark("input.storage", images, *options)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())
-    rates, facts = found["pictures_per_second"], found["conditions"]
-    assert {*rates, *facts["left_out"]} == {"cold", "warm"}
-    for state in rates:
-        assert {*rates[state]} == {"class_folders", "packed"}
-        assert all(each["n"] == 5 and each["min"] > 0 for each in rates[state].values())
-        assert found["ratios"][state]["n"] == 5
-    assert found["cached_share_before"]["warm"]["class_folders"]["min"] == 1
-    if "cold" in rates:
-        assert found["cached_share_before"]["cold"]["class_folders"]["max"] <= storage.MOST_CACHED
-    assert facts["pictures"] == facts["files"]["class_folders"] == 8
-    assert facts["files"]["packed"] == 1
-    assert facts["bytes"]["class_folders"] == sum(path.stat().st_size for path in images.glob("train/*/*"))
-    assert facts["file_system"]
-    assert {path.name for path in tmp_path.iterdir()} == {"set", "out.json"}
-
-
-@linux
-def test_storage_pages_that_were_read_are_in_memory(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(100_000))
-    assert storage.pages_in_memory(str(path)).tolist() == [True] * 25
-    (tmp_path / "empty").touch()
-    assert storage.cached_share([str(path), str(tmp_path / "empty")]) == 1
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    storage.evict([str(path)])
-    if record.file_system(tmp_path).startswith(("ext", "xfs", "btrfs")):
-        assert storage.cached_share([str(path)]) == 0
-
-
-@linux
-def test_storage_leaves_out_cold_where_nothing_can_be_dropped(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(100_000))
-    monkeypatch.setattr(storage, "evict", lambda paths: None)
-    left_out = storage.why_not_cold({"packed": storage.Layout(None, (str(path),))})
-    assert left_out["cold"].startswith("posix_fadvise leaves 100% of packed in memory")
-    monkeypatch.setattr(storage, "evict", lambda paths: path.write_bytes(b""))
-    assert storage.why_not_cold({"packed": storage.Layout(None, (str(path),))}) == {}
-
-
-def test_storage_reads_both_layouts_in_the_same_new_order_each_round(images):
-    index = read_index(images, "train")
-    seen = []
-
-    class Source:
-        labels_N = index.labels_N
-        __len__ = staticmethod(lambda: 8)
-        name, sizes, close = index.name, index.sizes, index.close
-
-        def read(self, position):
-            seen.append(position)
-            return index.read(position)
-
-    files = tuple(index.full_path(position) for position in range(8))
-    for number in (0, 0, 1):
-        turn = storage.read_all(storage.Layout(Source(), files), number=number, threads=1, batch=4)
-        assert turn.rate > 0
-    assert seen[:8] == seen[8:16] != seen[16:]
-    assert sorted(seen[:8]) == sorted(seen[16:]) == list(range(8))

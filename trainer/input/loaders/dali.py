@@ -15,13 +15,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from bigbatch.errors import ConfigError, DataError, StorageError
-from bigbatch.trainer.input.ahead import ahead
-from bigbatch.trainer.input.bad_images import UndecodableError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.formats import encoded_size, open_image
-from bigbatch.trainer.input.loaders.encoded import as_batch
-from bigbatch.trainer.input.loaders.resize import resize_all
-from bigbatch.trainer.input.reading import EncodedBatch
+from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
+from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, ahead
 
 
 class DaliDecoder:

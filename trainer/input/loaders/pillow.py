@@ -7,13 +7,10 @@ from contextlib import closing
 import numpy as np
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.input.ahead import ahead
-from bigbatch.trainer.input.bad_images import UndecodableError
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.formats import open_image
-from bigbatch.trainer.input.loaders.encoded import as_batch
-from bigbatch.trainer.input.loaders.resize import resize_all
-from bigbatch.trainer.input.reading import EncodedBatch
+from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
+from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, ahead
 
 
 class PillowDecoder:

@@ -12,7 +12,7 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import center_crop
 from bigbatch.trainer.input.base import Batch, Crop, ImageSource, Request
 from bigbatch.trainer.input.formats import MAX_PIXELS, open_image
-from bigbatch.trainer.input.on_device import on_device
+from bigbatch.trainer.input.prepare_batch import on_device
 from bigbatch.trainer.input.retry import PatientReads
 
 

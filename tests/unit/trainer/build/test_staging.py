@@ -21,8 +21,7 @@ from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.build import staging as module
 from bigbatch.trainer.build.staging import bytes_in, stage_data
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 
 
 def config(**data: object) -> Any:
@@ -51,7 +50,7 @@ def test_stage_data_puts_the_copy_in_the_place_of_the_root(tmp_path: Path) -> No
     target = tmp_path / "local"
     staged, line = stage_data(config(root=packed(tmp_path), stage=target), connect(env=ALONE, backend="gloo"))
     assert staged.data.root == str(target)
-    assert str(line).startswith(f"data staged in {target}: 2 pictures in 2 shards")
+    assert str(line).startswith(f"data staged in {target}: 2 images in 2 shards")
     for path in (tmp_path / "packed").rglob("*.npy"):
         assert (target / path.relative_to(tmp_path / "packed")).read_bytes() == path.read_bytes()
 

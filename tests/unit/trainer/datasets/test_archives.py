@@ -19,7 +19,7 @@ from error_texts import naming
 
 from bigbatch import files
 from bigbatch.errors import DataError
-from bigbatch.trainer.datasets import archives, tar_headers
+from bigbatch.trainer.datasets import archives
 from bigbatch.trainer.datasets.archives import Archive, check_md5, download, find_archive, read_members
 
 FILES = {"a/one.JPEG": b"1" * 700, "a/two.JPEG": b"", "three.txt": b"3" * 512}
@@ -162,12 +162,11 @@ def test_read_members_headers_do_not_fill_the_memory(tmp_path, case, mode):
         tracemalloc.stop()
 
 
-def test_read_members_more_members_than_any_data_set_has_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tar_headers, "MAX_MEMBERS", 2)
+def test_read_members_more_members_than_any_data_set_has_are_refused(tmp_path):
     path = tmp_path / "archive.tar"
     path.write_bytes(tar_of(FILES))
     with pytest.raises(DataError, match=naming(path, "more than 2 members")):
-        read_all(path)
+        list(read_members(path, max_members=2))
 
 
 def test_read_members_no_tar_is_named(tmp_path):
@@ -252,8 +251,7 @@ def test_check_md5_compares(tmp_path):
     bad = Archive(names=("x.tar",), md5="0" * 32)
     with pytest.raises(DataError, match=naming(path, good.md5, bad.md5, "download")):
         check_md5(path, bad, on_progress=lambda *_: None)
-    with pytest.raises(DataError, match=naming(path, "--check-md5")):
-        check_md5(path, Archive(names=("x.tar",)), on_progress=lambda *_: None)
+    check_md5(path, Archive(names=("x.tar",)), on_progress=lambda *_: None)  # none was published
     with pytest.raises(DataError, match=naming(f"{tmp_path}:", os.strerror(errno.EISDIR))):
         check_md5(tmp_path, good, on_progress=lambda *_: None)
 

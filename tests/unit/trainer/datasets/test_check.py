@@ -343,11 +343,11 @@ def test_check_images_are_those_of_the_loaders_and_the_rest_is_named(tmp_path):
     images = list_folder(tmp_path / "train").images
     index = read_index(tmp_path, "train")
     assert [images.name(position) for position in range(len(images))] == [
-        index.full_path(position) for position in range(len(index.paths))
+        index.name(position) for position in range(len(index.paths))
     ]
     assert images.labels_N.tolist() == index.labels_N.tolist()
     assert images.classes == index.classes
-    assert images.read(2) == Path(index.full_path(2)).read_bytes()
+    assert images.read(2) == Path(index.name(2)).read_bytes()
     report = check_dataset(tmp_path)
     found = {case for finding in report.remarks if finding.kind == "other files" for case in finding.cases}
     assert found == {f"{tmp_path}/{name}" for name in strays - {"train/.hidden/a.jpg"}}

@@ -34,9 +34,9 @@ from sample_images import REAL_DATA
 
 from bigbatch import files
 from bigbatch.errors import DataError
-from bigbatch.trainer.datasets import class_folders
+from bigbatch.trainer.datasets import prepare as module
 from bigbatch.trainer.datasets.archives import Archive
-from bigbatch.trainer.datasets.prepare import IMAGENET, prepare_imagenet, read_devkit
+from bigbatch.trainer.datasets.prepare import IMAGENET, prepare, read_kit
 from bigbatch.trainer.input.order import read_index
 
 EXPECTED = {
@@ -68,7 +68,7 @@ def no_sync(monkeypatch):
 
 
 def run(root, official, *, on_progress=lambda *_: None, data_set=TINY, **options):
-    return prepare_imagenet(root, archives=official, data_set=data_set, on_progress=on_progress, **options)
+    return prepare(root, data_set, archives=official, on_progress=on_progress, **options)
 
 
 def assert_heals(root, official):
@@ -76,7 +76,7 @@ def assert_heals(root, official):
     write_official(official)
     run(root, official)
     assert images_below(root) == EXPECTED
-    assert {path.name for path in root.iterdir()} == {"train", "val", class_folders.SOURCES}
+    assert {path.name for path in root.iterdir()} == {"train", "val", module.SOURCES}
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
@@ -136,18 +136,6 @@ def test_prepare_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at)
     assert all(now[path.name] == state for path, state in done.items()), "a picture was written twice"
 
 
-def test_prepare_a_class_that_is_complete_is_not_read_again(tmp_path, official):
-    root = tmp_path / "root"
-    with pytest.raises(KeyboardInterrupt):
-        run(root, official, on_progress=raising_at(7, KeyboardInterrupt), num_threads=1)
-    tars = class_tars()  # classes come in this order: the first is done by now
-    modified = (official / TRAIN).stat().st_mtime_ns
-    (official / TRAIN).write_bytes(tar_of({**tars, "n01440764.tar": b"\xff" * len(tars["n01440764.tar"])}))
-    os.utime(official / TRAIN, ns=(modified, modified))
-    run(root, official)
-    assert images_below(root) == EXPECTED
-
-
 def with_holes(data):
     """A download of the full length of which the picture of the first class never came."""
     return data.replace(content("n01440764_1.JPEG"), bytes(len(content("n01440764_1.JPEG"))))
@@ -165,37 +153,14 @@ def test_prepare_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_pat
     assert images_below(root) == EXPECTED
 
 
-@pytest.mark.parametrize("name", [VAL, KIT])
-def test_prepare_each_archive_of_a_split_counts(tmp_path, official, name):
-    root = tmp_path / "root"
-    with pytest.raises(KeyboardInterrupt):
-        run(root, official, on_progress=raising_at(12, KeyboardInterrupt), num_threads=1)
-    left = next((root / ".imagenet.unfinished/val").rglob("*.JPEG"))
-    left.with_name("left.JPEG").write_bytes(b"of another archive")
-    os.utime(official / name, ns=(0, 0))
-    assert run(root, official) == ["val"]
-    assert images_below(root) == EXPECTED
-
-
 def test_prepare_an_archive_that_went_away_since_is_named(tmp_path, official):
     def take_away(what, done, total):
         (official / VAL).unlink(missing_ok=True)
 
-    with pytest.raises(DataError, match=naming(VAL, os.strerror(errno.ENOENT), "back")):
+    with pytest.raises(DataError, match=naming(VAL, os.strerror(errno.ENOENT))):
         run(tmp_path / "root", official, on_progress=take_away)
     assert (tmp_path / "root/train").is_dir()
     assert_heals(tmp_path / "root", official)
-
-
-def test_prepare_what_cannot_be_thrown_away_is_named(tmp_path, official, monkeypatch):
-    (tmp_path / "root/.imagenet.unfinished/train").mkdir(parents=True)
-
-    def refuse(path):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(class_folders.shutil, "rmtree", refuse)
-    with pytest.raises(DataError, match=naming(".imagenet.unfinished/train", os.strerror(errno.EACCES))):
-        run(tmp_path / "root", official)
 
 
 def test_prepare_a_name_is_given_after_everything_reached_the_disk(tmp_path, official, monkeypatch):
@@ -205,18 +170,19 @@ def test_prepare_a_name_is_given_after_everything_reached_the_disk(tmp_path, off
         done.append(Path(new).name)
         replace_file(old, new)
 
-    monkeypatch.setattr(class_folders.os, "sync", lambda: done.append("sync"))
-    monkeypatch.setattr(class_folders.os, "replace", rename)
+    monkeypatch.setattr(module.os, "sync", lambda: done.append("sync"))
+    monkeypatch.setattr(module.os, "replace", rename)
     run(tmp_path / "root", official)
-    named = [name for name in done if name in {*WNIDS, "train", "val"}]
-    assert named == ["n01440764", "n02102040", "n03000684", "train", "val"]
-    assert [done[position - 1] for position, name in enumerate(done) if name in named] == ["sync"] * 5
+    assert [done[position - 1 : position + 1] for position, name in enumerate(done) if name in ("train", "val")] == [
+        ["sync", "train"],
+        ["sync", "val"],
+    ]
 
 
 def test_prepare_a_second_run_is_refused(tmp_path, official):
     root = tmp_path / "root"
     with (
-        class_folders.only_run(root, TINY),
+        module._only_run(root, TINY),
         pytest.raises(DataError, match=naming("root/.imagenet.unfinished", "another", "wait")),
     ):
         run(root, official)
@@ -239,7 +205,7 @@ def test_prepare_a_file_system_without_locks_will_do(tmp_path, official, monkeyp
 @pytest.mark.parametrize(("missing", "needed", "done"), [("val", VAL, TRAIN), ("train", TRAIN, VAL)])
 def test_prepare_only_the_archives_of_missing_splits_are_needed(tmp_path, official, missing, needed, done):
     sums = [hashlib.md5((official / name).read_bytes()).hexdigest() for name in WHOLE]
-    checked = replace(TINY, archives=tuple(Archive((n,), md5=m) for n, m in zip(WHOLE, sums, strict=True)))
+    checked = replace(TINY, archives=published(sums))
     root, seen = tmp_path / "root", []
     run(root, official)
     shutil.rmtree(root / missing)
@@ -248,6 +214,19 @@ def test_prepare_only_the_archives_of_missing_splits_are_needed(tmp_path, offici
     assert found == [missing]
     assert list(dict.fromkeys(seen)) == [f"checking {needed}", f"checking {KIT}", f"writing {missing}"]
     assert images_below(root) == EXPECTED
+
+
+def published(sums, sizes=(None, None, None)):
+    facts = zip(TINY.archives, WHOLE, sizes, sums, strict=True)
+    return {key: Archive((name,), size, md5) for key, name, size, md5 in facts}
+
+
+def test_prepare_the_kit_is_read_after_its_md5_sum_was_compared(tmp_path, official, monkeypatch):
+    """scipy's loadmat dies of damaged files."""
+    sums = [None, None, "0" * 32]
+    monkeypatch.setattr(module, "read_kit", lambda *_: pytest.fail("is read"))
+    with pytest.raises(DataError, match=naming(KIT, "0" * 32)):
+        run(tmp_path / "root", official, data_set=replace(TINY, archives=published(sums)))
 
 
 def raising_at(count, error):
@@ -263,17 +242,26 @@ def raising_at(count, error):
 
 def test_prepare_what_a_killed_run_left_is_replaced(tmp_path, official):
     root = tmp_path / "root"
-    for split, tar in (("train", TRAIN), ("val", VAL)):
-        class_folders.go_on_or_start_anew(root, TINY, split=split, archives=[official / tar, official / KIT])
-    hidden = root / ".imagenet.unfinished/train/.n01440764"
-    hidden.mkdir(parents=True)
-    (hidden / ".n01440764_1.JPEG.part").write_bytes(b"half")
-    (hidden / "n01440764_8.JPEG").write_bytes(b"of an older file system, too short")
-    (hidden / "n01440764_15.JPEG").write_bytes(bytes(len(content("n01440764_15.JPEG"))))  # the machine crashed
+    left = root / ".imagenet.unfinished/train/n01440764"
+    left.mkdir(parents=True)
+    (left / ".n01440764_1.JPEG.part").write_bytes(b"half")
+    (left / "n01440764_8.JPEG").write_bytes(b"of an older file system, too short")
+    (left / "n01440764_15.JPEG").write_bytes(bytes(len(content("n01440764_15.JPEG"))))  # the machine crashed
     (root / ".imagenet.unfinished/val/n03000684").mkdir(parents=True)
     (root / ".imagenet.unfinished/val/n03000684/.ILSVRC2012_val_00000002.JPEG.part").write_bytes(b"")
     run(root, official)
     assert images_below(root) == EXPECTED
+
+
+def test_prepare_what_no_archive_holds_is_refused_and_deleted(tmp_path, official):
+    root = tmp_path / "root"
+    left = root / ".imagenet.unfinished/val/n03000684/of_another_archive.JPEG"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"1")
+    with pytest.raises(DataError, match=naming("unfinished/val", "6 of 5")):
+        run(root, official)
+    assert not left.exists()
+    assert_heals(root, official)
 
 
 @pytest.mark.parametrize("fails_at", range(1, 19, 3))
@@ -293,7 +281,7 @@ def test_prepare_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, offi
         run(root, official)
     assert "\n" not in str(error.value)
     assert not list(root.rglob("*.part"))
-    assert {path.name for path in root.iterdir()} <= {".imagenet.unfinished", class_folders.SOURCES, "train"}
+    assert {path.name for path in root.iterdir()} <= {".imagenet.unfinished", module.SOURCES, "train"}
     monkeypatch.undo()
     assert_heals(root, official)
 
@@ -301,10 +289,10 @@ def test_prepare_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, offi
 def test_prepare_a_name_that_cannot_be_given_is_named(tmp_path, official, monkeypatch):
     def refuse(old, new):
         if Path(new) == tmp_path / "root/train":
-            raise PermissionError(errno.EACCES, "Permission denied")
+            raise PermissionError(errno.EACCES, "Permission denied", str(old), None, str(new))
         os.rename(old, new)
 
-    monkeypatch.setattr(class_folders.os, "replace", refuse)
+    monkeypatch.setattr(module.os, "replace", refuse)
     with pytest.raises(DataError, match=naming("root/train", "written", os.strerror(errno.EACCES))):
         run(tmp_path / "root", official)
     monkeypatch.undo()
@@ -347,7 +335,7 @@ WRONG = {
     "empty class": (
         TRAIN,
         lambda: tar_of({**class_tars(), "n02102040.tar": tar_of({})}),
-        ("train/n02102040", "picture"),
+        ("unfinished/train", "8 of 9", "2 of 3"),
     ),
     "unknown class": (
         TRAIN,
@@ -379,7 +367,7 @@ WRONG = {
         ("'ILSVRC2012_val_00000000.JPEG'", "1 to 5"),
     ),
     "val name": (VAL, lambda: tar_of({"picture.JPEG": b"1"}), ("'picture.JPEG'", "1 to 5")),
-    "kit without classes": (KIT, lambda: devkit(**{"meta.mat": None}), (KIT, "no meta.mat")),
+    "kit without classes": (KIT, lambda: devkit(**{"meta.mat": None}), (KIT, "meta.mat")),
     "kit without truth": (
         KIT,
         lambda: devkit(**{"ILSVRC2012_validation_ground_truth.txt": None}),
@@ -391,15 +379,14 @@ WRONG = {
         ("2 classes", "2 validation"),
     ),
     "short truth": (KIT, lambda: devkit(truth=(1, 2, 3)), ("3 classes", "3 validation")),
-    "truth is a group": (KIT, lambda: devkit(truth=(1, 2, 3, 4, 1)), ("truth", "with 4")),
-    "truth is no number": (KIT, lambda: devkit(truth=("tench",)), ("truth", "tench")),
+    "truth is a group": (KIT, lambda: devkit(truth=(1, 2, 3, 4, 1)), (KIT, "classes (4)")),
+    "truth is no number": (KIT, lambda: devkit(truth=("tench",)), (KIT, "tench")),
     "class called otherwise": (
         KIT,
         lambda: devkit(ids={**KIT_IDS, "../../evil": 1}),
-        ("class 1 ", "'../../evil'"),
+        (KIT, "not the official"),
     ),
-    "class with half a number": (KIT, lambda: devkit(ids={**KIT_IDS, "n00000001": 1.5}), ("class 1.5 ", "'n00000001'")),
-    "meta.mat is none": (KIT, lambda: devkit(**{"meta.mat": b"hello"}), ("meta.mat", "MATLAB 5")),
+    "meta.mat is none": (KIT, lambda: devkit(**{"meta.mat": b"hello"}), (KIT, "names no classes")),
 }
 
 
@@ -445,7 +432,7 @@ def test_prepare_a_split_of_something_else_is_left_alone(tmp_path, official):
         run(root, official)
     with pytest.raises(DataError, match=naming("root/train", "imagenet,", "imagenet-2")):
         run(root, official, data_set=replace(TINY, name="imagenet-2"))
-    (root / class_folders.SOURCES).write_text("{")
+    (root / module.SOURCES).write_text("{")
     with pytest.raises(DataError, match=naming("root/prepared.json", "delete")):
         run(root, official)
 
@@ -462,7 +449,7 @@ def test_prepare_a_folder_that_may_not_be_entered_is_named(tmp_path, official, m
     monkeypatch.setattr(Path, "mkdir", lambda path, **_: refuse(path))
     with pytest.raises(DataError, match=naming("root/.imagenet.unfinished", os.strerror(errno.EACCES))):
         run(tmp_path / "root", official)
-    assert class_folders.class_names(tmp_path / "root/train") == []
+    assert module.class_names(tmp_path / "root/train") == []
 
 
 def test_prepare_a_folder_that_may_not_be_listed_is_named(tmp_path, official, monkeypatch):
@@ -491,8 +478,7 @@ def test_prepare_a_file_in_the_way_is_named(tmp_path, official):
 def test_prepare_archives_are_checked_before_any_is_read(tmp_path, official):
     sums = [hashlib.md5((official / name).read_bytes()).hexdigest() for name in WHOLE]
     sizes = [(official / name).stat().st_size for name in WHOLE]
-    facts = [Archive((name,), size, md5) for name, size, md5 in zip(WHOLE, sizes, sums, strict=True)]
-    checked = replace(TINY, archives=tuple(facts))
+    checked = replace(TINY, archives=published(sums, sizes))
     (official / VAL).write_bytes((official / VAL).read_bytes()[:-1] + b"x")
     found = hashlib.md5((official / VAL).read_bytes()).hexdigest()
     with pytest.raises(DataError, match=naming(VAL, found, sums[1], "download")):
@@ -518,6 +504,6 @@ def test_prepare_the_real_kit_numbers_lead_to_the_real_labels(tmp_path):
         ids = {row["wnid"]: int(row["ilsvrc2012_id"]) for row in csv.DictReader(classes)}
         expected = [row["wnid"] for row in csv.DictReader(val)]
     (tmp_path / KIT).write_bytes(devkit(ids=ids, truth=[ids[wnid] for wnid in expected]))
-    labels = read_devkit(tmp_path / KIT, data_set=IMAGENET)
-    assert list(labels.val_wnids) == expected
-    assert sorted(labels.wnids) == (meta / "wnids.txt").read_text().split()
+    wnids, val_wnids = read_kit(tmp_path / KIT, IMAGENET)
+    assert val_wnids == expected
+    assert sorted(wnids) == (meta / "wnids.txt").read_text().split()

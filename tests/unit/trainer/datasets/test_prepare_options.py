@@ -19,10 +19,9 @@ from archive_writer import (
 from error_texts import naming
 
 from bigbatch.cli import main
-from bigbatch.trainer.datasets import cifar, prepare
+from bigbatch.trainer.datasets import prepare
 from bigbatch.trainer.datasets import prepare_options as prepare_command
-from bigbatch.trainer.datasets.cifar import CIFAR10, CIFAR100
-from bigbatch.trainer.datasets.prepare import IMAGENET, IMAGENETTE
+from bigbatch.trainer.datasets.prepare import CIFAR, IMAGENET, IMAGENETTE
 
 
 @pytest.fixture
@@ -39,13 +38,13 @@ def tiny_facts(monkeypatch):
     monkeypatch.setattr(prepare, "IMAGENET_V2", TINY_V2)
     monkeypatch.setitem(prepare.IMAGENETTE, "160px", TINY_IMAGENETTE)
     facts = {"num_classes": 3, "num_images": {"train": 5, "val": 4}}
-    monkeypatch.setattr(cifar, "CIFAR10", replace(CIFAR10, **facts))
-    monkeypatch.setattr(cifar, "CIFAR100", replace(CIFAR100, **facts))
+    for number in (10, 100):
+        monkeypatch.setitem(prepare.CIFAR, number, replace(CIFAR[number], **facts))
 
 
-def test_prepare_the_command_for_every_data_set(tmp_path, official, tiny_facts, capsys):
-    write_cifar(official, 10)
-    write_cifar(official, 100)
+def test_prepare_the_command_for_every_data_set(tmp_path, official, tiny_facts, capsys, monkeypatch):
+    write_cifar(official, 10, monkeypatch)
+    write_cifar(official, 100, monkeypatch)
     write_imagenette(official, imagenette_files())
     (official / "imagenetv2-matched-frequency-format-val.tar.gz").write_bytes(tar_of(v2_files(), mode="w:gz"))
     sizes = {"imagenet": (9, 5), "cifar10": (5, 4), "cifar100": (5, 4), "imagenette": (6, 3), "imagenet-v2": (0, 6)}
@@ -55,9 +54,7 @@ def test_prepare_the_command_for_every_data_set(tmp_path, official, tiny_facts, 
         command = ["data", "prepare", name, str(root), "--archives", str(official), *options.get(name, [])]
         assert main(command) == 0
         out, err = capsys.readouterr()
-        assert re.search(
-            rf"^{root}: 3 classes, pictures: .*{num_val} in val; written in \d+\.\d s \(.*val\)$", out, re.M
-        )
+        assert re.search(rf"^{root}: 3 classes, images: .*{num_val} in val; written in \d+\.\d s \(.*val\)$", out, re.M)
         assert f"in the config: data.root: {root}, data.num_classes: 3" in out
         steps = {"imagenet": ["train", "val"], "imagenet-v2": ["val"]}.get(name, ["train and val"])
         assert set(re.findall(r"^writing (.*):", err, re.M)) == set(steps)
@@ -99,7 +96,7 @@ def test_prepare_help_has_an_example_that_parses(name, capsys, monkeypatch):
         main(["data", "prepare", name, "--help"])
     example = re.search(r"^example:\n  bigbatch (.*)$", capsys.readouterr().out, re.M)[1]
     called = []
-    monkeypatch.setattr(prepare_command, "_run", lambda prepare, arguments: called.append(arguments) or 0)
+    monkeypatch.setattr(prepare_command, "_run", lambda name, arguments: called.append(arguments) or 0)
     assert main(example.split()) == 0
     assert len(called) == 1
 
@@ -110,14 +107,14 @@ def test_prepare_published_facts_are_torchvisions():
     from torchvision.datasets import Imagenette as PeerImagenette
     from torchvision.datasets.imagenet import ARCHIVE_META
 
-    assert {(a.names[0], a.md5) for a in IMAGENET.archives} == set(ARCHIVE_META.values())
-    for data_set, peer in ((CIFAR10, Peer10), (CIFAR100, Peer100)):
-        (archive,) = data_set.archives
+    assert {(a.names[0], a.md5) for a in IMAGENET.archives.values()} == set(ARCHIVE_META.values())
+    for number, peer in ((10, Peer10), (100, Peer100)):
+        archive = CIFAR[number].archives["all"]
         assert (archive.names, archive.md5, archive.url) == ((peer.filename,), peer.tgz_md5, peer.url)
     for size, data_set in IMAGENETTE.items():
-        (archive,) = data_set.archives
+        archive = data_set.archives["all"]
         assert (archive.url, archive.md5) == PeerImagenette._ARCHIVES[size]
         assert archive.url.endswith(f"/{archive.names[0]}")
-    downloaded = [*CIFAR10.archives, *CIFAR100.archives, *(a for each in IMAGENETTE.values() for a in each.archives)]
+    downloaded = [each.archives["all"] for each in (*CIFAR.values(), *IMAGENETTE.values())]
     assert all(archive.url.startswith("https://") for archive in downloaded)
     assert tuple(IMAGENETTE) == prepare_command.IMAGENETTE_SIZES

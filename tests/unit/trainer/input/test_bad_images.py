@@ -17,8 +17,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.augment.crops import random_resized_crop
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.formats import open_image
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
@@ -64,7 +63,7 @@ def stand_in(position, bad, num_images):
 def expected_images(index, request, bad):
     """The box that is drawn for each position asked for, in the size of the picture that stands in: (B, 3, S, S)."""
     used = [stand_in(position, bad, len(index)) for position in request.indices_B.tolist()]
-    stored = [Image.open(index.full_path(position)).convert("RGB") for position in used]
+    stored = [Image.open(index.name(position)).convert("RGB") for position in used]
     boxes_B4, flips_B = CROP(request.epoch, request.indices_B, np.array([(i.height, i.width) for i in stored]))
     resized = [
         resized_crop(vision.pil_to_tensor(image), box, size=SIZE)
@@ -86,7 +85,7 @@ def check(loader, index, batch, bad):
     positions = [position for position, own in zip(request.indices_B.tolist(), is_own, strict=True) if not own]
     assert [image.position for image in batch.replaced] == positions
     for replaced in batch.replaced:
-        assert replaced.reason.startswith(f"{index.full_path(replaced.position)}: ")
+        assert replaced.reason.startswith(f"{index.name(replaced.position)}: ")
         assert "\n" not in replaced.reason
 
 
@@ -227,7 +226,7 @@ def test_bad_images_more_than_may_be_skipped_end_the_load_every_time(make, tmp_p
             next(batches)
         text = str(caught.value)
         assert text.startswith("3 pictures are bad, and data.max_skipped=2: see all by `bigbatch data check`; ")
-        assert f"the last is {index.full_path(6)}: " in text
+        assert f"the last is {index.name(6)}: " in text
         assert "\n" not in text
         assert not isinstance(caught.value, StorageError)
 
@@ -235,11 +234,9 @@ def test_bad_images_more_than_may_be_skipped_end_the_load_every_time(make, tmp_p
 @pytest.mark.parametrize("content", [b"", UNDECODABLE], ids=["read", "decode"])
 def test_bad_images_none_may_be_skipped(make, tmp_path, content):
     index = split(tmp_path, {1: content})
-    with pytest.raises(
-        DataError, match=naming("data.max_skipped=0", f"{index.full_path(1)}: ", "`bigbatch data check`")
-    ):
+    with pytest.raises(DataError, match=naming("data.max_skipped=0", f"{index.name(1)}: ", "`bigbatch data check`")):
         list(make(index, max_skipped=0).load([ask(0, 1, 2, 3)]))
-    with pytest.raises(DataError, match=rf"^{index.full_path(1)}: "):
+    with pytest.raises(DataError, match=rf"^{index.name(1)}: "):
         list(make(index).load([ask(0, 1, 2, 3)]))
 
 
@@ -269,7 +266,7 @@ def test_bad_images_packed_images(make, tmp_path):
     packed = open_split(tmp_path / "packed", "train")
     loader = make(packed, max_skipped=1)
     for batch in loader.load([ask(0, 3, 4, 1), ask(3, 3, 2, 7)]):
-        check(loader, Shadow(index, lambda n: packed.name(n) if n == 3 else index.full_path(n)), batch, {3})
+        check(loader, Shadow(index, lambda n: packed.name(n) if n == 3 else index.name(n)), batch, {3})
     with pytest.raises(DataError, match=naming("shard-000000.tar: picture 00000003: ", "decoded")):
         list(make(packed).load([ask(0, 3, 4, 1)]))
 
@@ -278,7 +275,7 @@ class Shadow:
     """An index whose pictures are called otherwise."""
 
     def __init__(self, index, full_path):
-        self.full_path, self.labels_N, self._num_images = full_path, index.labels_N, len(index)
+        self.name, self.labels_N, self._num_images = full_path, index.labels_N, len(index)
 
     def __len__(self):
         return self._num_images
@@ -327,7 +324,7 @@ def test_bad_images_a_png_that_dali_alone_refuses_is_named(make, tmp_path, kind)
     loader = make(index)
     batches = loader.load(asked)
     check(loader, index, next(batches), set())
-    with pytest.raises(DataError, match=naming(f"{index.full_path(5)}: ", "DALI", "Pillow")):
+    with pytest.raises(DataError, match=naming(f"{index.name(5)}: ", "DALI", "Pillow")):
         next(batches)
     skipping = make(index, max_skipped=1)
     for batch in skipping.load(asked):

@@ -11,8 +11,7 @@ from sample_images import encoded, smooth_image, write
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.check import check_dataset
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.listed import write_list
 from bigbatch.trainer.input.shards import open_split, read_classes
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from bigbatch.trainer.input.normalization import FIRST_BATCHES, InputStatistics
+from bigbatch.trainer.input.prepare_batch import FIRST_BATCHES, InputStatistics
 
 
 def batches(

@@ -11,8 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.input.microbatches import rank_microbatches
-from bigbatch.trainer.input.order import describe_left_out, epoch_order, eval_requests, read_index, train_requests
+from bigbatch.trainer.input.order import (
+    describe_left_out,
+    epoch_order,
+    eval_requests,
+    rank_microbatches,
+    read_index,
+    train_requests,
+)
 
 SIZES = {"seed": 5, "num_samples": 100, "global_batch_size": 24}
 
@@ -158,7 +164,7 @@ def test_read_index_is_sorted_and_complete(tmp_path):
     assert list(index.paths) == ["a/x.jpg", "b/1.png", "b/2.JPEG"]
     assert index.labels_N.tolist() == [0, 1, 1]
     assert index.labels_N.dtype == np.int64
-    assert Path(index.full_path(2)) == tmp_path / "train/b/2.JPEG"
+    assert Path(index.name(2)) == tmp_path / "train/b/2.JPEG"
 
 
 def test_read_index_takes_nested_images_and_counts_what_it_leaves_out(tmp_path):

@@ -14,8 +14,7 @@ from bigbatch.cli import main
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import center_crop
 from bigbatch.trainer.datasets.check import check_dataset
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.verify_shards import verify
 from bigbatch.trainer.input.formats import UnsupportedImageError, encoded_size, jpeg_size, open_image
 from bigbatch.trainer.input.loaders.resident import ResidentLoader

@@ -21,8 +21,7 @@ from bigbatch import cli
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.augment.crops import center_crop, random_resized_crop
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input import order, retry
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.loaders.by_name import make_image_loader

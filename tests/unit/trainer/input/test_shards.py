@@ -24,8 +24,7 @@ from sample_images import REAL_DATA, exif, write
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.datasets.pack import pack
-from bigbatch.trainer.datasets.shard_writer import PackRecipe
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import ImageIndex, eval_requests, read_index, train_requests
 from bigbatch.trainer.input.shards import PackedIndex, open_split, read_entries
@@ -94,7 +93,7 @@ def test_shards_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
     assert index.classes == ("a", "b")
     assert index.labels_N.dtype == np.int64
     for position in random.Random(0).choices(range(len(index)), k=50):
-        assert index.read(position) == expected[position][0] == Path(source.full_path(position)).read_bytes()
+        assert index.read(position) == expected[position][0] == Path(source.name(position)).read_bytes()
         assert index.labels_N[position] == int(expected[position][1]) == source.labels_N[position]
     index.close()
 

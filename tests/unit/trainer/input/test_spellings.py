@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigbatch.trainer.input.spellings import spelled_twice
+from bigbatch.trainer.input.image_files import spelled_twice
 
 
 @pytest.mark.parametrize(

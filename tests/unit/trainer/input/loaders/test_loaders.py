@@ -18,7 +18,6 @@ from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.trainer.augment.crops import center_crop, padded_crop, random_resized_crop
-from bigbatch.trainer.input.ahead import ahead
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.formats import encoded_size, jpeg_size, open_image, png_size, webp_size
 from bigbatch.trainer.input.loaders import dali
@@ -27,6 +26,7 @@ from bigbatch.trainer.input.loaders.dali import DaliDecoder
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
+from bigbatch.trainer.input.reading import ahead
 
 SIZE = 64
 CROP = random_resized_crop(seed=7)
@@ -74,7 +74,7 @@ def requests(index, *, microbatch_size=4):
 
 def expected_images(index, request, crop=CROP, size=SIZE, decoded=vision.pil_to_tensor):
     """torchvision's resized_crop of the stored picture, flipped where asked: (B, 3, size, size)."""
-    stored = [Image.open(index.full_path(position)) for position in request.indices_B]
+    stored = [Image.open(index.name(position)) for position in request.indices_B]
     sizes_B2 = np.array([(image.height, image.width) for image in stored])
     boxes_B4, flips_B = crop(request.epoch, request.indices_B, sizes_B2)
     results = []
@@ -402,7 +402,7 @@ def test_loaders_resident_crops_as_a_padded_numpy_image(small_index):
         (batch,) = loader.load([request])
         boxes_B4, flips_B = crop(epoch, request.indices_B, np.full((21, 2), 32))
         for row, position in enumerate(request.indices_B):
-            stored = np.asarray(Image.open(small_index.full_path(position)))
+            stored = np.asarray(Image.open(small_index.name(position)))
             top, left = boxes_B4[row, :2] + 4
             expected = np.pad(stored, ((4, 4), (4, 4), (0, 0)))[top : top + 32, left : left + 32]
             expected = expected[:, ::-1] if flips_B[row] else expected
@@ -435,7 +435,7 @@ def test_loaders_resident_evaluates_whole_images(small_index):
         assert [batch.valid_B.tolist() for batch in batches] == [[True] * 4, [True] * 3 + [False]]
         for request, batch in zip(requests(small_index), batches, strict=True):
             for image, position in zip(batch.images_BCHW, request.indices_B, strict=True):
-                stored = np.asarray(Image.open(small_index.full_path(position)))
+                stored = np.asarray(Image.open(small_index.name(position)))
                 np.testing.assert_array_equal(image.permute(1, 2, 0), stored)
 
 
@@ -451,7 +451,7 @@ def test_loaders_resident_in_other_microbatches_holds_the_same_memory(small_inde
 def test_loaders_resident_refuses_what_it_cannot_do(small_index, index):
     with pytest.raises(DataError, match=r"cmyk|png|plain|444") as caught:
         ResidentLoader(index=index, crop=CROP, image_size=32, microbatch_size=1, device="cpu")
-    assert index.full_path(0) in str(caught.value)  # the first one
+    assert index.name(0) in str(caught.value)  # the first one
     loader = ResidentLoader(index=small_index, crop=CROP, image_size=32, microbatch_size=4, device="cpu")
     with pytest.raises(ValueError, match=naming("resident", "32 x 32")):
         list(loader.load(requests(small_index)))

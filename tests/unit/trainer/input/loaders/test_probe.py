@@ -257,7 +257,7 @@ def test_probe_a_probed_loader_is_as_before(index: Any) -> None:
 
 @pytest.mark.parametrize("damage", [b"hello", None])  # seen by its header, or only by the decoder
 def test_probe_bad_images_are_left_to_training(damage: bytes | None, index: Any) -> None:
-    path = Path(index.full_path(5))
+    path = Path(index.name(5))
     path.write_bytes(damage or corrupt(path.read_bytes()))
     assert probed(image_loader(index)) is None
     skipping = image_loader(index, max_skipped=1)

@@ -1,0 +1,130 @@
+"""Archives that hold little and claim much: refused by name in one line, in little memory, and nothing is left."""
+
+import gzip
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tracemalloc
+
+import pytest
+from archive_writer import (
+    FOLDERS,
+    KIT,
+    TINY,
+    TINY_IMAGENETTE,
+    V2_FOLDER,
+    cifar_files,
+    imagenette_files,
+    pickled,
+    write_imagenette,
+    write_official,
+)
+
+from bigbatch.cli import main
+from bigbatch.trainer.datasets import prepare
+
+BOMB = "imagenette2-160/train/n01440764/bomb.JPEG"
+MEASURED = r"""
+import re, sys
+from bigbatch.cli import main
+code = main(sys.argv[1:])
+print(int(re.search(r"VmHWM:\s*(\d+) kB", open("/proc/self/status").read())[1]) // 1024)
+sys.exit(code)
+"""
+
+
+def with_bomb(path, files, name, num_bytes):
+    """A gzipped tar of files, then of a member of zeros: a mebibyte for 900 MiB."""
+    head = tarfile.TarInfo(name)
+    head.size = num_bytes
+    with gzip.open(path, "wb", 6) as out:
+        out.write(whole_blocks(files))
+        out.write(head.tobuf())
+        for _ in range(num_bytes >> 20):
+            out.write(bytes(1 << 20))
+        out.write(bytes(1024))
+
+
+def whole_blocks(files):
+    """The members of a tar without the blocks that end it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+        end = tar.offset
+    return buffer.getvalue()[:end]
+
+
+@pytest.mark.slow
+def test_prepare_a_member_that_inflates_is_refused_by_name_in_little_memory(tmp_path):
+    official, root = tmp_path / "official", tmp_path / "root"
+    official.mkdir()
+    with_bomb(official / "imagenette2-160.tgz", imagenette_files(), BOMB, 900 << 20)
+    assert (official / "imagenette2-160.tgz").stat().st_size < 2 << 20
+    command = ["data", "prepare", "imagenette", str(root), "--size", "160px", "--archives", str(official)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *command], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert all(part in line for part in ("imagenette2-160.tgz", f"'{BOMB}'", "943,718,400 bytes", "50 megapixels"))
+    assert int(done.stdout) < 200, "MiB at the peak"
+    assert not root.exists()
+
+
+MEMBERS = {
+    "imagenet": (KIT, "ILSVRC2012_devkit_t12/data/meta.mat"),
+    "cifar10": ("cifar-10-python.tar.gz", f"{FOLDERS[10]}/data_batch_1"),
+    "imagenet-v2": ("imagenetv2-matched-frequency.tar.gz", f"{V2_FOLDER}/0/bomb.jpeg"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_set", MEMBERS)
+def test_prepare_no_member_of_any_data_set_fills_the_memory(tmp_path, data_set, monkeypatch, capsys):
+    archive, member = MEMBERS[data_set]
+    official, root = tmp_path / "official", tmp_path / "root"
+    write_official(official)
+    monkeypatch.setattr(prepare, "IMAGENET", TINY)
+    monkeypatch.setattr(prepare, "read_wnids", lambda *_, **__: ["n01440764"])
+    cifar = {f"{FOLDERS[10]}/{name}": pickled(value) for name, value in cifar_files(10).items() if "meta" in name}
+    with_bomb(official / archive, cifar, member, 300 << 20)
+    options = ["--classes-from", "x"] if data_set == "imagenet-v2" else []
+    assert_refused(["data", "prepare", data_set, str(root), "--archives", str(official), *options], member, capsys)
+    assert not root.exists()
+
+
+def test_prepare_members_without_number_are_refused(tmp_path, monkeypatch, capsys):
+    """A compressed header takes 20 bytes: an archive of 20 MB might hold a million names."""
+    official, root = tmp_path / "official", tmp_path / "root"
+    monkeypatch.setitem(prepare.IMAGENETTE, "160px", TINY_IMAGENETTE)
+    write_imagenette(official, {f"{number}.txt": b"" for number in range(10_100)})
+    assert main(["data", "prepare", "imagenette", str(root), "--size", "160px", "--archives", str(official)]) == 1
+    assert "imagenette2-160.tgz: is cut off or damaged (more than 10,018 members)" in capsys.readouterr().err
+    assert not root.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", ["jpg", "cls"])
+def test_unpack_no_member_fills_the_memory(tmp_path, suffix, capsys):
+    (tmp_path / "shards").mkdir()
+    with_bomb(tmp_path / "shards/0.tar", {}, f"bomb.{suffix}", 300 << 20)
+    command = ["init", str(tmp_path / "shards"), "--unpack", str(tmp_path / "root")]
+    assert_refused(command, f"bomb.{suffix}", capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+
+
+def assert_refused(command, member, capsys):
+    tracemalloc.start()
+    try:
+        assert main(command) == 1
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    *_, line = capsys.readouterr().err.splitlines()
+    assert f"'{member}': claims 314,572,800 bytes" in line
