@@ -128,3 +128,17 @@ def assert_refused(command, member, capsys):
         tracemalloc.stop()
     *_, line = capsys.readouterr().err.splitlines()
     assert f"'{member}': claims 314,572,800 bytes" in line
+
+
+def test_write_images_few_bytes_wait_for_their_writers(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "MAX_IN_FLIGHT_BYTES", 1000)
+    done = []
+
+    def images():
+        for number in range(20):
+            assert number - len(done) <= 3, "two below the bound, and one more"
+            yield f"{number}.jpg", bytes(600)
+
+    prepare.write_images(tmp_path, images(), num_threads=8, on_written=done.append)
+    assert done == list(range(1, 21))
+    assert len(list(tmp_path.iterdir())) == 20
