@@ -15,7 +15,7 @@ from torch import Tensor
 from bigbatch.comm.algorithms import ALGORITHMS, AllReduce, make_allreduce
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridTable
-from bigbatch.comm.algorithms.wire import CODED, Wire
+from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend, InFlight, dtype_name
 from bigbatch.comm.backends.host_staging import HostStaging, Staged
 from bigbatch.comm.backends.node_memory import NodeMemory
@@ -87,14 +87,9 @@ class Communicator:
     @property
     def algorithms(self) -> tuple[str, ...]:
         """List what can run here, over this wire, but for hybrid, which needs a table."""
-        return self._algorithms_over(self.wire)
-
-    def _algorithms_over(self, wire: Wire) -> tuple[str, ...]:
-        names = tuple(name for name in ALGORITHMS if name != "hybrid")
         if not self.backend.capabilities.has_messages:
             return ("native",)
-        adds_codes = wire.dtype != CODED or self.world_size == 1
-        return names if adds_codes else tuple(name for name in names if name != "native")
+        return tuple(name for name in ALGORITHMS if name != "hybrid")
 
     def with_algorithm(
         self,
@@ -115,7 +110,7 @@ class Communicator:
         if algorithm == AUTO:
             algorithm, why = choose_algorithm(self.backend, table=table, table_from=table_from)
         _require_wire(wire, self.backend, algorithm=algorithm)
-        names = self._algorithms_over(wire)
+        names = self.algorithms
         if algorithm in ALGORITHMS and algorithm not in (*names, "hybrid"):
             raise ValueError(
                 f"algorithm {algorithm!r} is made of messages between ranks, which {self.backend.name} has not: "
@@ -395,13 +390,7 @@ def _by_way_of_host(
 
 
 def _require_wire(wire: Wire, transport: Backend, *, algorithm: str) -> None:
-    if wire.dtype == CODED:
-        if transport.world_size > 1 and (algorithm == "native" or not transport.capabilities.has_messages):
-            raise ValueError(
-                f"{transport.name}'s own sums add no int8, and would travel in fp32: choose algorithm hierarchical, "
-                "sharded or ring, on a backend that has messages between ranks, or another wire_dtype"
-            )
-    elif wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
+    if wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
         raise ValueError(
             f"{transport.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another backend"
         )

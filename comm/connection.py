@@ -34,7 +34,6 @@ WIRE_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
 }
 REDUCE_DTYPES = ("fp32", "wire")
 
@@ -276,11 +275,6 @@ def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str 
         raise ValueError(f"wire_dtype {wire_dtype!r} is unknown; choose one of {known}, or null for the gradients' own")
     if not 0 < predivide < float("inf"):
         raise ValueError(f"predivide={predivide} must be positive, such as the number of ranks")
-    if wire_dtype == "int8" and (reduce_dtype != "fp32" or predivide != 1.0):
-        raise ValueError(
-            f"wire_dtype 'int8' has an exponent for each block and sums in fp32: reduce_dtype {reduce_dtype!r} must be "
-            f"'fp32', and predivide {predivide:g} must be 1"
-        )
     return Wire(WIRE_DTYPES[wire_dtype], predivide, in_fp32=reduce_dtype == "fp32")
 
 

@@ -3,12 +3,11 @@
     python -m benchmarks.comm.run --only ways-wires --out benchmarks/results
     python -m benchmarks.comm.run --only ways-paper --out benchmarks/results
 
-wires: what the precision between ranks costs and saves; PowerSGD is a prototype (benchmarks/comm/compressors.py) that
-works on the whole gradient after backward, and sums its factors by the same communicator. paper: the comparison of Jia
+wires: what the precision between ranks costs and saves. paper: the comparison of Jia
 et al. 2018 in miniature, in fp16, as there: a flat ring over all ranks that sums each gradient by itself, against a
 hierarchical all-reduce of fused ones, and one change at a time between them. A repetition is the time from the start of
 backward, which costs next to nothing (benchmarks/comm/gradient_sets.py), to the last sum on the slowest rank. Every
-gradient is checked after every repetition, but PowerSGD's, which are not exact. No goodput is needed, so the links are
+gradient is checked after every repetition. No goodput is needed, so the links are
 not measured: the cases give their rate.
 """
 
@@ -18,13 +17,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.arguments import require_at_least_one
 from benchmarks.comm import peers
 from benchmarks.comm.case_run import begin, choose_contestants, job_parser
-from benchmarks.comm.compressors import shrinks
 from benchmarks.comm.gradient_sets import CostlessModel, count_wrong, make_values, parameter_shapes, start
 from benchmarks.comm.job import Job, run_rank
 from benchmarks.comm.turns import Contestant, describe_repetitions, take_turns
@@ -44,8 +41,6 @@ class Way:
     algorithm: str
     wire: str | None
     sizes: PlanSizes = DEFAULT_SIZES
-    rank: int | None = None
-    """Of PowerSGD's factors; None for no such."""
 
 
 WAYS = {
@@ -53,8 +48,6 @@ WAYS = {
         "float32": Way("hierarchical", None),
         "float16": Way("hierarchical", "float16"),
         "bfloat16": Way("hierarchical", "bfloat16"),
-        "int8": Way("hierarchical", "int8"),
-        "PowerSGD 4": Way("hierarchical", None, rank=4),
     },
     "paper": {
         "unfused ring": Way("ring", "float16", ALONE_EACH),
@@ -120,7 +113,6 @@ def make_contestant(job: Job, name: str, way: Way, values: dict[str, Tensor], wr
     model = CostlessModel(values, weight=job.rank + 1)
     communicator = job.communicator.with_algorithm(way.algorithm, wire=make_wire(way.wire))
     reducer = GradientReducer(model.named_parameters(), communicator, **asdict(way.sizes))
-    factors = PowerSgdStep(reducer, rank=way.rank) if way.rank else None
     ready: list[Tensor] = []
     world_size = job.communicator.world_size
 
@@ -130,61 +122,12 @@ def make_contestant(job: Job, name: str, way: Way, values: dict[str, Tensor], wr
 
     def work() -> None:
         ready[0].backward()
-        (factors or reducer).wait()
+        reducer.wait()
 
     def finish() -> None:
-        if factors is None:
-            wrong[name] += count_wrong(list(model.parameters()), expected=world_size * (world_size + 1) / 2)
+        wrong[name] += count_wrong(list(model.parameters()), expected=world_size * (world_size + 1) / 2)
 
-    if factors is not None:
-        reducer.is_active = False  # what travels is what the step makes of the gradients
     return Contestant(name, work, prepare=prepare, finish=finish)
-
-
-class PowerSgdStep:
-    """Sums factors of the gradients' matrices, and in fp32 what is not factored, by a reducer's communicator."""
-
-    def __init__(self, reducer: GradientReducer, *, rank: int) -> None:
-        self._communicator, self._rank = reducer._communicator, rank
-        self._parameters = list(reducer._parameters.values())
-        self._matrices = [p for p in self._parameters if shrinks(tuple(p.shape), rank)]
-        self._right = [
-            torch.randn(p[0].numel(), rank, generator=torch.Generator().manual_seed(0)) for p in self._matrices
-        ]
-        self._kept = [torch.zeros(len(p), p[0].numel()) for p in self._matrices]
-        rest = sum(p.numel() for p in self._parameters) - sum(p.numel() for p in self._matrices)
-        left = sum(rank * len(p) for p in self._matrices)
-        sizes = [left + rest, sum(each.numel() for each in self._right)]
-        self._left_N, self._right_N = self._communicator.allocate_all([(size, torch.float32) for size in sizes])
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Return when all gradients are what the factors give, the same on all ranks."""
-        wanted = [_matrix(p).add(kept) for p, kept in zip(self._matrices, self._kept, strict=True)]
-        left = [wanted_NM @ right for wanted_NM, right in zip(wanted, self._right, strict=True)]
-        factored = set(map(id, self._matrices))
-        rest = [p.grad.flatten() for p in self._parameters if id(p) not in factored and p.grad is not None]
-        torch.cat([each.flatten() for each in left] + rest, out=self._left_N)
-        self._communicator.sum_(self._left_N, label="left factors")
-        sums = self._left_N.split([each.numel() for each in (*left, *rest)])
-        left = [torch.linalg.qr(sum_N.view_as(each)).Q for sum_N, each in zip(sums, left, strict=False)]
-        right = [wanted_NM.T @ each for wanted_NM, each in zip(wanted, left, strict=True)]
-        torch.cat([each.flatten() for each in right], out=self._right_N)
-        self._communicator.sum_(self._right_N, label="right factors")
-        for index, sum_N in enumerate(self._right_N.split([each.numel() for each in right])):
-            # the mean over ranks is what each takes off its own; the sum is the gradient
-            self._right[index] = sum_N.view_as(right[index]).clone()
-            found_NM = left[index] @ self._right[index].T
-            torch.sub(wanted[index], found_NM, alpha=1 / self._communicator.world_size, out=self._kept[index])
-            _matrix(self._matrices[index]).copy_(found_NM)
-        for p, sum_N in zip((p for p in self._parameters if id(p) not in factored), sums[len(left) :], strict=True):
-            assert p.grad is not None
-            p.grad.copy_(sum_N.view_as(p))
-
-
-def _matrix(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad.view(len(parameter), -1)
 
 
 if __name__ == "__main__":

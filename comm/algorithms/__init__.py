@@ -12,8 +12,8 @@ from bigbatch.comm.algorithms.hierarchical import hierarchical_allreduce_, shard
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.ring import Announce, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Across, Owners, shared_allreduce_
-from bigbatch.comm.algorithms.wire import NARROW, Staging, Wire
-from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.algorithms.wire import Staging, Wire
+from bigbatch.comm.backends.base import HALF, Backend
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.rendezvous.topology import Topology
 
@@ -63,7 +63,7 @@ def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: B
     """Say in which dtype a tensor travels by an algorithm: fp32 where that sums less so on the way."""
     widens = {"native": wire.widens(backend), "doubling": wire.in_fp32}.get(algorithm, False)
     dtype = wire.of(tensor_N)
-    return torch.float32 if widens and dtype in NARROW else dtype
+    return torch.float32 if widens and dtype in HALF else dtype
 
 
 def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging) -> None:

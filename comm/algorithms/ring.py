@@ -83,7 +83,7 @@ class _Ring:
         self._own = _cut(own_N, n, num_segments)
         self._others = [_cut(other_N, n, num_segments) for other_N in others]
         self._packed = self._own if dtype == own_N.dtype else _pack_apart(self._own, own_N, wire, staging)
-        slot = wire.num_packed(own_N[: -(-largest // num_segments)])
+        slot = -(-largest // num_segments)
         # room for one part only: parts arrive one after another, and each is summed before the next; or for several
         room = slot * num_segments * (min(HOPS_AT_ONCE, max(1, n - 1)) if wire.sums_in_fp32(own_N) else 1)
         self._slots = staging.take("incoming", room, own_N, dtype).split(slot) if largest else ()
@@ -114,7 +114,7 @@ class _Ring:
         for hop in range(1, n):
             for segment in self.segments:
                 coming[hop - 1][segment].wait()
-                self._wire.add_packed_(totals[segment], self._incoming(mine, segment, hop=hop))
+                totals[segment].add_(self._incoming(mine, segment, hop=hop))
                 if hop == n - 1:  # its sum spreads while the next segment comes
                     pending.append(self._complete(mine, segment, totals[segment]))
             if hop + HOPS_AT_ONCE < n:  # into the slots that are read now
@@ -180,7 +180,7 @@ class _Ring:
         """Return where the segment of a part waits to be added; what was in the slot before was read."""
         own_S = self._own[part][segment]
         slots = self._slots[max(0, hop - 1) % HOPS_AT_ONCE * len(self.segments) :]
-        return slots[segment][: self._wire.num_packed(own_S)] if slots else own_S
+        return slots[segment][: own_S.numel()] if slots else own_S
 
     def _pass_on(self, hop: int, segment: int, outgoing_S: Tensor) -> InFlight:
         if hop == 2 * self.num_ranks - 2:  # everybody has it
@@ -204,7 +204,5 @@ def _cut(tensor_N: Tensor, num_parts: int, num_segments: int) -> list[tuple[Tens
 
 def _pack_apart(own: list[tuple[Tensor, ...]], own_N: Tensor, wire: Wire, staging: Staging) -> list[tuple[Tensor, ...]]:
     """Find room for what travels of each segment of each part."""
-    sizes = [[wire.num_packed(own_S) for own_S in part] for part in own]
-    packed_N = staging.take("packed", sum(map(sum, sizes)), own_N, wire.of(own_N))
-    parts = packed_N.split([sum(each) for each in sizes])
-    return [part.split(each) for part, each in zip(parts, sizes, strict=True)]
+    packed_N = staging.take("packed", own_N.numel(), own_N, wire.of(own_N))
+    return _cut(packed_N, len(own), len(own[0]))

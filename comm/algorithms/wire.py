@@ -7,22 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms import shared_exponent
 from bigbatch.comm.backends.base import HALF, Backend
-
-CODED = torch.int8
-"""Stands for the code of shared_exponent: its values are not numbers that could be added as they are."""
-NARROW = (*HALF, CODED)
 
 
 @dataclass(frozen=True)
 class Wire:
     """States the precision of fp32 values between ranks; dtype None leaves it, and other dtypes always keep theirs.
 
-    A narrower wire halves the bytes; int8, with an exponent for each block, makes them a quarter. With in_fp32 a sum
-    over ranks is made in fp32: a node's share of it is rounded to the wire once, and so is the result, however many
-    ranks there are. Without, which int8 is not, partial sums are rounded to the wire once per hop, so for n terms the
-    error is at most n roundings of partial sums. Wider tensors know no difference.
+    A narrower wire halves the bytes. With in_fp32 a sum over ranks is made in fp32: a node's share of it is rounded to
+    the wire once, and so is the result, however many ranks there are. Without, partial sums are rounded to the wire
+    once per hop, so for n terms the error is at most n roundings of partial sums. Wider tensors know no difference.
     With predivide f each term is divided by f before the sum, and the sum multiplied by it after: without, partial
     sums beyond 65,504 overflow fp16. A power of two loses nothing but the smallest values.
     """
@@ -37,15 +31,11 @@ class Wire:
 
     def sums_in_fp32(self, tensor_N: Tensor) -> bool:
         """Tell whether this tensor travels in less than fp32 and is to be summed in fp32."""
-        return self.in_fp32 and self.of(tensor_N) in NARROW
-
-    def num_packed(self, own_S: Tensor) -> int:
-        """Return the number of elements, of the dtype in which they travel, that own_S is packed into."""
-        return shared_exponent.num_bytes(own_S.numel()) if self.of(own_S) == CODED else own_S.numel()
+        return self.in_fp32 and self.of(tensor_N) in HALF
 
     def widens(self, backend: Backend) -> bool:
-        """Tell whether the backend's own sums are to be given fp32, as it would round each one, or adds no codes."""
-        return self.in_fp32 and (self.dtype == CODED or not backend.capabilities.sums_half_in_fp32)
+        """Tell whether the backend's own sums are to be given fp32, as it would round each one."""
+        return self.in_fp32 and not backend.capabilities.sums_half_in_fp32
 
     @contextmanager
     def widened(self, tensor_N: Tensor, backend: Backend) -> Iterator[Tensor]:
@@ -75,31 +65,23 @@ class Wire:
             # integers, which travel as they are, take no fraction
             own_S.add_(term_S, alpha=scale if scale != 1.0 else 1)
 
-    def add_packed_(self, total_S: Tensor, packed_S: Tensor) -> None:
-        """Add what another rank has packed to a total in fp32."""
-        is_coded = packed_S.dtype == CODED
-        total_S.add_(shared_exponent.decode(torch.empty_like(total_S), packed_S) if is_coded else packed_S)
-
     def pack(self, own_S: Tensor, packed_S: Tensor) -> Tensor:
         """Return what is sent: packed_S, rounded to the wire's precision; own_S itself where it travels as it is."""
         if packed_S.dtype == own_S.dtype:
             return own_S
-        return shared_exponent.encode_(packed_S, own_S) if packed_S.dtype == CODED else packed_S.copy_(own_S)
+        return packed_S.copy_(own_S)
 
     def unpack_(self, own_S: Tensor, packed_S: Tensor) -> None:
         """Write the final value, from the bits that all ranks have received."""
-        if packed_S.dtype == CODED:
-            shared_exponent.decode(own_S, packed_S)
-        elif packed_S.dtype != own_S.dtype:
+        if packed_S.dtype != own_S.dtype:
             own_S.copy_(packed_S)
             if self.predivide != 1.0:
                 own_S.mul_(self.predivide)
 
     def round_(self, own_N: Tensor) -> None:
-        """Round a sum that has travelled in fp32 to a value that the wire can carry, as others are; not to int8."""
-        if self.of(own_N) != CODED:
-            self.divide_(own_N)
-            self.unpack_(own_N, own_N.to(self.of(own_N)))
+        """Round a sum that has travelled in fp32 to a value that the wire can carry, as others are."""
+        self.divide_(own_N)
+        self.unpack_(own_N, own_N.to(self.of(own_N)))
 
 
 class Staging:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 _defaults_of_ours: set[Any] = set()
 """The default process group, where it was made here."""
-_on_default: "WeakSet[TorchDistributedBackend]" = WeakSet()
-"""Open backends whose group of all ranks is the default one."""
+_on_default: "WeakKeyDictionary[TorchDistributedBackend, Any]" = WeakKeyDictionary()
+"""Open backends whose group of all ranks is a default one, and that group."""
 
 
 class TorchDistributedBackend:
@@ -73,7 +73,7 @@ class TorchDistributedBackend:
             self.world = Group(everyone, None if shares_default else self._make(everyone))
             self._groups = {everyone: self.world.handle}
             if shares_default:
-                _on_default.add(self)
+                _on_default[self] = dist.group.WORLD
             if library == "nccl":
                 self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
@@ -231,10 +231,11 @@ class TorchDistributedBackend:
     def _destroy(self) -> None:
         for handle in reversed(self._made):  # NCCL's parts before the whole
             dist.destroy_process_group(handle)
-        _on_default.discard(self)
+        _on_default.pop(self, None)
         default = dist.group.WORLD
         # all others end with it: it stays while a script or another connection has one, or uses this one
-        if default in _defaults_of_ours and not _on_default and len(dist.distributed_c10d._world.pg_map) == 1:
+        is_used = len(dist.distributed_c10d._world.pg_map) > 1 or default in _on_default.values()
+        if default in _defaults_of_ours and not is_used:
             _defaults_of_ours.discard(default)
             dist.destroy_process_group()
 

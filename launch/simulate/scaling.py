@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
-from bigbatch.comm.tuning.cost_model import MODELS
 from bigbatch.comm.tuning.plan_search import PlanChoice, search_plan
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
@@ -26,9 +25,8 @@ IMAGES = 1_281_167
 """Of ImageNet's training set."""
 HALF = ("fp16", "bf16")
 """Precisions whose gradients are halves."""
-CODED = "int8"
-WIRE_SHARES = {"float16": 0.5, "bfloat16": 0.5, CODED: 33 / 128}
-"""Of fp32's bytes, by comm.wire_dtype; int8's blocks of 32 have a byte more."""
+WIRE_SHARES = {"float16": 0.5, "bfloat16": 0.5}
+"""Of fp32's bytes, by comm.wire_dtype."""
 PAYS = 0.5
 """The knee: beyond it, further devices add less than this share of what the first ones do."""
 
@@ -289,11 +287,6 @@ def _compute(question: Question) -> Compute:
 def _algorithms(question: Question) -> tuple[str, ...]:
     stated = question.algorithm or question.config.comm.algorithm
     carrier = question.cluster.network.carrier
-    is_coded = _wire_of(question.config) == CODED
-    if is_coded and (carrier != "nccl" or stated == "native"):
-        raise SimulationError(
-            f"comm.wire_dtype={CODED} is added by no library of its own (native), which would send fp32: set it to null"
-        )
     if carrier != "nccl":
         if question.algorithm not in (None, "native"):
             raise SimulationError(
@@ -303,7 +296,7 @@ def _algorithms(question: Question) -> tuple[str, ...]:
         return ("native",)
     # a recipe that leaves it open gets the fastest for all buffers; who asks for one by size gets that
     is_open = stated == "auto" or (stated == BY_SIZE and question.algorithm is None)
-    return (tuple(MODELS) if is_coded else ALGORITHMS) if is_open else (stated,)
+    return ALGORITHMS if is_open else (stated,)
 
 
 def _wire_of(config: Config) -> str | None:
@@ -330,7 +323,6 @@ def _job(question: Question, network: Network, *, algorithm: str = "native") -> 
         element_bytes=2 if config.optimizer.precision in HALF else 4,
         wire_share=WIRE_SHARES[wire] if wire else 1.0,
         sums_in_fp32=config.comm.reduce_dtype == "fp32",
-        is_coded=wire == CODED,
         algorithm=algorithm,
         input_images_per_second=input_rate(question),
     )

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, TensorSpec
-from bigbatch.comm.tuning.cost_model import MODELS
 from bigbatch.comm.tuning.plan_search import Backward, PlannedTransfer, simulate
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
@@ -89,8 +88,6 @@ class Job:
     """Of these bytes that travel: half, where fp32 gradients travel in half precision."""
     sums_in_fp32: bool = False
     """Whether what travels in half precision is summed in fp32: then doubling and a library's own sums send it so."""
-    is_coded: bool = False
-    """Whether what travels is a code that no library of its own adds."""
     algorithm: str = "native"
     reads_pictures: bool = True
     input_images_per_second: float | None = None
@@ -117,8 +114,7 @@ class Job:
         """Name the algorithm that such a buffer takes."""
         if self.algorithm != BY_SIZE:
             return self.algorithm
-        among = MODELS if self.is_coded else ALGORITHMS
-        return self.network.fastest(num_bytes * self.wire_share, widened=self._widened, among=among)
+        return self.network.fastest(num_bytes * self.wire_share, widened=self._widened, among=ALGORITHMS)
 
     @property
     def _widened(self) -> float:

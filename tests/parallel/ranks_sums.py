@@ -76,28 +76,9 @@ def check_sums(communicator: Communicator, *, longest: int) -> None:
                 if communicator.rank == 0:
                     check_sum(tensor_N, case, num_ranks=communicator.world_size, label=label)
         check_overflow(communicator, name)
-    bits += check_int8(communicator)
     communicator.agree("the bits of a sum", "\n".join(bits))
     for home_N in homes.values():
         communicator.release(home_N)
-
-
-def check_int8(communicator: Communicator) -> list[str]:
-    """Whole numbers up to 127 are exact; of others all ranks must end with the same bits, which are returned."""
-    bits: list[str] = []
-    n, wire = communicator.world_size, Wire(torch.int8)
-    if not communicator.backend.capabilities.has_messages:
-        return bits
-    names = communicator.with_algorithm("ring", wire=wire).algorithms
-    assert ("native" in names) == (n == 1)
-    for name in (*names, "hybrid"):
-        summing = communicator.with_algorithm(name, wire=wire, table=TABLE if name == "hybrid" else None)
-        for count in (1, 33, 100_003):
-            whole_N = torch.arange(count).remainder(127 // n + 1).float()
-            assert torch.equal(summing.sum_(whole_N.clone(), label=f"{name} int8"), whole_N * n), f"{name} int8 {count}"
-            sum_N = summing.sum_(values(count, torch.float32, rank=communicator.rank), label=f"{name} int8")
-            bits.append(f"{name} int8 {count}: {zlib.crc32(as_bytes(sum_N))}")
-    return bits
 
 
 def check_overflow(communicator: Communicator, name: str) -> None:

@@ -77,12 +77,6 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
         "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits"
     ),
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
-    ".venv/bin/python -m benchmarks.comm.compression ": (
-        "tests/unit/benchmarks/test_compression.py::test_compression_of_a_tiny_model"
-    ),
-    ".venv/bin/python -m benchmarks.comm.compression_pilot ": (
-        "tests/unit/benchmarks/test_compression.py::test_compression_pilot_of_an_epoch"
-    ),
     ".venv/bin/python -m benchmarks.comm.exact_sums ": (
         "tests/unit/benchmarks/test_exact_sums.py::test_exact_sums_of_a_tiny_model"
     ),
@@ -212,9 +206,6 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ),
     ".venv/bin/python -m benchmarks.comm.run --only scaling --out benchmarks/results": (
         "comm.run --only scaling --list --out ."
-    ),
-    ".venv/bin/python -m benchmarks.comm.run --only ways-wires --out benchmarks/results": (
-        "comm.run --only ways-wires --list --out ."
     ),
     ".venv/bin/python -m benchmarks.comm.plot benchmarks/results --out docs/comm.png": (
         f"comm.plot {ROOT}/benchmarks/results --out comm.png"

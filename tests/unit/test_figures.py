@@ -144,35 +144,6 @@ def test_figures_of_the_noise_scale() -> None:
         require(scale, found["noise_scale_by_batch"][str(row["global_batch_size"])])
 
 
-def test_figures_of_compressed_gradients() -> None:
-    ways = record("compression-pilot")["ways"]
-    heads, cells = rows_of("comm.md", "fp32 | bf16 | int8")
-    assert len(heads) == len(cells) == len(ways)
-    for cell, way in zip(cells, ways.values(), strict=True):
-        require(cell, *(100 * way["top1"][key] for key in ("median", "min", "max")))
-    named = {"int8 with error feedback": "int8, feedback", "fp8 e4m3 with a scale per 128": "e4m3"}
-    named |= {"fp8 e5m2": "e5m2", "PowerSGD of rank 4": "PowerSGD 4"}
-    models = record("compression")["models"].values()
-    for name, num_bytes, *errors in rows_of("comm.md", "| bytes | ResNet-50: a step")[2:]:
-        way = named.get(name.removesuffix(", not built"), name.strip("`"))
-        rows = [model["ways"][way] for model in models]
-        require(num_bytes, *dict.fromkeys(round(row["bytes"], 3) for row in rows))
-        values = [100 * row[key] for row in rows for key in ("error", "error_of_all_steps")]
-        for cell, value in zip(errors, values, strict=True):
-            require(cell, value)
-
-
-def test_figures_of_wires() -> None:
-    head, sent, *seconds = rows_of("comm.md", "| fp32 | `float16`")
-    assert len(head) == len(sent) == 6
-    slow, fast = ([*record(f"comm-ways-wires-{rate}mbit")["rows"]] for rate in (200, 1000))
-    for cell, row in zip(sent[1:], slow, strict=True):
-        require(cell, row["node_bytes"] / 1e6)
-    for (_, *cells), rows in zip(seconds, (slow, fast), strict=True):
-        for cell, row in zip(cells, rows, strict=True):
-            require(cell, row["seconds"]["median"])
-
-
 def test_figures_of_precision_by_depth() -> None:
     rows = {(row["model"], row["precision"]): row for row in record("precision-cpu-depths")["rows"]}
     shown = rows_of("precision.md", "| fp32, images/s")[1:]

@@ -144,7 +144,7 @@ def without_choices(config: Config, *, world_size: int) -> Config:
     )
     comm = replace(
         config.comm,
-        algorithm="hierarchical" if config.comm.wire_dtype == "int8" else "native",  # which adds none
+        algorithm="native",
         table=None,
         **asdict(stated_sizes(config)),
     )

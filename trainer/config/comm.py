@@ -18,19 +18,6 @@ def check_comm(comm: CommConfig) -> Iterator[str]:
             f"comm.predivide={comm.predivide} has no meaning without comm.wire_dtype: set it to 1.0, or wire_dtype "
             "to float16"
         )
-    if comm.wire_dtype == "int8":
-        stated = {"reduce_dtype": comm.reduce_dtype, "predivide": comm.predivide}
-        for key, only in (("reduce_dtype", "fp32"), ("predivide", 1.0)):
-            if stated[key] != only:
-                yield (
-                    f"comm.{key}={stated[key]} has no meaning with comm.wire_dtype=int8, which has an exponent for "
-                    f"each block and sums in fp32: set it to {only}"
-                )
-        if comm.algorithm == "native":
-            yield (
-                "comm.algorithm=native adds no int8, and would send fp32: set it to hierarchical, or comm.wire_dtype "
-                "to null"
-            )
     if comm.warn_seconds > comm.timeout_seconds:
         yield (
             f"comm.warn_seconds={comm.warn_seconds:g} is longer than comm.timeout_seconds={comm.timeout_seconds:g}, "

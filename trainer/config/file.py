@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bigbatch.errors import ConfigError, nearest
+from bigbatch.errors import ConfigError, nearest, tell
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
 from bigbatch.trainer.config.options import parse_options
@@ -22,6 +22,10 @@ PACKAGED = Path(__file__).resolve().parents[2] / "configs"
 """The experiments that come with bigbatch, in a checkout and in a wheel alike."""
 BASES = "bases"
 """Folder of packaged YAML that others extend, and which make no experiment alone."""
+
+
+REPLACED = {("comm", "wire_dtype", "int8"): "bfloat16"}
+"""Section, key and value of older run folders: what takes its place."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ def read_stated(
         content = _read(following)
         base = content.pop("base", None)
         is_run = is_run or is_of_run(following)
+        if is_run:
+            _replace_old_(content, path=following)
         chain.append((following, content, is_run))
         if base is None:
             break
@@ -134,6 +140,15 @@ def read_stated(
             if is_each_run:
                 of_runs[key] = each
     return values, origins, of_runs
+
+
+def _replace_old_(content: dict[str, Any], *, path: Path) -> None:
+    """Replace the values of an older run's config that are there no more, and say so."""
+    for (section, key, old), new in REPLACED.items():
+        values = content.get(section)
+        if isinstance(values, dict) and values.get(key) == old:
+            values[key] = new
+            tell(f"{path}: {section}.{key}={old} is there no more, and {new} takes its place")
 
 
 def read_dumped(text: str) -> dict[str, Any]:

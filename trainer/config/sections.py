@@ -383,9 +383,8 @@ class CommConfig:
     """File that `bigbatch comm tune` made for this cluster and model; null for none."""
     group_size: Annotated[int | None, POSITIVE] = None
     """Ranks per node group; null for one group per host."""
-    wire_dtype: Literal["float16", "bfloat16", "int8"] | None = None
-    """Precision of fp32 gradients between ranks: float16 and bfloat16 halve the bytes, int8, with an exponent for each
-    32 values, makes them a quarter, for slow links, below 1 Gbit/s; null for their own."""
+    wire_dtype: Literal["float16", "bfloat16"] | None = None
+    """Precision of fp32 gradients between ranks: float16 and bfloat16 halve the bytes; null for their own."""
     predivide: Annotated[float, POSITIVE] = 1.0
     """Gradients are divided by this before a sum in wire_dtype and multiplied after, against overflow."""
     reduce_dtype: Literal["fp32", "wire"] = "fp32"

@@ -264,17 +264,6 @@ def test_wire_that_the_backend_cannot_sum_is_refused_later_too(monkeypatch: pyte
         met.with_algorithm("native", wire=Wire(torch.bfloat16))
 
 
-@pytest.mark.parametrize("algorithm", ["native", "auto"])
-def test_int8_is_refused_where_the_backends_own_sum_would_send_fp32(
-    algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "SingleBackend", NativeBackend)
-    monkeypatch.setattr(NativeBackend, "world_size", 2)
-    met = connect(env=ALONE, device=CPU)
-    with pytest.raises(ValueError, match=naming("collectives-only", "int8", "hierarchical", "wire_dtype")):
-        met.with_algorithm(algorithm, wire=Wire(torch.int8))
-
-
 # --- GPUs that ranks share ---
 
 

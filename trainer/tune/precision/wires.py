@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms import shared_exponent
 from bigbatch.trainer.tune.precision.choices import WireRow
 from bigbatch.trainer.tune.precision.magnitudes import FP16_LARGEST
 
@@ -26,9 +25,6 @@ def measure_wires(gradient_N: Tensor, *, predivide: float, num_ranks: int) -> li
         room = math.log2(FP16_LARGEST * divisor / float(gradient_N.abs().max().clamp_min(MIN_LARGEST)))
         rows.append(_row("float16", divisor, 2.0, term_N, sent_N, headroom=room))
     rows.append(_row("bfloat16", 1.0, 2.0, term_N, term_N.to(torch.bfloat16).float(), headroom=None))
-    coded_C = torch.empty(shared_exponent.num_bytes(term_N.numel()), dtype=torch.int8, device=term_N.device)
-    decoded_N = shared_exponent.decode(torch.empty_like(term_N), shared_exponent.encode_(coded_C, term_N.clone()))
-    rows.append(_row("int8", 1.0, 1 + 1 / shared_exponent.BLOCK, term_N, decoded_N, headroom=None))
     return rows
 
 

@@ -162,48 +162,6 @@ def test_wire_with_sums_in_fp32_rounds_each_share_and_the_sum_once(
         assert all(torch.equal(tensor_N, tensors[0]) for tensor_N in tensors)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("num_elements", [1, 3, 101, 33 * 840, SEGMENT_BYTES])
-def test_int8_rounds_each_share_and_the_sum_once_in_a_quarter_of_the_bytes(num_ranks: int, num_elements: int) -> None:
-    generator = torch.Generator().manual_seed(num_ranks)
-    *tensors, other_N = [1 + torch.rand(num_elements, generator=generator) for _ in range(num_ranks + 1)]
-    exact_N = torch.stack([*tensors, *[other_N] * num_ranks]).double().sum(0)
-    post = sum_by_threads(ring_allreduce_, tensors, wire=Wire(torch.int8), others=[other_N])
-    # all shares are below 4, all sums below 4 per rank: 1/128 of that for each rounding
-    assert float((tensors[0].double() - exact_N).abs().max()) <= 2 * num_ranks * 4 / 128 + 1e-5
-    assert all(torch.equal(tensor_N, tensors[0]) for tensor_N in tensors)
-    part, rest = divmod(num_elements, num_ranks)
-    if not rest:
-        sent = sum(n for (source, _), n in post.num_bytes.items() if source == 0)
-        segments = -(-part // SEGMENT_BYTES)
-        assert 0 <= sent - 2 * (num_ranks - 1) * -(-part * 33 // 32) <= 2 * (num_ranks - 1) * segments
-
-
-def test_int8_carries_whole_numbers_up_to_127_exactly() -> None:
-    tensors = [torch.arange(300.0).remainder(31) * (1 - 2 * (rank % 2)) for rank in range(5)]
-    sum_by_threads(ring_allreduce_, tensors, wire=Wire(torch.int8))
-    assert all(torch.equal(tensor_N, torch.arange(300.0).remainder(31)) for tensor_N in tensors)
-
-
-def test_int8_passes_overflow_on_to_all_ranks() -> None:
-    tensors = [torch.ones(100) for _ in range(3)]
-    tensors[1][50] = float("inf")
-    sum_by_threads(ring_allreduce_, tensors, wire=Wire(torch.int8))
-    for tensor_N in tensors:
-        assert not tensor_N[50].isfinite()
-        assert tensor_N[:32].tolist() == [3.0] * 32  # of another block
-
-
-def test_int8_leaves_what_travels_in_fp32_as_it_is() -> None:
-    tensors = [torch.full((5,), value) for value in (1.0, 2.0**-12)]
-    sum_by_threads(doubling_allreduce_, tensors, wire=Wire(torch.int8))
-    assert tensors[0].tolist() == tensors[1].tolist() == [1 + 2.0**-12] * 5
-    alone_N = torch.full((5,), 1 + 2.0**-12)
-    wire = Wire(torch.int8)
-    make_allreduce("native", backend=SingleBackend(), topology=make_topology(["here"], rank=0), wire=wire)(alone_N)
-    assert alone_N.tolist() == [1 + 2.0**-12] * 5
-
-
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_wire_with_sums_in_fp32_sends_no_more_than_the_ring(num_ranks: int) -> None:
     num_elements = 840 * 3  # divides by every number of ranks

@@ -227,6 +227,14 @@ def test_close_of_the_connection_that_came_first_leaves_the_second_its_groups(li
     assert not dist.is_initialized()
 
 
+def test_close_of_a_connection_leaves_the_default_group_to_the_one_that_uses_it(library: PlayedNccl) -> None:
+    first, second = backend_of("nccl"), backend_of("nccl")
+    second.close()
+    assert dist.is_initialized()
+    first.close()
+    assert not dist.is_initialized()
+
+
 # --- what NCCL raises, and what it waits for ---
 
 

@@ -134,25 +134,6 @@ def test_doubling_of_halves_takes_the_time_of_its_partial_sums():
     assert rings[0] == rings[1]
 
 
-INT8 = ("--comm.wire_dtype", "int8", "--optimizer.precision", "fp32", *NO_SCALE)
-
-
-def test_int8_travels_with_its_exponents_and_by_no_library_of_its_own():
-    """Of 32 values 33 bytes; what sums in a library of its own adds none, and a run refuses it."""
-    coded = load_config(["--config", "imagenet/resnet50_64k", *INT8])
-    cluster = load_cluster("dgx_a100")
-    point = simulate_point(Question(coded, cluster, algorithm="ring"), 512)
-    expected = 2 * 511 / 512 * 25_557_032 * 33 / 32
-    assert point.sent.rank_bytes == pytest.approx(expected, abs=2 * 512 * len(point.step.transfers) * 2)
-    for algorithm in (None, "hybrid"):  # the fastest, as a recipe leaves it open, and of each buffer
-        found = simulate_point(Question(coded, cluster, algorithm=algorithm), 512)
-        assert found.algorithm != "native"
-        assert found.sent.rank_messages is not None
-    for refused in (Question(coded, cluster, algorithm="native"), Question(coded, load_cluster("v100_cloud_tcp"))):
-        with pytest.raises(SimulationError, match=naming("comm.wire_dtype=int8", "set it to null")):
-            simulate_point(refused, 8)
-
-
 def test_only_what_is_simulated_is_shown_under_its_name():
     cluster = load_cluster("v100_cloud_tcp")
     for name in ("ring", "hybrid"):

@@ -493,3 +493,14 @@ def test_examples_of_the_help_are_taken(command, capsys):
     said = " ".join(capsys.readouterr().out.split("example: bigbatch ")[1].split())
     words = said.split()[len(command) :]
     load_config(words if command == ["train"] else ["--config", *words])
+
+
+def test_value_of_an_older_run_that_is_there_no_more_is_replaced_and_said(tmp_path, capsys):
+    text = dump_config(load_config(["--config", "quickstart"])).replace("wire_dtype: null", "wire_dtype: int8")
+    assert "int8" in text
+    (tmp_path / "config.yaml").write_text(text)
+    path = str(tmp_path / "config.yaml")
+    assert load_config(["--config", path], is_run=True).comm.wire_dtype == "bfloat16"
+    assert "bfloat16 takes its place" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="wire_dtype"):
+        load_config(["--config", path])

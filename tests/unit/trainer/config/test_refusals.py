@@ -23,7 +23,6 @@ def refusals(*options: str, config: str = "quickstart") -> list[str]:
         ("--batch.bn_span=512", "set batch.bn_span=512 to at most batch.microbatch_size"),
         ("--compute.compile=default", "set it to null"),
         ("--comm.wire_dtype=bfloat16", "set it to null"),
-        ("--comm.wire_dtype=int8", "set it to null"),
     ],
 )
 def test_reproducible_names_what_it_cannot_keep_its_promise_with(option: str, named: str) -> None:
