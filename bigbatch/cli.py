@@ -52,7 +52,6 @@ COMMANDS = {
     "diff": ("bigbatch.trainer.diff", "the first step, tensor and element in which two runs differ"),
     "config": (GROUP, "show an experiment with all its values, what differs between two, which there are"),
     "tune": (GROUP, "find good values: learning rate, global batch, loss scale and wire, or any by a search"),
-    "ablate": ("bigbatch.launch.ablate.ablation", "train a recipe trick by trick: the time and accuracy of each"),
     "launch": (
         "bigbatch.launch.start",
         "start a command on several ranks: Slurm, PBS, mpirun, torchrun, Kubernetes, emulated nodes",
@@ -62,10 +61,13 @@ COMMANDS = {
         "compare the nodes of a job before it; bigbatch launch preflight starts it",
     ),
     "sweep": (
-        "bigbatch.launch.sweep.complete",
-        "train every combination of ranks, batches and settings for some steps",
+        "bigbatch.experiments.sweep",
+        "train cases, values, seeds and numbers of ranks that a file states, and compare them",
     ),
-    "report": ("bigbatch.launch.report.publish", "scaling efficiency and its causes; time and cost until an accuracy"),
+    "report": (
+        "bigbatch.experiments.report.publish",
+        "runs side by side, by any key; scaling efficiency and its causes; time and cost until an accuracy",
+    ),
     "simulate": (
         "bigbatch.launch.simulate.command",
         "what a recipe would do on a cluster: time, efficiency and its causes, cost",
@@ -79,6 +81,10 @@ COMMANDS = {
     "data": ("bigbatch.trainer.datasets.subcommands", "prepare, check and pack data sets; generate the embedded one"),
     "completion": ("bigbatch.completion", "a script by which bash, zsh or fish completes all this at TAB"),
 }
+
+
+SUCCESSORS = {"ablate": "its files are sweeps with cumulative: true, and bigbatch sweep runs them"}
+"""Commands that were, and what does their work."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,6 +149,8 @@ def find_unknown(command: Sequence[str]) -> str | None:
         name, known = rest[0], import_module(GROUP).GROUPS[name].commands
     if name in known:
         return None
+    if name in SUCCESSORS:
+        return f"{name} is no subcommand any more: {SUCCESSORS[name]}"
     choice = [each for each in known if not each.startswith("-")]
     return f"{name} is no subcommand{or_nearest(name, choice)}; choose one of {', '.join(choice)}"
 
