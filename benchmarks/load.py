@@ -171,7 +171,7 @@ def load_of_points(folder: Path, *, points: int) -> dict[str, Any]:
         "where": "local",
         "launch": {},
         "ranks_per_node": 1,
-        "repeats": 1,
+        "seeds": 1,
         "timeout_minutes": 5,
         "grid": {"scaling": ["weak"], "ranks": [1], "run.seed": list(range(points))},
     }

@@ -31,6 +31,7 @@ NOT_LOOKED_AT = (errno.EACCES, errno.ENAMETOOLONG)
 """What pathlib raises where it only asks whether a path is there: the user named it, and no module has to catch it."""
 
 REMOVED = {
+    "ablate": "its files are sweeps with cumulative: true, and `bigbatch sweep` runs them",
     "faults": "`bigbatch explain` names the ranks that made a job hang; `make faults` of a checkout disturbs trainings",
 }
 """Commands of earlier checkouts, and what takes their place."""
@@ -57,7 +58,6 @@ COMMANDS = {
     "diff": ("bigbatch.trainer.diff", "the first step, tensor and element in which two runs differ"),
     "config": (GROUP, "show an experiment with all its values, what differs between two, which there are"),
     "tune": (GROUP, "find good values: learning rate, global batch, loss scale and wire, or any by a search"),
-    "ablate": ("bigbatch.launch.ablate.ablation", "train a recipe trick by trick: the time and accuracy of each"),
     "launch": (
         "bigbatch.launch.start",
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
@@ -67,10 +67,13 @@ COMMANDS = {
         "compare the nodes of a job before it; bigbatch launch preflight starts it",
     ),
     "sweep": (
-        "bigbatch.launch.sweep.complete",
-        "train every combination of ranks, batches and settings for some steps",
+        "bigbatch.experiments.sweep",
+        "train cases, values, seeds and numbers of ranks that a file states, and compare them",
     ),
-    "report": ("bigbatch.launch.report.publish", "scaling efficiency and its causes; time and cost until an accuracy"),
+    "report": (
+        "bigbatch.experiments.report.publish",
+        "runs side by side, by any key; scaling efficiency and its causes; time and cost until an accuracy",
+    ),
     "simulate": (
         "bigbatch.launch.simulate.command",
         "what a recipe would do on a cluster: time, efficiency and its causes, cost",

@@ -7,10 +7,10 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from bigbatch.cli import COMMANDS
+from bigbatch.experiments.engine.plan import packaged_sweeps
 from bigbatch.groups import GROUPS
 from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.launch.start import make_parser as make_launch_parser
-from bigbatch.launch.sweep.complete import packaged_sweeps
 from bigbatch.trainer.config.file import packaged_configs
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.config.schema import all_keys

@@ -108,7 +108,7 @@ class SimulationError(UserError, ValueError):
 
 
 class LaunchOptionError(UserError, ValueError):
-    """An option of launch, sweep, ablate or report, or a key of their files, is wrong; the message tells how."""
+    """An option of launch, sweep or report is wrong, or a folder is another one's; the message tells how."""
 
 
 class JobRefused(LaunchOptionError):

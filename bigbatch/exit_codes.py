@@ -5,7 +5,7 @@ FAILED = 1
 REFUSED = 2
 """The command line, or a job before it started: nothing was done."""
 SOME_FAILED = 3
-"""Some points of a sweep, runs of an ablation or trials of faults."""
+"""Some points of a sweep or trials of faults."""
 UNFIT = 4
 """Something is wrong with a node, or between nodes."""
 DIFFERENT = 5

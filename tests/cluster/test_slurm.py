@@ -208,7 +208,7 @@ def test_sweep_is_an_array_for_each_number_of_ranks(slurm: EmulatedCluster, shap
         "launch": {},
         "ranks_per_node": 1,
         "grid": {"ranks": [1, 2], "run.seed": [0, 1], "model.width": [4]},
-        "repeats": 1,
+        "seeds": 1,
         "timeout_minutes": 5,
     }
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))

@@ -39,12 +39,10 @@ STEPS = {
 def write_ablation(folder: Path, *, steps: dict[str, dict[str, Any]], **changes: Any) -> str:
     write_dataset(folder / "shapes", train_per_class=7, val_per_class=1, side_pixels=(32, 36))
     stated = {
-        "name": "tiny",
         "config": "quickstart",
         "options": OPTIONS | {"data.root": str(folder / "shapes")},
-        "steps": steps,
-        "target_top1": None,
-        "ranks": 1,
+        "cumulative": True,
+        "cases": steps,
         "timeout_minutes": 10,
     } | changes
     (folder / "tiny.yaml").write_text(yaml.safe_dump(stated, sort_keys=False))
@@ -54,25 +52,23 @@ def write_ablation(folder: Path, *, steps: dict[str, dict[str, Any]], **changes:
 def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     forms = {"fp32": [], "bf16, folded": ["--optimizer.precision=bf16", "--fold"]}
-    command = ["ablate", write_ablation(tmp_path, steps=STEPS, inference=forms), "--folder", str(out), "--epochs", "2"]
+    command = ["sweep", write_ablation(tmp_path, steps=STEPS, inference=forms), "--folder", str(out), "--epochs", "2"]
     assert main([*command, "--only", "whitening"]) == 0
-    assert "1 runs, 1 to do" in capsys.readouterr().out
+    assert "3 points, 1 to run" in capsys.readouterr().out
     assert main(command) == 3
-    assert "3 runs, 2 to do" in capsys.readouterr().out
-    steps = {step["name"]: step for step in json.loads((out / "ablation.json").read_text())["steps"]}
-    assert [len(steps[name]["runs"]) for name in STEPS] == [1, 0, 1]
-    assert "data.num_classes=7, but" in steps["seven classes"]["undone"][0]
-    for name in ("baseline", "whitening"):
-        (result,) = steps[name]["runs"]
-        assert result["epochs"] == 2
-        assert 0 < result["seconds"] < 600
-        assert 0 <= result["top1"] <= 1
-    text = (out / "ablation.md").read_text()
-    assert "| whitening | 1 | 2 |" in text
+    printed = capsys.readouterr().out
+    assert "3 points, 2 to run" in printed
+    cells = {cell["case"]: cell for cell in facts_of(out)["cells"]}
+    assert list(cells) == ["baseline", "whitening"]
+    assert "data.num_classes=7, but" in facts_of(out)["unmeasured"][0][2]
+    for cell in cells.values():
+        assert (cell["n"], cell["epochs_median"]) == (1, 2)
+        assert 0 < cell["seconds_median"] < 600
+        assert 0 <= cell["top1_mean"] <= 1
+    text = (out / "report/report.md").read_text()
+    assert "| whitening | 1 |" in text
     assert "Inference with what whitening trained" in text
-    plain, folded = json.loads((out / "ablation.json").read_text())["inference"]["forms"]
-    assert plain["top1"] == [steps["whitening"]["runs"][0]["top1"]], "of 10 pictures"
-    assert (len(folded["images_per_second"]), folded["undone"]) == (1, [])
+    assert "Inference with what whitening trained" in printed
     told = (out / "points/2/evaluate--optimizer.precision=bf16--fold.txt").read_text()
     assert "(bf16, 8 of 8 norms folded)" in told
 
@@ -81,7 +77,7 @@ def test_ablation_that_was_stopped_goes_on_from_the_checkpoint(tmp_path: Path) -
     """Of 160 steps each is in the seconds once, and those before the stop are not taken anew."""
     out, epochs = tmp_path / "out", 80
     file = write_ablation(tmp_path, steps={"baseline": {}})
-    command = [*bigbatch_argv(), "ablate", file, "--folder", str(out), "--epochs", str(epochs)]
+    command = [*bigbatch_argv(), "sweep", file, "--folder", str(out), "--epochs", str(epochs)]
     run = RunDir(out / "points/0/run")
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while reports(run) < 8:
@@ -99,11 +95,15 @@ def test_ablation_that_was_stopped_goes_on_from_the_checkpoint(tmp_path: Path) -
     train = [record for record in records if record["kind"] == "train"]
     assert [record["step"] for record in train] == list(range(1, 2 * epochs + 1))
     assert [record["time"] for record in train[:8]] == before[:8]
-    (step,) = json.loads((out / "ablation.json").read_text())["steps"]
-    (result,) = step["runs"]
-    assert result["resumed"] == 1
-    assert result["seconds"] == pytest.approx(sum(32 / record["images_per_second"] for record in train))
-    assert "| baseline | 1, 1 resumed | 80 |" in (out / "ablation.md").read_text()
+    (trained,) = facts_of(out)["trained"]
+    assert trained["resumed"] == 1
+    assert trained["seconds"] == pytest.approx(sum(32 / record["images_per_second"] for record in train))
+    assert "1, 1 resumed" in (out / "report/report.md").read_text()
+
+
+def facts_of(out: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((out / "report/report.json").read_text())
+    return facts
 
 
 def reports(run: RunDir) -> int:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from bigbatch.cli import main
-from bigbatch.launch.sweep.folder import SweepFolder, read_state, read_summary
+from bigbatch.experiments.engine.folder import SweepFolder, read_state, read_summary
 
 pytestmark = pytest.mark.long
 
@@ -30,7 +30,7 @@ SWEEP = {
     "launch": {},
     "ranks_per_node": 2,
     "grid": {"ranks": [2], "model.width": [4, 200_000]},  # the last one's weights take terabytes
-    "repeats": 1,
+    "seeds": 1,
     "timeout_minutes": 10,
 }
 

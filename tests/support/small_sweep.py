@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from bigbatch.launch.sweep.folder import SweepFolder, read_state
+from bigbatch.experiments.engine.folder import SweepFolder, read_state
 
 SWEEP: dict[str, Any] = {
     "name": "small",
@@ -22,7 +22,7 @@ SWEEP: dict[str, Any] = {
     "launch": {},
     "ranks_per_node": 2,
     "grid": {"scaling": ["weak", "strong"], "ranks": [1, 2, 4]},
-    "repeats": 1,
+    "seeds": 1,
     "timeout_minutes": 5,
 }
 

@@ -20,10 +20,10 @@ from bigbatch.comm.bench.sweep import _parser as bench_parser
 from bigbatch.comm.bench.sweep import make_sweep
 from bigbatch.comm.bench.verify import _parser as sums_parser
 from bigbatch.comm.bench.verify import make_plan
-from bigbatch.launch.report.publish import _parser as report_parser
+from bigbatch.experiments.engine.plan import read_plan
+from bigbatch.experiments.engine.points import make_points
+from bigbatch.experiments.report.publish import _parser as report_parser
 from bigbatch.launch.start import make_parser as launch_parser
-from bigbatch.launch.sweep.plan import read_sweep
-from bigbatch.launch.sweep.points import make_points
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
 from bigbatch.trainer.datasets.generated import write_dataset
@@ -120,9 +120,8 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "verify": "tests/unit/trainer/mlperf/test_verify.py::test_verify_several_seeds_are_tested_together",
     "diff": "tests/laws/test_diff.py::test_diff_finds_the_step_after_a_bit_flipped",
     "doctor": "tests/unit/trainer/doctor/test_probe.py::test_whole_examination",
-    "ablate": "tests/parallel/test_real_ablation.py::test_ablation_goes_on_with_what_is_missing",
     "sweep": "tests/parallel/test_real_sweep.py::test_sweep_point_out_of_memory_fails_alone",
-    "report": "tests/unit/launch/report/test_report.py::test_report_of_a_run",
+    "report": "tests/unit/experiments/report/test_report.py::test_report_of_a_run",
     "simulate": (
         "tests/unit/launch/simulate/test_simulated_scaling.py::test_command_answers_and_writes_what_is_asked_for"
     ),
@@ -373,7 +372,7 @@ def test_recipes_are_experiments(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", SWEEPS)
 def test_sweeps_make_points(text: str, tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text(text)
-    assert make_points(read_sweep(tmp_path / "sweep.yaml"), folder=tmp_path)
+    assert make_points(read_plan(tmp_path / "sweep.yaml"), folder=tmp_path)
 
 
 GROUPED = ("launch", "data", "comm", "config", "tune")
@@ -532,9 +531,6 @@ def test_bigbatch_commands(
         arguments, overrides = doctor_parser().parse_known_args([word for word in words[1:] if word != "--help"])
         config = load_config(["--config", arguments.config, *overrides])
         assert accumulation_steps(config.batch, world_size=arguments.ranks) >= 1
-    elif words[0] == "ablate":
-        monkeypatch.chdir(tmp_path)
-        assert main([*words, *(["--dry-run"] if "--dry-run" not in words else [])]) == 0
     elif words[0] == "sweep":
         monkeypatch.chdir(tmp_path)
         (tmp_path / "configs").symlink_to(ROOT / "configs")

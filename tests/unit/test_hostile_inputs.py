@@ -25,12 +25,12 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import ClusterFacts
 from bigbatch.comm.tuning.tuned import Tuned, read_tuned, write_tuned
 from bigbatch.errors import UserError
+from bigbatch.experiments.engine.plan import read_plan
+from bigbatch.experiments.report.collect import read_folder, train_records
 from bigbatch.launch.jobs.site import read_file as read_site
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
-from bigbatch.launch.report.collect import read_folder, train_records
 from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.launch.simulate.rows import read_given, read_questions
-from bigbatch.launch.sweep.plan import read_sweep
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
@@ -85,7 +85,7 @@ where: local
 launch: {}
 ranks_per_node: 2
 grid: {scaling: [weak], ranks: [1, 2]}
-repeats: 1
+seeds: 1
 timeout_minutes: 5
 """
 SITE = b"""partition = "gpu"
@@ -234,7 +234,7 @@ def surfaces(folder: Path) -> dict[str, Callable[[], Surface]]:
         "options": lambda: of(
             b"--config\n../small.yaml\n--run.epochs\n3\n--batch.bn_span=16\n--optimizer.momentum\n0.8", options
         ),
-        "sweep": lambda: of_file("sweep.yaml", SWEEP, read_sweep),
+        "sweep": lambda: of_file("sweep.yaml", SWEEP, read_plan),
         "cluster": lambda: of_file(
             "c.yaml", (PACKAGED / "clusters/dgx_h100.yaml").read_bytes(), lambda path: load_cluster(str(path))
         ),

@@ -48,10 +48,10 @@ ROOMS = (
     ("launch.emulate",),
     ("launch",),
     ("launch.simulate",),
-    ("launch.sweep",),
-    ("launch.report",),
-    ("launch.ablate",),
     ("launch.explain",),
+    ("experiments.engine",),
+    ("experiments.report",),
+    ("experiments",),
 )
 FLOORS = {f"bigbatch.{room}": floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FORBIDDEN = (
@@ -140,7 +140,7 @@ def _is_name(node: ast.AST, name: str) -> bool:
 def house() -> dict[str, Module]:
     """All modules of the package by name; the rooms are read where they lie, not through the links."""
     files = [*(ROOT / "bigbatch").glob("*.py")]
-    files += [path for room in ("comm", "trainer", "launch") for path in (ROOT / room).rglob("*.py")]
+    files += [path for room in ("comm", "trainer", "launch", "experiments") for path in (ROOT / room).rglob("*.py")]
     return {name if is_within(name, "bigbatch") else f"bigbatch.{name}": m for name, m in read_files(files).items()}
 
 
@@ -265,8 +265,9 @@ def test_reader_sees_a_cycle(late: str) -> None:
     assert import_cycle({name: read_module(source) for name, source in modules.items()}) == []
 
 
-def test_launch_and_the_command_bring_in_no_torch() -> None:
-    names = [name for name in house() if name == "bigbatch.cli" or is_within(name, "bigbatch.launch")]
+def test_launch_experiments_and_the_command_bring_in_no_torch() -> None:
+    tops = ("bigbatch.cli", "bigbatch.launch", "bigbatch.experiments")
+    names = [name for name in house() if any(is_within(name, top) for top in tops)]
     assert len(names) > 50
     asked_by = {name: imported_with(name, house()).get("torch") for name in names}
     assert {name: by for name, by in asked_by.items() if by} == {}

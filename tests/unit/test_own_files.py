@@ -12,12 +12,12 @@ from faults.table import read_records
 
 from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_settings
 from bigbatch.errors import SimulationError, UserError
+from bigbatch.experiments.engine.folder import SweepFolder, read_state, read_summary, require_same
+from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.files import parse_json
 from bigbatch.launch.emulate import state as emulated
 from bigbatch.launch.launchers.slurm_queue import MARK, QueuedJob
 from bigbatch.launch.simulate.profile import KEYS, read_profile
-from bigbatch.launch.sweep.folder import SweepFolder, read_state, read_summary, require_same
-from bigbatch.launch.sweep.plan import read_sweep
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import MANIFEST, write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
@@ -44,7 +44,7 @@ def test_parse_json_refuses_deep_nests_as_any_other_damage() -> None:
     assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
 
 
-SCALING = read_sweep(PACKAGED / "sweeps/scaling.yaml")
+SCALING = read_plan(PACKAGED / "sweeps/scaling.yaml")
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "prepared": (SOURCES, lambda root: missing_splits(root, IMAGENETTE["160px"])),
     "generated": (MANIFEST, write_dataset),

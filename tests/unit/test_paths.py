@@ -20,7 +20,7 @@ MODULES = [module for module, _ in COMMANDS.values() if module != GROUP]
 MODULES += [module for group in GROUPS.values() for module, _ in group.commands.values()]
 NAMED_AS_PATH = re.compile(
     r"(?i)file|folder|dir|path|csv|config|cluster|weights|checkpoint|plot|html|trace|dumps|archives|root|logs|image|mount"
-    r"|\b(json|out|output|run|runs|src|dst|target|sweep|ablation|profile)\b"
+    r"|\b(json|out|output|run|runs|src|dst|target|sweep|profile)\b"
 )
 """What dest or metavar of an option that takes a path matches, and no other without choices and with a plain text."""
 

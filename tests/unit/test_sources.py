@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bigbatch.cli import main
-from bigbatch.launch.ablate.plan import find_ablation
-from bigbatch.trainer.config.file import packaged_configs
+from bigbatch.experiments.engine.plan import read_plan
+from bigbatch.trainer.config.file import PACKAGED, packaged_configs
 from bigbatch.trainer.config.schema import KEYS, SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,8 +33,8 @@ def test_sources_names_keys_that_exist(word: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_sources_names_commands_that_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = command.split()[1:]
-    if words[0] == "ablate" and len(words) > 1:
-        assert find_ablation(words[1]).steps
+    if words[0] == "sweep" and len(words) > 1:
+        assert read_plan(PACKAGED / f"sweeps/{words[1]}.yaml").cases
         words = words[:1]
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(main([*words, "--help"]))
@@ -56,4 +56,4 @@ def test_sources_names_configs_that_exist(name: str) -> None:
 def test_sources_has_a_row_for_each_trick() -> None:
     rows = re.findall(r"^\|", PAGE.partition("## Bag of tricks")[2].partition("\n## ")[0], re.M)
     # the first step is the second's trick switched off; two lines are the table's head
-    assert len(rows) - 2 == len(find_ablation("bag_of_tricks").steps) - 1
+    assert len(rows) - 2 == len(read_plan(PACKAGED / "sweeps/bag_of_tricks.yaml").cases) - 1

@@ -166,11 +166,10 @@ def sweep_name(folder: Path) -> list[str]:
     return ["sweep", str(path), "--dry-run"]
 
 
-def ablate(folder: Path) -> list[str]:
-    path = folder / "ablation.yaml"
-    stated = {"name": "a", "config": "quickstart", "options": {}, "target_top1": 0.5, "ranks": 1, "timeout_minutes": 1}
-    path.write_text(yaml.safe_dump({**stated, "steps": {NAME: {}, f"{NAME}2": {"data.root": NAME}}}))
-    return ["ablate", str(path), "--dry-run", "--folder", str(folder / NAME)]
+def cases(folder: Path) -> list[str]:
+    path = folder / "cases.yaml"
+    path.write_text(yaml.safe_dump({"config": "quickstart", "cases": {NAME: {}}}))
+    return ["sweep", str(path), "--dry-run", "--folder", str(folder / NAME)]
 
 
 def simulate(folder: Path) -> list[str]:
@@ -196,7 +195,7 @@ def explain(folder: Path) -> list[str]:
 
 COMMANDS: tuple[Make, ...] = (
     *(predict, predict_damaged, evaluate, evaluate_other_classes, export, check, pack, init, report, verify),
-    *(verify_damaged, diff, config_show, config_diff, unknown_key, sweep, sweep_name, ablate, simulate, explain),
+    *(verify_damaged, diff, config_show, config_diff, unknown_key, sweep, sweep_name, cases, simulate, explain),
 )
 
 
@@ -228,7 +227,6 @@ RAW = {
     "launch/jobs/foreground.py": "words of its own",
     "launch/launchers/slurm.py": "what the job's nodes said, which was printable there",
     "launch/start.py": "a job's script, or a line for a shell",
-    "launch/sweep/complete.py": "a job's script",
     "trainer/build/compute.py": "words of its own",
 }
 
@@ -243,7 +241,7 @@ def raw_prints(source: str) -> Iterator[int]:
 
 def test_lines_are_printed_in_one_place() -> None:
     """By print_line and print_lines of bigbatch/errors.py, through which a name drives no terminal."""
-    rooms = ("bigbatch", "comm", "trainer", "launch")
+    rooms = ("bigbatch", "comm", "trainer", "launch", "experiments")
     sources = {str(path.relative_to(ROOT)): path.read_text() for room in rooms for path in (ROOT / room).rglob("*.py")}
     found = {name: lines for name, source in sources.items() if (lines := list(raw_prints(source)))}
     assert {name: lines for name, lines in found.items() if name not in RAW} == {}

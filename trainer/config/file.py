@@ -14,7 +14,16 @@ from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
 from bigbatch.trainer.config.range_test import suggested_rate
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schedule import in_proportion
-from bigbatch.trainer.config.schema import KEYS, SECTIONS, Config, make_config, require_known, typed, with_defaults
+from bigbatch.trainer.config.schema import (
+    KEYS,
+    SECTIONS,
+    Config,
+    idle_keys,
+    make_config,
+    require_known,
+    typed,
+    with_defaults,
+)
 from bigbatch.trainer.config.strict_yaml import dump_yaml, parse_yaml
 from bigbatch.trainer.config.trust import RUN_CONFIG, TRUST, is_of_run, require_trusted
 
@@ -66,20 +75,49 @@ def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bo
 def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Resolved:
     """Parse and check an experiment to look at, and keep the origins of its values. Raises: as load_config."""
     refusals = Refusals()
+    names, overrides = _parse(argv, refusals, prog=prog)
+    with refusals.finally_of():
+        path = _only(names)
+        is_run = is_run or path == Path(names[0]) / RUN_CONFIG
+        return Experiment(path, *read_stated(path, refusals, is_run=is_run)).with_values(overrides)
+
+
+def parse_overrides(argv: Sequence[str], *, prog: str) -> dict[str, Any]:
+    """Return what options such as --run.epochs=3 state, by key. Raises: ConfigError."""
+    refusals = Refusals()
+    with refusals.finally_of():
+        names, overrides = _parse(argv, refusals, prog=prog)
+        if names:
+            raise ConfigError(f"--config {names[0]}: the file states the experiment: leave it out")
+    return overrides
+
+
+def _parse(argv: Sequence[str], refusals: Refusals, *, prog: str) -> tuple[list[str], dict[str, Any]]:
     names, words = parse_options(argv, prog=prog, packaged=packaged_configs(), refusals=refusals)
     overrides = {}
     for key, word in words.items():
         with refusals.of(key):
             overrides[key] = typed(key, _value_of(key, word))
-    with refusals.finally_of():
-        path = _only(names)
-        is_run = is_run or path == Path(names[0]) / RUN_CONFIG
-        stated, origins, of_runs = read_stated(path, refusals, is_run=is_run)
+    return names, overrides
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Holds what an experiment's file and those that it extends state: read once, to make any number of configs."""
+
+    path: Path
+    stated: Mapping[str, Any]
+    origins: Mapping[str, str]
+    of_runs: Mapping[str, Path]
+
+    def with_values(self, overrides: dict[str, Any]) -> Resolved:
+        """Make a config with these values, of the types of their keys. Raises: ConfigError."""
+        stated, origins = dict(self.stated), dict(self.origins)
         if "schedule.base_lr" in overrides:  # goes before the rate that a file takes from a range test
             stated.pop(RANGE_TEST, None)
             origins.pop(RANGE_TEST, None)
         values = with_defaults(stated | overrides)
-        values["run.directory"] = values["run.directory"].replace("{name}", path.stem)
+        values["run.directory"] = values["run.directory"].replace("{name}", self.path.stem)
         try:
             config = make_config(values)
         except ConfigError as error:
@@ -87,13 +125,31 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool =
             shorter = in_proportion(values, epochs=epochs, kept=overrides)
             raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
         origins |= dict.fromkeys(overrides, "command line")
-        of_runs = {key: file for key, file in of_runs.items() if key not in overrides}
+        of_runs = {key: file for key, file in self.of_runs.items() if key not in overrides}
         if config.schedule.range_test is not None:  # the run then states a number, and needs no file to go on
             rate = suggested_rate(values, read_recipe=read_dumped, is_rate_stated="schedule.base_lr" in overrides)
             origins["schedule.base_lr"] = f"range test {config.schedule.range_test}"
             schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
             config = dataclasses.replace(config, schedule=schedule)
-    return Resolved(config, {key: origins.get(key, "default") for key in KEYS}, of_runs)
+        return Resolved(config, {key: origins.get(key, "default") for key in KEYS}, of_runs)
+
+    def without_idle(self, overrides: Mapping[str, Any]) -> "Experiment":
+        """Drop what the files state for other choices than these, such as LARS's trust coefficient for SGD."""
+        values = with_defaults({**self.stated, **overrides})
+        changed = (key for key, value in overrides.items() if value != self.stated.get(key, KEYS[key].default))
+        idle = idle_keys(values, deciders=set(changed))
+        return dataclasses.replace(self, stated={key: value for key, value in self.stated.items() if key not in idle})
+
+
+def read_experiment(name: str) -> Experiment:
+    """Read a file, a packaged experiment or a run folder's. Raises: ConfigError, of its import paths, too."""
+    refusals = Refusals()
+    with refusals.finally_of():
+        path = find_config(name, what="config")
+        found = Experiment(path, *read_stated(path, refusals, is_run=path == Path(name) / RUN_CONFIG))
+    resolved = found.with_values({})
+    require_trusted(resolved.config, resolved.of_runs)
+    return found
 
 
 def _only(names: Sequence[str]) -> Path:
@@ -180,7 +236,7 @@ def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _packaged() -> list[str]:
     names = (p.relative_to(PACKAGED).with_suffix("") for p in PACKAGED.rglob("*.yaml"))
-    return sorted(str(name) for name in names if name.parts[0] not in ("ablations", "clusters", "sweeps"))
+    return sorted(str(name) for name in names if name.parts[0] not in ("clusters", "sweeps"))
 
 
 def _find(name: str, *, below: Path, what: str) -> Path:

@@ -1,6 +1,6 @@
 """What an experiment is: its keys, their defaults, and all checks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
@@ -99,6 +99,11 @@ def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = {name: stated.get(name, key.default) for name, key in KEYS.items()}
     return {name: None if name not in stated and _is_idle(key, values) else values[name] for name, key in KEYS.items()}
+
+
+def idle_keys(values: Mapping[str, Any], *, deciders: Set[str]) -> set[str]:
+    """Name the keys to which these deciders leave no meaning."""
+    return {name for name, key in KEYS.items() if key.decider in deciders and _is_idle(key, values)}
 
 
 def typed(name: str, value: Any) -> Any:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import DoctorError
-from bigbatch.files import open_anew, write_new
+from bigbatch.files import write_new
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.exchange import LOOK_SECONDS, Exchange
-from bigbatch.trainer.tune.search.running import RunningTrial
+from bigbatch.trainer.run.child import ChildProcess
 
 END_SECONDS = 10.0
 """To leave on its own: ranks say farewell to each other."""
@@ -28,8 +28,8 @@ class Child:
         self._exchange = Exchange(folder)
         write_new(self._exchange.config, dump_config(config).encode())
         self._num_answers = 0
-        with open_anew(folder / "held") as held:
-            self._process = RunningTrial(probe_argv(folder, num_ranks=num_ranks), folder, inherits=held)
+        argv = probe_argv(folder, num_ranks=num_ranks)
+        self._process = ChildProcess(argv, log=folder / "output.txt", within=folder)
         try:
             self.facts: Mapping[str, Any] = self._answer(limit_seconds=start_seconds)
         except BaseException:

@@ -17,12 +17,13 @@ from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.short_run import differences, shorten
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 from bigbatch.trainer.run.noise_scale import FEWEST, measured
 from bigbatch.trainer.step.signals import STOP_SIGNALS, handling
 from bigbatch.trainer.tune.batch.report import Answer, explain, make_answer, plot_answer
-from bigbatch.trainer.tune.search.short_run import differences, parse_launch, shorten, train_argv
+from bigbatch.trainer.tune.search.short_run import parse_launch, train_argv
 
 KEY = "run.noise_scale_every_steps"
 

@@ -20,12 +20,12 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.options import join_values
 from bigbatch.trainer.config.range_test import KEY as EARLIER_TEST
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.short_run import to_the_last_epoch
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.folder import RunDir, require_writable
 from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.tune.range.curve import EXPLODED, MIN_STEPS, SmoothedLoss, exponential, suggest
 from bigbatch.trainer.tune.range.report import explain, plot_range, range_record
-from bigbatch.trainer.tune.search.short_run import to_the_last_epoch
 
 LINES = 20
 """Of progress, over all steps."""

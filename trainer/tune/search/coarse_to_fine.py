@@ -16,13 +16,14 @@ from types import FrameType
 
 from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import TuneError
+from bigbatch.trainer.config.short_run import differences
 from bigbatch.trainer.step.signals import STOP_SIGNALS, handling
 from bigbatch.trainer.tune.search import report
 from bigbatch.trainer.tune.search.experiment import Experiment, Search, make_experiment
 from bigbatch.trainer.tune.search.folder import StudyFolder, alone_in, enter, require_own
 from bigbatch.trainer.tune.search.records import TrialRecord, best_record
 from bigbatch.trainer.tune.search.rounds import MakeArgv, RoundRunner, Workplace
-from bigbatch.trainer.tune.search.short_run import differences, gpus_of, train_argv
+from bigbatch.trainer.tune.search.short_run import gpus_of, train_argv
 from bigbatch.trainer.tune.search.space import Axis, flags, shrink
 from bigbatch.trainer.tune.search.study import Round, import_optuna
 

@@ -11,8 +11,9 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.short_run import shorten
 from bigbatch.trainer.tune.search.records import Metric
-from bigbatch.trainer.tune.search.short_run import Launch, parse_launch, shorten
+from bigbatch.trainer.tune.search.short_run import Launch, parse_launch
 from bigbatch.trainer.tune.search.space import Axis, flags, parse_space
 
 RATE = "schedule.base_lr"

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import IO
 
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.config.short_run import differences
 from bigbatch.trainer.tune.search.experiment import Experiment
 from bigbatch.trainer.tune.search.folder import StudyFolder
 from bigbatch.trainer.tune.search.records import TrialEnd, TrialRecord
 from bigbatch.trainer.tune.search.running import RunningTrial
-from bigbatch.trainer.tune.search.short_run import Launch, differences, gpus_of, train_argv
+from bigbatch.trainer.tune.search.short_run import Launch, gpus_of, train_argv
 from bigbatch.trainer.tune.search.study import Round
 
 POLL_SECONDS = 0.2

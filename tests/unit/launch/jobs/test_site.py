@@ -12,12 +12,12 @@ from error_texts import naming
 from bigbatch.comm.rendezvous import environ
 from bigbatch.comm.rendezvous.environ import site_settings
 from bigbatch.errors import JobRefused
+from bigbatch.experiments.engine.folder import SweepFolder
+from bigbatch.experiments.engine.jobs import array_job
+from bigbatch.experiments.engine.plan import Plan
+from bigbatch.experiments.engine.points import make_points
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.start import main
-from bigbatch.launch.sweep.folder import SweepFolder
-from bigbatch.launch.sweep.jobs import array_job
-from bigbatch.launch.sweep.plan import Sweep
-from bigbatch.launch.sweep.points import make_points
 
 ROOT = Path(__file__).resolve().parents[4]
 TRAIN = ("--", "train", "--config", "quickstart")
@@ -149,18 +149,7 @@ def test_site_with_a_partition_does_not_send_a_preflight_to_slurm(show: Show) ->
 
 @pytest.mark.usefixtures("files")
 def test_site_fills_in_what_a_sweep_leaves_open(tmp_path: Path) -> None:
-    sweep = Sweep(
-        name="s",
-        config="quickstart",
-        options={},
-        steps=None,
-        where="slurm",
-        launch={"account": "mine"},
-        ranks_per_node=1,
-        grid={"ranks": [1]},
-        repeats=1,
-        timeout_minutes=30.0,
-    )
+    sweep = Plan(name="s", config="quickstart", where="slurm", launch={"account": "mine"}, timeout_minutes=30.0)
     job = array_job(sweep, make_points(sweep, folder=tmp_path), SweepFolder(tmp_path), name="s")
     script = job_script(job, folder=None)
     assert "#SBATCH --partition=gpu\n" in script

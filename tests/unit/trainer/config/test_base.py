@@ -13,7 +13,7 @@ from bigbatch.trainer.config.file import PACKAGED, dump_config, load_config, pac
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, lookup, with_defaults
 
-OF_OTHERS = ("ablations", "clusters", "sweeps")
+OF_OTHERS = ("clusters", "sweeps")
 RECIPES = sorted(path for path in PACKAGED.rglob("*.yaml") if path.parent.name not in OF_OTHERS)
 
 

@@ -1,0 +1,218 @@
+"""The folder of a sweep or a search: what it is about, and the state of each point. What `bigbatch report` reads."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import LaunchOptionError, RunFolderError, tell
+from bigbatch.experiments.engine.plan import Plan, dump_plan
+from bigbatch.experiments.engine.points import Point
+from bigbatch.files import parse_json, read_plain
+from bigbatch.locks import open_lock, try_lock
+from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.strict_yaml import parse_yaml
+from bigbatch.trainer.run import folder as run_folder
+from bigbatch.trainer.run.folder import RunDir, writing
+
+MISSING, SUBMITTED, DONE, FAILED, PRUNED = "missing", "submitted", "done", "failed", "pruned"
+STATES = (MISSING, SUBMITTED, DONE, FAILED, PRUNED)
+MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
+"""Keys of a file that leave the points of its folder what they are; seeds may only grow."""
+EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}name another --folder to train anew"
+
+
+@dataclass(frozen=True)
+class SweepFolder:
+    """A sweep's folder has these paths."""
+
+    path: Path
+
+    @property
+    def sweep(self) -> Path:
+        """Return where the sweep is as it was read."""
+        return self.path / "sweep.yaml"
+
+    def point(self, number: int | str) -> Path:
+        """Return the folder of a point; of all points of an array, where the number is INDEX."""
+        return self.path / "points" / str(number)
+
+    def config(self, number: int | str) -> Path:
+        """Return where its complete experiment is, once it has been started."""
+        return self.point(number) / "config.yaml"
+
+    def state(self, number: int) -> Path:
+        """Return where it stands what became of it."""
+        return self.point(number) / "point.json"
+
+    def log(self, number: int) -> Path:
+        """Return where it is what its job printed."""
+        return self.point(number) / "log.txt"
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder for those of jobs in Slurm."""
+        return self.path / "logs"
+
+    def run(self, number: int) -> RunDir:
+        """Return its run folder."""
+        return RunDir(self.point(number) / "run")
+
+    def numbers(self) -> list[int]:
+        """Return those of all points that there are."""
+        folders = (self.path / "points").glob("*/point.json")
+        return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
+
+
+def prepare(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> None:
+    """Write what is not there yet. Raises: LaunchOptionError where the folder holds something else; RunFolderError."""
+    require_same(folder, plan, points)
+    RunDir(folder.path).write_text(folder.sweep, dump_plan(plan))
+    for point in points:
+        if not folder.state(point.number).exists():
+            write_state(folder, point.number, first_state(point))
+
+
+def write_config(folder: SweepFolder, point: Point) -> None:
+    """Write its experiment, unless an earlier start has. Raises: RunFolderError."""
+    if not folder.config(point.number).exists():
+        RunDir(folder.path).write_text(folder.config(point.number), dump_config(point.config))
+
+
+def first_state(point: Point) -> dict[str, Any]:
+    """Return that of a point that nothing was done for."""
+    return {
+        "number": point.number,
+        "values": point.values,
+        "seed": point.seed,
+        "ranks": point.ranks,
+        "ranks_per_node": point.ranks_per_node,
+        "state": MISSING,
+        "reason": None,
+        "exit_code": None,
+        "job": None,
+        "job_name": None,
+        "log": "log.txt",
+        "seconds": None,
+        "command": None,
+    }
+
+
+def require_same(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> None:
+    """Look only. Raises: LaunchOptionError where the folder holds another sweep, other points or other things."""
+    if not folder.sweep.exists():
+        if folder.path.is_dir() and any(path.name != ".lock" for path in folder.path.iterdir()):
+            if (folder.path / "search.json").exists():
+                raise LaunchOptionError(f"{folder.path} {EARLIER.format(what='a search', reads='')}")
+            raise LaunchOptionError(f"{folder.path} is not empty and holds no sweep: name another --folder")
+        return
+    try:
+        old = parse_yaml(read_plain(folder.sweep))
+    except (OSError, ValueError) as error:
+        raise LaunchOptionError(f"{folder.sweep} is not readable: name another --folder") from error
+    old = old if isinstance(old, dict) else {}
+    if "repeats" in old:
+        reads = "bigbatch report reads it; "
+        raise LaunchOptionError(f"{folder.path} {EARLIER.format(what='a sweep', reads=reads)}")
+    new = parse_yaml(dump_plan(plan))
+    for key, value in new.items():
+        if key not in MAY_CHANGE and old.get(key) != value:
+            raise LaunchOptionError(
+                f"{folder.path} holds another sweep, with {key}: {json.dumps(old.get(key), default=str)} instead of "
+                f"{json.dumps(value)}: name another --folder, or remove that one"
+            )
+    if isinstance(seeds := old.get("seeds"), int) and seeds > plan.seeds:
+        raise LaunchOptionError(f"{folder.path} has points of {seeds} seeds, not {plan.seeds}: they can only grow")
+    for point in points:
+        if folder.config(point.number).exists():
+            _require_same_experiment(folder, plan, point)
+
+
+def _require_same_experiment(folder: SweepFolder, plan: Plan, point: Point) -> None:
+    path = folder.config(point.number)
+    try:
+        old = read_dumped(read_plain(path).decode())
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise LaunchOptionError(f"{path} is not readable: remove {folder.point(point.number)}") from error
+    new = read_dumped(dump_config(point.config))
+    if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():
+        old["run.directory"] = point.config.run.directory
+    new |= {key: old.get(key) for key in point.of_machine}
+    for key in (*new, *old):
+        if key not in old or key not in new or old[key] != new[key]:
+            raise LaunchOptionError(
+                f"{path} has {key}={json.dumps(old.get(key), default=str)} instead of {json.dumps(new.get(key))}: "
+                f"{plan.config} or what overrides it is not as it was when this folder was begun: put it back, or "
+                "name another --folder"
+            )
+
+
+def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
+    """Read that of one point. Raises: LaunchOptionError where the file is damaged."""
+    try:
+        state = dict(parse_json(read_plain(folder.state(number))))
+        if state["state"] not in STATES or state["number"] != number:
+            raise ValueError(f"state {state['state']} of point {state['number']}")
+        if not isinstance(state.get("reason"), str | None) or not isinstance(state["values"], dict):
+            raise TypeError("a reason that is no text, or values that are none")
+        return state
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise LaunchOptionError(f"{folder.state(number)} is not readable: remove {folder.point(number)}") from error
+
+
+def state_of(folder: SweepFolder, number: int) -> str:
+    """Return one of MISSING and so on, also for a point which no sweep has begun. Raises: LaunchOptionError."""
+    return str(read_state(folder, number)["state"]) if folder.state(number).exists() else MISSING
+
+
+def to_run(folder: SweepFolder, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
+    """Return those that no run was made of yet; failed ones too, where they are to be run again."""
+    again = (MISSING, FAILED) if retry_failed else (MISSING,)
+    return [point for point in points if state_of(folder, point.number) in again]
+
+
+def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:
+    """Write it in one step. Raises: RunFolderError."""
+    RunDir(folder.path).write_text(folder.state(number), json.dumps(state, indent=1) + "\n")
+
+
+def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, Any]:
+    """Read, change and write a state; return the new one."""
+    state = read_state(folder, number) | changes
+    write_state(folder, number, state)
+    return state
+
+
+def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
+    """Read that of a point's finished run; None without one."""
+    try:
+        return run_folder.read_summary(folder.run(number))
+    except RunFolderError:
+        return None
+
+
+@contextmanager
+def alone_in(folder: SweepFolder) -> Iterator[None]:
+    """Keep other sweeps and searches out of the folder meanwhile, where its file system can lock.
+
+    Raises: LaunchOptionError; RunFolderError.
+    """
+    with writing(folder.path):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        file = open_lock(folder.path / ".lock")
+    with file:
+        try:
+            if not try_lock(file):
+                raise LaunchOptionError(f"another command trains in {folder.path}: wait for it, or end it")
+        except OSError as error:
+            text = f"{folder.path} cannot be locked ({error.strerror}): start no second command in it meanwhile"
+            tell(text)
+        yield
+
+
+def damage(error: Exception) -> str:
+    """Say what was met in a run's files, which a run writes otherwise."""
+    met = f"{error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
+    return f"its files are damaged: {met}"

@@ -1,0 +1,276 @@
+"""What a sweep's file states: an experiment, the cases and values to compare, and where they run."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from bigbatch.errors import ConfigError
+from bigbatch.launch.emulate.launchers import RUN_OPTIONS
+from bigbatch.launch.jobs.options import JOB_OPTIONS
+from bigbatch.launch.jobs.words import NAME, option
+from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.trainer.config.fields import conform, describe
+from bigbatch.trainer.config.file import PACKAGED
+from bigbatch.trainer.config.refusals import Refusals
+from bigbatch.trainer.config.schema import KEYS, require_known, typed
+from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml
+
+Place = Literal["local", "mpirun", "torchrun", "emulated", "slurm"]
+SCALINGS = ("weak", "strong")
+RANKS, SCALING, CASE = "ranks", "scaling", "case"
+"""Words of a grid that are no keys of an experiment; and what the column of named cases is called."""
+BATCH, RATE = "batch.global_batch_size", "schedule.base_lr"
+OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
+"""Options of bigbatch launch that a sweep sets itself."""
+SUCCESSORS = {
+    "repeats": "seeds: N runs each point with N seeds",
+    "space": "a search is started by bigbatch tune search",
+}
+"""Keys of earlier files, and what is written today."""
+SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Describes a sweep; each field is a key of its file, and only config must be stated."""
+
+    name: str
+    """Of its folder, runs/sweeps/NAME; without it the file's."""
+    config: str
+    """The experiment: a file, or the name of a packaged one."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keys of the experiment that are other values in all points."""
+    cases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Keys that change together, by a name, or as a list; ranks may be one of them."""
+    cumulative: bool = False
+    """Each case has the changes of those before it, too."""
+    grid: dict[str, Any] = field(default_factory=dict)
+    """Values to try, in all combinations with each other and the cases: ranks, scaling, any key of the experiment."""
+    scale: Literal["linear", "sqrt"] | None = None
+    """By what the learning rate follows the global batch, from the grid's first, else that of the experiment on."""
+    seeds: int = 1
+    """Runs of each combination, from the experiment's own seed on."""
+    epochs: int | None = None
+    """Of each point, with its schedule in proportion; null: each point's own."""
+    steps: int | None = None
+    """Measure speed: so many steps of each point on generated tensors; null: train."""
+    target_top1: float | None = None
+    """Evaluate each epoch, and tell how long the training to this top-1 took."""
+    where: Place = "local"
+    """The launcher."""
+    launch: dict[str, Any] = field(default_factory=dict)
+    """Options of bigbatch launch there, such as partition; of emulated, link and delay."""
+    ranks: int = 1
+    """Of a point, as long as cases and grid do not state it."""
+    ranks_per_node: int | None = None
+    """Ranks on each node; fewer take one node; null: all on one."""
+    timeout_minutes: float | None = None
+    """A point that takes longer is ended and has failed; under Slurm the job's limit, where launch states no time."""
+    script: tuple[str, ...] | None = None
+    """Runs instead of `bigbatch train`: a Python script, or -m and a module, with arguments; --config FILE follows."""
+    inference: dict[str, Any] = field(default_factory=dict)
+    """Forms in which what the last case trained answers, and the words of `bigbatch evaluate` that each adds."""
+
+    @property
+    def folder(self) -> Path:
+        """Return where its points lie, unless --folder names another place."""
+        return Path("runs/sweeps") / self.name
+
+    def changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each case with all that it changes; one without a name where none is stated."""
+        before: dict[str, Any] = {}
+        for name, own in (self.cases or {"": {}}).items():
+            before = {**before, **own} if self.cumulative else own
+            yield name, before
+
+
+def packaged_sweeps() -> list[str]:
+    """Return the names of the sweeps that come with bigbatch."""
+    return sorted(path.stem for path in (PACKAGED / "sweeps").glob("*.yaml"))
+
+
+def launch_options(where: str) -> tuple[str, ...]:
+    """Return what `launch` may state."""
+    if where == "emulated":
+        return tuple(each.name for each in RUN_OPTIONS)
+    refused = {option(field) for field in LAUNCHERS[where].refused}
+    return tuple(each.name for each in JOB_OPTIONS if each.name not in OURS and each.flag not in refused)
+
+
+def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Plan:
+    """Read a YAML file; replaced: keys in the place of the file's, options beside them.
+
+    Raises: ConfigError, a line that names the file for each mistake.
+    """
+    content = _read(path)
+    options, own = content.get("options") or {}, dict(replaced or {})
+    if isinstance(options, dict):
+        own["options"] = {**options, **own.get("options", {})}
+    plan, wrong = _conform({"name": path.stem} | content | own)
+    wrong += _mistakes(plan)
+    if wrong:
+        raise ConfigError(*(f"{path}: {line}" for line in dict.fromkeys(wrong)))
+    return plan
+
+
+def dump_plan(plan: Plan) -> str:
+    """Write it as YAML, which read_plan takes back."""
+    return dump_yaml(dataclasses.asdict(plan))
+
+
+def describe_values(values: Mapping[str, Any]) -> str:
+    """Write them in one line, as an experiment states them."""
+    return ", ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = parse_yaml(path.read_text())
+    except (OSError, ValueError) as error:
+        words = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: it holds no keys; see {PACKAGED / 'sweeps/scaling.yaml'}")
+    return content
+
+
+def _conform(content: dict[str, Any]) -> tuple[Plan, list[str]]:
+    """Return a plan of what has the right type, and a line for each of the others."""
+    kinds, wrong, held = get_type_hints(Plan), [], {}
+    if isinstance(content.get("steps"), dict):
+        wrong.append("steps: an ablation's steps are cases: today, beside cumulative: true")
+        content.pop("steps")
+    if isinstance(content.get("cases"), list):
+        content["cases"] = _with_names(content["cases"])
+    if isinstance(content.get("cases"), dict):  # a case that changes nothing has no value
+        content["cases"] = {str(name): {} if own is None else own for name, own in content["cases"].items()}
+    for name, value in content.items():
+        if name not in kinds:
+            wrong.append(_unknown(str(name), tuple(kinds), where="top level"))
+            continue
+        try:
+            held[name] = conform(value, kinds[name])
+        except TypeError:
+            wrong.append(f"{name}: {value!r} must be {describe(kinds[name])}")
+    if "config" not in content:
+        wrong.append("config is missing: name the experiment, a file or a packaged one")
+    return Plan(**{"name": "sweep", "config": ""} | held), wrong
+
+
+def _with_names(cases: list[Any]) -> Any:
+    """Name each case of a list by those of its keys that are not the same in all."""
+    if not all(isinstance(case, dict) for case in cases):
+        return cases  # refused by its type
+    shared = {key for key in cases[0] if all(key in case and case[key] == cases[0][key] for case in cases)}
+    if len(cases) == 1:
+        shared = set()
+    names = [describe_values({k: v for k, v in case.items() if k not in shared}) or "as it is" for case in cases]
+    return dict(zip(names, cases, strict=True)) if len(set(names)) == len(names) else cases
+
+
+def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
+    if name in SUCCESSORS:
+        return f"{where}: unknown key {name}; {SUCCESSORS[name]}"
+    refusals = Refusals()
+    try:
+        with refusals.finally_of():
+            require_known(name, known=known, where=where, refusals=refusals, prog="bigbatch sweep")
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError(f"{name} is known")
+
+
+def _mistakes(plan: Plan) -> Iterator[str]:
+    if not re.fullmatch(NAME, plan.name, re.ASCII):
+        yield f"name {plan.name!r} must be letters, digits and . _ + @ -, such as scaling"
+    for key in ("ranks", "ranks_per_node", "seeds", "steps", "epochs"):
+        value = getattr(plan, key)
+        if value is not None and value < 1:
+            yield f"{key}: {value} must be a number from 1 on"
+    if plan.timeout_minutes is not None and not 0 < plan.timeout_minutes < 1e6:
+        yield f"timeout_minutes: {plan.timeout_minutes:g} must be above 0, and below a million"
+    if plan.target_top1 is not None and not 0 < plan.target_top1 <= 1:
+        yield f"target_top1: {plan.target_top1:g} must be a share of right answers, such as 0.94"
+    if plan.steps is not None and (other := next((key for key in ("epochs", "target_top1") if getattr(plan, key)), "")):
+        yield f"steps: {plan.steps} measure speed on generated tensors, which {other} says nothing of: leave one out"
+    if plan.script == ():
+        yield "script: [] names none: give a script, or -m and a module, or leave the key out"
+    yield from _check_launch(plan)
+    yield from _check_inference(plan)
+    yield from _check_grid(plan)
+    for where, given in {
+        "options": plan.options,
+        **{f"cases: {name}": own for name, own in plan.cases.items()},
+    }.items():
+        if not isinstance(given, dict):
+            yield f"{where}: {given!r} must be keys with values, or nothing"
+            continue
+        for key, value in given.items():
+            special = (RANKS,) if where != "options" else ()
+            yield from _check_value(plan, str(key), value, where=where, special=special)
+    if isinstance(plan.cases, dict) and (odd := [name for name in plan.cases if not name.strip()]):
+        yield f"cases: {odd[0]!r} is no name"
+
+
+def _check_launch(plan: Plan) -> Iterator[str]:
+    legal = launch_options(plan.where)
+    for name, value in plan.launch.items():
+        each = value if isinstance(value, list) else [value]
+        if name not in legal:
+            yield _unknown(str(name), legal, where=f"launch, of {plan.where}")
+        elif value is False or not all(isinstance(one, str | int | float) for one in each):
+            yield f"launch, {name}: {value!r} must be text, a number, true or a list of text"
+
+
+def _check_inference(plan: Plan) -> Iterator[str]:
+    for name, words in plan.inference.items():
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            yield f"inference: {name}: {words!r} must be a list of words of bigbatch evaluate"
+
+
+def _check_grid(plan: Plan) -> Iterator[str]:
+    stated = {key for own in plan.cases.values() if isinstance(own, dict) for key in own}
+    for key, values in plan.grid.items():
+        if not isinstance(values, list) or not values:
+            yield f"grid: {key}: {values!r} must be a list of values"
+            continue
+        if any(values.count(value) > 1 for value in values):
+            yield f"grid: {key} states a value twice"
+        for other, keys in (("options", plan.options), ("cases", stated)):
+            if key in keys:
+                yield f"{key}: {other} and grid state it, and a point has one value: leave one out"
+        for value in values:
+            yield from _check_value(plan, str(key), value, where="grid", special=(RANKS, SCALING))
+    if "weak" in (plan.grid.get(SCALING) or []) and BATCH in {*plan.grid, *stated}:
+        yield f"grid: {BATCH} follows from the ranks in weak scaling: sweep it apart"
+
+
+def _check_value(plan: Plan, key: str, value: Any, *, where: str, special: tuple[str, ...]) -> Iterator[str]:
+    ours = {"run.directory": "the sweep", "run.resume": "the sweep"}
+    if plan.steps is not None:
+        ours |= dict.fromkeys(("run.epochs", "data.num_synthetic_samples"), "steps")
+    if plan.target_top1 is not None:
+        ours |= dict.fromkeys(("run.eval_every_epochs", "run.eval_offset_epochs"), "target_top1")
+    if key in special and key == RANKS:
+        if type(value) is not int or value < 1:
+            yield f"{where}: ranks {value!r} must be numbers from 1 on, such as [1, 2, 4]"
+    elif key in special:
+        if value not in SCALINGS:
+            yield f"{where}: scaling {value!r} must be one of {', '.join(SCALINGS)}"
+    elif key not in KEYS:
+        yield _unknown(key, (*special, *KEYS), where=where)
+    elif key in ours:
+        yield f"{where}: {key}: {ours[key]} sets it: leave it out"
+    elif key in SIZES and (type(value) is not int or value < 1):
+        yield f"{where}: {key}={as_yaml(value)} must be a whole number from 1 on"
+    else:
+        try:
+            typed(key, value)
+        except ConfigError as error:
+            yield f"{where}: {error}"
+
+
+PLACES: tuple[str, ...] = get_args(Place)

@@ -1,0 +1,201 @@
+"""The points of a sweep: each a complete experiment, and the ranks that train it. Pure but for reading configs."""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import ConfigError, LaunchOptionError
+from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, Plan, describe_values
+from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
+from bigbatch.paths import as_path
+from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.config.file import Experiment, read_experiment
+from bigbatch.trainer.config.schema import Config, lookup, typed
+from bigbatch.trainer.config.short_run import shorten
+
+EARLY = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
+"""Keys that end a run early, which would compare runs of unlike length: they count where the sweep states them."""
+REPORTS = 8
+"""Of a point that measures speed, of which the first does not count."""
+SPEED = {
+    "data.loader": "synthetic",
+    "run.checkpoint_every_steps": 0,
+    "run.eval_every_epochs": 1,
+    "run.eval_offset_epochs": 0,
+    "schedule.warmup_epochs": 0,
+    "schedule.decay_epochs": None,
+}
+"""Of points that measure speed, unless the sweep states it."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point is one training: a complete experiment, and where it runs."""
+
+    number: int
+    values: dict[str, Any]
+    """What tells it from the others but for the seed: its case, and values of the grid."""
+    seed: int
+    ranks: int
+    ranks_per_node: int
+    nodes: int
+    config: Config
+    of_machine: tuple[str, ...] = ()
+    """Keys whose values this machine gave: a sweep goes on with those that it was begun with."""
+    is_seeded: bool = False
+    """Others differ from it in their seeds alone."""
+
+    def describe(self) -> str:
+        """Write its values in one line."""
+        values = {**self.values, **({"seed": self.seed} if self.is_seeded else {})}
+        return describe_values(values) or "the only one"
+
+
+def make_points(plan: Plan, *, folder: Path) -> list[Point]:
+    """Make all points: cases, each with all combinations of the grid; then the same with the next seed.
+
+    In strong scaling the experiment's global batch is that of any number of ranks; in weak scaling each rank has one
+    of its microbatches. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
+    Reads each file once, whatever the number of points. Raises: ConfigError, a line for each reason why points cannot
+    be trained.
+    """
+    maker = _Maker(plan, read_experiment(plan.config), folder)
+    points: list[Point] = []
+    wrong: dict[str, list[str]] = {}
+    for number, (name, changes, chosen, repeat) in enumerate(_combinations(plan)):
+        values = {**({CASE: name} if name else {}), **chosen}
+        try:
+            points.append(maker.make(number, values, changes, chosen, repeat=repeat))
+        except (ConfigError, LaunchOptionError) as error:
+            wrong.setdefault("; ".join(map(str, error.args)), []).append(f"{number} ({describe_values(values)})")
+    if wrong:
+        num_wrong = sum(map(len, wrong.values()))
+        lines = [f"  point {each[0]}{_and_more(len(each) - 1)}: {error}" for error, each in wrong.items()]
+        raise ConfigError(f"{num_wrong} of {len(points) + num_wrong} points cannot be trained:", *lines)
+    return points
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""
+
+
+def _combinations(plan: Plan) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], int]]:
+    for repeat in range(plan.seeds):
+        for name, changes in plan.changes():
+            for values in itertools.product(*plan.grid.values()):
+                yield name, changes, dict(zip(plan.grid, values, strict=True)), repeat
+
+
+class _Maker:
+    """Makes points of one plan, of an experiment that is read once."""
+
+    def __init__(self, plan: Plan, experiment: Experiment, folder: Path) -> None:
+        self._plan, self._experiment, self._folder = plan, experiment, folder
+        self._base = experiment.with_values({}).config
+        self._hosts = _hosts(plan)
+        self._cores = _cores_per_rank(plan)
+        # of which the rates are that a sweep scales
+        self._batch = plan.grid.get(BATCH, [plan.options.get(BATCH, self._base.batch.global_batch_size)])[0]
+        if plan.steps is not None and plan.options.get("data.loader", "synthetic") != "synthetic":
+            raise ConfigError(f"steps: {plan.steps} are of generated tensors: leave data.loader out, or the steps")
+
+    def make(
+        self, number: int, values: dict[str, Any], case: Mapping[str, Any], chosen: Mapping[str, Any], *, repeat: int
+    ) -> Point:
+        """Make one of a case's changes and values of the grid. Raises: ConfigError; LaunchOptionError."""
+        plan, base = self._plan, self._base
+        stated = {**plan.options, **case, **chosen}
+        ranks, scaling = stated.pop(RANKS, plan.ranks), stated.pop(SCALING, None)
+        per_node = min(ranks, plan.ranks_per_node or ranks)
+        if ranks % per_node:
+            raise LaunchOptionError(
+                f"{ranks} ranks do not fill nodes of {per_node}; take a multiple, or other ranks_per_node"
+            )
+
+        def value(key: str) -> Any:
+            return stated.get(key, lookup(base, key))
+
+        microbatch = value("batch.microbatch_size")
+        total = microbatch * ranks if scaling == "weak" else value(BATCH)
+        own = _fit(total, ranks=ranks, microbatch_size=microbatch, bn_span=value("batch.bn_span"))
+        own["run.directory"] = str(self._folder / "points" / str(number) / "run")
+        own["run.seed"] = seed = value("run.seed") + repeat
+        if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # which is a rate for that batch
+            factor = total / self._batch
+            own[RATE] = value(RATE) * (factor if plan.scale == "linear" else math.sqrt(factor))
+        machine = {}
+        if self._cores and base.compute.cpu_threads is None and "compute.cpu_threads" not in stated:
+            machine = {"compute.cpu_threads": self._cores}
+        overrides = {**self._defaults(total), **stated, **own, **machine}
+        held = {key: typed(key, each) for key, each in overrides.items()}
+        config = self._experiment.without_idle(held).with_values(held).config
+        accumulation_steps(config.batch, world_size=ranks)
+        if plan.steps is None:
+            config = self._whole(config, stated)
+        nodes = len(dict.fromkeys(self._hosts[:ranks])) or (1 if plan.where in ONE_HOST else ranks // per_node)
+        return Point(number, values, seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
+
+    def _defaults(self, total: int) -> dict[str, Any]:
+        """Return what the sweep states, as long as its file does not."""
+        plan, early = self._plan, dict.fromkeys(EARLY)
+        if plan.steps is None:
+            each = {"run.eval_every_epochs": 1, "run.eval_offset_epochs": 0} if plan.target_top1 is not None else {}
+            return {**early, **each}
+        size = {"run.epochs": 1, "data.num_synthetic_samples": plan.steps * total}
+        return {**early, **SPEED, "run.log_every_steps": max(1, plan.steps // REPORTS), **size}
+
+    def _whole(self, config: Config, stated: Mapping[str, Any]) -> Config:
+        """Give it the sweep's epochs."""
+        if self._plan.epochs is None or self._plan.epochs == config.run.epochs:
+            return config
+        ends: dict[str, Any] = {key.partition(".")[2]: lookup(config, key) for key in EARLY}
+        each = self._plan.target_top1 is not None or any(ends.values())
+        short = shorten(config, epochs=self._plan.epochs, evaluate_each=each, directory=Path(config.run.directory))
+        return dataclasses.replace(short, run=dataclasses.replace(short.run, **ends))
+
+
+ONE_HOST = ("local", "mpirun", "torchrun")
+
+
+def _cores_per_rank(plan: Plan) -> int | None:
+    """Return the threads that a CPU gives each rank of the most crowded point: with more, fewer ranks seem faster.
+
+    Of this host alone, as it alone is known; None where all points have as many ranks. A GPU takes no notice.
+    """
+    if plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys():
+        return None
+    stated = [plan.ranks, *plan.grid.get(RANKS, []), *(own[RANKS] for own in plan.cases.values() if RANKS in own)]
+    if RANKS in plan.grid:
+        stated = plan.grid[RANKS]
+    if len(set(stated)) == 1:
+        return None  # it is the same in all anyway
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(stated))
+
+
+def _hosts(plan: Plan) -> list[str]:
+    """Return the host of each rank, as mpirun fills one after the other; none where no hosts are stated.
+
+    Raises: LaunchOptionError.
+    """
+    hosts = parse_hosts(str(plan.launch["hosts"])) if "hosts" in plan.launch else ()
+    hosts += read_hostfile(as_path(str(plan.launch["hostfile"]))) if "hostfile" in plan.launch else ()
+    return [host for host, slots in hosts for _ in range(slots)]
+
+
+def _fit(total: int, *, ranks: int, microbatch_size: int, bn_span: int) -> dict[str, Any]:
+    """Return batch, microbatch and batch-norm span of this many ranks. Raises: LaunchOptionError."""
+    if total % ranks:
+        raise LaunchOptionError(f"a batch of {total} is no whole number of pictures for each of {ranks} ranks")
+    microbatch = largest_divisor(total // ranks, microbatch_size)
+    span = bn_span if bn_span % microbatch_size == 0 and bn_span > microbatch_size else None
+    return {
+        BATCH: total,
+        "batch.microbatch_size": microbatch,
+        "batch.bn_span": span or largest_divisor(microbatch, bn_span),
+    }

@@ -1,0 +1,180 @@
+"""Points of a sweep as arrays in Slurm's queue."""
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import LaunchOptionError, SchedulerError, tell
+from bigbatch.experiments.engine.engine import judge, start_over
+from bigbatch.experiments.engine.folder import (
+    DONE,
+    FAILED,
+    MISSING,
+    SUBMITTED,
+    SweepFolder,
+    change_state,
+    read_state,
+    read_summary,
+    state_of,
+    write_config,
+)
+from bigbatch.experiments.engine.jobs import array_job, array_words, arrays
+from bigbatch.experiments.engine.plan import Plan
+from bigbatch.experiments.engine.points import Point
+from bigbatch.files import make_folder, read_plain
+from bigbatch.launch.launchers.slurm import submit_job
+from bigbatch.launch.launchers.slurm_queue import run_slurm
+from bigbatch.launch.launchers.slurm_script import log_path
+from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.reason import find_reason, has_failed
+
+POLL_SECONDS = 5.0
+SETTLE_SECONDS = 30.0
+"""A summary may reach this host so much later than the end of the job, by a network file system."""
+PATIENCE_SECONDS = 600.0
+"""So long may Slurm not answer one that waits: its controller restarts now and then, and jobs go on meanwhile."""
+
+
+def submit_points(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
+    """Submit one array for each number of ranks; points of one that Slurm refuses have failed, with its words.
+
+    Each array has a name of its own, noted before it is submitted, by which find_submitted knows it again.
+    Raises: SchedulerError where Slurm does not answer at all; those submitted stay so.
+    """
+    with writing(folder.logs):
+        make_folder(folder.logs, within=folder.path)
+    # one array has one number of nodes and tasks for all of its jobs
+    for same in arrays(points).values():
+        name = f"{plan.name}-{secrets.token_hex(4)}"
+        job, words = array_job(plan, same, folder, name=name), array_words(plan, same, folder, name=name)
+        for point in same:
+            start_over(folder, point.number)
+            write_config(folder, point)
+            change_state(
+                folder,
+                point.number,
+                state=SUBMITTED,
+                reason=None,
+                exit_code=None,
+                job=None,
+                job_name=name,
+                seconds=None,
+                command=["bigbatch", "launch", *words],
+            )
+        try:
+            number, sbatch = submit_job(job)
+        except SchedulerError as error:
+            _note_refusal(same, folder, error=error)
+            continue
+        # without --wait it ends right after it has said the number
+        sbatch.wait()
+        for point in same:
+            _note_job(folder, point.number, number=number, log=Path(log_path(job, job_id=f"{number}_{point.number}")))
+
+
+def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: SchedulerError) -> None:
+    """Note a failure, unless sbatch lost no more than the answer. Raises: error where squeue knows nothing either."""
+    try:
+        find_submitted(points, folder)
+    except SchedulerError:
+        raise error from None
+    for point in points:
+        if state_of(folder, point.number) == MISSING:
+            change_state(folder, point.number, state=FAILED, reason=str(error))
+
+
+def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
+    """Find out what became of points whose submission ended without a job's number: in Slurm, or missing.
+
+    Raises: SchedulerError.
+    """
+    states = [read_state(folder, point.number) for point in points]
+    names = {s["number"]: s["job_name"] for s in states if s["state"] == SUBMITTED and s["job"] is None}
+    jobs = {name: _job_named(name, folder) for name in set(names.values())}
+    for point, name in names.items():
+        if (job := jobs[name]) is None:
+            change_state(folder, point, state=MISSING)
+        else:
+            _note_job(folder, point, number=job, log=folder.logs / f"{name}-{job}_{point}.log")
+
+
+def _job_named(name: str, folder: SweepFolder) -> str | None:
+    """Find the array of this name by Slurm's word or its logs: Slurm forgets a job minutes after its end."""
+    known = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format=%F", f"--name={name}"]).split()
+    logs = [path.stem.removeprefix(f"{name}-").partition("_")[0] for path in folder.logs.glob(f"{name}-*_*.log")]
+    return next(iter([*known, *logs]), None)
+
+
+def _note_job(folder: SweepFolder, point: int, *, number: str, log: Path) -> None:
+    change_state(folder, point, job=number, log=str(log.relative_to(folder.path)))
+
+
+def wait_for_points(
+    points: Sequence[Point], folder: SweepFolder, *, waits: bool, on_end: Callable[[Point, dict[str, Any]], None]
+) -> None:
+    """Wait until none of them is in the queue, and what each left has reached this host.
+
+    Without waits, only for those that have left the queue. Raises: SchedulerError where Slurm answers waits no more.
+    """
+    left = {point.number: point for point in points}
+    gone: dict[int, float] = {}
+    answered, is_told = time.monotonic(), False
+    while left:
+        jobs = {number: str(read_state(folder, number)["job"]) for number in left}
+        now = time.monotonic()
+        try:
+            waiting = queued(set(jobs.values()))
+        except SchedulerError as error:
+            if now - answered >= PATIENCE_SECONDS:
+                raise
+            if not is_told:
+                again = f", asking again for {PATIENCE_SECONDS / 60:.0f} min" if waits else ""
+                tell(f"Slurm does not answer: {error}; jobs go on{again}")
+            if not waits:
+                return
+            is_told = True
+            time.sleep(POLL_SECONDS)
+            continue
+        answered, is_told = now, False
+        for number, job in jobs.items():
+            if (job, number) in waiting:
+                continue
+            # it has left the queue; what it wrote may reach this host later
+            is_late = now - gone.setdefault(number, now) >= SETTLE_SECONDS
+            if is_late or read_summary(folder, number) is not None or has_failed(_log(folder, number)):
+                on_end(left.pop(number), record_end(folder, number))
+        # what has left the queue is settled; the rest still waits or runs there
+        if not waits and all((jobs[number], number) in waiting for number in left):
+            return
+        if left:
+            time.sleep(POLL_SECONDS)
+
+
+def record_end(folder: SweepFolder, number: int) -> dict[str, Any]:
+    """Write and return the new state of a point that has left the queue."""
+    outcome = judge(folder, number, exit_code=None, reason=lambda: find_reason(_log(folder, number), exit_code=None))
+    code = 0 if outcome["state"] == DONE else None
+    return change_state(folder, number, exit_code=code, **outcome)
+
+
+def _log(folder: SweepFolder, number: int) -> str:
+    with suppress(OSError):
+        return read_plain(folder.path / str(read_state(folder, number)["log"])).decode(errors="replace")
+    return ""
+
+
+def queued(jobs: Collection[str]) -> set[tuple[str, int]]:
+    """Return (job, task) of all of these that wait or run. Raises: SchedulerError."""
+    found = set()
+    # of one job it would be an error that Slurm has forgotten it, minutes after its end
+    for word in run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split():
+        number, _, task = word.partition("_")
+        if number not in jobs:
+            continue
+        if not task.isdigit():
+            raise LaunchOptionError(f"squeue shows {word!r}, which is no job of an array")
+        found.add((number, int(task)))
+    return found

@@ -1,0 +1,94 @@
+"""How fast what a sweep trained answers, form by form, each on top of those before it: by `bigbatch evaluate`."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from bigbatch.errors import printable
+from bigbatch.experiments.engine.engine import run_command
+from bigbatch.experiments.engine.folder import DONE, SweepFolder, state_of
+from bigbatch.experiments.engine.plan import CASE, Plan
+from bigbatch.experiments.engine.points import Point
+from bigbatch.experiments.report.compare import GAINS, gains
+from bigbatch.files import parse_json, read_plain
+from bigbatch.interpreter import bigbatch_argv
+from bigbatch.launch.tables import Table
+from bigbatch.trainer.config.schema import lookup
+from bigbatch.trainer.config.strict_yaml import as_yaml
+from bigbatch.trainer.config.trust import import_paths
+from bigbatch.trainer.run.reason import find_reason
+
+Told = tuple[float, float]
+"""Images per second of the model alone, and top-1."""
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Holds what each form told of the runs of one case, or why it told nothing."""
+
+    case: str
+    forms: dict[str, list[Told | str]]
+
+    @property
+    def undone(self) -> bool:
+        """Tell whether any form told nothing of a run."""
+        return any(isinstance(each, str) for found in self.forms.values() for each in found)
+
+    @property
+    def tables(self) -> list[Table]:
+        """Return a row for each form. Its gain is in images per second, over those before it."""
+        head = ("form", "runs", "images/s of the model, median", "lowest to highest", *GAINS, "top-1, mean")
+        told = {name: [each for each in found if not isinstance(each, str)] for name, found in self.forms.items()}
+        gained = gains([1 / statistics.median(rate for rate, _ in each) for each in told.values() if each])
+        rows: list[tuple[str, ...]] = []
+        for name, found in self.forms.items():
+            why = "; ".join(dict.fromkeys(each for each in found if isinstance(each, str)))
+            runs = f"{len(told[name])}, {len(found) - len(told[name])} not: {why}" if why else str(len(found))
+            if not told[name]:
+                rows.append((name, runs, *("",) * (len(head) - 2)))
+                continue
+            rates, top1 = zip(*told[name], strict=True)
+            speeds = (f"{statistics.median(rates):,.0f}", f"{min(rates):,.0f} to {max(rates):,.0f}")
+            rows.append((name, runs, *speeds, *next(gained), f"{100 * statistics.fmean(top1):.2f}%"))
+        return [Table(f"Inference with what {self.case or 'the sweep'} trained", head, tuple(rows))]
+
+
+def measure(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> Inference | None:
+    """Evaluate the runs of the last case that has any, where that was not done; None where nothing is to be done.
+
+    Forms take turns on each run. Raises: Interrupted; RunFolderError.
+    """
+    done = [point for point in points if state_of(folder, point.number) == DONE]
+    if not done or not plan.inference:
+        return None
+    cases = [name for name, _ in plan.changes()]
+    case = max((point.values.get(CASE, "") for point in done), key=cases.index)
+    found: dict[str, list[Told | str]] = {name: [] for name in plan.inference}
+    words = dict(zip(plan.inference, accumulate(map(tuple, plan.inference.values())), strict=True))
+    for point in (each for each in done if each.values.get(CASE, "") == case):
+        for name in words:
+            # what was measured with other words does not count
+            log = folder.point(point.number) / f"evaluate{''.join(words[name])}.txt".replace("/", "_")
+            # stated again: a run folder's own word for what is imported does not count
+            imported = dict.fromkeys(key for key, _ in import_paths(point.config))
+            stated = [f"--{key}={as_yaml(lookup(point.config, key))}" for key in imported]
+            argv = [*bigbatch_argv(), "evaluate", str(folder.run(point.number).path), *stated, *words[name], "--json"]
+            found[name].append(_told(log) or _evaluate(argv, log, folder, minutes=plan.timeout_minutes))
+    return Inference(case, found)
+
+
+def _evaluate(argv: Sequence[str], log: Path, folder: SweepFolder, *, minutes: float | None) -> Told | str:
+    code = run_command(argv, log=log, within=folder.path, seconds=None if minutes is None else 60 * minutes)
+    return _told(log) or printable(find_reason(log.read_text(errors="replace"), exit_code=code))
+
+
+def _told(log: Path) -> Told | None:
+    """Return what the record that ends a log states; None of one without."""
+    try:
+        record = parse_json(read_plain(log).splitlines()[-1])
+        rate, top1 = float(record["model_images_per_second"]), float(record["top1"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return (rate, top1) if rate > 0 else None

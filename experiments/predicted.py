@@ -1,0 +1,79 @@
+"""What the simulator says of a sweep's points, beside what was measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from bigbatch.errors import ConfigError, SimulationError
+from bigbatch.experiments.engine.folder import DONE, SweepFolder, read_state, read_summary
+from bigbatch.experiments.engine.points import Point
+from bigbatch.launch.simulate.cluster import load_cluster
+from bigbatch.launch.simulate.scaling import Question, fit_to_step, simulate_point
+from bigbatch.launch.simulate.shapes import shape_of
+from bigbatch.launch.tables import Table
+
+
+def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: str) -> Table:
+    """Set predicted beside measured images per second, with the error.
+
+    A device's speed comes from the done point of the fewest ranks, which is not predicted then; from the cluster's
+    rates where no point is done. Raises: SimulationError where neither is known.
+    """
+    measured = {point.number: rate for point in points if (rate := _measured(folder, point)) is not None}
+    base = min((point for point in points if point.number in measured), key=lambda point: point.ranks, default=None)
+    fitted = None if base is None else fit_to_step(_question(base, cluster), base.ranks, _seconds(base, measured))
+    rows = []
+    for point in points:
+        shape_of(point.config.model)
+        question = _question(point, cluster)
+        if base is not None and fitted is not None and point.config.model.name == base.config.model.name:
+            question = replace(question, compute=fitted.compute)
+        rows.append(_row(point, question, measured.get(point.number), base=base))
+    head: tuple[str, ...] = ("point", "ranks", "nodes", "measured", "predicted", "nine of ten", "error", "in doubt for")
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    title = "Predicted beside measured" + (f"; by point {base.number}'s speed" if base else "")
+    return Table(title, head, tuple(rows))
+
+
+def _question(point: Point, cluster: str) -> Question:
+    return Question(point.config, load_cluster(cluster, devices_per_node=point.ranks_per_node))
+
+
+def _seconds(point: Point, measured: Mapping[int, float]) -> float:
+    """Return the step of a measured point."""
+    return point.config.batch.global_batch_size / measured[point.number]
+
+
+def _measured(folder: SweepFolder, point: Point) -> float | None:
+    if not folder.state(point.number).exists() or read_state(folder, point.number)["state"] != DONE:
+        return None
+    rate = (read_summary(folder, point.number) or {}).get("images_per_second")
+    return float(rate) if rate else None
+
+
+def _row(point: Point, question: Question, known: float | None, *, base: Point | None) -> tuple[str, ...]:
+    begin = (
+        str(point.number),
+        f"{point.ranks:,}",
+        f"{point.nodes:,}",
+        "" if known is None else f"{known:,.0f} images/s",
+    )
+    try:
+        found = simulate_point(question, point.ranks)
+    except (ConfigError, SimulationError) as error:
+        if isinstance(error, SimulationError) and not question.cluster.rates and question.compute is None:
+            raise
+        return (*begin, str(error).splitlines()[0], "", "", "")
+    batch = found.global_batch_size
+    band = f"{batch / found.high_seconds:,.0f} to {batch / found.low_seconds:,.0f}"
+    predicted = f"{found.images_per_second:,.0f} images/s"
+    if known is None or base is None or point is base:  # without any base nothing is measured
+        return (*begin, predicted, band, "", "")
+    # a slower point has a hundred causes; a faster one than its own speed allows has one
+    is_too_fast = known > batch / found.low_seconds
+    doubt = f"more than point {base.number}'s speed allows: measure that one again" if is_too_fast else ""
+    return (*begin, predicted, band, _error(found.images_per_second, known) + " ?" * is_too_fast, doubt)
+
+
+def _error(predicted: float, known: float) -> str:
+    return f"{100 * (predicted / known - 1):+.1f}%"

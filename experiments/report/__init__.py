@@ -1,0 +1,1 @@
+"""`bigbatch report`: what runs came to, side by side."""

@@ -1,0 +1,316 @@
+"""What sweeps and runs have left in their folders."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import RunFolderError, UserError
+from bigbatch.experiments.engine.folder import DONE, SweepFolder, damage, read_state
+from bigbatch.experiments.engine.plan import describe_values
+from bigbatch.experiments.engine.points import ONE_HOST
+from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_runs, read_figures
+from bigbatch.files import parse_json, read_plain
+from bigbatch.launch.efficiency import MeasuredPoint, Step, Variant, median_step
+from bigbatch.trainer.config.file import flatten
+from bigbatch.trainer.config.strict_yaml import parse_yaml
+from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.noise_scale import NOT_YET
+
+CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
+SAME = ("device", "torch", "commit")
+"""Where points differ in these, it is no scaling that shows."""
+WARM_UP_REPORTS = 1
+"""Reports at a run's start that do not count: libraries choose their algorithms, and buffers are made."""
+
+
+@dataclass(frozen=True)
+class SweepResults:
+    """Holds what a sweep's folder says of its points."""
+
+    name: str
+    folder: Path
+    runs: tuple[TrainedRun, ...]
+    measured: tuple[MeasuredPoint, ...]
+    """Of points on different numbers of ranks, for their efficiency; none where the number is the same in all."""
+    unmeasured: tuple[tuple[str, str], ...]
+    """Points without figures: their values, and why."""
+    is_gpu: bool
+    is_cumulative: bool
+    target: float | None
+    conditions: dict[str, Any]
+    numbers: dict[tuple[Variant, int], tuple[int, ...]]
+    """Of the points that have the same values, by these and their ranks."""
+
+    def again(self, point: MeasuredPoint) -> str:
+        """Return the command that measures a point again."""
+        numbers = ",".join(map(str, self.numbers[point.variant, point.ranks]))
+        return f"bigbatch sweep {shlex.quote(str(self.folder))} --again {numbers}"
+
+    @property
+    def comparison(self) -> Comparison:
+        """Set its runs side by side."""
+        title = f"Comparison: {self.name}"
+        return compare_runs(title, self.runs, is_cumulative=self.is_cumulative, target=self.target)
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """Holds what a run's folder says of it."""
+
+    folder: Path
+    config: dict[str, Any]
+    conditions: dict[str, Any]
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield its records. Raises: RunFolderError."""
+        return read_records(RunDir(self.folder).metrics)
+
+    @cached_property
+    def noise_scale(self) -> dict[str, Any] | None:
+        """Return the newest figures of its noise scale; None where none were measured. Raises: RunFolderError."""
+        newest = None
+        for record in self.records():
+            if record["kind"] == "train" and record.get("noise_scale_low") is not None:
+                newest = {name: record[name] for name in NOT_YET}
+        return newest
+
+    def trained(self, *, target: float | None) -> TrainedRun | None:
+        """Return what it came to so far; None where it has no figures yet. Raises: RunFolderError."""
+        try:
+            return _trained(str(self.folder), self.config, self.records(), values={}, target=target)
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+            return None
+
+
+def read_folder(path: Path, *, target: float | None = None) -> SweepResults | RunResults:
+    """Read a sweep, or a run. Raises: RunFolderError for anything else."""
+    if (path / "sweep.yaml").is_file():
+        return read_sweep_results(SweepFolder(path), target=target)
+    run = RunDir(path)
+    if run.config.is_file() and run.metrics.is_file():
+        return read_run_results(run)
+    what = "it holds neither a sweep (sweep.yaml) nor a run (config.yaml and metrics.jsonl)"
+    raise RunFolderError(f"{path}: {what if path.is_dir() else 'no such folder'}; name the folder of either")
+
+
+def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> SweepResults:
+    """Take repeats of a point together; a point whose files are damaged has no figures. Raises: RunFolderError."""
+    sweep = read_yaml(folder.sweep)
+    target = target if target is not None else sweep.get("target_top1")
+    states, unmeasured = _read_states(folder)
+    fewest: dict[Variant, int] = {}
+    for state in states.values():
+        variant = _variant(state["values"])
+        fewest[variant] = min(state["ranks"], fewest.get(variant, state["ranks"]))
+    is_scaling = len({state["ranks"] for state in states.values()}) > 1 and all(
+        "ranks" in state["values"] for state in states.values()
+    )
+    found: list[_PointRun] = []
+    for number, state in states.items():
+        seed = f", seed {state['seed']}" if sweep.get("seeds", 1) != 1 and "seed" in state else ""
+        shown = (describe_values(state["values"]) or f"point {number}") + seed
+        if state["state"] != DONE:
+            unmeasured.append((shown, state["reason"] or state["state"]))
+            continue
+        try:
+            found.append(_read_point(folder, number, state, target=target, is_scaling=is_scaling))
+        except UserError as error:
+            unmeasured.append((shown, str(error)))
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            unmeasured.append((shown, damage(error)))
+    groups: dict[str, list[_PointRun]] = {}
+    for each in found:
+        groups.setdefault(json.dumps(each.state["values"]), []).append(each)
+    measured = [
+        _measure(repeats, fewest_ranks=fewest[_variant(repeats[0].state["values"])])
+        for repeats in groups.values()
+        if is_scaling
+    ]
+    summaries = [each.summary for each in found]
+    conditions = common_conditions(summaries)
+    conditions |= {key: sweep[key] for key in ("config", "where", "launch", "options", "steps") if sweep.get(key)}
+    return SweepResults(
+        str(sweep.get("name")),
+        folder.path,
+        runs=tuple(each.trained for each in found),
+        measured=tuple(measured),
+        unmeasured=tuple(unmeasured),
+        is_gpu=not any(str(summary.get("device", "cpu")).startswith("cpu") for summary in summaries),
+        is_cumulative=bool(sweep.get("cumulative")),
+        target=target,
+        conditions=conditions,
+        numbers={
+            (_variant(repeats[0].state["values"]), repeats[0].state["ranks"]): tuple(
+                each.state["number"] for each in repeats
+            )
+            for repeats in groups.values()
+        },
+    )
+
+
+def _read_states(folder: SweepFolder) -> tuple[dict[int, dict[str, Any]], list[tuple[str, str]]]:
+    states, unreadable = {}, []
+    for number in folder.numbers():
+        try:
+            state = read_state(folder, number)
+            states[number] = {**state, "ranks": int(state["ranks"])}
+        except (UserError, KeyError, TypeError, ValueError) as error:
+            unreadable.append((f"point {number}", str(error)))
+    return states, unreadable
+
+
+@dataclass(frozen=True)
+class _PointRun:
+    state: dict[str, Any]
+    trained: TrainedRun
+    records: list[dict[str, Any]]
+    """Reports by which speed is told; of sweeps over numbers of ranks."""
+    summary: dict[str, Any]
+    global_batch_size: int
+    nodes: int
+
+
+def _read_point(
+    folder: SweepFolder, number: int, state: dict[str, Any], *, target: float | None, is_scaling: bool
+) -> _PointRun:
+    """Raises: RunFolderError; what reading damaged files raises."""
+    run = folder.run(number)
+    config = read_yaml(run.config if run.config.is_file() else folder.config(number))
+    records = read_records(run.metrics)
+    reports, summary = train_records(run) if is_scaling else [], read_json(run.summary)
+    size = summary["global_batch_size"]
+    trained = _trained(str(run.path), config, records, values=state["values"], target=target)
+    # a run of an older bigbatch did not note its own
+    nodes = summary.get("num_nodes") or (
+        1 if state.get("where") in ONE_HOST else -(-state["ranks"] // state["ranks_per_node"])
+    )
+    found = _PointRun(state, trained, reports, summary, size, nodes)
+    if is_scaling:
+        _measure([found], fewest_ranks=1)  # what is damaged shows here
+    return found
+
+
+def _trained(
+    name: str, config: Mapping[str, Any], records: Iterator[dict[str, Any]], *, values: Any, target: float | None
+) -> TrainedRun:
+    """Raises: what reading damaged files raises."""
+    flat = flatten(config)
+    is_generated = flat["data.loader"] == "synthetic"
+    size = flat["batch.global_batch_size"]
+    figures = read_figures(records, global_batch_size=size, target=target, is_generated=is_generated)
+    return TrainedRun(name, flat, dict(values), figures)
+
+
+def _variant(values: dict[str, Any]) -> Variant:
+    """Return all but the number of ranks."""
+    return tuple((key, _hashable(value)) for key, value in values.items() if key != "ranks")
+
+
+def _measure(repeats: Sequence[_PointRun], *, fewest_ranks: int) -> MeasuredPoint:
+    first = repeats[0]
+    records = [record for each in repeats for record in each.records]
+    step: Step = median_step(records, global_batch_size=first.global_batch_size)
+    return MeasuredPoint(
+        _variant(first.state["values"]),
+        ranks=first.state["ranks"],
+        nodes=first.nodes,
+        global_batch_size=first.global_batch_size,
+        step=step,
+        rates=tuple(record["images_per_second"] for record in records),
+        fewest_ranks=fewest_ranks,
+        joules_per_image=_joules_per_image(repeats),
+        device=" and ".join(sorted({str(each.summary.get("device", "unknown")) for each in repeats})),
+    )
+
+
+def _joules_per_image(repeats: Sequence[_PointRun]) -> float | None:
+    """Return the mean over all reports that count."""
+    joules = [record.get("energy_joules") for each in repeats for record in each.records]
+    images = sum(record["steps"] * each.global_batch_size for each in repeats for record in each.records)
+    told = [each for each in joules if each is not None]
+    return sum(told) / images if len(told) == len(joules) else None
+
+
+def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the figures depend on; where points differ, all values, as they then say little about each other."""
+    found = {}
+    for key in CONDITIONS:
+        values = list(dict.fromkeys(str(summary[key]) for summary in summaries if key in summary))
+        if values:
+            found[key] = values[0] if len(values) == 1 else f"DIFFER: {'; '.join(values)}"
+    if dates := sorted(str(summary["date"]) for summary in summaries if "date" in summary):
+        found["date"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    return found
+
+
+def differences(conditions: dict[str, Any]) -> list[str]:
+    """Return sentences on conditions under which figures do not compare."""
+    return [
+        f"The points do not compare in {key}: {str(conditions[key]).removeprefix('DIFFER: ')}."
+        for key in SAME
+        if str(conditions.get(key, "")).startswith("DIFFER: ")
+    ]
+
+
+def read_run_results(run: RunDir) -> RunResults:
+    """Read what `bigbatch train` left. Raises: RunFolderError for a damaged folder."""
+    config = read_yaml(run.config)
+    summary = read_json(run.summary) if run.summary.is_file() else {}
+    return RunResults(run.path, config, common_conditions([summary]))
+
+
+def train_records(run: RunDir) -> list[dict[str, Any]]:
+    """Return the reports of the newest start, but for its first; each with the number of its steps."""
+    records: list[dict[str, Any]] = []
+    for record in read_records(run.metrics):
+        if record["kind"] == "start":
+            records = []
+        elif record["kind"] == "train":
+            records.append(record)
+    found = records[WARM_UP_REPORTS:]
+    if not found:
+        raise RunFolderError(f"fewer than {WARM_UP_REPORTS + 1} reports: take more steps, or fewer between reports")
+    if "wire_wait_fraction" not in found[0]:
+        raise RunFolderError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
+    if not all(isinstance(record.get("step"), int) for record in records):
+        raise RunFolderError(f"{run.metrics} is damaged: a report without its step")
+    if not all(_is_rate(record.get("images_per_second")) for record in found):
+        raise RunFolderError(f"{run.metrics} is damaged: a report whose rate is none")
+    return [
+        record | {"steps": record["step"] - before["step"]}
+        for before, record in pairwise(records[WARM_UP_REPORTS - 1 :])
+    ]
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value <= sys.float_info.max  # a whole number may be longer
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the mapping of a JSON file. Raises: RunFolderError."""
+    return _mapping(path, parse_json)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read the mapping of a YAML file. Raises: RunFolderError."""
+    return _mapping(path, parse_yaml)
+
+
+def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    try:
+        found = parse(read_plain(path))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path} is not readable: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise RunFolderError(f"{path} holds no keys and values")
+    return found
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else json.dumps(value)

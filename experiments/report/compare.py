@@ -1,0 +1,275 @@
+"""Runs side by side: cells of equal values, with mean and standard deviation over their seeds. Pure."""
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bigbatch.launch.tables import Table
+from bigbatch.launch.words import percent
+from bigbatch.trainer.config.strict_yaml import as_yaml
+
+GAINS = ("times as fast as the one before", "as the first")
+"""What the two columns of gains() are called."""
+NOT_COMPARED = ("run.directory", "run.seed")
+"""Keys in which runs differ that are to be compared."""
+MOST_KEYS = 6
+"""Runs that differ in more are told apart by their folders."""
+RUN, SEED = "run", "seed"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Holds what one run came to. Seconds are of training steps: no start, no evaluation, no checkpoint."""
+
+    epochs: float
+    seconds: float
+    images_per_second: float
+    top1: float | None
+    """Of the last evaluation; None of generated images."""
+    loss: float | None
+    reached_seconds: float | None
+    """Until the first evaluation that had the target; None where none had, or none was named."""
+    evaluation_seconds: float | None
+    """Of the last evaluation; None where its record does not tell."""
+    resumed: int
+    """How often it went on from a checkpoint: each start warms up anew, which its seconds have in them."""
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """Describes a run that has figures."""
+
+    name: str
+    """Its folder, or its point."""
+    config: Mapping[str, Any]
+    """By dotted key."""
+    values: Mapping[str, Any]
+    """What tells it from others, but for its seed."""
+    figures: Figures
+
+    @property
+    def seed(self) -> int:
+        """Return its seed."""
+        return int(self.config["run.seed"])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell is the runs that have the same values, one for each seed."""
+
+    values: Mapping[str, Any]
+    runs: tuple[TrainedRun, ...]
+
+    def each(self, name: str) -> list[float]:
+        """Return a figure of all runs that have it."""
+        found = (getattr(run.figures, name) for run in self.runs)
+        return [figure for figure in found if figure is not None]
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a figure; None where no run has it."""
+        found = self.each(name)
+        return statistics.fmean(found) if found else None
+
+    def deviation(self, name: str) -> float | None:
+        """Return the sample standard deviation of a figure; None for fewer than two runs."""
+        found = self.each(name)
+        return statistics.stdev(found) if len(found) > 1 else None
+
+    def median(self, name: str) -> float:
+        """Return the median of a figure that all runs have."""
+        return statistics.median(self.each(name))
+
+    def record(self) -> dict[str, Any]:
+        """Return it for JSON and CSV."""
+        told = {
+            f"{name}_{what}": getattr(self, what)(name) for name in ("top1", "loss") for what in ("mean", "deviation")
+        }
+        medians = {f"{name}_median": self.median(name) for name in ("epochs", "seconds", "images_per_second")}
+        reached = self.each("reached_seconds")
+        return {
+            **self.values,
+            "n": len(self.runs),
+            "seeds": [run.seed for run in self.runs],
+            **told,
+            **medians,
+            "reached_seconds_median": statistics.median(reached) if reached else None,
+            "reached": len(reached),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Sets cells side by side."""
+
+    title: str
+    keys: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    is_cumulative: bool = False
+    target: float | None = None
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Tell whether any run was evaluated on images."""
+        return any(cell.each("top1") for cell in self.cells)
+
+
+def read_figures(
+    records: Iterable[Mapping[str, Any]], *, global_batch_size: int, target: float | None, is_generated: bool
+) -> Figures:
+    """Read them out of a run's records. Raises: ValueError where they have no training, or figures that are none.
+
+    KeyError, TypeError, OverflowError or ZeroDivisionError where they are none of a run's.
+    """
+    seconds, step, epochs, starts = 0.0, 0, 0.0, 0
+    last: Mapping[str, Any] = {}
+    reached = None
+    for record in records:
+        if record["kind"] == "start":
+            starts += 1
+        elif record["kind"] == "train":
+            if record["step"] > step:  # what was lost after a checkpoint is done again
+                seconds += (record["step"] - step) * global_batch_size / record["images_per_second"]
+                step, epochs = record["step"], record["epoch"]
+        elif record["kind"] == "eval" and not is_generated:
+            last = record
+            if target is not None and reached is None and record["top1"] >= target:
+                reached = seconds
+    told = (last.get(key) for key in ("top1", "loss", "seconds"))
+    top1, loss, evaluation = (None if each is None else float(each) for each in told)
+    if not (0 < seconds < math.inf and 0 < epochs < math.inf and (top1 is None or 0 <= top1 <= 1)):
+        raise ValueError(f"{seconds:g} s of training, {epochs:g} epochs, top-1 {top1}")
+    rate = step * global_batch_size / seconds
+    return Figures(float(last.get("epoch", epochs)), seconds, rate, top1, loss, reached, evaluation, max(0, starts - 1))
+
+
+def differing(runs: Sequence[TrainedRun]) -> tuple[str, ...]:
+    """Return the keys of their experiments in which they differ."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
+    return tuple(key for key in keys if len({as_yaml(run.config.get(key)) for run in runs}) > 1)
+
+
+def labelled(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedRun]:
+    """Tell runs apart by these keys, of the experiment or of a sweep; by their folders where keys are too many."""
+    if len(keys) > MOST_KEYS:
+        return [TrainedRun(run.name, run.config, {RUN: run.name}, run.figures) for run in runs]
+    values = [{key: run.values.get(key, run.config.get(key)) for key in keys} for run in runs]
+    return [TrainedRun(run.name, run.config, own, run.figures) for run, own in zip(runs, values, strict=True)]
+
+
+def compare_runs(
+    title: str, runs: Sequence[TrainedRun], *, is_cumulative: bool = False, target: float | None = None
+) -> Comparison:
+    """Take the seeds of equal values together; the best first, but those that build on each other as they are.
+
+    Values that are the same in all runs are left out.
+    """
+    keys = list(dict.fromkeys(key for run in runs for key in run.values))
+    keys = [key for key in keys if len({as_yaml(run.values.get(key)) for run in runs}) > 1]
+    groups: dict[str, list[TrainedRun]] = {}
+    for run in runs:
+        groups.setdefault(as_yaml([run.values.get(key) for key in keys]), []).append(run)
+    cells = [
+        Cell({key: same[0].values.get(key) for key in keys}, tuple(sorted(same, key=lambda run: run.seed)))
+        for same in groups.values()
+    ]
+    if not is_cumulative and any(cell.each("top1") for cell in cells):
+        cells.sort(key=lambda cell: -(cell.mean("top1") or 0.0))
+    return Comparison(title, tuple(keys), tuple(cells), is_cumulative, target)
+
+
+def comparison_table(found: Comparison) -> Table:
+    """Make a row for each cell. Columns that say nothing are left out."""
+    columns = {short(key): [shown(cell.values[key]) for cell in found.cells] for key in found.keys}
+    columns["n"] = [_count(cell) for cell in found.cells]
+    if found.has_accuracy:
+        columns["top-1 (%)"] = [_spread(cell, "top1", scale=100, digits=2) for cell in found.cells]
+        columns["loss"] = [_spread(cell, "loss", scale=1, digits=4) for cell in found.cells]
+        columns["epochs"] = [f"{cell.median('epochs'):g}" for cell in found.cells]
+    columns["training (s)"] = [_range(cell.each("seconds")) for cell in found.cells]
+    if found.is_cumulative:
+        told = list(gains([cell.median("seconds") for cell in found.cells]))
+        columns |= {name: [each[index] for each in told] for index, name in enumerate(GAINS)}
+    columns["images/s"] = [f"{cell.median('images_per_second'):,.0f}" for cell in found.cells]
+    if found.is_cumulative and any(cell.each("evaluation_seconds") for cell in found.cells):
+        columns["an evaluation (s)"] = [_range(cell.each("evaluation_seconds")) for cell in found.cells]
+    if found.target is not None:
+        columns[f"to {percent(found.target)} (s)"] = [_to_target(cell) for cell in found.cells]
+    return Table(found.title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
+
+
+def best_of(found: Comparison) -> str:
+    """Say which cell has the best accuracy, and whether it is clearly ahead; nothing of cells without an order."""
+    cells = [cell for cell in found.cells if cell.each("top1")]
+    if found.is_cumulative or len(cells) < 2:
+        return ""
+    first, second = cells[:2]
+    text = f"{found.title}: best is {_label(first)}, top-1 {_spread(first, 'top1', scale=100, digits=2)}%"
+    errors = [cell.deviation("top1") for cell in (first, second)]
+    if None in errors:
+        return f"{text}; one seed says little about a difference."
+    error = math.sqrt(sum((e or 0.0) ** 2 / len(cell.each("top1")) for e, cell in zip(errors, cells, strict=False)))
+    ahead = (first.mean("top1") or 0.0) - (second.mean("top1") or 0.0)
+    clearly = "" if ahead > 2 * error else ", within two standard errors"
+    return f"{text} ({100 * ahead:.2f} points above {_label(second)}{clearly})."
+
+
+def _label(cell: Cell) -> str:
+    return ", ".join(f"{short(key)} {shown(value)}" for key, value in cell.values.items())
+
+
+def gains(costs: Sequence[float]) -> Iterator[tuple[str, ...]]:
+    """Tell of each how many times as fast it is as the one before, and as the first, by what each takes."""
+    for before, cost in zip((*costs[:1], *costs[:-1]), costs, strict=True):
+        yield tuple(f"{other / cost:.2f}" for other in (before, costs[0]))
+
+
+def run_records(runs: Sequence[TrainedRun]) -> Iterator[dict[str, Any]]:
+    """Yield a flat record for each run: what tells it apart, its seed, all keys that differ, its figures."""
+    keys = differing(runs)
+    labels = list(dict.fromkeys(key for run in runs for key in run.values if key not in keys))
+    for run in runs:
+        own = {key: run.values.get(key) for key in labels} | {key: run.config.get(key) for key in keys}
+        yield {RUN: run.name, **own, SEED: run.seed, **vars(run.figures)}
+
+
+def short(key: str) -> str:
+    """Write schedule.base_lr -> base_lr; of a name, with its section."""
+    section, _, name = key.rpartition(".")
+    return section if name == "name" and section else name.replace("_", " ") if name == "global_batch_size" else name
+
+
+def shown(value: Any) -> str:
+    """Write a value in a few characters."""
+    if type(value) in (int, str):
+        return str(value)
+    return f"{value:.4g}" if isinstance(value, float) else as_yaml(value)
+
+
+def _count(cell: Cell) -> str:
+    resumed = sum(run.figures.resumed > 0 for run in cell.runs)
+    return f"{len(cell.runs)}{f', {resumed} resumed' if resumed else ''}"
+
+
+def _spread(cell: Cell, name: str, *, scale: float, digits: int) -> str:
+    mean, deviation = cell.mean(name), cell.deviation(name)
+    if mean is None:
+        return ""
+    return f"{scale * mean:.{digits}f}" + ("" if deviation is None else f" ± {scale * deviation:.{digits}f}")
+
+
+def _range(found: Sequence[float]) -> str:
+    """Write the median, and the range where there is one."""
+    if not found:
+        return ""
+    text = f"{statistics.median(found):,.1f}"
+    return text if len(found) == 1 else f"{text} ({min(found):,.1f} to {max(found):,.1f})"
+
+
+def _to_target(cell: Cell) -> str:
+    reached = cell.each("reached_seconds")
+    if not reached:
+        return "not reached"
+    rest = "" if len(reached) == len(cell.runs) else f", {len(reached)} of {len(cell.runs)} runs"
+    return f"{statistics.median(reached):,.1f}{rest}"

@@ -1,0 +1,191 @@
+"""The pictures of a report, as matplotlib draws them: PNG and SVG files, and SVG text for a page."""
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bigbatch.colours import COLOURS
+from bigbatch.errors import printable
+from bigbatch.experiments.engine.plan import BATCH, CASE
+from bigbatch.experiments.report.accuracy import ToAccuracy
+from bigbatch.experiments.report.compare import RUN, Cell, Comparison, short, shown
+from bigbatch.experiments.report.doubts import doubts
+from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
+from bigbatch.launch.words import count
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MARKERS = "osD^vP*"
+PART_COLOURS = dict(zip(PARTS, ("#999999", "#D55E00", "#0072B2", "#E69F00"), strict=True))
+UNSPLIT_COLOUR = "#DDDDDD"
+
+
+def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
+    """Draw efficiency over ranks, a line for each variant, without points in doubt; name: of the sweep, of several."""
+    figure, axes = _figure()
+    shown = [each for each in found if not doubts(each)]
+    for index, points in enumerate(by_variant(shown).values()):
+        axes.plot(
+            [each.point.ranks for each in points],
+            [100 * each.efficiency for each in points],
+            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            linestyle="-" if index < len(COLOURS) else "--",
+            label=label_of(points[0]),
+        )
+    ticks = sorted({each.point.ranks for each in shown})
+    axes.axhline(100, color="0.6", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_ylim(0, max(105, *(104 * each.efficiency for each in shown)))
+    title = "Images per second and rank, beside the fewest ranks"
+    if left_out := len(found) - len(shown):
+        title += f" (without {count(left_out, 'point')} in doubt)"
+    axes.set(xlabel="ranks", ylabel="scaling efficiency (%)", title=_title(title, name))
+    axes.legend(fontsize=8)
+    return figure
+
+
+def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
+    """Draw where the efficiency goes, a bar for each of these points, of which each has a smaller one beside it."""
+    figure, axes = _figure(height=1.8 + 0.36 * len(points))
+    names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
+    right, left = [0.0] * len(points), [0.0] * len(points)
+    bars = [(legend_of(part, points), PART_COLOURS[part], [each.losses[part] for each in points]) for part in PARTS]
+    if any(each.unsplit is not None for each in points):
+        bars.append(("not measured", UNSPLIT_COLOUR, [each.unsplit for each in points]))
+    for label, colour, shares in bars:
+        values = [100 * (share or 0.0) for share in shares]
+        starts = [right[i] if value >= 0 else left[i] for i, value in enumerate(values)]
+        axes.barh(names, values, left=starts, color=colour, label=label)
+        for i, value in enumerate(values):
+            if value >= 0:
+                right[i] += value
+            else:
+                left[i] += value
+    axes.invert_yaxis()
+    axes.axvline(0, color="0.3", linewidth=1)
+    xlabel = "share of the step (%): what is lost to 100% efficiency; left of 0: won"
+    axes.set(xlabel=xlabel, title=_title("Where it goes", name))
+    figure.legend(loc="outside lower center", ncols=len(bars), fontsize=8)
+    return figure
+
+
+def draw_comparison(found: Comparison) -> "Figure":
+    """Draw top-1, or images per second, over a key of numbers: a line for each other value, with a band over seeds.
+
+    Cases without an order have no line between them, but bars of seconds and points of accuracy.
+    """
+    key = next((key for key in (BATCH, "ranks", *found.keys) if key in found.keys and _is_number(found, key)), None)
+    return _draw_cases(found) if key is None or found.is_cumulative else _draw_lines(found, key)
+
+
+def _is_number(found: Comparison, key: str) -> bool:
+    return all(type(cell.values[key]) in (int, float) for cell in found.cells)
+
+
+def _draw_lines(found: Comparison, key: str) -> "Figure":
+    name, factor = ("top1", 100.0) if found.has_accuracy else ("images_per_second", 1.0)
+    figure, axes = _figure()
+    lines: dict[str, list[Cell]] = {}
+    for cell in sorted((cell for cell in found.cells if cell.each(name)), key=lambda cell: cell.values[key]):
+        lines.setdefault(cell_label(cell, without=key), []).append(cell)
+    for index, (label, cells) in enumerate(sorted(lines.items())):
+        colour = COLOURS[index % len(COLOURS)]
+        x = [cell.values[key] for cell in cells]
+        y = [factor * (cell.mean(name) or 0.0) for cell in cells]
+        band = [factor * (cell.deviation(name) or 0.0) for cell in cells]
+        axes.plot(x, y, marker=MARKERS[index % len(MARKERS)], color=colour, label=plain_text(label) or None)
+        low, high = ([a + sign * b for a, b in zip(y, band, strict=True)] for sign in (-1, 1))
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    ticks = sorted({cell.values[key] for cell in found.cells})
+    if ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    is_banded = any(cell.deviation(name) is not None for cell in found.cells)
+    what = "top-1 (%)" if found.has_accuracy else "images per second"
+    axes.set(xlabel=plain_text(short(key)), ylabel=what + (", mean and standard deviation" if is_banded else ""))
+    axes.set_title(plain_text(found.title))
+    if any(lines):
+        axes.legend(fontsize=8)
+    return figure
+
+
+def _draw_cases(found: Comparison) -> "Figure":
+    """Draw cases one below the other as in the table."""
+    from matplotlib.figure import Figure
+
+    panels = 2 if found.has_accuracy else 1
+    figure = Figure(figsize=(9, 1.6 + 0.36 * len(found.cells)), layout="constrained")
+    left, *right = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    names = [plain_text(cell_label(cell)) or found.title for cell in found.cells]
+    left.barh(names, [cell.median("seconds") for cell in found.cells], color=COLOURS[0])
+    for name, cell in zip(names, found.cells, strict=True):
+        seconds, top1 = cell.each("seconds"), [100 * each for each in cell.each("top1")]
+        left.plot([min(seconds), max(seconds)], [name, name], color="black", linewidth=1)
+        if right and top1:
+            right[0].plot(top1, [name] * len(top1), "o", color=COLOURS[1], alpha=0.4, label="runs")
+            spread = 100 * (cell.deviation("top1") or 0.0)
+            right[0].errorbar([statistics.fmean(top1)], [name], xerr=[spread], fmt="|", color="black", capsize=3)
+    left.invert_yaxis()
+    left.set(xlabel="training (s), median and range", title=plain_text(found.title))
+    for axes in right:
+        axes.set(xlabel="top-1 (%), runs, mean and standard deviation")
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def cell_label(cell: Cell, *, without: str = "") -> str:
+    """Write the values of a cell: those of a case alone, of others with their keys."""
+    told = {key: value for key, value in cell.values.items() if key != without}
+    bare = (CASE, RUN)
+    return ", ".join(
+        str(value) if key in bare or (len(told) == 1 and isinstance(value, str)) else f"{short(key)} {shown(value)}"
+        for key, value in told.items()
+    )
+
+
+def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
+    """Draw top-1 over hours."""
+    figure, axes = _figure()
+    for index, (label, run) in enumerate(runs):
+        axes.plot(
+            [each.hours for each in run.evaluations],
+            [100 * each.top1 for each in run.evaluations],
+            marker=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            label=plain_text(label),
+        )
+    axes.set(xlabel="hours", ylabel="top-1 (%)", title="Accuracy")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def label_of(each: Efficiency) -> str:
+    """Write the values of a variant for matplotlib."""
+    return plain_text(variant_name(each))
+
+
+def _title(title: str, name: str | None) -> str:
+    return f"{title}\n{plain_text(name)}" if name else title
+
+
+def plain_text(text: str) -> str:
+    """Return text in one line, without matplotlib's mathematics between dollar signs."""
+    return printable(text).replace("$", r"\$")
+
+
+def legend_of(part: str, points: Sequence[Efficiency]) -> str:
+    """Return what a part is called; computing, by both names where both occur."""
+    return " or ".join(sorted({each.name_of(part) for each in points}))
+
+
+def _figure(height: float = 4.2) -> "tuple[Figure, Any]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    return figure, axes

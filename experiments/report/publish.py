@@ -1,0 +1,97 @@
+"""`bigbatch report`: what sweeps and runs came to, in tables, plots and one page."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.errors import LaunchOptionError, RunFolderError, print_line
+from bigbatch.experiments.engine.folder import damage
+from bigbatch.experiments.engine.plan import CASE, RANKS
+from bigbatch.experiments.report.accuracy import ToAccuracy, to_accuracy
+from bigbatch.experiments.report.collect import RunResults, SweepResults, read_folder
+from bigbatch.experiments.report.report import Report
+from bigbatch.launch.tables import Table
+from bigbatch.numbers import decimal
+from bigbatch.paths import as_path, expand_path
+from bigbatch.trainer.config.refusals import Refusals
+from bigbatch.trainer.config.schema import KEYS, require_known
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print and write the report; return 0."""
+    arguments = _parser().parse_args(argv)
+    if arguments.target is not None and not 0 < arguments.target <= 1:
+        raise LaunchOptionError(f"--target {arguments.target:g} must be a share of right answers, such as 0.759")
+    if arguments.price is not None and not 0 < arguments.price < math.inf:
+        raise LaunchOptionError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
+    by = tuple(filter(None, (arguments.by or "").split(",")))
+    with (refusals := Refusals()).finally_of():
+        for key in by:
+            require_known(key, known=(*KEYS, RANKS, CASE), where="--by", refusals=refusals)
+    report_on(arguments.folders, output=arguments.output, target=arguments.target, price=arguments.price, by=by)
+    return 0
+
+
+def report_on(
+    folders: Sequence[Path],
+    *,
+    output: str | None = None,
+    target: float | None = None,
+    price: float | None = None,
+    by: tuple[str, ...] = (),
+    more: Sequence[Table] = (),
+) -> None:
+    """Print the report of these folders and write it. Raises: RunFolderError."""
+    results = [read_folder(path, target=target) for path in dict.fromkeys(folders)]
+    report = Report(
+        [each for each in results if isinstance(each, SweepResults)],
+        [(each, _to_accuracy(each, stated=target)) for each in results if isinstance(each, RunResults)],
+        price=price,
+        by=by,
+        more=tuple(more),
+    )
+    folder = Path(output or folders[0] / "report")
+    report.print()
+    names = report.write(folder, within=folder if output else folders[0])
+    print_line(f"written into {folder}: {', '.join(names)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch report",
+        description="Runs side by side: accuracy and loss as mean and standard deviation over seeds, time, images per "
+        "second. Of sweeps over ranks: efficiency, and what the rest is lost to. Of runs: time, GPU-hours and energy "
+        "until an accuracy.",
+        epilog="example: bigbatch report --by optimizer.name runs/sweeps/optimizers",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("folders", type=as_path, nargs="+", metavar="FOLDER", help="of a sweep, or a run")
+    add(
+        "--output",
+        type=expand_path,
+        metavar="DIR",
+        help="for report.html and the others (default: report, in the first FOLDER)",
+    )
+    add("--by", metavar="KEY,KEY", help="group all runs by these keys (default: those in which they differ)")
+    add(
+        "--target",
+        type=decimal,
+        help="top-1 of runs, such as 0.759 (default: the run's own target, else its best)",
+    )
+    add(
+        "--price",
+        type=decimal,
+        help="of a GPU (a rank) for an hour, in any currency, such as 2.50: adds what it costs",
+    )
+    return parser
+
+
+def _to_accuracy(run: RunResults, *, stated: float | None) -> ToAccuracy:
+    """Measure by the stated target, or the run's own. Raises: RunFolderError for a damaged folder."""
+    try:
+        own = (run.config.get("run") or {}).get("target_top1")
+        return to_accuracy(run.records(), target=stated if stated is not None else own)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunFolderError(f"{run.folder}: {damage(error)}") from error

@@ -1,0 +1,245 @@
+"""What a report says of some sweeps and some runs, and the files that it becomes."""
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigbatch.experiments.report import plots
+from bigbatch.experiments.report.accuracy import ToAccuracy
+from bigbatch.experiments.report.collect import RunResults, SweepResults, differences
+from bigbatch.experiments.report.compare import (
+    Comparison,
+    TrainedRun,
+    best_of,
+    compare_runs,
+    comparison_table,
+    differing,
+    labelled,
+    run_records,
+)
+from bigbatch.experiments.report.doubts import doubts
+from bigbatch.experiments.report.tables import (
+    accuracy_table,
+    conditions_table,
+    cost,
+    doubts_table,
+    findings,
+    noise_table,
+    scaling_table,
+    split_table,
+    unmeasured_table,
+)
+from bigbatch.launch.efficiency import Efficiency, compare
+from bigbatch.launch.page import as_svg, make_page
+from bigbatch.launch.tables import Table, markdown, plain_cell, show_table, shown_text, stdout_console
+from bigbatch.launch.words import percent
+from bigbatch.trainer.run.folder import RunDir
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+EXPLAINED = (
+    "Efficiency: images per second and rank, beside the fewest ranks. A step is computing, waiting for the wire, for "
+    "pictures and for slower ranks; what each takes beyond its share of the ideal step adds up to what efficiency "
+    "lacks. Medians over a run's reports but the first."
+)
+
+COMPARED = (
+    "Accuracy and loss: of the last evaluation, mean and sample standard deviation over n seeds. Training: median and "
+    "range of the seconds of training steps, without start, evaluation and checkpoints."
+)
+
+
+def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Write records with a column for every key."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(dict.fromkeys(key for record in records for key in record)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the values of a point a column each, and take its median rate."""
+    rate, reasons = row["images_per_second"]["median"], "; ".join(row["in_doubt_for"])
+    kept = ("ranks", "global_batch_size", "step_seconds", "efficiency", "base_ranks", "rank_hours_of_million_images")
+    own = {key: row[key] for key in kept}
+    return {**row["values"], **own, "images_per_second": rate, "in_doubt_for": reasons}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """This is the report of some sweeps and some runs."""
+
+    sweeps: list[SweepResults]
+    runs: list[tuple[RunResults, ToAccuracy]]
+    price: float | None = None
+    """Of an hour of a rank."""
+    by: tuple[str, ...] = ()
+    """Keys by which all runs are grouped; none: each sweep by what its points differ in."""
+    more: tuple[Table, ...] = ()
+    """Tables that others made."""
+
+    @property
+    def efficiencies(self) -> list[tuple[SweepResults, list[Efficiency]]]:
+        """Return those of each sweep over numbers of ranks that has figures."""
+        return [(sweep, compare(sweep.measured)) for sweep in self.sweeps if sweep.measured]
+
+    @cached_property
+    def trained(self) -> list[TrainedRun]:
+        """Return all runs with figures."""
+        plain = [results.trained(target=run.target) for results, run in self.runs]
+        return [*(run for sweep in self.sweeps for run in sweep.runs), *(run for run in plain if run)]
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Return what is set side by side: of each sweep, and of the other runs where there are several."""
+        if self.by:
+            return [compare_runs(f"Comparison by {', '.join(self.by)}", labelled(self.trained, self.by))]
+        found = [sweep.comparison for sweep in self.sweeps if sweep.runs]
+        found = [each for each in found if each.has_accuracy or (each.cells[0].values and "ranks" not in each.keys)]
+        plain = self.trained[sum(len(sweep.runs) for sweep in self.sweeps) :]
+        if len(plain) > 1:
+            found.append(compare_runs("Comparison of runs", labelled(plain, differing(plain))))
+        return found
+
+    def name_of(self, sweep: SweepResults) -> str | None:
+        """Return its folder, where there are several sweeps: they may be called the same."""
+        return str(sweep.folder) if len(self.sweeps) > 1 else None
+
+    @property
+    def findings(self) -> list[str]:
+        """Return sentences."""
+        lines = [f"{sweep.folder}: no point of it has figures yet." for sweep in self.sweeps if not sweep.runs]
+        lines += [line for found in self.comparisons if (line := best_of(found))]
+        lines += [line for sweep, found in self.efficiencies for line in findings(found, name=self.name_of(sweep))]
+        for sweep in self.sweeps:
+            name = self.name_of(sweep)
+            lines += [f"{name}: {line}" if name else line for line in differences(sweep.conditions)]
+        return lines + [self._finding(results, run) for results, run in self.runs]
+
+    def _finding(self, results: RunResults, run: ToAccuracy) -> str:
+        shown = run.shown
+        if shown is None:
+            return f"{results.folder}: no evaluation yet."
+        verb = "reached" if run.reached else f"did not reach {percent(run.target)}; its best is"
+        spent = cost(shown.rank_hours, is_gpu=run.is_gpu, price=self.price)
+        return f"{results.folder} {verb} {percent(shown.top1)} top-1 after {shown.hours:.2f} hours, {spent}."
+
+    @property
+    def tables(self) -> list[Table]:
+        """Return those that have rows."""
+        found = [*map(comparison_table, self.comparisons), *self.more]
+        for sweep, each in self.efficiencies:
+            name = self.name_of(sweep)
+            found += [scaling_table(each, name=name, is_gpu=sweep.is_gpu, price=self.price)]
+            found += [doubts_table(each, name=name, again=sweep.again), split_table(each, name=name)]
+        found.append(unmeasured_table(self.sweeps))
+        found.append(accuracy_table([(results.folder, run) for results, run in self.runs], price=self.price))
+        found.append(noise_table([results for results, _ in self.runs]))
+        return [table for table in found if table.rows]
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Return what the figures depend on; of several folders, each under its name."""
+        each = [(str(results.folder), results.conditions) for results in self.sweeps]
+        each += [(str(results.folder), results.conditions) for results, _ in self.runs]
+        found = {f"{name}: {key}" if len(each) > 1 else key: value for name, own in each for key, value in own.items()}
+        return found if self.price is None else found | {"price of a rank (a GPU) for an hour": self.price}
+
+    def print(self) -> None:
+        """Print it on the terminal."""
+        console = stdout_console()
+        for line in self.findings:
+            console.print(shown_text(line))
+        for table in self.tables:
+            show_table(table, console)
+
+    def write(self, folder: Path, *, within: Path) -> list[str]:
+        """Write all files into a folder, which is or lies in one that the user named; return their names.
+
+        Raises: RunFolderError.
+        """
+        figures = self._draw()
+        images = {name: as_svg(figure) for name, figure in figures.items()}
+        names = ", ".join(dict.fromkeys(sweep.name for sweep in self.sweeps))
+        kind = "Scaling" if self.efficiencies else "Comparison" if self.comparisons or names else "Time to accuracy"
+        title = f"{kind}: {names}" if names else kind
+        is_scaling = any(each.point != each.base for _, found in self.efficiencies for each in found)
+        conditions = conditions_table(self.conditions)
+        tables = [*self.tables, conditions]
+        lines = [f"# {title}", *map(plain_cell, self.findings), *map(markdown, tables)]
+        texts = {f"{name}.svg": image for name, image in images.items()}
+        texts["report.html"] = make_page(
+            title=title,
+            findings=self.findings,
+            images=images,
+            tables=tables,
+            note=EXPLAINED if is_scaling else COMPARED if self.comparisons else None,
+        )
+        texts["report.md"] = "\n\n".join(lines) + "\n"
+        texts["report.json"] = json.dumps(self._facts(), indent=1) + "\n"
+        if self.trained:
+            texts["runs.csv"] = as_csv(list(run_records(self.trained)))
+        if self.comparisons:
+            texts["cells.csv"] = as_csv([cell.record() for found in self.comparisons for cell in found.cells])
+        if self.efficiencies:
+            texts["scaling.csv"] = as_csv([_flat(self._row(each)) for _, found in self.efficiencies for each in found])
+        out = RunDir(within)
+        for name, text in texts.items():
+            out.write_text(folder / name, text)
+        for name, figure in figures.items():
+            out.save_plot(folder / f"{name}.png", figure)
+        return [*texts, *(f"{name}.png" for name in figures)]
+
+    def _draw(self) -> "dict[str, Figure]":
+        figures = {}
+        for index, found in enumerate(each for each in self.comparisons if len(each.cells) > 1):
+            figures[f"comparison{index + 1 if index else ''}"] = plots.draw_comparison(found)
+        for index, (sweep, scaled) in enumerate(self.efficiencies):
+            number, name = str(index + 1) if index else "", self.name_of(sweep)
+            if stated := [each for each in scaled if each.point != each.base and not doubts(each)]:
+                figures[f"efficiency{number}"] = plots.draw_efficiency(scaled, name=name)
+                figures[f"split{number}"] = plots.draw_split(stated, name=name)
+        if any(run.evaluations for _, run in self.runs):
+            figures["accuracy"] = plots.draw_accuracy([(str(results.folder), run) for results, run in self.runs])
+        return figures
+
+    def _facts(self) -> dict[str, Any]:
+        """Return numbers by folder."""
+        return {
+            "sweeps": {str(sweep.folder): [self._row(each) for each in found] for sweep, found in self.efficiencies},
+            "cells": [cell.record() for found in self.comparisons for cell in found.cells],
+            "trained": list(run_records(self.trained)),
+            "unmeasured": [[str(sweep.folder), *each] for sweep in self.sweeps for each in sweep.unmeasured],
+            "runs": {
+                str(results.folder): {**dataclasses.asdict(run), **(results.noise_scale or {})}
+                for results, run in self.runs
+            },
+            "price_of_rank_hour": self.price,
+            "conditions": self.conditions,
+        }
+
+    def _row(self, each: Efficiency) -> dict[str, Any]:
+        hours = each.point.million_images_rank_hours
+        return {
+            "values": dict(each.point.variant),
+            "ranks": each.point.ranks,
+            "global_batch_size": each.point.global_batch_size,
+            "step_seconds": each.point.step.seconds,
+            "parts_seconds": each.point.step.parts,
+            "images_per_second": {"median": each.point.rate, "each": each.point.rates},
+            "efficiency": each.efficiency,
+            "in_doubt_for": doubts(each),
+            "base_ranks": each.base.ranks,
+            "fewest_ranks": each.base.fewest_ranks,
+            "losses": {each.name_of(part): share for part, share in each.losses.items()},
+            "rank_hours_of_million_images": hours,
+            "joules_per_image": each.point.joules_per_image,
+            "cost_of_million_images": None if self.price is None else self.price * hours,
+        }

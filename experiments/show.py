@@ -1,0 +1,88 @@
+"""What a person sees of a sweep: progress, and a table at its end."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bigbatch.errors import print_line
+from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder, read_state, read_summary
+from bigbatch.experiments.engine.plan import BATCH, RANKS, Plan, describe_values
+from bigbatch.experiments.engine.points import Point
+from bigbatch.experiments.report.compare import short, shown
+from bigbatch.launch.tables import shown_text
+
+
+class Show:
+    """Shows progress over points: a bar in a terminal, a line a point elsewhere."""
+
+    def __init__(self, folder: SweepFolder, *, num_points: int, is_terminal: bool) -> None:
+        self._folder = folder
+        self._num_points = num_points
+        self._ended = 0
+        self._start = time.monotonic()
+        self._bar = (
+            Progress(TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            if is_terminal and num_points
+            else None
+        )
+        self._task = self._bar.add_task("points", total=num_points) if self._bar else None
+        if self._bar:
+            self._bar.start()
+
+    def end(self, point: Point, state: dict[str, Any]) -> None:
+        """Take note that a point has ended."""
+        self._ended += 1
+        minutes = (time.monotonic() - self._start) / 60
+        left = minutes / self._ended * (self._num_points - self._ended)
+        text = (
+            f"point {point.number} ({point.describe()}): {outcome(self._folder, state)}; "
+            f"{self._ended} of {self._num_points}, about {left:.0f} min left"
+        )
+        if self._bar and self._task is not None:
+            self._bar.console.print(shown_text(text))
+            self._bar.advance(self._task)
+        else:
+            print_line(text)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._bar:
+            self._bar.stop()
+
+
+def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
+    """Say in some words what came out of one point."""
+    if state["state"] != DONE:
+        return f"{state['state']}: {state['reason']}" if state["reason"] else str(state["state"])
+    summary = read_summary(folder, state["number"]) or {}
+    rate, top1 = summary.get("images_per_second"), summary.get("top1")
+    is_trained = summary.get("loader") != "synthetic" and isinstance(top1, float)
+    told = [f"top-1 {100 * (top1 or 0.0):.2f}%"] if is_trained else []
+    return ", ".join([*told, *([f"{rate:,.0f} images/s"] if rate else [])]) or "done"
+
+
+def print_table(plan: Plan, folder: SweepFolder, points: Sequence[Point]) -> None:
+    """Print what each case changes, all points, and what came out; without rules, as there may be thousands."""
+    for name, changes in plan.cases.items():
+        print_line(f"{name}: {describe_values(changes) or 'no change'}")
+    if plan.cumulative:
+        print_line("each case has the changes of all before it")
+    keys = [key for key in points[0].values if key != BATCH]
+    rates = {point.config.schedule.base_lr for point in points}
+    head = ["point", *map(short, keys), "seed", "ranks", "nodes", "global batch", "microbatch", "rate", "outcome"]
+    rows = [head]
+    for point in points:
+        state = read_state(folder, point.number) if folder.state(point.number).exists() else None
+        batch = point.config.batch
+        sizes = (point.seed, point.ranks, point.nodes, batch.global_batch_size, batch.microbatch_size)
+        told = outcome(folder, state) if state else MISSING
+        values = [*(shown(point.values[key]) for key in keys), *map(str, sizes), f"{point.config.schedule.base_lr:.4g}"]
+        rows.append([str(point.number), *values, told])
+    skipped = {"seed": not points[0].is_seeded, "rate": len(rates) == 1, "ranks": RANKS in keys}
+    kept = [index for index, name in enumerate(head) if not skipped.get(name, False) or index <= len(keys)]
+    columns = [[row[index] for row in rows] for index in kept]
+    widths = [max(map(len, column)) for column in columns]
+    for row in zip(*columns, strict=True):
+        print_line("  ".join(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)) + f"  {row[-1]}")

@@ -1,0 +1,230 @@
+"""`bigbatch sweep`: run what is missing of a sweep, and set what came out side by side."""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bigbatch.comm.rendezvous.environ import visible_gpus
+from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest, print_line, print_lines, tell
+from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
+from bigbatch.experiments.engine.check import check_launch
+from bigbatch.experiments.engine.engine import Interrupted, Listed, run_points, start_over
+from bigbatch.experiments.engine.folder import (
+    FAILED,
+    MISSING,
+    SUBMITTED,
+    SweepFolder,
+    alone_in,
+    change_state,
+    prepare,
+    read_state,
+    require_same,
+    state_of,
+    to_run,
+)
+from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, point_command
+from bigbatch.experiments.engine.plan import CASE, PLACES, Plan, packaged_sweeps, read_plan
+from bigbatch.experiments.engine.points import Point, make_points
+from bigbatch.experiments.engine.slurm import find_submitted, submit_points, wait_for_points
+from bigbatch.experiments.inference import measure
+from bigbatch.experiments.predicted import predicted_table
+from bigbatch.experiments.report.publish import report_on
+from bigbatch.experiments.show import Show, outcome, print_table
+from bigbatch.launch.jobs.installed import count_gpus
+from bigbatch.launch.launchers.slurm import job_script
+from bigbatch.launch.tables import show_table, stdout_console
+from bigbatch.launch.words import count
+from bigbatch.numbers import whole
+from bigbatch.paths import expand_path
+from bigbatch.trainer.config.file import PACKAGED, parse_overrides
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what is missing; return 0 where all points are done, 3 where some failed, 130 where a person stopped it."""
+    arguments, words = _parser().parse_known_args(argv)
+    plan, path = _read(arguments, words)
+    folder = SweepFolder(path)
+    points = make_points(plan, folder=folder.path)
+    check_launch(plan, points, folder)
+    again = _choose(points, arguments.again, option="--again") if arguments.again else []
+    chosen = _choose(points, arguments.only, option="--only") if arguments.only else again or points
+    if arguments.dry_run:
+        require_same(folder, plan, points)
+        print_table(plan, folder, chosen)
+        _print_predicted(arguments.predict, chosen, folder)
+        _print_commands(plan, to_run(folder, chosen, retry_failed=arguments.retry_failed), folder)
+        return 0
+    with alone_in(folder):
+        prepare(folder, plan, points)
+        find_submitted(chosen, folder)
+        for point in again:
+            if state_of(folder, point.number) == SUBMITTED:
+                raise LaunchOptionError(f"--again {point.number}: it is in Slurm's queue: wait for it, or scancel it")
+            start_over(folder, point.number)
+            change_state(folder, point.number, state=MISSING, reason=None)
+        missing = to_run(folder, chosen, retry_failed=arguments.retry_failed)
+        submitted = _in_queue(folder, chosen)
+        print_line(
+            f"{folder.path}: {count(len(points), 'point')}, {len(missing)} to run"
+            + (f", {len(submitted)} in Slurm's queue" if submitted else ""),
+        )
+        if plan.where == "slurm":
+            submitted += _submit(plan, missing, folder)
+        to_come = submitted if plan.where == "slurm" else missing
+        return _run(plan, to_come, folder, chosen=chosen, points=points, arguments=arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch sweep",
+        usage="bigbatch sweep FILE [OPTION ...] [--section.key=VALUE ...]",
+        description="Train every case and every combination of values that a file states, here, on emulated nodes or "
+        "by Slurm, and compare them. The same command goes on with what is missing; a point that fails does not end "
+        f"the others. Exit code: 0 when all points are done, {SOME_FAILED} when some failed. Any key of the "
+        "experiment can be overridden in all points.",
+        epilog="example: bigbatch sweep scaling --dry-run",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "sweep",
+        type=expand_path,
+        metavar="FILE",
+        help="a file, the folder of a sweep, or the name of a packaged one: " + ", ".join(packaged_sweeps()),
+    )
+    add("--where", choices=PLACES, help="instead of the file's; its launch options must fit")
+    add("--folder", type=expand_path, help="for the points and the report (default: runs/sweeps/NAME)")
+    add("--seeds", type=whole, metavar="N", help="instead of the file's: runs of each combination")
+    add("--epochs", type=whole, metavar="N", help="instead of the file's: of each point, its schedule in proportion")
+    add("--only", metavar="N,N-N,CASE", help="these points: numbers, or names of cases (default: all)")
+    add("--again", metavar="N,N-N,CASE", help="run these from their beginning, also where they are done")
+    add("--retry-failed", action="store_true", help="run failed points again")
+    add("--parallel", type=whole, default=1, metavar="N", help="points at once on this host, with GPUs of their own")
+    add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
+    add(
+        "--predict",
+        type=expand_path,
+        metavar="CLUSTER",
+        help="what `bigbatch simulate` says of each point, beside what was measured",
+    )
+    add("--dry-run", action="store_true", help="print the points, and what would run of them")
+    return parser
+
+
+def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[Plan, Path]:
+    """Return the plan and its folder. Raises: ConfigError."""
+    path, folder, known = Path(arguments.sweep), arguments.folder, packaged_sweeps()
+    if path.is_dir() and (path / "sweep.yaml").is_file():
+        path, folder = path / "sweep.yaml", folder or path
+    elif not path.is_file():
+        if arguments.sweep not in known:
+            near = or_nearest(arguments.sweep, known, words="the nearest packaged one is")
+            raise ConfigError(f"{arguments.sweep}: there is no such file, sweep's folder or packaged sweep{near}")
+        path = PACKAGED / "sweeps" / f"{arguments.sweep}.yaml"
+    options = parse_overrides(words, prog="bigbatch sweep")
+    replaced = {name: value for name in ("where", "seeds", "epochs") if (value := getattr(arguments, name)) is not None}
+    plan = read_plan(path, replaced=replaced | ({"options": options} if options else {}))
+    for key in options:
+        if case := next((name for name, own in plan.cases.items() if key in own), None):
+            raise ConfigError(f"--{key}: case {case} states it, and a point has one value: leave one out")
+    if arguments.parallel < 1 or (arguments.parallel > 1 and (plan.where == "slurm" or plan.steps is not None)):
+        raise ConfigError(f"--parallel {arguments.parallel}: points that measure speed, or in Slurm, take it alone")
+    return plan, Path(folder or plan.folder)
+
+
+def _choose(points: Sequence[Point], text: str, *, option: str) -> list[Point]:
+    """Choose by '0,3-5,lars' those points. Raises: LaunchOptionError."""
+    cases = list(dict.fromkeys(point.values[CASE] for point in points if CASE in point.values))
+    numbers: set[int] = set()
+    for part in text.split(","):
+        if part in cases:
+            numbers |= {point.number for point in points if point.values.get(CASE) == part}
+            continue
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part, re.ASCII)
+        if not match:
+            near = or_nearest(part, cases)
+            raise LaunchOptionError(f"{option} {part!r} must be a number, a range or a case, such as 0,3-5{near}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < len(points):
+            raise LaunchOptionError(f"{option} {text}: {part} is none of the points; there are 0 to {len(points) - 1}")
+        numbers |= set(range(first, last + 1))
+    return [point for point in points if point.number in numbers]
+
+
+def _print_predicted(cluster: str | None, points: Sequence[Point], folder: SweepFolder) -> None:
+    if cluster is not None:
+        show_table(predicted_table(points, folder, cluster=cluster), stdout_console())
+
+
+def _print_commands(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
+    if not points:
+        print_line("nothing would run")
+    if plan.where != "slurm":
+        for point in points:
+            print_line(f"point {point.number}: {shlex.join(point_command(plan, point, folder))}")
+        return
+    for same in arrays(points).values():
+        print_line(f"# bigbatch launch {shlex.join(array_words(plan, same, folder, name=plan.name))}")
+        print_lines(job_script(array_job(plan, same, folder, name=plan.name), folder=None))
+
+
+def _submit(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> list[Point]:
+    """Return those that Slurm took; say why of the others."""
+    submit_points(plan, points, folder)
+    for point in points:
+        if state_of(folder, point.number) == FAILED:
+            said = outcome(folder, read_state(folder, point.number))
+            print_line(f"point {point.number} ({point.describe()}): {said}")
+    return _in_queue(folder, points)
+
+
+def _run(
+    plan: Plan,
+    to_come: Sequence[Point],
+    folder: SweepFolder,
+    *,
+    chosen: Sequence[Point],
+    points: Sequence[Point],
+    arguments: argparse.Namespace,
+) -> int:
+    show = Show(folder, num_points=len(to_come), is_terminal=sys.stdout.isatty())
+    try:
+        if plan.where == "slurm":
+            wait_for_points(to_come, folder, waits=arguments.wait, on_end=show.end)
+        else:
+            gpus = visible_gpus(count_gpus()) if arguments.parallel > 1 else []
+            run_points(plan, Listed(to_come, show.end), folder, parallel=arguments.parallel, gpus=gpus)
+        inference = measure(plan, points, folder)
+    except (Interrupted, KeyboardInterrupt):
+        still = _in_queue(folder, chosen)
+        what = f"; {_queued(folder, still)}, where they go on" if still else ", and nothing of it runs on"
+        tell(f"stopped{what}; the same command goes on with what is missing")
+        return INTERRUPTED
+    finally:
+        show.close()
+    states = [state_of(folder, point.number) for point in chosen]
+    if any(state != MISSING for state in states):
+        report_on([folder.path], more=inference.tables if inference else ())
+    _print_predicted(arguments.predict, chosen, folder)
+    failed = states.count(FAILED)
+    if failed:
+        print_line(
+            f"{failed} of {len(states)} points failed, what they printed is in {folder.path}/points/N/log.txt; "
+            "--retry-failed runs them again"
+        )
+    if still := _in_queue(folder, chosen):
+        print_line(f"{_queued(folder, still)}; the same command collects what came out")
+    return SOME_FAILED if failed or (inference and inference.undone) else 0
+
+
+def _in_queue(folder: SweepFolder, points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if state_of(folder, point.number) == SUBMITTED]
+
+
+def _queued(folder: SweepFolder, points: Sequence[Point]) -> str:
+    jobs = sorted({str(read_state(folder, point.number)["job"]) for point in points})
+    number = "1 point is" if len(points) == 1 else f"{len(points)} points are"
+    return f"{number} in Slurm's queue (scancel {' '.join(jobs)} would end them)"

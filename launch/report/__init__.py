@@ -1,1 +1,0 @@
-"""`bigbatch report`: scaling efficiency and its causes, time to accuracy, cost."""

@@ -1,1 +1,0 @@
-"""`bigbatch sweep`: the same experiment on many numbers of ranks, batches and settings."""

@@ -1,0 +1,200 @@
+"""Runs side by side: figures of each, cells over seeds, what tells them apart, and the plot."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bigbatch.cli import main
+from bigbatch.experiments.report.compare import (
+    Figures,
+    TrainedRun,
+    best_of,
+    compare_runs,
+    comparison_table,
+    differing,
+    labelled,
+    read_figures,
+    run_records,
+)
+from bigbatch.experiments.report.plots import draw_comparison
+
+RECORDS = [
+    {"kind": "start"},
+    {"kind": "train", "step": 10, "epoch": 1.0, "images_per_second": 500.0},
+    {"kind": "eval", "step": 10, "epoch": 1.0, "top1": 0.3},
+    {"kind": "train", "step": 15, "epoch": 1.5, "images_per_second": 250.0},
+    {"kind": "eval", "step": 15, "epoch": 1.5, "top1": 0.7},
+    {"kind": "train", "step": 30, "epoch": 3.0, "images_per_second": 1000.0},
+    {"kind": "eval", "step": 30, "epoch": 3.0, "top1": 0.6, "loss": 1.25, "seconds": 0.25},
+]
+
+
+def figures(records: list[dict[str, Any]], *, target: float | None = None, is_generated: bool = False) -> Figures:
+    return read_figures(records, global_batch_size=100, target=target, is_generated=is_generated)
+
+
+def test_seconds_are_of_training_until_the_evaluation() -> None:
+    """100 images a step: 10 steps at 500/s are 2 s, 5 at 250/s are 2 s, and 15 at 1,000/s are 1.5 s."""
+    assert figures(RECORDS, target=0.5) == Figures(3.0, 5.5, 3000 / 5.5, 0.6, 1.25, 4.0, 0.25, 0)
+    assert figures(RECORDS, target=0.3).reached_seconds == 2.0
+    assert figures(RECORDS, target=0.8).reached_seconds is None
+    assert figures(RECORDS).reached_seconds is None
+    assert figures(RECORDS, is_generated=True).top1 is None, "of images that were made up"
+
+
+def test_run_that_went_on_from_a_checkpoint_has_each_step_once_and_says_so() -> None:
+    """10 steps at 500/s are 2 s; then stopped after step 13, of which step 15's rate tells."""
+    records = [
+        {"kind": "start", "step": 0},
+        {"kind": "train", "step": 10, "epoch": 1.0, "images_per_second": 500.0},
+        {"kind": "start", "step": 8},
+        {"kind": "train", "step": 9, "epoch": 0.9, "images_per_second": 500.0},  # was lost, and is done again
+        {"kind": "train", "step": 15, "epoch": 1.5, "images_per_second": 250.0},
+        {"kind": "eval", "step": 15, "epoch": 1.5, "top1": 0.7},
+    ]
+    found = figures(records)
+    assert (found.seconds, found.resumed) == (4.0, 1)
+    cell = compare_runs("t", [TrainedRun("a", {"run.seed": 0}, {}, found)])
+    assert dict(zip(comparison_table(cell).head, comparison_table(cell).rows[0], strict=True))["n"] == "1, 1 resumed"
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation"),
+    [
+        ({"images_per_second": 0}, {}),
+        ({"images_per_second": -5.0}, {}),
+        ({"images_per_second": math.nan}, {}),
+        ({"images_per_second": "fast"}, {}),
+        ({"step": 10**400, "images_per_second": 1.5}, {}),
+        ({"step": 1e308, "images_per_second": 1e-308}, {}),
+        ({"kind": "hint"}, {}),
+        ({}, {"top1": "good"}),
+        ({}, {"top1": math.nan}),
+        ({}, {"top1": [0.5]}),
+        ({}, {"top1": 1e308}),
+        ({}, {"epoch": None}),
+        ({}, {"epoch": 10**400}),
+        ({}, {"seconds": "long"}),
+    ],
+    ids=str,
+)
+def test_records_that_are_none_have_no_figures(train: dict[str, Any], evaluation: dict[str, Any]) -> None:
+    lines = [
+        {"kind": "train", "step": 144, "epoch": 12.0, "images_per_second": 1024.0} | train,
+        {"kind": "eval", "epoch": 12.0, "top1": 0.6} | evaluation,
+    ]
+    with pytest.raises((ValueError, TypeError, KeyError, ArithmeticError)):
+        figures(lines)
+
+
+def run(case: str, batch: int, seed: int, top1: float | None, *, seconds: float = 10.0) -> TrainedRun:
+    config = {"run.seed": seed, "run.directory": f"{case}{batch}{seed}", "batch.global_batch_size": batch, "a.lr": 0.1}
+    values = {"case": case, "batch.global_batch_size": batch, "a.lr": 0.1}
+    loss = None if top1 is None else 1 - top1
+    reached = None if top1 is None or top1 < 0.9 else seconds / 2
+    return TrainedRun(f"{case}/{batch}/{seed}", config, values, Figures(3, seconds, 100, top1, loss, reached, 1.0, 0))
+
+
+RUNS = [
+    *(run("sgd", batch, seed, 0.5 + 0.1 * seed, seconds=10 + 10 * seed) for batch in (64, 128) for seed in (0, 1)),
+    *(run("lars", batch, seed, 0.9 + 0.01 * seed) for batch in (64, 128) for seed in (0, 1, 2)),
+]
+
+
+def test_cells_are_over_seeds_and_sorted_by_accuracy() -> None:
+    found = compare_runs("t", RUNS)
+    assert found.keys == ("case", "batch.global_batch_size"), "what is the same in all is no label"
+    first, last = found.cells[0], found.cells[-1]
+    assert (first.values["case"], len(first.runs), last.values["case"], len(last.runs)) == ("lars", 3, "sgd", 2)
+    assert first.mean("top1") == pytest.approx(0.91)
+    assert first.deviation("top1") == pytest.approx(0.01)
+    assert last.deviation("top1") == pytest.approx(0.1 / 2**0.5)
+    table = comparison_table(found)
+    rows = [dict(zip(table.head, row, strict=True)) for row in table.rows]
+    assert rows[0]["top-1 (%)"] == "91.00 ± 1.00"
+    assert rows[0]["loss"] == "0.0900 ± 0.0100"
+    assert rows[-1]["training (s)"] == "15.0 (10.0 to 20.0)"
+    assert best_of(found).endswith("within two standard errors)."), "both batches of lars are alike"
+
+
+def test_one_seed_has_no_deviation_and_says_little() -> None:
+    found = compare_runs("t", [run("sgd", 64, 0, 0.5), run("lars", 64, 0, 0.6)])
+    assert found.keys == ("case",)
+    assert [row[2] for row in comparison_table(found).rows] == ["60.00", "50.00"]
+    assert best_of(found) == "t: best is case lars, top-1 60.00%; one seed says little about a difference."
+
+
+def test_cumulative_cells_keep_their_order_and_tell_gains() -> None:
+    costs = {"a": 20.0, "b": 10.0, "c": 40.0}
+    runs = [run(name, 64, 0, top1, seconds=costs[name]) for name, top1 in (("a", 0.5), ("b", 0.92), ("c", 0.9))]
+    found = compare_runs("t", runs, is_cumulative=True, target=0.9)
+    table = comparison_table(found)
+    rows = [dict(zip(table.head, row, strict=True)) for row in table.rows]
+    assert [row["case"] for row in rows] == ["a", "b", "c"]
+    gains = [(row["times as fast as the one before"], row["as the first"]) for row in rows]
+    assert gains == [("1.00", "1.00"), ("2.00", "2.00"), ("0.25", "0.50")]
+    assert [row["to 90.0% (s)"] for row in rows] == ["not reached", "5.0", "20.0"]
+    assert best_of(found) == ""
+
+
+def test_runs_are_labelled_by_any_keys_and_by_their_folders_where_too_many_differ() -> None:
+    assert differing(RUNS) == ("batch.global_batch_size",), "neither seeds nor folders"
+    by_batch = compare_runs("t", labelled(RUNS, ["batch.global_batch_size"]))
+    assert sorted(len(cell.runs) for cell in by_batch.cells) == [5, 5]
+    assert labelled(RUNS, ["a"] * 9)[0].values == {"run": "sgd/64/0"}
+
+
+def test_records_of_runs_are_told_apart_by_a_seed() -> None:
+    records = list(run_records(RUNS))
+    assert len({(each["case"], each["batch.global_batch_size"], each["seed"]) for each in records}) == len(RUNS)
+
+
+def test_plot_has_a_line_and_a_band_for_each_case_over_the_batch() -> None:
+    (axes,) = draw_comparison(compare_runs("t", RUNS)).axes
+    assert {line.get_label(): list(line.get_xdata()) for line in axes.get_lines()} == {
+        "lars": [64, 128],
+        "sgd": [64, 128],
+    }
+    assert len(axes.collections) == 2
+    assert axes.get_xlabel() == "global batch size"
+
+
+def test_plot_of_cases_without_an_order_connects_none() -> None:
+    figure = draw_comparison(compare_runs("t", [each for each in RUNS if each.values["batch.global_batch_size"] == 64]))
+    right = figure.axes[1]
+    runs = [line for line in right.get_lines() if line.get_marker() == "o"]
+    assert [line.get_linestyle() for line in runs] == ["None", "None"]
+
+
+def write_run(folder: Path, *, name: str, seed: int, top1: float) -> None:
+    folder.mkdir(parents=True)
+    config = {"run": {"seed": seed}, "optimizer": {"name": name}, "data": {"loader": "pillow"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"batch": {"global_batch_size": 100}}))
+    lines = [*RECORDS[:-1], RECORDS[-1] | {"top1": top1, "top5": 1.0}]
+    start = {"kind": "start", "job": {"world_size": 1, "device": "cpu"}}
+    lines = [{"time": 100.0 + i, "elapsed_seconds": float(i), **each} for i, each in enumerate([start, *lines[1:]])]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_report_groups_any_runs_by_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for index, (name, seed) in enumerate([("lars", 0), ("lars", 1), ("sgd", 0)]):
+        write_run(tmp_path / f"run{index}", name=name, seed=seed, top1=0.5 + 0.1 * index)
+    folders = [str(tmp_path / f"run{index}") for index in range(3)]
+    assert main(["report", "--by", "optimizer.name", *folders, "--output", str(tmp_path / "out")]) == 0
+    written = capsys.readouterr().out.rpartition(f"written into {tmp_path / 'out'}: ")[2].strip().split(", ")
+    assert {"report.html", "report.md", "report.json", "runs.csv", "cells.csv", "comparison.png"} <= set(written)
+    assert all((tmp_path / "out" / name).stat().st_size for name in written), "files that are named exist"
+    cells = list(csv.DictReader((tmp_path / "out/cells.csv").read_text().splitlines()))
+    assert [(cell["optimizer.name"], cell["n"], cell["top1_mean"]) for cell in cells] == [
+        ("sgd", "1", "0.7"),
+        ("lars", "2", "0.55"),
+    ]
+    runs = list(csv.DictReader((tmp_path / "out/runs.csv").read_text().splitlines()))
+    assert [(each["optimizer.name"], each["seed"]) for each in runs] == [("lars", "0"), ("lars", "1"), ("sgd", "0")]
+    assert main(["report", "--by", "optimizer.nam", *folders]) == 1
+    assert "optimizer.name" in capsys.readouterr().err

@@ -1,0 +1,658 @@
+"""`bigbatch report`: efficiency and its causes by hand, time to accuracy, and pages that stand alone."""
+
+import html.parser
+import json
+import math
+import shutil
+import statistics
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from bigbatch.cli import main
+from bigbatch.experiments.report.accuracy import to_accuracy
+from bigbatch.experiments.report.collect import read_folder
+from bigbatch.experiments.report.doubts import advice, doubts
+from bigbatch.experiments.report.plots import draw_efficiency
+from bigbatch.experiments.report.tables import (
+    accuracy_table,
+    conditions_table,
+    doubts_table,
+    findings,
+    noise_table,
+    scaling_table,
+)
+from bigbatch.launch.efficiency import MeasuredPoint, Step, compare, efficiency_of
+from bigbatch.launch.tables import Table, markdown
+from bigbatch.launch.words import percent
+
+CONFIG = {"batch": {"global_batch_size": 100}, "data": {"loader": "torchvision"}}
+NAME = "<script>alert('x')</script> & \"co\""
+
+
+def train(
+    step: int, rate: float, *, wire: float | None, wait: float, stragglers: float | None, **others: Any
+) -> dict[str, Any]:
+    return {
+        "kind": "train",
+        "time": 1000.0 + step,
+        "step": step,
+        "epoch": step / 10,
+        "images_per_second": rate,
+        "wire_wait_fraction": wire,
+        "input_wait_fraction": wait,
+        "straggler_fraction": stragglers,
+        "energy_joules": None,
+        **others,
+    }
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], *, batch: int = 100, target: float | None = None) -> None:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    summary = {"global_batch_size": batch, "device": "cpu", "torch": "2", "commit": "abc"}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"run": {"target_top1": target, "seed": 0}}))
+
+
+def write_point(sweep: Path, number: int, values: dict[str, Any], *, state: str = "done", **figures: Any) -> None:
+    folder = sweep / f"points/{number}"
+    folder.mkdir(parents=True)
+    facts = {"number": number, "values": values, "ranks": values["ranks"], "ranks_per_node": 1, "state": state}
+    (folder / "point.json").write_text(json.dumps({**facts, "reason": figures.pop("reason", None)}))
+    if state == "done":
+        batch, rates = figures.pop("batch"), figures.pop("rates")
+        start = {"kind": "start", "time": 1000.0, "step": 0, "job": {"world_size": values["ranks"]}}
+        reports = [
+            train(i + 1, rate, **figures) for i, rate in enumerate([1.0, *rates])
+        ]  # the first one does not count
+        write_run(folder / "run", [start, *reports], batch=batch)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """One rank takes 1 s for 100 pictures, of which 0.9 s computing and 0.1 s waiting for them."""
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"name": NAME, "config": "quickstart", "where": "local"}))
+    none = {"wire": 0.0, "wait": 0.1, "stragglers": 0.0}
+    one = {"batch": 100, "rates": [90.0, 100.0, 110.0], **none}
+    write_point(folder, 0, {"scaling": "weak", "ranks": 1}, **one)
+    write_point(folder, 1, {"scaling": "strong", "ranks": 1}, **one)
+    # 400 pictures in 1.25 s: 0.9375 computing, 0.125 wire, 0.125 input, 0.0625 stragglers
+    weak = {"wire": 0.1, "wait": 0.1, "stragglers": 0.05}
+    write_point(folder, 2, {"scaling": "weak", "ranks": 4}, batch=400, rates=3 * [320.0], **weak)
+    # 100 pictures in 0.5 s: 0.275 computing, 0.2 wire, 0.025 input
+    strong = {"wire": 0.4, "wait": 0.05, "stragglers": 0.0}
+    write_point(folder, 3, {"scaling": "strong", "ranks": 4}, batch=100, rates=3 * [200.0], **strong)
+    write_point(folder, 4, {"scaling": "strong", "ranks": 8}, state="failed", reason="out of memory: <b>9 GB</b>")
+    return folder
+
+
+def report(folder: Path, *options: str) -> dict[str, Any]:
+    assert main(["report", str(folder), *options]) == 0
+    return dict(json.loads((folder / "report/report.json").read_text()))
+
+
+# --- figures ---
+
+
+@pytest.mark.slow
+def test_report_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
+    (rows,) = report(sweep)["sweeps"].values()
+    found = {(row["values"]["scaling"], row["ranks"]): row for row in rows}
+    assert found["weak", 1]["efficiency"] == found["strong", 1]["efficiency"] == 1
+    # weak: 400 / 1.25 s = 320 images/s, 3.2 times as many on 4 ranks
+    weak = found["weak", 4]
+    assert weak["efficiency"] == pytest.approx(0.8)
+    assert weak["losses"] == pytest.approx(
+        {
+            "slower computing": (0.9375 - 0.9) / 1.25,
+            "exposed communication": 0.125 / 1.25,
+            "input": (0.125 - 0.1) / 1.25,
+            "stragglers": 0.0625 / 1.25,
+        }
+    )
+    # strong: the ideal step takes 0.25 s, of which 0.225 computing and 0.025 input; it takes 0.5
+    strong = found["strong", 4]
+    assert strong["efficiency"] == pytest.approx(0.5)
+    assert strong["losses"] == pytest.approx(
+        {
+            "smaller local batch": (0.275 - 0.225) / 0.5,
+            "exposed communication": 0.2 / 0.5,
+            "input": 0,
+            "stragglers": 0,
+        },
+        abs=1e-12,
+    )
+
+
+@pytest.mark.slow
+def test_report_has_runs_of_cuda_graphs_with_what_they_tell(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On 4 ranks 300 pictures take 1 s beside an ideal 0.75, input 0.2 beside 0.075: the rest is not told apart."""
+    unknown: dict[str, Any] = {"wire": None, "stragglers": None}
+    write_point(sweep, 5, {"scaling": "graph", "ranks": 1}, batch=100, rates=3 * [100.0], wait=0.1, **unknown)
+    write_point(sweep, 6, {"scaling": "graph", "ranks": 4}, batch=300, rates=3 * [300.0], wait=0.2, **unknown)
+    facts = report(sweep)
+    (rows,) = facts["sweeps"].values()
+    found = {row["ranks"]: row for row in rows if row["values"]["scaling"] == "graph"}
+    assert (found[1]["efficiency"], found[4]["efficiency"]) == (1, pytest.approx(0.75))
+    losses = found[4]["losses"]
+    assert losses.pop("input") == pytest.approx(0.2 - 0.75 * 0.1)
+    assert set(losses.values()) == {None}
+    assert found[4]["parts_seconds"] == {
+        "computing": None,
+        "communication": None,
+        "input": pytest.approx(0.2),
+        "stragglers": None,
+    }
+    assert not any("graph" in told for *_, told in facts["unmeasured"])
+    row = "| graph | 4 | 1,000.0 ms | 75.0% | not measured | not measured | 12.5% | not measured |"
+    assert row in (sweep / "report/report.md").read_text()
+    assert "(75.0% efficiency). Lost to input (12.5%). Not measured: " in capsys.readouterr().out
+    assert "not measured" in (sweep / "report/split.svg").read_text()
+
+
+def test_report_says_what_unmeasured_parts_lose_together() -> None:
+    def point(ranks: int, seconds: float, waits: float) -> MeasuredPoint:
+        parts = {"computing": None, "communication": None, "input": waits, "stragglers": None}
+        return MeasuredPoint((), ranks, ranks, 100 * ranks, Step(seconds, parts), (1.0,), 1, None, "cpu")
+
+    found = efficiency_of(point(4, 2.0, 0.5), point(1, 1.0, 0.1))
+    assert (found.efficiency, found.losses["input"]) == (0.5, pytest.approx(0.2))
+    assert found.unsplit == pytest.approx(0.3)
+    assert found.losses["computing"] is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_report_parts_add_up_exactly(seed: int) -> None:
+    def point(ranks: int, batch: int, *parts: float) -> MeasuredPoint:
+        named = dict(zip(("computing", "communication", "input", "stragglers"), parts, strict=True))
+        return MeasuredPoint((), ranks, ranks, batch, Step(sum(parts), named), (1.0,), 2, None, "cpu")
+
+    base = point(2, 64, 0.5 + seed, 0.1, 0.0, 0.2)
+    other = point(6, 60 * (seed + 1), 0.3, 0.05 * seed, 0.4, 0.0)
+    found = efficiency_of(other, base)
+    assert found.unsplit is None
+    assert sum(share or 0.0 for share in found.losses.values()) == pytest.approx(1 - found.efficiency, abs=1e-12)
+    assert found.efficiency == pytest.approx((other.rate / 6) / (base.rate / 2))
+
+
+def test_report_share_of_nearly_nothing_has_no_sign() -> None:
+    assert [percent(share) for share in (-0.0004, 0.0004, -0.0006, 0.923)] == ["0.0%", "0.0%", "-0.1%", "92.3%"]
+
+
+@pytest.mark.slow
+def test_report_takes_repeats_together(sweep: Path) -> None:
+    values = {"scaling": "weak", "ranks": 4}
+    write_point(sweep, 5, values, batch=400, rates=4 * [640.0], wire=0.0, wait=0.1, stragglers=0.0)
+    (rows,) = report(sweep)["sweeps"].values()
+    weak = next(row for row in rows if (row["values"]["scaling"], row["ranks"]) == ("weak", 4))
+    assert weak["images_per_second"] == {"median": 640.0, "each": [320.0] * 3 + [640.0] * 4}
+    assert weak["efficiency"] == pytest.approx(1.6)
+
+
+# --- efficiencies that are no headline ---
+
+
+def measured(ranks: int, rates: tuple[float, ...], *, device: str = "cpu (1 threads a rank)") -> MeasuredPoint:
+    """Return a point of 100 pictures a rank, of which all time is computing."""
+    seconds = 100 * ranks / statistics.median(rates)
+    parts = {"computing": seconds, "communication": 0.0, "input": 0.0, "stragglers": 0.0}
+    return MeasuredPoint((), ranks, ranks, 100 * ranks, Step(seconds, parts), rates, 1, None, device)
+
+
+ONE = measured(1, (99.0, 100.0, 101.0))
+DOUBTED = [
+    (measured(2, (1036.0,)), "too few reports (2 ranks: 1 report, not 3 or more)"),
+    (
+        measured(2, (150.0, 151.0, 152.0), device="cpu (2 threads a rank)"),
+        "other devices or threads per rank (1 rank: cpu (1 threads a rank), 2 ranks: cpu (2 threads a rank))",
+    ),
+    # quartiles 90 and 150 beside a median of 120
+    (measured(2, (60.0, 120.0, 180.0)), "a busy machine (2 ranks: half of the reports lie 50.0% apart)"),
+    (measured(2, (322.0, 322.0, 322.0)), "more than perfect (the machine was busy at 1 rank, or"),
+]
+
+
+@pytest.mark.parametrize(("point", "why"), DOUBTED)
+def test_report_efficiency_in_doubt_is_no_headline(point: MeasuredPoint, why: str) -> None:
+    found = compare([ONE, point])
+    (told,) = findings(found, name=None)
+    assert told.startswith("all: no efficiency is stated for 2 ranks, as it is in doubt: ")
+    assert why in told
+    assert "times as fast" not in told
+    assert percent(found[1].efficiency) not in told
+    table = scaling_table(found, name=None, is_gpu=False, price=None)
+    base, doubted = (dict(zip(table.head, row, strict=True)) for row in table.rows)
+    assert doubted["efficiency"].endswith("% ?")
+    assert base["efficiency"] == "100.0%"
+    reasons = doubts_table(found, name=None, again=str)
+    assert why in reasons.rows[0][1]
+
+
+def test_report_names_the_point_that_is_to_be_measured_again() -> None:
+    for point, again in (
+        (measured(2, (180.0, 180.0)), "take more steps, or fewer between reports (run.log_every_steps)"),
+        (measured(2, (180.0,) * 3, device="gpu"), "state compute.cpu_threads in options, or take the same devices"),
+        (measured(2, (60.0, 120.0, 180.0)), "measure 2 ranks again: do 2"),  # it is restless
+        (measured(2, (322.0, 322.0, 322.0)), "measure 1 rank again: do 1"),  # 161%: the one beside it was disturbed
+    ):
+        assert advice(compare([ONE, point])[1], again=lambda point: f"do {point.ranks}") == again
+
+
+def test_report_headline_is_the_largest_point_that_can_be_stated() -> None:
+    found = compare([ONE, measured(2, (180.0, 180.0, 180.0)), measured(4, (2000.0,))])
+    stated, doubted = findings(found, name=None)
+    assert stated == (
+        "all: 2 ranks on 2 nodes train 1.80 times as fast as 1 (90.0% efficiency). Lost to slower computing (10.0%)."
+    )
+    assert "for 4 ranks" in doubted
+
+
+def test_report_without_doubts_has_no_table_of_them() -> None:
+    found = compare([ONE, measured(2, (209.0, 209.0, 209.0))])
+    assert doubts(found[1]) == [], "as it varies, 104.5% is perfect"
+    assert doubts_table(found, name=None, again=str).rows == ()
+
+
+def test_report_plot_leaves_out_what_is_in_doubt() -> None:
+    (axes,) = draw_efficiency(compare([ONE, measured(2, (180.0,) * 3), measured(4, (2000.0,))]), name=None).axes
+    line = axes.get_lines()[0]
+    assert list(line.get_xdata()) == [1, 2]
+    assert list(line.get_ydata()) == pytest.approx([100, 90])
+    assert axes.get_ylim()[1] < 110
+    assert axes.get_title().endswith("(without 1 point in doubt)")
+
+
+# --- as people read it ---
+
+
+def test_report_numbers_are_aligned_to_the_right() -> None:
+    rows = (
+        ("resnet50", "6c72049", "8,192", "75.0% ?", "1.5 ms", "90.0 to 110.0", "2 ranks"),
+        ("7", "2026-11-22", "64", "not measured", "", "1.0 to 2.0", "1 rank"),
+    )
+    table = Table("x", ("run", "commit", "batch", "efficiency", "step", "lowest to highest", "beside"), rows)
+    assert table.is_number == (False, False, True, True, True, True, True)
+    assert markdown(table).splitlines()[3] == "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+
+
+def test_report_options_are_written_as_experiments_state_them() -> None:
+    table = conditions_table({"options": {"data.loader": "synthetic", "comm.overlap": True}, "steps": 40})
+    assert table.rows == (("options", "data.loader=synthetic, comm.overlap=true"), ("steps", "40"))
+
+
+@pytest.mark.slow
+def test_report_as_a_person_reads_it(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report(sweep)
+    printed = capsys.readouterr().out
+    assert (
+        "weak: 4 ranks on 4 nodes train 3.20 times as fast as 1 (80.0% efficiency). Lost to exposed communication "
+        "(10.0%), stragglers (5.0%), slower computing (3.0%), input (2.0%)."
+    ) in printed
+    assert (
+        "strong: 4 ranks on 4 nodes train 2.00 times as fast as 1 (50.0% efficiency). Lost to exposed communication "
+        "(40.0%), smaller local batch (10.0%)."
+    ) in printed
+    assert "out of memory: <b>9 GB</b>" in printed
+    text = (sweep / "report/report.md").read_text()
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 3 | 80.0% | 1 rank | 3.472 |" in text
+    assert "| rank-hours of 10^6 images |" in text, "4 ranks take 3125 s"
+    assert "energy" not in text
+
+
+def change(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.slow
+def test_report_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
+    """Reports of 1 step and 400 pictures, after the first, take 720 J; those of other points are not told."""
+    for number in range(4):
+        change(sweep / f"points/{number}/run/summary.json", device="NVIDIA H100")
+    metrics = sweep / "points/2/run/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"energy_joules": null', '"energy_joules": 720.0'))
+    (rows,) = report(sweep)["sweeps"].values()
+    assert [row["joules_per_image"] for row in rows if row["ranks"] == 4] == [1.8, None]
+    text = (sweep / "report/report.md").read_text()
+    assert "| GPU-hours of 10^6 images | energy of 10^6 images |" in text
+    assert "| 1 rank | 3.472 | 0.5000 kWh |" in text
+    assert "| not told by a driver |" in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("state", "summary", "launch", "nodes"),
+    [
+        ({"where": "local"}, {}, {}, "1 node"),
+        ({"where": "emulated"}, {}, {"link": "1gbit"}, "4 nodes"),
+        ({"where": "emulated"}, {"num_nodes": 3}, {}, "3 nodes"),
+    ],
+)
+def test_report_nodes_are_those_of_the_run(
+    state: dict[str, Any], summary: dict[str, Any], launch: dict[str, Any], nodes: str, sweep: Path
+) -> None:
+    """That it noted itself; else those on which it was to run."""
+    (sweep / "sweep.yaml").write_text(yaml.safe_dump({"name": NAME, "launch": launch}))
+    change(sweep / "points/2/point.json", **state)
+    change(sweep / "points/2/run/summary.json", **summary)
+    report(sweep)
+    assert f"weak: 4 ranks on {nodes} train 3.20 times" in (sweep / "report/report.md").read_text()
+
+
+@pytest.mark.slow
+def test_report_values_are_written_as_experiments_state_them(sweep: Path) -> None:
+    values = {"comm.buffer_bytes": None, "comm.overlap": True, "ranks": 8}
+    write_point(sweep, 5, values, state="failed", reason="lost")
+    (told,) = [told for told in report(sweep)["unmeasured"] if told[2] == "lost"]
+    assert told[1] == "comm.buffer_bytes=null, comm.overlap=true, ranks=8"
+
+
+@pytest.mark.slow
+def test_report_tells_of_a_base_that_failed(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In strong scaling alone: the point of 1 rank has no figures, that of 4 is the base."""
+    state = json.loads((sweep / "points/1/point.json").read_text()) | {"state": "failed", "reason": "lost"}
+    (sweep / "points/1/point.json").write_text(json.dumps(state))
+    values = {"scaling": "strong", "ranks": 8}
+    write_point(sweep, 5, values, batch=100, rates=3 * [200.0], wire=0.0, wait=0.0, stragglers=0.0)
+    (rows,) = report(sweep)["sweeps"].values()
+    bases = {(row["values"]["scaling"], row["ranks"]): (row["base_ranks"], row["fewest_ranks"]) for row in rows}
+    assert bases == {("weak", 1): (1, 1), ("weak", 4): (1, 1), ("strong", 4): (4, 1), ("strong", 8): (4, 1)}
+    told = "Efficiency is beside 4 ranks: the point with 1 has no figures."
+    assert capsys.readouterr().out.replace("\n", " ").count(told) == 1
+    assert (sweep / "report/report.html").read_text().count(told) == 1
+    text = (sweep / "report/report.md").read_text()
+    assert "| strong | 8 | 8 | 100 | 200.0 | 200.0 to 200.0 | 3 | 50.0% | 4 ranks, not 1 | 11.111 |" in text
+    assert "| weak | 4 | 4 | 400 | 320.0 | 320.0 to 320.0 | 3 | 80.0% | 1 rank | 3.472 |" in text
+
+
+@pytest.mark.long
+def test_report_tells_two_sweeps_apart_by_their_folders(sweep: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other$-x$"
+    shutil.copytree(sweep, other)
+    assert main(["report", str(sweep), str(other), str(sweep), "--output", str(sweep / "report")]) == 0
+    facts = json.loads((sweep / "report/report.json").read_text())
+    assert list(facts["sweeps"]) == [str(sweep), str(other)]
+    assert [told[0] for told in facts["unmeasured"]] == [str(sweep), str(other)]
+    assert {f"{folder}: config" for folder in (sweep, other)} <= set(facts["conditions"])
+    text = (sweep / "report/report.md").read_text()
+    for folder in (sweep, other):
+        assert f"## Speed and efficiency: {folder}\n" in text
+        assert f"## What is lost, as shares of the step: {folder}\n" in text
+        assert f"{folder}: weak: 4 ranks on 4 nodes train" in text
+
+
+@pytest.mark.long
+def test_report_of_what_it_costs(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4 ranks at 320 images/s: 10^6 images take 3125 s, 3.472 hours of a rank."""
+    facts = report(sweep, "--price", "2.50")
+    (rows,) = facts["sweeps"].values()
+    assert facts["price_of_rank_hour"] == 2.5
+    assert {row["ranks"]: row["cost_of_million_images"] for row in rows if row["values"]["scaling"] == "weak"} == {
+        1: pytest.approx(2.5 * 10_000 / 3600),
+        4: pytest.approx(2.5 * 4 * 3125 / 3600),
+    }
+    text = (sweep / "report/report.md").read_text()
+    assert "| cost of 10^6 images |" in text
+    assert "| price of a rank (a GPU) for an hour | 2.5 |" in text
+    assert "| 80.0% | 1 rank | 3.472 | 8.68 |" in text
+    write_run(tmp_path / "run", RECORDS, target=0.75)
+    report(tmp_path / "run", "--price", "2.50")
+    assert "after 2.50 hours, 28.000 GPU-hours, 70.00 at 2.5 an hour." in capsys.readouterr().out
+
+
+def test_report_of_a_run_says_its_newest_noise_scale(tmp_path: Path) -> None:
+    figures = {"noise_scale": 1130.0, "noise_scale_low": 900.0, "noise_scale_high": None}
+    early, none = {**figures, "noise_scale": 10.0}, dict.fromkeys(figures)
+    reports = [{"kind": "train", "step": step, **each} for step, each in enumerate((none, early, figures), start=1)]
+    write_run(tmp_path / "run", [*RECORDS, *reports, {"kind": "train", "step": 9, **none}])
+    write_run(tmp_path / "other", RECORDS)
+    runs = [read_folder(tmp_path / name) for name in ("run", "other")]
+    assert noise_table(runs).rows == ((str(tmp_path / "run"), "1,130 (900 to no bound)"),)
+
+
+@pytest.mark.parametrize("price", ["0", "-1", "nan", "inf"])
+def test_report_price_is_a_number(price: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(sweep), f"--price={price}"]) == 1
+    assert f"--price {price}" in capsys.readouterr().err
+
+
+# --- files ---
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, and what they load from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "data", "action") and not (value or "").startswith("#"):
+                self.loads.append(str(value))
+
+
+@pytest.mark.slow
+def test_report_page_stands_alone(sweep: Path) -> None:
+    report(sweep)
+    text = (sweep / "report/report.html").read_text()
+    page = Page(text)
+    assert page.loads == []
+    assert "script" not in page.tags, "text of files is escaped"
+    assert "b" not in page.tags
+    assert page.tags.count("svg") == 2
+    assert "@import" not in text
+    assert "url(http" not in text
+    assert "80.0% efficiency" in text
+
+
+@pytest.mark.slow
+def test_report_plots_are_images(sweep: Path) -> None:
+    report(sweep)
+    for name in ("efficiency", "split"):
+        with Image.open(sweep / f"report/{name}.png") as image:
+            assert image.size[0] > 500
+        root = xml.etree.ElementTree.parse(sweep / f"report/{name}.svg").getroot()
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_report_of_one_point_says_nothing_of_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.yaml").write_text("name: one\n")
+    write_point(tmp_path, 0, {"ranks": 2}, batch=10, rates=[5.0], wire=0.0, wait=0.0, stragglers=0.0)
+    report(tmp_path)
+    assert "efficiency" not in capsys.readouterr().out
+    assert not list((tmp_path / "report").glob("*.png"))
+
+
+def test_report_of_a_sweep_without_figures_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sweep.yaml").write_text("name: none\n")
+    write_point(tmp_path, 0, {"ranks": 2}, batch=10, rates=[], wire=0.0, wait=0.0, stragglers=0.0)
+    write_point(tmp_path, 1, {"ranks": 4}, state="missing")
+    report(tmp_path)
+    printed = capsys.readouterr().out
+    assert "fewer than 2 reports: take more steps, or fewer between reports" in printed
+    assert "missing" in printed
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda path: None, "no such folder"),
+        (lambda path: path.mkdir(), "it holds neither a sweep (sweep.yaml) nor a run"),
+        (lambda path: write_sweep(path, "["), "sweep.yaml is not readable"),
+        (lambda path: write_sweep(path, aliases_of_aliases(9)), "sweep.yaml is not readable: &a0: "),
+        (lambda path: write_sweep(path, "[]"), "sweep.yaml holds no keys and values"),
+        (lambda path: write_sweep(path, ""), "sweep.yaml holds no keys and values"),
+    ],
+)
+def test_report_refuses_other_folders(
+    make: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The catalogue of this room's messages: elsewhere only what they name is asked."""
+    make(tmp_path / "x")
+    assert main(["report", str(tmp_path / "x")]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+
+
+def aliases_of_aliases(levels: int) -> str:
+    """Return YAML of some hundred bytes whose last value would have 10 ** levels items."""
+    tens = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, levels)]
+    return "\n".join(["a0: &a0 [x]", *tens, f"name: *a{levels - 1}"])
+
+
+def write_sweep(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "sweep.yaml").write_text(text)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("run/summary.json", "[]", "summary.json holds no keys and values"),
+        ("run/summary.json", "{}", "its files are damaged: 'global_batch_size' is not there"),
+        ("run/summary.json", "{", "summary.json is not readable"),
+        ("run/metrics.jsonl", "7\n{}\n", "fewer than 2 reports"),
+        ("run/metrics.jsonl", '{"kind": "train"}\n{"kind": "train"}\n', "was written by an older bigbatch"),
+        ("run/metrics.jsonl", 2 * '{"kind": "train", "wire_wait_fraction": null}\n', "a report without its step"),
+        (
+            "run/metrics.jsonl",
+            "".join(json.dumps(train(step, 10**400, wire=0, wait=0, stragglers=0)) + "\n" for step in (1, 2)),
+            "a report whose rate is none",
+        ),
+        ("run/metrics.jsonl", json.dumps(train(1, 0.0, wire=0, wait=0, stragglers=0)) * 1 + "\n", "fewer than 2"),
+        ("point.json", "{}", "point.json is not readable"),
+        ("point.json", "[]", "point.json is not readable"),
+        ("point.json", '{"state": "done", "number": 3}', "point.json is not readable"),
+        ("point.json", '{"values": 3, "state": "done", "number": 3}', "point.json is not readable"),
+        ("point.json", "{", "point.json is not readable"),
+        ("point.json", '{"state": "failed", "number": 3, "reason": {"a": 1}}', "point.json is not readable"),
+    ],
+)
+def test_report_tells_of_a_damaged_point_and_has_the_others(file: str, text: str, why: str, sweep: Path) -> None:
+    (sweep / "points/3" / file).write_text(text)
+    facts = report(sweep)
+    assert {(row["values"]["scaling"], row["ranks"]) for row in facts["sweeps"][str(sweep)]} == {
+        *(("weak", 1), ("weak", 4), ("strong", 1))
+    }
+    assert any(why in told for *_, told in facts["unmeasured"]), facts["unmeasured"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_report_takes_a_rate_that_is_none_for_damage(rate: float, sweep: Path) -> None:
+    lines = [json.dumps(train(step, rate, wire=0, wait=0, stragglers=0)) for step in (1, 2)]
+    (sweep / "points/3/run/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert any("a report whose rate is none" in told for *_, told in report(sweep)["unmeasured"])
+
+
+@pytest.mark.slow
+def test_report_tells_of_points_that_do_not_compare(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sweep / "points/2/run/summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "cpu (1 threads a rank)"}))
+    report(sweep)
+    told = "The points do not compare in device: cpu; cpu (1 threads a rank)."
+    assert told in capsys.readouterr().out
+    assert told in (sweep / "report/report.html").read_text()
+
+
+@pytest.mark.slow
+def test_report_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text("name: odd\n")
+    for number, ranks in enumerate((1, 2)):
+        values = {"run.directory": "x$a$b$\\frac{$ | <b>\n# top", "ranks": ranks}
+        write_point(tmp_path, number, values, batch=10, rates=[5.0], wire=0.0, wait=0.0, stragglers=0.0)
+    report(tmp_path)
+    text = (tmp_path / "report/report.md").read_text()
+    assert "<b>" not in text
+    assert "\n# top" not in text
+    assert "\\| &lt;b&gt; # top" in text
+
+
+@pytest.mark.parametrize("target", ["75.9", "0", "-1", "nan"])
+def test_report_target_is_a_share(target: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(sweep), f"--target={target}"]) == 1
+    assert f"--target {target}" in capsys.readouterr().err
+
+
+# --- runs ---
+
+HOUR = 3600.0
+
+
+def evaluation(hour: float, top1: float, step: int) -> dict[str, Any]:
+    return {"kind": "eval", "time": HOUR * hour, "step": step, "epoch": step / 10, "top1": top1}
+
+
+def start(hour: float, ranks: int, device: str = "NVIDIA H100") -> dict[str, Any]:
+    return {"kind": "start", "time": HOUR * hour, "step": 0, "job": {"world_size": ranks, "device": device}}
+
+
+def passed(hour: float, joules: float | None = None) -> dict[str, Any]:
+    return {"kind": "train", "time": HOUR * hour, "step": 1, "energy_joules": joules}
+
+
+RECORDS = [
+    *(start(10, 8), passed(11, 3.6e6), evaluation(11.5, 0.5, 10)),
+    # ended, and went on five hours later on twice the GPUs
+    *(start(16.5, 16), passed(17, 1.8e6), evaluation(17.5, 0.75, 20), evaluation(18.5, 0.7, 30)),
+]
+
+
+def test_report_time_to_accuracy_leaves_out_the_time_between_two_starts() -> None:
+    found = to_accuracy(RECORDS, target=0.75)
+    assert found.reached is not None
+    assert (found.reached.step, found.reached.hours) == (20, 2.5)
+    assert found.reached.rank_hours == 1.5 * 8 + 1 * 16
+    assert found.reached.joules == 5.4e6
+    assert found.is_gpu
+
+
+def test_report_target_that_was_not_reached() -> None:
+    found = to_accuracy(RECORDS, target=0.76)
+    assert found.reached is None
+    assert found.shown is found.best
+    assert found.best is not None
+    assert found.best.top1 == 0.75
+    assert to_accuracy(RECORDS, target=None).target == 0.75
+    assert to_accuracy([start(1, 1, "cpu (1 threads a rank)")], target=0.5).shown is None
+
+
+def test_report_does_not_tell_energy_that_one_record_lacks() -> None:
+    found = to_accuracy([start(0, 1), passed(1, 5.0), passed(2), evaluation(2, 0.5, 1)], target=0.5)
+    assert found.reached is not None
+    assert found.reached.joules is None
+
+
+def test_report_has_no_column_of_an_energy_that_nobody_tells() -> None:
+    untold, told = (
+        to_accuracy([start(0, 1), passed(1, joules), evaluation(2, 0.5, 1)], target=0.5) for joules in (None, 3.6e6)
+    )
+    assert "energy" not in accuracy_table([(Path("a"), untold)], price=None).head
+    rows = accuracy_table([(Path("a"), untold), (Path("b"), told)], price=None).rows
+    assert [row[-1] for row in rows] == ["not told by a driver", "1.0000 kWh"]
+
+
+@pytest.mark.long
+def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", RECORDS, target=0.75)
+    facts = report(tmp_path / "run")
+    assert facts["runs"][str(tmp_path / "run")]["reached"]["hours"] == 2.5
+    printed = capsys.readouterr().out
+    assert "energy" in printed
+    assert "reached 75.0% top-1 after 2.50 hours, 28.000 GPU-hours." in printed
+    assert "1.5000 kWh" in printed
+    assert main(["report", str(tmp_path / "run"), "--target", "0.8"]) == 0
+    assert "did not reach 80.0%; its best is 75.0% top-1" in capsys.readouterr().out
+    assert (tmp_path / "run/report/accuracy.png").stat().st_size > 1000

@@ -1,0 +1,80 @@
+"""`bigbatch sweep --predict`: what the simulator says of each point, beside what was measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from error_texts import naming
+
+from bigbatch.cli import main
+from bigbatch.errors import SimulationError
+from bigbatch.experiments.engine.folder import DONE, SweepFolder, change_state, prepare
+from bigbatch.experiments.engine.plan import read_plan
+from bigbatch.experiments.engine.points import make_points
+from bigbatch.experiments.predicted import predicted_table
+
+SWEEP = {
+    "name": "small",
+    "config": "quickstart",
+    "options": {
+        "data.loader": "synthetic",
+        "schedule.warmup_epochs": 0,
+        "batch.microbatch_size": 32,
+        "batch.bn_span": 16,
+    },
+    "steps": 10,
+    "where": "local",
+    "launch": {},
+    "ranks_per_node": 2,
+    "grid": {"scaling": ["weak"], "ranks": [1, 2, 4]},
+    "seeds": 1,
+    "timeout_minutes": 5,
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump(SWEEP))
+    return path
+
+
+def test_done_point_gives_the_speed_of_the_others(file, tmp_path):
+    sweep = read_plan(file)
+    folder = SweepFolder(tmp_path / "out")
+    points = make_points(sweep, folder=folder.path)
+    prepare(folder, sweep, points)
+    with pytest.raises(SimulationError, match=naming("emulated", "rate")):
+        predicted_table(points, folder, cluster="emulated")
+    for number, rate in ((0, 100.0), (1, 150.0)):
+        change_state(folder, number, state=DONE)
+        folder.run(number).summary.parent.mkdir(parents=True)
+        folder.run(number).summary.write_text(json.dumps({"images_per_second": rate}))
+    table = predicted_table(points, folder, cluster="emulated")
+    assert "point 0" in table.title
+    measured, predicted, errors = ([row[column] for row in table.rows] for column in (3, 4, 6))
+    assert measured == ["100 images/s", "150 images/s", ""]
+    # one rank is what the speed was fitted to; two share a node, four two of them, so each does a little less
+    numbers = [float(text.removesuffix(" images/s").replace(",", "")) for text in predicted]
+    assert numbers[0] == pytest.approx(100, abs=1)
+    assert 150 < numbers[1] <= 200
+    assert 300 < numbers[2] < 2 * numbers[1]
+    assert (errors[0], errors[2]) == ("", "")
+    assert float(errors[1].removesuffix("%")) == pytest.approx(100 * (numbers[1] / 150 - 1), abs=0.5)
+    assert table.head[-1] == "error"
+    # one rank alone at 100 images/s, and two together at 500: the first was disturbed
+    folder.run(1).summary.write_text(json.dumps({"images_per_second": 500.0}))
+    doubted = predicted_table(points, folder, cluster="emulated")
+    assert doubted.head[-1] == "in doubt for"
+    assert [row[-1] for row in doubted.rows] == ["", "more than point 0's speed allows: measure that one again", ""]
+    assert doubted.rows[1][6].endswith("% ?")
+
+
+def test_dry_run_predicts_by_the_cluster_s_rates(file, tmp_path, capsys):
+    assert main(["sweep", str(file), "--folder", str(tmp_path / "out"), "--dry-run", "--predict", "dgx_a100"]) == 0
+    shown = capsys.readouterr().out
+    assert "Predicted beside measured" in shown
+    assert not (tmp_path / "out").exists()
+    assert main(["sweep", str(file), "--dry-run", "--predict", "nowhere"]) == 1
+    assert "nowhere" in capsys.readouterr().err

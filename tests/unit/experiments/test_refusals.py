@@ -1,0 +1,209 @@
+"""What a sweep's file may not say, and what is refused before anything starts."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from error_texts import naming
+from small_sweep import SWEEP, write
+
+from bigbatch.cli import main
+from bigbatch.errors import ConfigError
+from bigbatch.experiments import sweep
+from bigbatch.experiments.engine.plan import read_plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"nam": "x"}, "top level: unknown key nam; the nearest legal one is name"),
+        ({"name": "a b; rm -rf $HOME"}, "name 'a b; rm -rf $HOME' must be letters, digits and . _ + @ -"),
+        ({"name": "../up"}, "name '../up' must be"),
+        ({"where": "cloud"}, "where: 'cloud' must be one of 'local', 'mpirun', 'torchrun', 'emulated', 'slurm'"),
+        ({"steps": 0}, "steps: 0 must be a number from 1 on"),
+        ({"steps": "ten"}, "steps: 'ten' must be int or null"),
+        ({"timeout_minutes": 0}, "timeout_minutes: 0 must be above 0"),
+        ({"grid": {"ranks": [0]}}, "grid: ranks 0 must be numbers from 1 on, such as [1, 2, 4]"),
+        ({"grid": {"ranks": [1, "2"]}}, "grid: ranks '2' must be numbers"),
+        ({"grid": {"ranks": [1], "scaling": ["big"]}}, "grid: scaling 'big' must be one of weak, strong"),
+        (
+            {"grid": {"ranks": [1], "comm.algoritm": ["ring"]}},
+            "unknown key comm.algoritm; the nearest legal one is comm",
+        ),
+        ({"grid": {"ranks": [1], "run.seed": []}}, "grid: run.seed: [] must be a list of values"),
+        ({"grid": {"ranks": [1, 1]}}, "grid: ranks states a value twice"),
+        ({"grid": {"ranks": 4}}, "grid: ranks: 4 must be a list of values"),
+        ({"launch": {"array": "0-3"}}, "launch, of local: unknown key array"),
+        ({"where": "slurm", "launch": {"stop_seconds": 60}}, "launch, of slurm: unknown key stop_seconds"),
+        ({"where": "emulated", "launch": {"partition": "gpu"}}, "launch, of emulated: unknown key partition"),
+    ],
+)
+def test_sweep_file_that_is_wrong_is_refused_in_a_line(
+    changes: dict[str, Any], complaint: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The catalogue of this room's messages: elsewhere only what they name is asked."""
+    write(file, **changes)
+    assert main(["sweep", str(file)]) == 1
+    error = capsys.readouterr().err
+    assert f"bigbatch: {file}: " in error
+    assert complaint in error
+    assert error.count("\n") == 1
+    assert not (file.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", ("keys", "scaling.yaml")),
+        ("name: [", ("YAML", "line 1, column 8")),
+        ("name: a\nname: b\n", ("YAML", "name", "twice")),
+        ("name: a\n", ("config is missing",)),
+        ("config: a\nrepeats: 2\n", ("repeats", "seeds: N")),
+        ("config: a\nsteps: {a: {}}\n", ("steps", "cases", "cumulative: true")),
+    ],
+)
+def test_sweep_file_that_is_none_is_refused(text: str, named: tuple[str, ...], file: Path) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=naming(file, *named)):
+        read_plan(file)
+    with pytest.raises(ConfigError, match=naming(file.with_name("none.yaml"), "No such file")):
+        read_plan(file.with_name("none.yaml"))
+
+
+OTHERS = {key: value for key, value in SWEEP["options"].items() if key != "batch.bn_span"}
+
+
+def test_sweep_file_is_refused_for_all_of_its_mistakes_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {"run.epoch": 3, "optimizer.momentum": 2}
+    write(file, options=wrong, cases={"a": {"ranks": 0}, "b": 3}, grid={"lr": [1]}, seeds=0, launch={"gpu": 1})
+    assert main(["sweep", str(file)]) == 1
+    error = capsys.readouterr().err.splitlines()
+    named = (
+        "run.epochs",
+        "optimizer.momentum=2",
+        "ranks 0",
+        "cases: b",
+        "schedule.base_lr",
+        "seeds: 0",
+        "unknown key gpu",
+    )
+    for each in named:
+        assert any(each in line for line in error), each
+    assert len(error) == len(named)
+    assert all(str(file) in line for line in error)
+
+
+@pytest.mark.slow
+def test_sweep_points_that_are_impossible_are_all_told_before_anything_starts(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(file, grid={"ranks": [1, 5, 6], "batch.bn_span": [16, 32]}, options=OTHERS)
+    assert main(["sweep", str(file)]) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert error[0].startswith("bigbatch: 2 of 6 points")
+    assert re.match(r"  point 2 \(ranks=5, batch\.bn_span=16\) and 1 more: 5 ranks .*\b2\b.* ranks_per_node", error[1])
+    assert len(error) == 2
+    assert not (file.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("batch.microbatch_size", 0), ("batch.microbatch_size", "64"), ("batch.bn_span", 0)),
+        *(("batch.global_batch_size", None), ("run.seed", None), ("run.seed", True)),
+    ],
+)
+def test_sweep_sizes_are_whole_numbers(key: str, value: object, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {name: other for name, other in SWEEP["options"].items() if name != key}
+    write(file, options=options, grid={"ranks": [1], key: [value]})
+    assert main(["sweep", str(file), "--dry-run"]) == 1
+    assert f"{key}=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"options": SWEEP["options"] | {"run.directory": "x"}}, ("run.directory",)),
+        ({"options": SWEEP["options"] | {"run.epochs": 3}}, ("run.epochs",)),
+        ({"grid": SWEEP["grid"] | {"batch.global_batch_size": [96, 192]}}, ("batch.global_batch_size",)),
+        ({"where": "emulated", "launch": {"link": None}}, ("link: None",)),
+        ({"where": "mpirun", "launch": {"env": {"A": "b"}}}, ("env: {'A': 'b'}",)),
+        ({"where": "mpirun", "launch": {"partition": "gpu"}}, ("mpirun", "key partition")),
+        (
+            {"grid": {"ranks": [1], "batch.microbatch_size": [8, 16]}},
+            ("batch.microbatch_size: ", "options", "grid"),
+        ),
+        ({"timeout_minutes": 10**9}, ("timeout_minutes: 1e+09",)),
+    ],
+)
+def test_sweep_file_that_would_be_ignored_or_misread_is_refused(
+    changes: dict[str, Any], named: tuple[str, ...], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(file, **changes)
+    assert main(["sweep", str(file), "--dry-run"]) == 1
+    assert re.search(naming(*named), capsys.readouterr().err)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("where", "launch", "folder", "named"),
+    [
+        ("emulated", {"link": "1gbite"}, "f", ("launch: ", "--link '1gbite'", "1mbit", "100gbit")),
+        ("emulated", {"launcher": "ssh"}, "f", ("launch: ", "--launcher", "'ssh'")),
+        ("slurm", {"partition": True}, "f", ("launch: ", "--partition", "argument")),
+        ("emulated", {"launcher": "torchrun", "place": "cyclic"}, "f", ("launch: ", "--place cyclic", "torchrun")),
+        ("slurm", {"gpus_per_node": "many"}, "f", ("launch: ", "--gpus-per-node", "'many'")),
+        ("slurm", {"time": "soon"}, "f", ("launch: ", "--time 'soon'")),
+        ("slurm", {}, "my sweep", ("--folder 'my sweep'", "Slurm")),
+        ("mpirun", {"hosts": "a:2,b:1"}, "f", ("launch: ", "--ranks 4", "3", "--hosts")),
+        ("local", {"interface": "eth0 eth1"}, "f", ("launch: ", "--interface 'eth0 eth1'")),
+    ],
+)
+def test_sweep_launch_options_are_checked_before_the_first_point_starts(
+    where: str,
+    launch: dict[str, Any],
+    folder: str,
+    named: tuple[str, ...],
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(file, where=where, launch=launch, grid={"ranks": [4]})
+    for more in (["--dry-run"], []):
+        assert main(["sweep", str(file), "--folder", folder, *more]) == 1
+        told = capsys.readouterr()
+        assert told.err.startswith(f"bigbatch: {named[0]}")
+        assert re.search(naming(*named), told.err)
+        assert told.err.count("\n") == 1
+        assert told.out == ""
+    assert os.listdir(file.parent) == ["sweep.yaml"]
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_sweep_checks_the_emulators_folder_before_the_first_point_starts(
+    more: list[str], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime = file.parent / "runtime"
+    (runtime / "bigbatch-emulate").mkdir(parents=True)
+    (runtime / "bigbatch-emulate").chmod(0o755)  # others can reach it
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(sweep, "run_points", None)
+    write(file, where="emulated", grid={"ranks": [4]})
+    assert main(["sweep", str(file), "--folder", "f", *more]) == 1
+    told = capsys.readouterr()
+    assert re.search(naming(runtime / "bigbatch-emulate", "chmod 700"), told.err)
+    assert (told.err.count("\n"), told.out) == (1, "")
+    assert not (file.parent / "f").exists()
+
+
+def test_sweep_steps_are_of_generated_tensors(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(file, options={"data.loader": "torchvision"})
+    assert main(["sweep", str(file)]) == 1
+    assert re.search(naming("steps: 10", "data.loader"), capsys.readouterr().err)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("points", ["9", "1-9", "3-1", "0-99999999999", "x", "-1", "1-", "²"])
+def test_sweep_points_that_are_not_there(points: str, file: Path) -> None:
+    assert main(["sweep", str(file), f"--only={points}", "--dry-run"]) == 1

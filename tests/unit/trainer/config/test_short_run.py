@@ -1,0 +1,93 @@
+"""An experiment in fewer epochs, and the options by which two differ."""
+
+import dataclasses
+
+import pytest
+
+from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
+from bigbatch.trainer.config.short_run import differences, shorten
+
+
+def test_short_run_shrinks_what_is_stated_in_epochs(tmp_path):
+    long = load_config(
+        [
+            *("--config", "imagenette", "--run.epochs", "20", "--data.train_sizes", "[[0,128],[1,144],[15,160]]"),
+            *("--schedule.name", "step", "--schedule.milestone_epochs", "[10,15]", "--schedule.gamma", "0.1"),
+            *("--schedule.end_lr", "null", "--schedule.power", "null", "--schedule.warmup_epochs", "2"),
+        ]
+    )
+    short = shorten(long, epochs=4, evaluate_each=True, directory=tmp_path)
+    assert (short.run.epochs, short.run.eval_every_epochs, short.run.directory) == (4, 1, str(tmp_path))
+    assert short.schedule.warmup_epochs == pytest.approx(0.4)
+    assert short.schedule.milestone_epochs == pytest.approx((2, 3))
+    assert short.data.train_sizes == ((0, 144), (3, 160))  # the second size falls on epoch 0.2
+    assert shorten(long, epochs=4, evaluate_each=False, directory=tmp_path).run.eval_every_epochs == 4
+
+
+def test_decay_shrinks_too(tmp_path):
+    long = load_config(["--config", "quickstart", "--schedule.decay_epochs", "9"])
+    short = shorten(long, epochs=4, evaluate_each=False, directory=tmp_path)
+    assert short.schedule.decay_epochs == pytest.approx(3)
+
+
+@pytest.mark.parametrize("name", packaged_configs())
+def test_short_run_of_every_recipe_at_any_length(name, tmp_path):
+    long = load_config(["--config", name])
+    for epochs in range(1, long.run.epochs + 1):
+        schedule = shorten(
+            long, epochs=epochs, evaluate_each=True, directory=tmp_path
+        ).schedule  # checked as it is made
+        share = epochs / long.run.epochs
+        assert schedule.warmup_epochs == pytest.approx(long.schedule.warmup_epochs * share)
+        if long.schedule.decay_epochs is not None:
+            assert schedule.decay_epochs == pytest.approx(long.schedule.decay_epochs * share)
+
+
+@pytest.mark.slow
+def test_warmup_of_the_whole_run_can_be_shortened(tmp_path):
+    quick = load_config(["--config", "quickstart"])
+    for whole in range(2, 60):
+        long = dataclasses.replace(
+            quick,
+            run=dataclasses.replace(quick.run, epochs=whole),
+            schedule=dataclasses.replace(quick.schedule, warmup_epochs=whole),
+        )
+        for epochs in range(1, whole):
+            short = shorten(long, epochs=epochs, evaluate_each=True, directory=tmp_path)
+            assert short.schedule.warmup_epochs == pytest.approx(epochs)
+
+
+def test_short_run_lasts_to_its_end(tmp_path):
+    stops = ("--run.target_top1", "0.5", "--run.stop_metric", "loss", "--run.stop_after_evaluations", "1")
+    long = load_config(["--config", "quickstart", *stops, "--run.divergence_steps", "7"])
+    run = shorten(long, epochs=4, evaluate_each=True, directory=tmp_path).run
+    stops = (run.target_top1, run.stop_metric, run.stop_after_evaluations, run.divergence_steps)
+    assert stops == (None, None, None, None)
+
+
+def test_average_shrinks_with_the_run(tmp_path):
+    """Else the short run would be refused: it has not so many steps."""
+    quick = load_config(["--config", "quickstart"])
+    steps = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 4}
+    words = [word for key, value in steps.items() for word in (f"--{key}", str(value))]
+    long = load_config(["--config", "quickstart", "--run.epochs", str(3 * quick.run.epochs), *words])
+    short = shorten(long, epochs=quick.run.epochs, evaluate_each=True, directory=tmp_path)
+    assert short.optimizer.ema_every_steps == 1
+    assert shorten(quick, epochs=1, evaluate_each=True, directory=tmp_path).optimizer.ema_every_steps is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart", "imagenette", "cifar10"])
+def test_options_of_a_trial_make_its_config(name, tmp_path):
+    base = load_config(["--config", name])
+    other = load_config(["--config", name, "--schedule.base_lr", "3.5", "--data.mean", "[0.1,0.2,0.3]"])
+    short = shorten(other, epochs=2, evaluate_each=True, directory=tmp_path)
+    path = tmp_path / "base.yaml"
+    path.write_text(dump_config(base))
+    options = differences(base, short)
+    assert load_config(["--config", str(path), *options]) == short
+    assert options[:4] == ["--run.directory", str(tmp_path), "--run.epochs", "2"]
+    assert differences(base, base) == []
+
+
+# its command

@@ -1,0 +1,107 @@
+"""A training, or a launcher with its ranks, as a child process: started, asked to stop, ended, and why it ended."""
+
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from signal import SIGTERM
+
+from bigbatch.comm.rendezvous.environ import without_identity
+from bigbatch.errors import printable
+from bigbatch.files import make_folder, open_to_append, read_plain
+from bigbatch.trainer.run.folder import writing
+from bigbatch.trainer.run.reason import find_reason
+from bigbatch.trainer.run.sessions import end_sessions, sessions_under
+
+PATIENCE_SECONDS = (60.0, 15.0)
+"""After the request to stop, which a run answers by a checkpoint after the step under way, a second one follows, by
+which `bigbatch launch` ends its ranks; then the process is killed."""
+END_SECONDS = 5.0
+"""mpirun takes about one to kill its ranks."""
+LEAVE_SECONDS = 5.0
+"""How long a launcher's ranks may outlive it."""
+
+
+class ChildProcess:
+    """Runs a command in a session of its own, so that a Ctrl-C is the parent's to pass on."""
+
+    def __init__(self, argv: Sequence[str], *, log: Path, within: Path) -> None:
+        """Start it; what it prints is appended to log, in a folder that is made within another.
+
+        Raises: RunFolderError.
+        """
+        self._log = log
+        self._started = time.monotonic()
+        self._requests: list[float] = []
+        self._sessions: set[int] = set()
+        with writing(log):
+            make_folder(log.parent, within=within)
+            with open_to_append(log) as output:
+                # one that goes on appends: its reason is looked for in its own words only
+                self._output_start = output.tell()
+                self._process = subprocess.Popen(
+                    argv,
+                    env=without_identity(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds since its start."""
+        return time.monotonic() - self._started
+
+    @property
+    def was_asked(self) -> bool:
+        """Tell whether it was asked to stop."""
+        return bool(self._requests)
+
+    def ask_to_stop(self) -> None:
+        """Ask for a checkpoint and the end: what SIGTERM says to `bigbatch train` and `bigbatch launch` alike."""
+        self._requests.append(time.monotonic())
+        # before it ends: then nothing tells any more that its ranks were its children
+        self._sessions |= sessions_under(self._process.pid)
+        with suppress(ProcessLookupError):
+            self._process.send_signal(SIGTERM)
+
+    def exit_code(self) -> int | None:
+        """Return its code as a shell states it, None while it runs; one that was asked to stop is pressed harder."""
+        code = self._process.poll()
+        if code is None and self._requests:
+            first, second = PATIENCE_SECONDS
+            waited = time.monotonic() - self._requests[-1]
+            if len(self._requests) == 1 and waited > first:
+                self.ask_to_stop()
+            elif len(self._requests) > 1 and waited > second:
+                self.kill()
+        if code is not None and self._sessions:
+            self._end_sessions()
+        return code if code is None or code >= 0 else 128 - code
+
+    def end(self) -> None:
+        """End it without a checkpoint; `bigbatch launch` gets time to end its ranks, which it does when asked twice."""
+        while len(self._requests) < 2:
+            self.ask_to_stop()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and all that it has started: Open MPI gives ranks groups of their own, torchrun sessions."""
+        self._sessions |= sessions_under(self._process.pid)
+        self._process.kill()
+        self._process.wait()
+        self._end_sessions()
+
+    def _end_sessions(self) -> None:
+        sessions, self._sessions = self._sessions, set()
+        end_sessions(sessions, grace_seconds=LEAVE_SECONDS)
+
+    def reason(self) -> str:
+        """Say in a line why it failed. Raises: RunFolderError."""
+        with writing(self._log):
+            text = read_plain(self._log)[self._output_start :].decode(errors="replace")
+        return printable(find_reason(text, exit_code=self.exit_code()))
