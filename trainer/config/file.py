@@ -33,8 +33,11 @@ BASES = "bases"
 """Folder of packaged YAML that others extend, and which make no experiment alone."""
 
 
-REPLACED = {("comm", "wire_dtype", "int8"): "bfloat16"}
-"""Section, key and value of older run folders: what takes its place."""
+REPLACED = {
+    ("comm", "wire_dtype", "int8"): "bfloat16",
+    ("run", "loggers", "csv"): None,
+}
+"""Section, key and value of older run folders: what takes its place; None: nothing, in a list."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +205,10 @@ def _replace_old_(content: dict[str, Any], *, path: Path) -> None:
     """Replace the values of an older run's config that are there no more, and say so."""
     for (section, key, old), new in REPLACED.items():
         values = content.get(section)
-        if isinstance(values, dict) and values.get(key) == old:
-            values[key] = new
-            tell(f"{path}: {section}.{key}={old} is there no more, and {new} takes its place")
+        stated = values.get(key) if isinstance(values, dict) else None
+        if isinstance(values, dict) and (stated == old or (isinstance(stated, list) and old in stated)):
+            values[key] = new if stated == old else [each for each in stated if each != old]
+            tell(f"{path}: {section}.{key}={old} is there no more{f', and {new} takes its place' if new else ''}")
 
 
 def read_dumped(text: str) -> dict[str, Any]:

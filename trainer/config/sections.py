@@ -75,9 +75,9 @@ class RunConfig:
     metrics: dict[str, Any] | None = None
     """Own figures of an evaluation: names, and the dotted name of what gives numbers for each picture, such as
     {balanced: mypackage.metrics.Balanced}, or {name, options} where it takes arguments. null for none."""
-    loggers: tuple[Literal["tensorboard", "csv", "wandb"], ...] = ("tensorboard",)
-    """What else gets the numbers of metrics.jsonl: tensorboard, csv (a table for each kind of record), wandb (Weights &
-    Biases). One that fails, or finds no network, is said once, and the run goes on. [] for none."""
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    """What else gets the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases). One that fails, or finds no
+    network, is said once, and the run goes on. [] for none."""
     wandb_options: dict[str, Any] | None = None
     """Arguments of wandb.init: project, entity, group, name, job_type, tags, notes, and mode, which is online or
     offline, such as {project: imagenet, mode: offline}. null for wandb's own settings, and without it."""

@@ -48,11 +48,6 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
-    def csv(self) -> Path:
-        """Return the folder of tables, one for each kind of record."""
-        return self.path / "csv"
-
-    @property
     def wandb_id(self) -> Path:
         """Return where it stands what Weights & Biases calls the run."""
         return self.path / "wandb_id.txt"

@@ -1,32 +1,24 @@
-"""Who else gets the numbers of metrics.jsonl: TensorBoard, CSV, Weights & Biases, behind one small interface."""
+"""Who else gets the numbers of metrics.jsonl: TensorBoard, Weights & Biases, behind one small interface."""
 
-import csv
-import io
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from bigbatch.errors import first_line
-from bigbatch.files import open_to_append, replacing
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.cost import ELAPSED
-from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
 
 Say = Callable[[str], None]
-
-KINDS_WITH_FIGURES = ("train", "eval", "noise", "input")
-"""Kinds of records that a run writes and that have numbers, each of which has its table."""
 
 
 class Logger(Protocol):
     """Says what a place for numbers must do. Whatever it raises takes it out of the run, which goes on."""
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of one record of KINDS_WITH_FIGURES. Never waits for a network."""
+        """Take the figures of one record (train, eval, noise or input). Never waits for a network."""
         ...
 
     def close(self) -> None:
@@ -73,58 +65,6 @@ class _WithoutTensorBoard:
             self.report(ended)
 
 
-class Csv:
-    """Writes KIND.csv: a row for each record of metrics.jsonl that has figures, and a column for each figure."""
-
-    def __init__(self, rundir: RunDir) -> None:
-        """Begin with what the metrics file holds: the records that a resumed run goes on from."""
-        self._folder, self._metrics = rundir.csv, rundir.metrics
-        self._columns: dict[str, list[str]] = {}
-        rundir.make_folder(self._folder)
-        for kind in KINDS_WITH_FIGURES:  # other tables in a folder of that name are the user's own
-            self._path(kind).unlink(missing_ok=True)
-        self._write_anew()
-
-    def _write_anew(self) -> None:
-        """Make every file of the metrics file, which is longer than memory at worst: it is read twice."""
-        columns: dict[str, dict[str, None]] = {}
-        for record in read_records(self._metrics):
-            if figures := figures_of(record):
-                columns.setdefault(record["kind"], {}).update(dict.fromkeys(figures))
-        self._columns = {kind: ["step", *names] for kind, names in columns.items()}
-        with ExitStack() as stack:
-            files = {kind: stack.enter_context(replacing(self._path(kind))) for kind in columns}
-            for kind, file in files.items():
-                file.write(_line(self._columns[kind]))
-            for record in read_records(self._metrics):
-                if figures := figures_of(record):
-                    files[record["kind"]].write(self._row(record["kind"], record["step"], figures))
-
-    def _path(self, kind: str) -> Path:
-        return self._folder / f"{kind}.csv"
-
-    def _row(self, kind: str, step: int, figures: Mapping[str, float]) -> bytes:
-        values = {"step": step, **figures}
-        return _line([values.get(name, "") for name in self._columns[kind]])
-
-    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Add a row, of a record that the metrics file holds already; all anew for a new column or a lost file."""
-        if not figures.keys() <= set(self._columns.get(kind, ())) or not self._path(kind).exists():
-            self._write_anew()
-            return
-        with open_to_append(self._path(kind)) as file:
-            file.write(self._row(kind, step, figures))
-
-    def close(self) -> None:
-        """Do nothing: each row is written when it comes."""
-
-
-def _line(values: Sequence[object]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
-    return text.getvalue().encode()
-
-
 class Guarded:
     """Hands figures to a logger until it fails, which is said once: no logger is worth a run."""
 
@@ -158,7 +98,6 @@ def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) ->
     """Open the loggers of run.loggers, in order."""
     makers: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoard(rundir, from_step=from_step),
-        "csv": lambda: Csv(rundir),
         "wandb": lambda: WeightsAndBiases(
             rundir, stated=asdict(config), options=config.run.wandb_options or {}, from_step=from_step, say=say
         ),

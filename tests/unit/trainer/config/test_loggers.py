@@ -12,8 +12,8 @@ WANDB = "--run.loggers=[wandb]"
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--run.loggers=[csv,csv]"], ("run.loggers", "csv", "twice")),
-        (["--run.loggers=[mlflow]"], ("run.loggers", "mlflow", "'tensorboard', 'csv', 'wandb'")),
+        (["--run.loggers=[wandb,wandb]"], ("run.loggers", "wandb", "twice")),
+        (["--run.loggers=[mlflow]"], ("run.loggers", "mlflow", "'tensorboard', 'wandb'")),
         (["--run.wandb_options={project: p}"], ("run.wandb_options", "run.loggers", "null")),
         ([WANDB, "--run.wandb_options={projekt: p}"], ("run.wandb_options", "projekt", "project")),
         ([WANDB, "--run.wandb_options={mode: later}"], ("run.wandb_options", "later", "online, offline")),

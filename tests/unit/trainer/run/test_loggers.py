@@ -1,7 +1,5 @@
 """TensorBoard, CSV, and Weights & Biases by a package that plays it: what each gets, and that none ends a run."""
 
-import csv
-import json
 import math
 import sys
 import threading
@@ -18,7 +16,7 @@ from bigbatch.trainer.build import job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run import weights_and_biases
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.loggers import KINDS_WITH_FIGURES, Csv, Guarded, TensorBoard, open_loggers
+from bigbatch.trainer.run.loggers import Guarded, TensorBoard, open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog
 from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
 
@@ -87,88 +85,6 @@ def send(rundir: RunDir, *, from_step: int = 0, options: Mapping[str, Any] | Non
     return said
 
 
-def read_csv(rundir: RunDir, kind: str) -> list[dict[str, str]]:
-    with (rundir.csv / f"{kind}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def logged(rundir: RunDir, *, from_step: int) -> MetricsLog:
-    log = MetricsLog(rundir, from_step=from_step)
-    log.loggers = [Guarded("csv", lambda: Csv(rundir), say=pytest.fail)]
-    return log
-
-
-def test_loggers_csv_has_a_row_for_each_record_and_a_column_for_each_figure(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    log = logged(rundir, from_step=0)
-    log.write("start", {"step": 0, "job": {}})
-    log.write("train", {"step": 1, "loss": 2.5, "grad_norm": None})
-    log.write("train", {"step": 2, "loss": 2.25, "grad_norm": 1.5})
-    log.write("train", {"step": 3, "loss": 2.0, "grad_norm": None})
-    log.write("eval", {"step": 3, "top1": 0.5, "metrics": {"balanced": 0.25}})
-    log.close()
-    assert read_csv(rundir, "train") == [
-        {"step": "1", "loss": "2.5", "grad_norm": ""},
-        {"step": "2", "loss": "2.25", "grad_norm": "1.5"},
-        {"step": "3", "loss": "2.0", "grad_norm": ""},
-    ]
-    assert read_csv(rundir, "eval") == [{"step": "3", "top1": "0.5", "metrics/balanced": "0.25"}]
-    assert sorted(path.name for path in rundir.csv.iterdir()) == ["eval.csv", "train.csv"]
-
-
-def test_loggers_csv_writes_nothing_outside_its_folder_whatever_a_record_is_called(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path / "run")
-    rundir.path.mkdir()
-    other = tmp_path / "other.csv"
-    other.write_text("kept")
-    kinds: list[object] = ["../../other", str(tmp_path / "other"), "a/b", "", ".", ["train"], None, 3]
-    odd = [{"kind": kind, "step": 1, "time": 1.0, "loss": 1} for kind in kinds]
-    rundir.metrics.write_text("".join(json.dumps(record) + "\n" for record in odd))
-    log = logged(rundir, from_step=1)
-    log.write("train", {"step": 2, "loss": 2.5})
-    log.close()
-    assert other.read_text() == "kept"
-    assert [path.name for path in rundir.csv.iterdir()] == ["train.csv"]
-
-
-def test_loggers_csv_removes_the_tables_of_an_earlier_run_and_nothing_else(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    rundir.csv.mkdir()
-    for name in ("train.csv", "eval.csv", "noise.csv", "input.csv", "measurements.csv"):
-        (rundir.csv / name).write_text("a,b\n")
-    logged(rundir, from_step=0).close()
-    assert {path.name: path.read_text() for path in rundir.csv.iterdir()} == {"measurements.csv": "a,b\n"}
-
-
-def test_loggers_csv_makes_a_table_that_was_taken_away_anew_with_its_head(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    log = logged(rundir, from_step=0)
-    for step in (1, 2):
-        log.write("train", {"step": step, "loss": 2.5})
-        if step == 1:
-            (rundir.csv / "train.csv").unlink()
-    log.close()
-    assert [row["step"] for row in read_csv(rundir, "train")] == ["1", "2"]
-
-
-def test_loggers_csv_keeps_a_column_of_any_name_in_one(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    odd = {"kind": "train", "step": 1, "time": 1.0, 'a, "b"\nc': 2.5, "loss": 1.5}
-    rundir.metrics.write_text(json.dumps(odd) + "\n")
-    Csv(rundir).close()
-    assert read_csv(rundir, "train") == [{"step": "1", 'a, "b"\nc': "2.5", "loss": "1.5"}]
-
-
-def test_loggers_csv_of_a_resumed_run_has_what_its_metrics_keep(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    for from_step, last in ((0, 4), (2, 3)):
-        log = logged(rundir, from_step=from_step)
-        for step in range(from_step + 1, last + 1):
-            log.write("train", {"step": step, "loss": step / 2})
-        log.close()
-    assert [row["step"] for row in read_csv(rundir, "train")] == ["1", "2", "3"]
-
-
 def test_loggers_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -214,18 +130,21 @@ def test_loggers_that_fail_are_said_once_and_leave_the_others(tmp_path: Path) ->
         raise PermissionError("read-only")
 
     broken = SimpleNamespace(write=lambda *_: 1 / 0, close=refuse)
-    log = logged(rundir, from_step=0)
+    kept: list[tuple[str, int, Any]] = []
+    good = SimpleNamespace(write=lambda *record: kept.append(record), close=lambda: None)
+    log = MetricsLog(rundir, from_step=0)
     log.loggers = [
         Guarded("first", refuse, say=said.append),
         Guarded("second", lambda: broken, say=said.append),  # type: ignore[arg-type, return-value]
-        *log.loggers,
+        Guarded("third", lambda: good, say=said.append),  # type: ignore[arg-type, return-value]
     ]
     for step in (1, 2):
         log.write("train", {"step": step, "loss": 1.0})
     log.close()
     assert [text.partition(": ")[2].split(" failed (")[0] for text in said] == ["first", "second"]
     assert all("the run goes on without it" in text for text in said)
-    assert len(read_csv(rundir, "train")) == len(list(read_records(rundir.metrics))) == 2
+    assert kept == [("train", step, {"loss": 1.0}) for step in (1, 2)]
+    assert len(list(read_records(rundir.metrics))) == 2
 
 
 def test_loggers_wandb_gets_config_and_figures_and_a_resumed_run_goes_on_in_it(
@@ -312,7 +231,7 @@ def test_loggers_without_the_extra_are_said_once_and_leave_the_others(
     if broken is None:
         monkeypatch.setitem(sys.modules, "wandb", None)
     said: list[str] = []
-    config = load_config(["--config", "quickstart", "--run.loggers=[csv,wandb]"])
+    config = load_config(["--config", "quickstart", "--run.loggers=[wandb]"])
     rundir = RunDir(tmp_path / "run")
     log = MetricsLog(rundir, from_step=0)
     log.loggers = open_loggers(config, rundir, from_step=0, say=said.append)
@@ -323,7 +242,7 @@ def test_loggers_without_the_extra_are_said_once_and_leave_the_others(
         log.write("train", {"step": step, "loss": 2.0})
     log.close()
     assert said == [told]
-    assert [row["step"] for row in read_csv(rundir, "train")] == ["1", "2"]
+    assert [record["step"] for record in read_records(rundir.metrics)] == [1, 2]
 
 
 @pytest.mark.slow
@@ -351,18 +270,16 @@ def test_loggers_of_a_whole_run_whose_wandb_is_away_or_missing(
         "run.log_every_steps": 1,
         "run.noise_scale_every_steps": 2,
         "schedule.warmup_epochs": 1,
-        "run.loggers": "[csv, wandb]",
+        "run.loggers": "[wandb]",
         "run.directory": tmp_path,
         "data.std": "[0.01,0.01,0.01]",
     }
     assert train.main(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]) == 0
     assert len([line for line in capsys.readouterr().out.splitlines() if "wandb" in line]) == num_said
     rundir = RunDir(tmp_path)
-    assert [row["step"] for row in read_csv(rundir, "train")] == ["1", "2", "3", "4"]
-    records = [record for record in read_records(rundir.metrics) if record["kind"] == "eval"]
-    assert [float(row["top1"]) for row in read_csv(rundir, "eval")] == [record["top1"] for record in records]
-    assert [row["step"] for row in read_csv(rundir, "noise")] == ["2", "4"]
-    assert {path.stem for path in rundir.csv.iterdir()} <= {*KINDS_WITH_FIGURES}
+    steps = [(record["kind"], record["step"]) for record in read_records(rundir.metrics)]
+    assert [step for kind, step in steps if kind == "train"] == [1, 2, 3, 4]
+    assert [step for kind, step in steps if kind == "noise"] == [2, 4]
     hints = [record["hint"] for record in read_records(rundir.metrics) if record["kind"] == "hint"]
     assert sum("far from normalised" in text for text in hints) == 1, "a hint has no figures, and no table"
     assert not rundir.tensorboard.exists()
@@ -370,8 +287,8 @@ def test_loggers_of_a_whole_run_whose_wandb_is_away_or_missing(
 
 def test_loggers_are_opened_in_the_order_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, PlayedWandb())
-    config = load_config(["--config", "quickstart", "--run.loggers=[csv,tensorboard,wandb]"])
+    config = load_config(["--config", "quickstart", "--run.loggers=[wandb,tensorboard]"])
     opened = open_loggers(config, RunDir(tmp_path), from_step=0, say=lambda text: None)
-    assert [type(each._logger) for each in opened] == [Csv, TensorBoard, WeightsAndBiases]
+    assert [type(each._logger) for each in opened] == [WeightsAndBiases, TensorBoard]
     for each in opened:
         each.close()
