@@ -13,7 +13,7 @@ HASHED := --no-require-hashes -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks test-weekly cluster \
-  cluster-links cluster-jobs faults test-cluster check lint docs format lock clean
+  cluster-links cluster-jobs faults proofs test-cluster check lint docs format lock clean
 
 train: .venv/ready
 	$(BIN)/bigbatch data generate data/shapes
@@ -52,6 +52,10 @@ test-all: test test-long test-weekly
 FAULTS ?= run --seed 7 --trials 20
 faults: .venv/ready
 	PYTHONPATH=tests/support $(BIN)/python -m faults $(FAULTS)
+
+# do short jobs end with the same bits as by the sources of another commit? make proofs AGAINST=COMMIT
+proofs: .venv/ready
+	$(BIN)/python tests/proofs.py $(AGAINST)
 
 # emulated nodes on this machine: needs iproute2, and root or a kernel that lets users make namespaces;
 # real Slurm jobs on them: needs root, and apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
