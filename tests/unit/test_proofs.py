@@ -9,7 +9,8 @@ import pytest
 import torch
 
 SPEC = importlib.util.spec_from_file_location("proofs", Path(__file__).parents[1] / "proofs.py")
-assert SPEC is not None and SPEC.loader is not None
+assert SPEC is not None
+assert SPEC.loader is not None
 proofs = importlib.util.module_from_spec(SPEC)
 sys.modules["proofs"] = proofs  # as dataclasses ask for it
 SPEC.loader.exec_module(proofs)
