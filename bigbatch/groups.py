@@ -66,11 +66,11 @@ GROUPS = {
                 "raise the learning rate step by step until the loss explodes",
             ),
             "search": (
-                "bigbatch.trainer.tune.search.options",
+                "bigbatch.experiments.search.options",
                 "search config values on short runs, from coarse to fine",
             ),
             "batch": (
-                "bigbatch.trainer.tune.batch.recommend",
+                "bigbatch.experiments.batch.recommend",
                 "recommend a global batch from the gradient noise scale of a run",
             ),
             "precision": (

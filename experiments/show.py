@@ -31,6 +31,10 @@ class Show:
         if self._bar:
             self._bar.start()
 
+    def skip(self) -> None:
+        """Take note that a point had ended before."""
+        self._num_points -= 1
+
     def end(self, point: Point, state: dict[str, Any]) -> None:
         """Take note that a point has ended."""
         self._ended += 1

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.largebatch.ablation_cases import OPTIMIZERS, Form, cases, recipe_of
+from bigbatch.experiments.search.space import parse_axis
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.tune.search.space import parse_axis
 
 Run = dict[str, Any]
 """seed, base_lr, top1 (None where it diverged), loss_curve of epoch and loss, seconds."""

@@ -40,8 +40,8 @@ from benchmarks.largebatch.form_command import chosen_form, form_parser, record_
 from benchmarks.largebatch.step_cost import update_milliseconds
 from benchmarks.record import version_of
 from bigbatch.errors import TrainingDiverged
+from bigbatch.experiments.search.space import parse_axis
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.tune.search.space import parse_axis
 
 Found = dict[str, Any]
 

@@ -33,6 +33,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.experiments.batch.critical import Pair, critical_batch, segments
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
@@ -44,7 +45,6 @@ from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
-from bigbatch.trainer.tune.batch.critical import Pair, critical_batch, segments
 
 PIXELS, HIDDEN, CLASSES = 16, 64, 10
 MICROBATCHES = 2

@@ -13,6 +13,7 @@ from bigbatch.experiments.engine.points import Point
 from bigbatch.files import parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run import folder as run_folder
 from bigbatch.trainer.run.folder import RunDir, writing
@@ -103,7 +104,7 @@ def first_state(point: Point) -> dict[str, Any]:
 def require_same(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> None:
     """Look only. Raises: LaunchOptionError where the folder holds another sweep, other points or other things."""
     if not folder.sweep.exists():
-        if folder.path.is_dir() and any(path.name != ".lock" for path in folder.path.iterdir()):
+        if folder.path.is_dir() and any(not path.name.startswith(".") for path in folder.path.iterdir()):
             if (folder.path / "search.json").exists():
                 raise LaunchOptionError(f"{folder.path} {EARLIER.format(what='a search', reads='')}")
             raise LaunchOptionError(f"{folder.path} is not empty and holds no sweep: name another --folder")
@@ -127,24 +128,25 @@ def require_same(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> No
         raise LaunchOptionError(f"{folder.path} has points of {seeds} seeds, not {plan.seeds}: they can only grow")
     for point in points:
         if folder.config(point.number).exists():
-            _require_same_experiment(folder, plan, point)
+            path, of_machine = folder.config(point.number), point.of_machine
+            require_same_experiment(path, point.config, config=plan.config, of_machine=of_machine)
 
 
-def _require_same_experiment(folder: SweepFolder, plan: Plan, point: Point) -> None:
-    path = folder.config(point.number)
+def require_same_experiment(path: Path, now: Config, *, config: str, of_machine: tuple[str, ...] = ()) -> None:
+    """Look only. config: its name; of_machine: keys whose old values count. Raises: LaunchOptionError."""
     try:
         old = read_dumped(read_plain(path).decode())
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise LaunchOptionError(f"{path} is not readable: remove {folder.point(point.number)}") from error
-    new = read_dumped(dump_config(point.config))
-    if Path(str(old.get("run.directory"))).absolute() == Path(point.config.run.directory).absolute():
-        old["run.directory"] = point.config.run.directory
-    new |= {key: old.get(key) for key in point.of_machine}
+        raise LaunchOptionError(f"{path} is not readable: remove {path.parent}") from error
+    new = read_dumped(dump_config(now))
+    if Path(str(old.get("run.directory"))).absolute() == Path(now.run.directory).absolute():
+        old["run.directory"] = now.run.directory
+    new |= {key: old.get(key) for key in of_machine}
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise LaunchOptionError(
                 f"{path} has {key}={json.dumps(old.get(key), default=str)} instead of {json.dumps(new.get(key))}: "
-                f"{plan.config} or what overrides it is not as it was when this folder was begun: put it back, or "
+                f"{config} or what overrides it is not as it was when this folder was begun: put it back, or "
                 "name another --folder"
             )
 

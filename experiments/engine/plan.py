@@ -27,7 +27,6 @@ OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "log
 """Options of bigbatch launch that a sweep sets itself."""
 SUCCESSORS = {
     "repeats": "seeds: N runs each point with N seeds",
-    "space": "a search is started by bigbatch tune search",
 }
 """Keys of earlier files, and what is written today."""
 SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
@@ -73,6 +72,9 @@ class Plan:
     """Runs instead of `bigbatch train`: a Python script, or -m and a module, with arguments; --config FILE follows."""
     inference: dict[str, Any] = field(default_factory=dict)
     """Forms in which what the last case trained answers, and the words of `bigbatch evaluate` that each adds."""
+
+    search: dict[str, Any] = field(default_factory=dict)
+    """What bigbatch tune search tries in its folder; a sweep has none."""
 
     @property
     def folder(self) -> Path:
@@ -198,6 +200,8 @@ def _mistakes(plan: Plan) -> Iterator[str]:
         yield f"steps: {plan.steps} measure speed on generated tensors, which {other} says nothing of: leave one out"
     if plan.script == ():
         yield "script: [] names none: give a script, or -m and a module, or leave the key out"
+    if plan.search:
+        yield "search: bigbatch tune search begins it and goes on with it"
     yield from _check_launch(plan)
     yield from _check_inference(plan)
     yield from _check_grid(plan)

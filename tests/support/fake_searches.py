@@ -1,14 +1,14 @@
 """Searches whose trials are fake_train.py instead of a training, for the tests of searching."""
 
-import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from bigbatch.trainer.tune.search import rounds
-from bigbatch.trainer.tune.search.coarse_to_fine import search
-from bigbatch.trainer.tune.search.experiment import Search
+from bigbatch.experiments.engine import engine
+from bigbatch.experiments.engine.folder import SweepFolder, read_state
+from bigbatch.experiments.search.search import Search, search
 
 FAKE = Path(__file__).with_name("fake_train.py")
 SPACE = "schedule.base_lr=log:1:64"
@@ -16,7 +16,7 @@ SPACE = "schedule.base_lr=log:1:64"
 
 @pytest.fixture(autouse=True)
 def poll_often(monkeypatch):
-    monkeypatch.setattr(rounds, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(engine, "POLL_SECONDS", 0.02)
 
 
 def stated(folder, **changes):
@@ -41,15 +41,17 @@ class Fake:
     def __init__(self, *own_options):
         self.own_options, self.made = own_options, []
 
-    def __call__(self, options, **kwargs):
-        self.made.append(options)
-        return [sys.executable, str(FAKE), *self.own_options, *options]
+    def __call__(self, plan, point, folder):
+        self.made.append(point.number)
+        return [sys.executable, str(FAKE), str(folder.config(point.number)), *self.own_options]
 
 
 def run(folder, fake=None, **changes):
     said = []
-    return search(stated(folder, **changes), say=said.append, make_argv=fake or Fake()), said
+    with mock.patch.object(engine, "point_command", fake or Fake()):
+        return search(stated(folder, **changes), say=said.append), said
 
 
-def trials(folder):
-    return [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+def states(folder):
+    found = SweepFolder(folder)
+    return [read_state(found, number)["state"] for number in found.numbers()]

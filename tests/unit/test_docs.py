@@ -20,9 +20,13 @@ from bigbatch.comm.bench.sweep import _parser as bench_parser
 from bigbatch.comm.bench.sweep import make_sweep
 from bigbatch.comm.bench.verify import _parser as sums_parser
 from bigbatch.comm.bench.verify import make_plan
+from bigbatch.experiments.batch.recommend import _parser as batch_parser
+from bigbatch.experiments.batch.recommend import short_run
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.report.publish import _parser as report_parser
+from bigbatch.experiments.search.options import parse_search
+from bigbatch.experiments.search.search import check_search
 from bigbatch.launch.start import make_parser as launch_parser
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
@@ -38,13 +42,9 @@ from bigbatch.trainer.inference.predict import _parser as predict_parser
 from bigbatch.trainer.mlperf.verify import _parser as verify_parser
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.run.checkpoint import save_checkpoint
-from bigbatch.trainer.tune.batch.recommend import _parser as batch_parser
-from bigbatch.trainer.tune.batch.recommend import short_run
 from bigbatch.trainer.tune.communication import _parser as tune_parser
 from bigbatch.trainer.tune.precision.recommend import main as tune_precision
 from bigbatch.trainer.tune.range.rising_rate import _parser as range_parser
-from bigbatch.trainer.tune.search.experiment import make_experiment
-from bigbatch.trainer.tune.search.options import parse_search
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -126,8 +126,8 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
         "tests/unit/launch/simulate/test_simulated_scaling.py::test_command_answers_and_writes_what_is_asked_for"
     ),
     "tune range": "tests/unit/trainer/tune/range/test_range.py::test_range_of_two_ranks_finds_where_the_loss_explodes",
-    "tune search": "tests/unit/trainer/tune/search/test_options.py::test_tune_search_of_real_runs_and_a_kill",
-    "tune batch": "tests/unit/trainer/tune/batch/test_batch.py::test_tune_batch_trains_a_short_run_that_measures",
+    "tune search": "tests/unit/experiments/search/test_options.py::test_tune_search_of_real_runs_and_a_kill",
+    "tune batch": "tests/unit/experiments/batch/test_batch.py::test_tune_batch_trains_a_short_run_that_measures",
     "tune precision": (
         "tests/unit/trainer/tune/precision/test_precision.py::test_tune_precision_predicts_what_training_so_reports"
     ),
@@ -518,7 +518,7 @@ def test_bigbatch_commands(
         config = load_config(["--config", arguments.config, *overrides])
         assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
     elif words[:2] == ["tune", "search"]:
-        make_experiment(parse_search(words[2:]))
+        check_search(parse_search(words[2:]))
     elif words[:2] == ["tune", "batch"]:
         arguments, overrides = batch_parser().parse_known_args(words[2:])
         if arguments.out:

@@ -25,7 +25,7 @@ ALLOWED = {
     "trainer/run/loggers.py": "TensorBoard's own files, in a folder that is no link, under names with time and process",
     "trainer/run/output.py": "/dev/null",
     "trainer/run/owner.py": "a hard link to a file of its own",
-    "trainer/tune/search/study.py": "Optuna's journal, which is no link",
+    "experiments/search/study.py": "Optuna's journal, which is no link",
 }
 METHODS = ("write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "savefig", "FileHandler", "SummaryWriter")
 METHODS += ("mkstemp", "NamedTemporaryFile", "truncate", "memmap", "to_csv", "tofile", "extractall")

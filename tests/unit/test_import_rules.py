@@ -38,8 +38,7 @@ ROOMS = (
     ("trainer.run",),
     ("trainer.build",),
     ("trainer.memory", "trainer.inference", "trainer.mlperf", "trainer.preflight"),
-    ("trainer.tune.search",),
-    ("trainer.tune.range", "trainer.tune.batch", "trainer.tune.precision"),
+    ("trainer.tune.range", "trainer.tune.precision"),
     ("trainer.tune",),
     ("trainer.doctor",),
     ("trainer",),
@@ -52,6 +51,7 @@ ROOMS = (
     ("experiments.engine",),
     ("experiments.report",),
     ("experiments",),
+    ("experiments.search", "experiments.batch"),
 )
 FLOORS = {f"bigbatch.{room}": floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 FORBIDDEN = (
@@ -74,7 +74,7 @@ DOORS = {
     "scipy": ("bigbatch.trainer.datasets.prepare", "bigbatch.trainer.mlperf.reference"),
     "pynvml": ("bigbatch.trainer.machine.gpu_driver",),
     "pyarrow": ("bigbatch.trainer.init.tables",),
-    "optuna": ("bigbatch.trainer.tune.search.study",),
+    "optuna": ("bigbatch.experiments.search.study",),
     "safetensors": ("bigbatch.trainer.run.weights",),
     "onnx": ("bigbatch.trainer.inference.formats",),
     "onnxscript": ("bigbatch.trainer.inference.formats",),

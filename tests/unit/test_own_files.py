@@ -12,7 +12,13 @@ from faults.table import read_records
 
 from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_settings
 from bigbatch.errors import SimulationError, UserError
-from bigbatch.experiments.engine.folder import SweepFolder, read_state, read_summary, require_same
+from bigbatch.experiments.engine.folder import (
+    SweepFolder,
+    read_state,
+    read_summary,
+    require_same,
+    require_same_experiment,
+)
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.files import parse_json
 from bigbatch.launch.emulate import state as emulated
@@ -24,7 +30,6 @@ from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.datasets.prepare import IMAGENETTE, SOURCES, missing_splits
 from bigbatch.trainer.input.shards import read_packed
 from bigbatch.trainer.run import owner
-from bigbatch.trainer.tune.search.folder import StudyFolder, require_own
 
 DEEP = "[" * 100_000
 TEXTS = {
@@ -44,11 +49,12 @@ def test_parse_json_refuses_deep_nests_as_any_other_damage() -> None:
     assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
 
 
+QUICK = load_config(["--config", "quickstart"])
 SCALING = read_plan(PACKAGED / "sweeps/scaling.yaml")
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "prepared": (SOURCES, lambda root: missing_splits(root, IMAGENETTE["160px"])),
     "generated": (MANIFEST, write_dataset),
-    "search": ("search.json", lambda root: require_own(StudyFolder(root), {"config": ""})),
+    "search": ("base.yaml", lambda root: require_same_experiment(root / "base.yaml", QUICK, config="quickstart")),
     "point": ("points/0/point.json", lambda root: read_state(SweepFolder(root), 0)),
     "summary": ("points/0/run/summary.json", lambda root: read_summary(SweepFolder(root), 0)),
     "sweep": ("sweep.yaml", lambda root: require_same(SweepFolder(root), SCALING, [])),

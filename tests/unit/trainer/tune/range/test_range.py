@@ -16,12 +16,12 @@ from error_texts import naming
 from matplotlib.figure import Figure
 
 from bigbatch.errors import ConfigError, RunFolderError
+from bigbatch.experiments.search.options import parse_search
+from bigbatch.experiments.search.search import make_experiment
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.tune.range import rising_rate as range_test
 from bigbatch.trainer.tune.range.curve import SmoothedLoss, Suggestion, exponential, smooth, suggest
 from bigbatch.trainer.tune.range.report import explain, plot_range
-from bigbatch.trainer.tune.search.experiment import make_experiment
-from bigbatch.trainer.tune.search.options import parse_search
 
 STEPS = 121
 LR = exponential(1e-3, 1e3, steps=STEPS)

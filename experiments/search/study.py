@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import TuneError, UserError, first_line
+from bigbatch.experiments.search.records import State, TrialEnd
+from bigbatch.experiments.search.space import Axis, SearchRange
 from bigbatch.files import read_plain, refuse_link
 from bigbatch.trainer.run.folder import writing
-from bigbatch.trainer.tune.search.records import State, TrialEnd
-from bigbatch.trainer.tune.search.space import Axis, SearchRange
 
 FIRST_JUDGED = 4
 """Trials of a round that finish before any is pruned: a median of fewer says little."""

@@ -4,8 +4,8 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import ConfigError
+from bigbatch.experiments.search.space import Grid, SearchRange, parse_axis, parse_space, shrink
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.tune.search.space import Grid, SearchRange, parse_axis, parse_space, shrink
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ from typing import Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
-from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
-from bigbatch.trainer.tune.batch.critical import (
+from bigbatch.experiments.batch.critical import (
     Pair,
     Row,
     critical_batch,
@@ -21,6 +19,8 @@ from bigbatch.trainer.tune.batch.critical import (
     thirds,
     trade,
 )
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,29 @@
 """Whole searches, with a stand-in for the training whose results are a closed form."""
 
+import csv
 import os
 import re
 import signal
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 import yaml
 from error_texts import naming
-from fake_searches import Fake, poll_often, run, stated, trials  # noqa: F401 - poll_often works by being here
+from fake_searches import Fake, poll_often, run, stated, states  # noqa: F401 - poll_often works by being here
 
 from bigbatch.errors import TuneError
+from bigbatch.experiments.search.study import Round
 from bigbatch.trainer.config.file import PACKAGED, load_config
+from bigbatch.trainer.run import child
 from bigbatch.trainer.run.folder import read_records
-from bigbatch.trainer.tune.search import running
-from bigbatch.trainer.tune.search.coarse_to_fine import search
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("metric", ["top1", "loss"])
-def test_second_round_comes_closer_to_the_best(tmp_path, metric):
+def test_second_round_comes_closer_to_the_best(tmp_path, metric, capsys):
     outcome, said = run(tmp_path, metric=metric)
     lrs = [[float(r.values["schedule.base_lr"]) for r in outcome.records if r.round == n] for n in (1, 2)]
     assert [len(each) for each in lrs] == [5, 5]
@@ -34,9 +36,13 @@ def test_second_round_comes_closer_to_the_best(tmp_path, metric):
         "round 1 of 2, 5 trials: schedule.base_lr from 1 to 64 (log)",
         next(line for line in said if line.startswith("round 2 of 2, 5 trials: schedule.base_lr from ")),
     ]
-    assert len([line for line in said if line.startswith("trial ") and line.endswith(" s)")]) == 10
+    printed = capsys.readouterr().out
+    assert "point 10 (schedule.base_lr=" in printed
+    assert "10 of 10" in printed
     assert (tmp_path / "search.png").stat().st_size > 1000
-    assert [trial["number"] for trial in trials(tmp_path)] == list(range(1, 11))
+    assert states(tmp_path) == ["done"] * 10
+    runs = list(csv.DictReader((tmp_path / "report/runs.csv").read_text().splitlines()))
+    assert len({row["schedule.base_lr"] for row in runs}) == 10
 
 
 @pytest.mark.long
@@ -63,13 +69,13 @@ def test_finished_search_repeats_its_result_and_runs_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_trials_that_diverge_count_as_failed(tmp_path):
-    outcome, said = run(tmp_path, Fake("--diverge-above", "16"), rounds=1)
+def test_trials_that_diverge_count_as_failed(tmp_path, capsys):
+    outcome, _ = run(tmp_path, Fake("--diverge-above", "16"), rounds=1)
     failed = [r for r in outcome.records if r.ended.state == "failed"]
     assert 0 < len(failed) < 10
     assert all(float(r.values["schedule.base_lr"]) > 16 for r in failed)
     assert all(r.ended.reason.startswith("the loss is nan at step ") for r in failed)
-    assert any("failed: the loss is nan at step " in line for line in said)
+    assert "failed: the loss is nan at step " in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -82,22 +88,24 @@ def test_search_whose_trials_all_fail_says_why(tmp_path):
     )
     assert "\n" not in message
     assert not (tmp_path / "best.yaml").exists()
-    assert len(trials(tmp_path)) == 4
+    assert states(tmp_path) == ["failed"] * 4
 
 
 @pytest.mark.long
 def test_evaluation_that_is_no_number_is_a_failure(tmp_path):
     code = """
-import json, sys, pathlib
-folder = pathlib.Path(sys.argv[sys.argv.index('--run.directory') + 1])
+import json, sys, pathlib, yaml
+folder = pathlib.Path(yaml.safe_load(open(sys.argv[1]))["run"]["directory"])
+folder.mkdir()
 folder.joinpath('metrics.jsonl').write_text(json.dumps(dict(kind='eval', step=1, epoch=1.0, loss=float('nan'), top1=0)))
+folder.joinpath('summary.json').write_text('{}')
 """
+
+    def fake(plan, point, folder):
+        return [sys.executable, "-c", code, str(folder.config(point.number))]
+
     with pytest.raises(TuneError, match=naming(tmp_path, "evaluation", " nan", "--study")):
-        search(
-            stated(tmp_path, trials=2, metric="loss"),
-            say=lambda text: None,
-            make_argv=lambda options, **_: [sys.executable, "-c", code, *options],
-        )
+        run(tmp_path, fake, trials=2, metric="loss")
 
 
 @pytest.mark.long
@@ -123,7 +131,8 @@ def test_worse_are_pruned_and_their_processes_end(tmp_path):
     pruned = [r for r in outcome.records if r.ended.state == "pruned"]
     assert pruned
     for record in pruned:
-        evaluated = list(read_records(tmp_path / f"trial-{record.number:04d}/metrics.jsonl"))
+        path = tmp_path / f"points/{record.number}/run/metrics.jsonl"
+        evaluated = [each for each in read_records(path) if each["kind"] == "eval"]
         assert len(evaluated) < 10
         assert record.ended.reason.startswith("worse than the median after ")
         assert record.ended.reason.endswith(" of 10 epochs")
@@ -137,7 +146,7 @@ def test_trials_run_at_once(tmp_path):
     fake = Fake("--together", "3")
     outcome, _ = run(tmp_path, fake, trials=3, rounds=1, parallel=3)
     assert [r.ended.state for r in outcome.records] == ["finished"] * 3
-    assert len({options[1] for options in fake.made}) == 3  # folders
+    assert fake.made == [1, 2, 3]
 
 
 def stop_after(condition, number):
@@ -158,17 +167,17 @@ def test_stopped_search_goes_on_with_what_it_had(tmp_path, number):
     whole, _ = run(tmp_path / "whole", trials=6)
     folder = tmp_path / "study"
     before = signal.getsignal(number)
-    stop_after(lambda: (folder / "trial-0002/metrics.jsonl").exists(), number)
+    stop_after(lambda: (folder / "points/2/run/metrics.jsonl").exists(), number)
     stopped, said = run(folder, Fake("--hold", "2"), trials=6)
     assert stopped is None
-    assert said[-1] == f"stopped by {signal.Signals(number).name}; the same command goes on from there"
+    assert said[-1] == "stopped; the same command goes on from there"
     assert signal.getsignal(number) == before
     assert not (folder / "best.yaml").exists()
-    kept = (folder / "trial-0002/metrics.jsonl").read_text()
+    kept = (folder / "points/2/run/metrics.jsonl").read_text()
     fake = Fake()
     resumed, _ = run(folder, fake, trials=6)
     assert len(fake.made) == 5  # the first is kept, the second goes on
-    assert (folder / "trial-0002/metrics.jsonl").read_text().startswith(kept)
+    assert (folder / "points/2/run/metrics.jsonl").read_text().startswith(kept)
     assert [(r.number, r.values, r.ended.result) for r in resumed.records] == [
         (r.number, r.values, r.ended.result) for r in whole.records
     ]
@@ -178,20 +187,32 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 
 @pytest.mark.long
-def test_second_interrupt_ends_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(running, "END_SECONDS", 0.1)
-    output, asked = tmp_path / "trial-0001/output.txt", threading.Event()
-    ask_to_stop = running.RunningTrial.ask_to_stop
+def test_second_interrupt_presses_and_a_deaf_trial_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(child, "PATIENCE_SECONDS", (60.0, 0.1))
+    log, asked = tmp_path / "points/1/log.txt", threading.Event()
+    ask_to_stop = child.ChildProcess.ask_to_stop
 
-    def ask(trial):
-        ask_to_stop(trial)
+    def ask(process):
+        ask_to_stop(process)
         asked.set()
 
-    monkeypatch.setattr(running.RunningTrial, "ask_to_stop", ask)
-    stop_after(lambda: output.exists() and output.read_text(), signal.SIGINT)
+    monkeypatch.setattr(child.ChildProcess, "ask_to_stop", ask)
+    stop_after(lambda: log.exists() and log.read_text(), signal.SIGINT)
     stop_after(asked.is_set, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        search(stated(tmp_path), say=lambda text: None, make_argv=lambda options, **_: [sys.executable, "-c", DEAF])
+    outcome, _ = run(tmp_path, lambda *_: [sys.executable, "-c", DEAF])
+    assert outcome is None
+    assert states(tmp_path) == ["missing"]
+
+
+@pytest.mark.long
+def test_trial_that_ended_and_was_not_told_is_not_run_again(tmp_path):
+    """A search that was killed between the end of a trial and its line in the journal."""
+    fake = Fake()
+    with mock.patch.object(Round, "tell", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run(tmp_path, fake, trials=2, rounds=1)
+    outcome, _ = run(tmp_path, fake, trials=2, rounds=1)
+    assert fake.made == [1, 2]
+    assert [record.ended.state for record in outcome.records] == ["finished"] * 2
 
 
 @pytest.mark.long

@@ -8,11 +8,10 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TuneError
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.experiments.search.search import Search, first_commands, search
+from bigbatch.experiments.search.space import FORMS
 from bigbatch.numbers import whole
 from bigbatch.paths import expand_path
-from bigbatch.trainer.tune.search.coarse_to_fine import first_commands, search
-from bigbatch.trainer.tune.search.experiment import Search
-from bigbatch.trainer.tune.search.space import FORMS
 
 
 def main(argv: Sequence[str]) -> int:

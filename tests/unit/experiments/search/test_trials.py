@@ -2,11 +2,9 @@
 
 import errno
 import itertools
-import json
 import math
 import os
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,40 +14,26 @@ from error_texts import naming
 
 from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
-from bigbatch.interpreter import bigbatch_argv
-from bigbatch.trainer.run.folder import read_records
-from bigbatch.trainer.tune.search import running
-from bigbatch.trainer.tune.search.experiment import Search, make_experiment
-from bigbatch.trainer.tune.search.records import TrialEnd, TrialRecord, best_record, ranked
-from bigbatch.trainer.tune.search.report import draw_search, table
-from bigbatch.trainer.tune.search.running import RunningTrial, find_reason
-from bigbatch.trainer.tune.search.short_run import Launch, gpus_of, parse_launch, train_argv
-from bigbatch.trainer.tune.search.space import Grid, SearchRange
-from bigbatch.trainer.tune.search.study import Round
+from bigbatch.experiments.engine.engine import _Engine
+from bigbatch.experiments.launching import Launch, parse_launch
+from bigbatch.experiments.search.plot import draw_search
+from bigbatch.experiments.search.records import TrialEnd, TrialRecord, best_record, ranked
+from bigbatch.experiments.search.search import Search, check_search
+from bigbatch.experiments.search.space import Grid, SearchRange
+from bigbatch.experiments.search.study import Round
 
-ALONE = Launch((), 1, is_here=True)
 LR = SearchRange("schedule.base_lr", 1, 64, is_log=True, is_int=False)
 MOMENTUM = Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
 
-# a trial's config
-
-
-def test_train_argv_of_a_trial():
-    options, base = ["--run.epochs", "2"], Path("base.yaml")
-    alone = train_argv(options, base=base, launch=ALONE, gpus=[])
-    assert alone == [*bigbatch_argv(), "train", "--config", "base.yaml", *options]
-    launch = parse_launch(["mpirun", "--ranks", "2"])
-    assert train_argv(options, base=base, launch=launch, gpus=["4", "5"]) == [
-        *("env", "CUDA_VISIBLE_DEVICES=4,5", *bigbatch_argv(), "launch", "mpirun", "--ranks", "2"),
-        *("--", "train", "--config", "base.yaml", "--run.epochs", "2"),
-    ]
+# how it is started
 
 
 def test_launch_words(capsys):
-    assert parse_launch([]) == ALONE
-    assert parse_launch(["torchrun", "--ranks", "3"]) == Launch(("torchrun", "--ranks", "3"), 3, is_here=True)
+    assert parse_launch([]) == Launch((), 1)
+    assert parse_launch(["torchrun", "--ranks", "3"]) == Launch(("torchrun", "--ranks", "3"), 3)
+    assert parse_launch([]).place == {"where": "local", "ranks": 1, "launch": {}}
     words = ("mpirun", "--ranks", "4", "--hosts", "n0:2,n1:2")
-    assert parse_launch(words) == Launch(words, 4, is_here=False)
+    assert parse_launch(words) == Launch(words, 4, "n0:2,n1:2")
     wrong = (["mpirun"], ["srun", "--ranks", "2"], ["mpirun", "--ranks", "0"], ["mpirun", "--ranks", "2", "--", "x"])
     for words in (*wrong, ["mpirun", "--ranks", "two"], ["--ranks", "2"]):
         with pytest.raises(ConfigError, match=naming(f"--launch '{' '.join(words)}': ", "'mpirun --ranks 2'")):
@@ -61,126 +45,23 @@ def test_launch_words(capsys):
     ("num_ranks", "gpus", "of_slots"),
     [
         (1, "0123", ["0", "1", "2", "3", "0"]),
-        (2, "0123", ["01", "23", "01"]),
-        (2, "012", ["01", "20", "12"]),
+        (2, "0123", ["0,1", "2,3", "0,1"]),
+        (2, "012", ["0,1", "2,0", "1,2"]),
         (4, "0123", ["", ""]),  # all of them anyway
         (8, "0123", [""]),
         (1, "", [""]),
     ],
 )
 def test_gpus_are_taken_in_turn(num_ranks, gpus, of_slots):
-    launch = Launch(("mpirun",), num_ranks, is_here=True)
-    assert ["".join(gpus_of(slot, gpus=gpus, launch=launch)) for slot in range(len(of_slots))] == of_slots
-
-
-def test_gpus_of_other_hosts_are_left_alone():
-    assert gpus_of(0, gpus="0123", launch=Launch(("mpirun",), 1, is_here=False)) == []
+    engine = _Engine(None, None, None, [], gpus)
+    seen = [engine._seen(SimpleNamespace(ranks=num_ranks), slot) for slot in range(len(of_slots))]
+    assert seen == [["env", f"CUDA_VISIBLE_DEVICES={each}"] if each else [] for each in of_slots]
 
 
 def test_gpus_have_the_names_that_their_user_gave():
     assert visible_gpus(2, {}) == ["0", "1"]
     assert visible_gpus(2, {"CUDA_VISIBLE_DEVICES": "4,GPU-8f"}) == ["4", "GPU-8f"]
     assert visible_gpus(0, {"CUDA_VISIBLE_DEVICES": ""}) == []
-
-
-# its process
-
-
-def start(code, folder):
-    with (folder / "lock").open("a") as lock:
-        return RunningTrial([sys.executable, "-c", code], folder / "trial", inherits=lock)
-
-
-ON_SIGTERM = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: "
-WAIT = "; print('ready', flush=True)\nwhile True: time.sleep(60)"
-
-
-def wait_for(trial, seconds=200.0):
-    until = time.monotonic() + seconds
-    while trial.exit_code() is None:
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    return trial.exit_code()
-
-
-def wait_for_word(trial, word="ready"):
-    until = time.monotonic() + 200
-    while word not in (trial.folder / running.OUTPUT).read_text():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def test_reason_of_this_process_and_not_of_an_earlier_one(tmp_path):
-    assert wait_for(start("import sys; sys.exit('bigbatch: first')", tmp_path)) == 1
-    second = start("import sys; print('bigbatch: second'); sys.exit(1)", tmp_path)
-    assert wait_for(second) == 1
-    assert second.reason() == "second"
-    silent = start("import sys; sys.exit(3)", tmp_path)
-    assert wait_for(silent) == 3
-    assert silent.reason() == "it ended with exit code 3 and without a word"
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (
-            "start\nbigbatch: the loss is nan at step 3: lower it\n-----\nprterun detected\n",
-            "the loss is nan at step 3: lower it",
-        ),
-        ("bigbatch: rank 0\nbigbatch: rank 1\n", "rank 1"),
-        ("bigbatch: no picture\nbigbatch: rank 1 ended with exit code 1; ending the others\n", "no picture"),
-        (
-            "x\nbigbatch: rank 1 ended with exit code 1; ending the others\n",
-            "rank 1 ended with exit code 1; ending the others",
-        ),
-        ("Traceback\nValueError: bad\n\n", "ValueError: bad"),
-        ("bigbatch: no class \x1b]0;owned\x07 here\n", r"no class \x1b]0;owned\x07 here"),
-        ("", ""),
-    ],
-)
-def test_reasons(text, reason):
-    assert find_reason(text) == reason
-
-
-def test_trial_is_asked_to_stop(tmp_path):
-    trial = start(f"{ON_SIGTERM}sys.exit(130)){WAIT}", tmp_path)
-    wait_for_word(trial)
-    assert trial.exit_code() is None
-    assert not trial.was_asked
-    trial.ask_to_stop()
-    assert wait_for(trial) == 130
-
-
-def test_trial_that_does_not_listen_is_killed(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    trial = start(f"{ON_SIGTERM}os.write(1, b'asked\\n')){WAIT}", tmp_path)
-    wait_for_word(trial)
-    trial.ask_to_stop()
-    for seconds, num_asked in zip(running.PATIENCE_SECONDS, (1, 2), strict=True):
-        wait_for_word(trial, "asked\n" * num_asked)
-        now[0] += 0.9 * seconds
-        assert trial.exit_code() is None
-        assert len(trial._requests) == num_asked
-        now[0] += 0.2 * seconds
-        assert trial.exit_code() is None, "this look asks again, or kills"
-    assert wait_for(trial) == -9
-    assert (trial.folder / running.OUTPUT).read_text().split() == ["ready", "asked", "asked"]
-
-
-def test_metrics_are_read_again_only_when_they_have_grown(tmp_path, monkeypatch):
-    trial, reads = start("", tmp_path), []
-    monkeypatch.setattr(running, "read_records", lambda path: reads.append(path) or read_records(path))
-    wait_for(trial)
-    path = tmp_path / "trial/metrics.jsonl"
-    assert trial.new_evaluations() == []
-    for epoch in (1.0, 2.0):
-        with path.open("a") as file:
-            file.write(json.dumps({"kind": "eval", "epoch": epoch}) + "\n")
-        assert [record["epoch"] for record in trial.new_evaluations()] == [epoch]
-        assert [trial.new_evaluations() for _ in range(5)] == [[]] * 5
-        assert trial.last_evaluation()["epoch"] == epoch
-    assert len(reads) == 2
 
 
 # the study
@@ -284,7 +165,7 @@ def make(tmp_path, **changes):
         "parallel": 1,
         "launch": (),
     }
-    return make_experiment(Search(**(stated | changes)))
+    return check_search(Search(**(stated | changes)))
 
 
 @pytest.mark.slow
@@ -302,7 +183,7 @@ def make(tmp_path, **changes):
         ({"config": ("--config", "quickstart", "--run.epoch", "2")}, (" run.epoch;", " run.epochs")),
     ],
 )
-def test_make_experiment_refuses_before_anything_runs(tmp_path, changes, named):
+def test_check_search_refuses_before_anything_runs(tmp_path, changes, named):
     with pytest.raises(ConfigError, match=naming(*named)):
         make(tmp_path, **changes)
     assert list(tmp_path.iterdir()) == []
@@ -326,7 +207,7 @@ def test_prune_of_nothing_in_the_warmup(tmp_path, warmup, epoch):
 # what came out
 
 
-def test_result_ranks_and_table():
+def test_result_ranks():
     def record(number, result, state="finished"):
         return TrialRecord(
             number, 1, {"schedule.base_lr": str(number)}, TrialEnd(state, result, "" if result else "nan", 9.87)
@@ -337,15 +218,6 @@ def test_result_ranks_and_table():
     assert [each.number for each in ranked(records, metric="loss")] == [1, 3, 4, 2]
     assert best_record(records, metric="loss") == records[0]
     assert best_record(records[1:2], metric="top1") is None
-    assert table(records, metric="top1") == [
-        "trial  round  schedule.base_lr  top-1 (%)  seconds  outcome",
-        "    3      1                 3      75.00      9.9  finished",
-        "    4      1                 4      75.00      9.9  finished",
-        "    1      1                 1      25.00      9.9  finished",
-        "    2      1                 2          -      9.9  failed: nan",
-    ]
-    many = table([record(number, 0.5) for number in range(1, 24)], metric="loss")
-    assert (len(many), many[-1]) == (22, "and 3 more in trials.jsonl")
 
 
 # the picture
@@ -388,7 +260,6 @@ def test_search_picture_has_its_star_where_the_table_has_its_first_row():
     figure = draw_search(TRIALS, (LR, MODEL), metric="top1")
     stars = [panel.collections[-1].get_offsets().tolist() for panel in figure.axes]
     assert stars == [[[16, 75]], [[4, 75]]]
-    assert table(TRIALS, metric="top1")[1].split()[0] == "1"
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["round 1", "round 1, pruned (where it ended)", "best that finished: trial 1, top-1 75.00%"]
     assert figure.get_suptitle() == "4 trials, without 1 that failed"

@@ -7,12 +7,12 @@ import time
 
 import pytest
 from error_texts import naming
-from fake_searches import SPACE, stated, trials
+from fake_searches import SPACE, stated, states
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, TuneError
+from bigbatch.experiments.search.options import parse_search
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.tune.search.options import parse_search
 
 WORDS = ("tune", "search", "--config", "quickstart", "--space", SPACE, "--trials", "4", "--epochs", "2", "--study")
 
@@ -37,10 +37,9 @@ def test_tune_search_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2  # a round has two trials
     for number, line in enumerate(lines, start=1):
-        words = line.split()
-        program = words.index("-m")
-        assert words[program : program + 5] == ["-m", "bigbatch", "launch", "torchrun", "--ranks"]
-        assert words[words.index("--run.directory") + 1] == str(folder / f"trial-000{number}")
+        assert f"point {number} (schedule.base_lr=" in line
+        assert "bigbatch launch torchrun --ranks 2 -- train --config" in line
+        assert line.endswith(str(folder / f"points/{number}/config.yaml"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -49,7 +48,7 @@ def test_tune_search_refuses_to_be_a_rank_of_a_job(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    from bigbatch.trainer.tune.search import options as search_command
+    from bigbatch.experiments.search import options as search_command
 
     with pytest.raises(TuneError, match=naming(" 2: ", "--launch")):
         search_command.main([*WORDS[2:], str(tmp_path)])
@@ -77,21 +76,20 @@ def test_tune_search_of_real_runs_and_a_kill(tmp_path):
     words = [*WORDS, str(folder), "--trials", "3", "--launch", "mpirun --ranks 2", *settings]
     first = subprocess.Popen([sys.executable, "-m", "bigbatch", *words], stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 200
-    while not (folder / "trial-0002/metrics.jsonl").exists():
+    while not (folder / "points/2/run/metrics.jsonl").exists():
         assert time.monotonic() < until
         assert first.poll() is None
         time.sleep(0.05)
     first.kill()
     first.communicate()
-    kept = (folder / "trial-0001/summary.json").stat().st_mtime_ns
+    kept = (folder / "points/1/run/summary.json").stat().st_mtime_ns
     done = subprocess.run(
         [sys.executable, "-m", "bigbatch", *words], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "trial-0001/summary.json").stat().st_mtime_ns == kept
-    assert [trial["state"] for trial in trials(folder)] == ["finished"] * 3
+    assert (folder / "points/1/run/summary.json").stat().st_mtime_ns == kept
+    assert states(folder) == ["done"] * 3
     for number in range(1, 4):
-        summary = json.loads((folder / f"trial-000{number}/summary.json").read_text())
+        summary = json.loads((folder / f"points/{number}/run/summary.json").read_text())
         assert (summary["world_size"], summary["epochs"]) == (2, 2)
-        assert summary["top1"] == trials(folder)[number - 1]["result"]
     assert load_config(["--config", str(folder / "best.yaml")]).run.epochs == 12

@@ -14,6 +14,8 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.experiments.batch.report import Answer, explain, make_answer, plot_answer
+from bigbatch.experiments.launching import parse_launch, train_argv
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
@@ -22,8 +24,6 @@ from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 from bigbatch.trainer.run.noise_scale import FEWEST, measured
 from bigbatch.trainer.step.signals import STOP_SIGNALS, handling
-from bigbatch.trainer.tune.batch.report import Answer, explain, make_answer, plot_answer
-from bigbatch.trainer.tune.search.short_run import parse_launch, train_argv
 
 KEY = "run.noise_scale_every_steps"
 
@@ -108,7 +108,7 @@ def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[s
     every = base.run.noise_scale_every_steps or 1
     short = dataclasses.replace(short, run=dataclasses.replace(short.run, noise_scale_every_steps=every))
     options = [*overrides, *differences(base, short)]
-    return train_argv(options, base=Path(arguments.what), launch=launch, gpus=())
+    return train_argv(options, base=Path(arguments.what), launch=launch)
 
 
 def _train(command: Sequence[str]) -> int:

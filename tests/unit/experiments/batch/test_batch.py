@@ -15,11 +15,8 @@ from error_texts import naming
 from matplotlib.figure import Figure
 
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
-from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.noise_scale import KIND, NoiseScale, running
-from bigbatch.trainer.tune.batch import recommend
-from bigbatch.trainer.tune.batch.critical import (
+from bigbatch.experiments.batch import recommend
+from bigbatch.experiments.batch.critical import (
     MOST_SEGMENTS,
     Pair,
     critical_batch,
@@ -30,7 +27,10 @@ from bigbatch.trainer.tune.batch.critical import (
     thirds,
     trade,
 )
-from bigbatch.trainer.tune.batch.report import explain, make_answer, plot_answer
+from bigbatch.experiments.batch.report import explain, make_answer, plot_answer
+from bigbatch.trainer.config.file import dump_config, load_config
+from bigbatch.trainer.run.folder import RunDir, read_records
+from bigbatch.trainer.run.noise_scale import KIND, NoiseScale, running
 
 BATCH = 512
 """That of the quick start, in microbatches of 128."""
@@ -312,7 +312,7 @@ def stop_the_training(number: signal.Signals, *, answer: str, mark: Path) -> tup
     """Send a signal to the command while a child that answers so runs for it; its code, and what it told."""
     child = f"import pathlib, signal, sys, time\n{answer}\npathlib.Path({str(mark)!r}).touch()\n"
     child += "for _ in range(600): time.sleep(0.1)"  # what comes just before a sleep is answered after it
-    command = "import sys; from bigbatch.trainer.tune.batch import recommend; sys.exit(recommend._train(sys.argv[1:]))"
+    command = "import sys; from bigbatch.experiments.batch import recommend; sys.exit(recommend._train(sys.argv[1:]))"
     words = [sys.executable, "-c", command, sys.executable, "-c", child]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     while not mark.exists():

@@ -28,13 +28,6 @@ class TrialRecord:
     values: dict[str, str]
     ended: TrialEnd
 
-    def describe(self, *, metric: Metric) -> str:
-        """Describe a trial in one line, without the number."""
-        outcome = f"{self.ended.state}: {self.ended.reason}"
-        if self.ended.state == "finished":
-            outcome = show_result(result_of(self), metric=metric)
-        return f"{show_values(self.values)}: {outcome} ({self.ended.seconds:.1f} s)"
-
 
 def best_record(records: Sequence[TrialRecord], *, metric: Metric) -> TrialRecord | None:
     """Find the first finished one with the highest top-1 or the lowest loss; None where none finished."""

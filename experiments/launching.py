@@ -1,0 +1,52 @@
+"""How the ranks of a short run are started: the words of --launch."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import ConfigError
+from bigbatch.interpreter import bigbatch_argv
+from bigbatch.numbers import whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Says how the ranks of a run are started: words of `bigbatch launch`; none for one process."""
+
+    words: tuple[str, ...]
+    num_ranks: int
+    hosts: str | None = None
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Return it as keys of a sweep's file."""
+        where = self.words[0] if self.words else "local"
+        return {"where": where, "ranks": self.num_ranks, "launch": {"hosts": self.hosts} if self.hosts else {}}
+
+
+def parse_launch(words: Sequence[str]) -> Launch:
+    """Parse what --launch says. Raises: ConfigError."""
+    if not words:
+        return Launch((), 1)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("launcher", nargs="?", choices=("mpirun", "torchrun"))  # for a missing one it would exit
+    parser.add_argument("--ranks", type=whole)
+    parser.add_argument("--hosts")
+    try:
+        arguments, others = parser.parse_known_args(list(words))
+    except argparse.ArgumentError:
+        others = list(words)
+    if others or arguments.launcher is None or arguments.ranks is None or arguments.ranks < 1:
+        raise ConfigError(
+            f"--launch '{' '.join(words)}': give the words of bigbatch launch, such as 'mpirun --ranks 2', or "
+            "'mpirun --ranks 16 --hosts n0:8,n1:8'"
+        )
+    return Launch(tuple(words), arguments.ranks, arguments.hosts)
+
+
+def train_argv(options: Sequence[str], *, base: Path, launch: Launch) -> list[str]:
+    """Train base with those options."""
+    words = ["train", "--config", str(base), *options]
+    return [*bigbatch_argv(), *(["launch", *launch.words, "--"] if launch.words else []), *words]

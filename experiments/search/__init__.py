@@ -1,0 +1,1 @@
+"""`bigbatch tune search`: from coarse to fine, in rounds of short runs."""

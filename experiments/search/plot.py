@@ -1,0 +1,88 @@
+"""The picture of a search: results over each value."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bigbatch.colours import COLOURS
+from bigbatch.experiments.search.records import (
+    Metric,
+    TrialRecord,
+    ranked,
+    result_of,
+    show_result,
+)
+from bigbatch.experiments.search.space import Axis, SearchRange
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NUM_TICKS = 4
+"""Of a range: so many numbers of up to eight characters fit side by side."""
+TICK_CHARACTERS = 30
+"""Of all values of a grid; more do not fit side by side."""
+
+
+def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric: Metric) -> "Figure":
+    """Draw results over each value: a colour per round, hollow where a trial was pruned, a star at the best."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(5.6, 4.2 * len(axes)), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    for panel, axis in zip(panels, axes, strict=True):
+        for number in sorted({record.round for record in records}):
+            _draw(panel, [record for record in records if record.round == number], axis, metric=metric)
+        _draw_best(panel, ranked(records, metric=metric)[0], axis, metric=metric)
+        _set_ticks(panel, axis)
+        panel.set(xlabel=axis.key)
+        panel.grid(alpha=0.25, linewidth=0.8)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("top-1 (%)" if metric == "top1" else "cross-entropy (nats)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, 2 * len(axes)), fontsize=8, frameon=False)
+    failed = sum(record.ended.state == "failed" for record in records)
+    told = "1 trial" if len(records) == 1 else f"{len(records)} trials"
+    figure.suptitle(told + (f", without {failed} that failed" if failed else ""), fontsize=13)
+    return figure
+
+
+def _draw(panel: "Axes", records: Sequence[TrialRecord], axis: Axis, *, metric: Metric) -> None:
+    color = COLOURS[(records[0].round - 1) % len(COLOURS)]
+    for state, face in (("finished", color), ("pruned", "none")):
+        mine = [record for record in records if record.ended.state == state and record.ended.result is not None]
+        label = f"round {records[0].round}" + (", pruned (where it ended)" if state == "pruned" else "")
+        if mine:
+            points = [_point(record, axis, metric=metric) for record in mine]
+            panel.scatter(*zip(*points, strict=True), edgecolors=color, facecolors=face, label=label)
+
+
+def _draw_best(panel: "Axes", best: TrialRecord, axis: Axis, *, metric: Metric) -> None:
+    x, y = _point(best, axis, metric=metric)
+    label = f"best that finished: trial {best.number}, {show_result(result_of(best), metric=metric)}"
+    panel.scatter([x], [y], marker="*", s=200, color="black", zorder=3, label=label)
+
+
+def _set_ticks(panel: "Axes", axis: Axis) -> None:
+    """Place few enough that their texts do not touch."""
+    if not isinstance(axis, SearchRange):
+        is_long = sum(map(len, axis.texts)) > TICK_CHARACTERS
+        rotation, side = (30, "right") if is_long else (0, "center")
+        panel.set_xticks(range(len(axis.texts)), labels=list(axis.texts), rotation=rotation, ha=side)
+        panel.set_xlim(-0.5, len(axis.texts) - 0.5)
+        return
+    steps = range(NUM_TICKS)
+    if axis.is_log:
+        panel.set_xscale("log")
+        panel.minorticks_off()
+        ticks = [axis.low * (axis.high / axis.low) ** (i / steps[-1]) for i in steps]
+    else:
+        ticks = [axis.low + (axis.high - axis.low) * i / steps[-1] for i in steps]
+    texts = dict.fromkeys(str(round(tick)) if axis.is_int else f"{tick:.3g}" for tick in ticks)
+    panel.set_xticks([float(text) for text in texts], labels=list(texts))
+
+
+def _point(record: TrialRecord, axis: Axis, *, metric: Metric) -> tuple[float, float]:
+    """Place a trial: grids by the index of the value."""
+    text, result = record.values[axis.key], result_of(record)
+    x = float(text) if isinstance(axis, SearchRange) else float(axis.texts.index(text))
+    return x, 100 * result if metric == "top1" else result

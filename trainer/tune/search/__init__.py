@@ -1,1 +1,0 @@
-"""The search from coarse to fine."""
