@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.experiments.search.options import parse_search
-from bigbatch.experiments.search.search import make_experiment
+from bigbatch.experiments.search.search import check_search
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.tune.range import rising_rate as range_test
 from bigbatch.trainer.tune.range.curve import SmoothedLoss, Suggestion, exponential, smooth, suggest
@@ -137,10 +137,10 @@ def test_range_needs_no_earlier_one(words, tmp_path, monkeypatch):
     kept = range_test._without_earlier_test(experiment)
     command = shlex.split(explain(Suggestion(4.0, 100.0, 4.0), high=1e3, experiment=kept)[-1])
     search = parse_search([*command[3:], "--study", str(tmp_path / "study")])
-    assert make_experiment(search).config({"schedule.base_lr": "4"}).data.flip is False
+    assert check_search(search).config({"schedule.base_lr": "4"}).data.flip is False
     twice = replace(search, config=(*search.config, "--schedule.range_test=runs/older"))
     with pytest.raises(ConfigError, match=naming("schedule.base_lr both state the rate")):
-        make_experiment(twice)
+        check_search(twice)
 
 
 @pytest.mark.parametrize(
