@@ -109,7 +109,7 @@ class Communicator:
         why = ""
         if algorithm == AUTO:
             algorithm, why = choose_algorithm(self.backend, table=table, table_from=table_from)
-        _require_wire(wire, self.backend, algorithm=algorithm)
+        _require_wire(wire, self.backend)
         names = self.algorithms
         if algorithm in ALGORITHMS and algorithm not in (*names, "hybrid"):
             raise ValueError(
@@ -389,7 +389,7 @@ def _by_way_of_host(
     return by_way_of_host
 
 
-def _require_wire(wire: Wire, transport: Backend, *, algorithm: str) -> None:
+def _require_wire(wire: Wire, transport: Backend) -> None:
     if wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
         raise ValueError(
             f"{transport.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another backend"

@@ -126,8 +126,7 @@ def connect(
     pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
     bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or auto: what the table says, without one NCCL's own,
     and hierarchical elsewhere; group_size cuts hosts into smaller node groups;
-    wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide), "int8"
-    makes them a quarter;
+    wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
     reduce_dtype "fp32" sums what travels in half precision in fp32, "wire" rounds partial sums at each hop;
     max_ctas bounds the thread blocks of one of NCCL's kernels; buffers "registered" or "symmetric" has it sum fusion
     buffers without a copy (see RegisteredMemory);

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,14 @@ class Launch:
         """Return it as keys of a sweep's file."""
         where = self.words[0] if self.words else "local"
         return {"where": where, "ranks": self.num_ranks, "launch": {"hosts": self.hosts} if self.hosts else {}}
+
+
+def split_launch(text: str) -> tuple[str, ...]:
+    """Split the value of --launch as a shell would. Raises: ConfigError."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"--launch {text!r} is no command line: {error}") from error
 
 
 def parse_launch(words: Sequence[str]) -> Launch:

@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
     if words[:1] == ["emulate"]:
         return emulate.main(words[1:], environ=os.environ)
     split = words.index("--") if "--" in words else len(words)
-    for name in (word.partition("=")[0] for word in words[:split]):
+    stated = (word.partition("=")[0] for word in words[1:split] if word.startswith("--"))
+    for name in (*words[:1], *stated):
         if name in REMOVED:
             raise JobRefused([f"{name} is there no more: {REMOVED[name]}"])
     parser = make_parser()

@@ -1,7 +1,7 @@
 """Whole numbers whose sum over ranks has a closed form and no rounding, so that a wrong element can be counted."""
 
-LIMITS = {"float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8, "int8": 127}
-"""Up to here every whole number has its own value: 2 to the number of significant bits, or int8's largest."""
+LIMITS = {"float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
+"""Up to here every whole number has its own value: 2 to the number of significant bits."""
 
 PERIOD = 1021
 """Elements after which the numbers repeat: a prime, so that a part in another's place is seen."""

@@ -15,7 +15,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.experiments.batch.report import Answer, explain, make_answer, plot_answer
-from bigbatch.experiments.launching import parse_launch, train_argv
+from bigbatch.experiments.launching import parse_launch, split_launch, train_argv
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
@@ -99,11 +99,7 @@ def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[s
         raise ConfigError(f"--epochs {arguments.epochs} must be at least 1")
     words = ["--config", arguments.what, *overrides]
     base = load_config(words, prog="bigbatch tune batch")
-    try:
-        launch_words = shlex.split(arguments.launch or "")
-    except ValueError as error:
-        raise ConfigError(f"--launch {arguments.launch!r} is no command line: {error}") from error
-    launch = parse_launch(launch_words)
+    launch = parse_launch(split_launch(arguments.launch or ""))
     short = shorten(base, epochs=arguments.epochs, evaluate_each=False, directory=arguments.out)
     every = base.run.noise_scale_every_steps or 1
     short = dataclasses.replace(short, run=dataclasses.replace(short.run, noise_scale_every_steps=every))

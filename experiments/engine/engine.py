@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from types import FrameType
@@ -46,6 +46,9 @@ class Producer(Protocol):
         """Return another point; None where there is none left."""
         ...
 
+    watches: bool
+    """why_stop is to hear of evaluations, for which the records of points that run are read."""
+
     def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
         """Say why a point that was just evaluated is stopped early; empty to let it go on."""
         ...
@@ -57,6 +60,8 @@ class Producer(Protocol):
 
 class Listed:
     """Produces the points of a list."""
+
+    watches = False
 
     def __init__(self, points: Sequence[Point], on_end: Callable[[Point, dict[str, Any]], None]) -> None:
         self._points, self.end = iter(points), on_end
@@ -79,7 +84,7 @@ class _Running:
     state: str = FAILED
     """In which it has ended then."""
     last_epoch: float = 0.0
-    read_bytes: int = field(default=0)
+    read_bytes: int = 0
 
 
 def run_points(
@@ -163,7 +168,7 @@ class _Engine:
         if limit is not None and running.process.seconds > 60 * limit and not running.process.was_asked:
             running.why = f"took longer than {limit:g} min, and was ended"
             running.process.ask_to_stop()
-        for evaluation in self._new_evaluations(running):
+        for evaluation in self._new_evaluations(running) if self._producer.watches else ():
             why = self._producer.why_stop(running.point, evaluation)
             if why and not running.process.was_asked:
                 running.why, running.state = why, PRUNED

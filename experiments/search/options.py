@@ -1,13 +1,13 @@
 """`bigbatch tune search`: the best of any config values, found on short runs."""
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TuneError
 from bigbatch.exit_codes import INTERRUPTED
+from bigbatch.experiments.launching import split_launch
 from bigbatch.experiments.search.search import Search, first_commands, search
 from bigbatch.experiments.search.space import FORMS
 from bigbatch.numbers import whole
@@ -30,10 +30,6 @@ def parse_search(argv: Sequence[str]) -> Search:
     arguments, overrides = _parser().parse_known_args(argv)
     if not arguments.study:
         raise ConfigError("--study is empty: name a folder, such as runs/search")
-    try:
-        launch = tuple(shlex.split(arguments.launch))
-    except ValueError as error:
-        raise ConfigError(f"--launch {arguments.launch!r} is no command line: {error}") from error
     return Search(
         config=("--config", arguments.config, *overrides),
         space=tuple(arguments.space),
@@ -44,7 +40,7 @@ def parse_search(argv: Sequence[str]) -> Search:
         metric=arguments.metric,
         prune=arguments.prune == "median",
         parallel=arguments.parallel,
-        launch=launch,
+        launch=split_launch(arguments.launch),
     )
 
 

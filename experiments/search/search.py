@@ -56,7 +56,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, parse_overrides
 from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.config.short_run import shorten
+from bigbatch.trainer.config.short_run import plain, shorten
 from bigbatch.trainer.run.folder import RunDir, read_records
 
 RATE = "schedule.base_lr"
@@ -122,7 +122,7 @@ class CheckedSearch:
             config=stated.config[1],
             options=parse_overrides(stated.config[2:], prog="bigbatch tune search"),
             epochs=stated.epochs,
-            search={name: _plain(getattr(stated, name)) for name in decides},
+            search={name: plain(getattr(stated, name)) for name in decides},
             **self.launch.place,
         )
 
@@ -139,7 +139,7 @@ class CheckedSearch:
 
     def point(self, number: int, values: dict[str, str], config: Config) -> Point:
         """Make the point of a trial."""
-        held = {key: _plain(lookup(config, key)) for key in values}
+        held = {key: plain(lookup(config, key)) for key in values}
         ranks = self.launch.num_ranks
         return Point(number, held, config.run.seed, ranks, ranks, 1, config)
 
@@ -180,10 +180,6 @@ def _load(stated: Search, axes: Sequence[Axis], values: dict[str, str]) -> Confi
     is_searched = any(axis.key == RATE for axis in axes)
     without = [f"--{RANGE_TEST}=null"] if is_searched and RATE not in values else []
     return load_config([*stated.config, *without, *flags(values)], prog="bigbatch tune search")
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def search(stated: Search, *, say: Say = print_line) -> Outcome | None:
@@ -269,6 +265,8 @@ def _round(checked: CheckedSearch, journal: Path, axes: tuple[Axis, ...], *, num
 
 class _Trials:
     """Produces the trials of one round: asks the study for values, and tells it what came out."""
+
+    watches = True
 
     def __init__(
         self, checked: CheckedSearch, folder: SweepFolder, study: Round, *, first: int, count: int, show: Show

@@ -131,11 +131,8 @@ SCHEDULED = (
 )
 """What only a scheduler can give."""
 
-OF_KUBERNETES = (*("namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user"),)
+OF_KUBERNETES = ("namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user")
 """What only Kubernetes can give."""
-
-OF_ONE = dict.fromkeys(OF_KUBERNETES, ("k8s", "Kubernetes"))
-"""Fields that one launcher alone can honour: its name, and what it speaks to."""
 
 
 def python_words(command: Sequence[str], *, is_python: bool) -> tuple[str, ...]:
@@ -148,10 +145,8 @@ def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
 
     Raises: JobRefused.
     """
-    of_others = {
-        name: f"{system} alone has it: leave it out" for name, (own, system) in OF_ONE.items() if own != launcher
-    }
-    refused = {**of_others, **refused}
+    of_others = () if launcher == "k8s" else OF_KUBERNETES
+    refused = {**dict.fromkeys(of_others, "Kubernetes alone has it: leave it out"), **refused}
     found = [each.name for each in fields(JobSpec) if each.name in refused and getattr(job, each.name) != each.default]
     said = [f"{option(name)}: bigbatch launch {launcher} cannot do that; {refused[name]}" for name in found]
     said += [

@@ -45,6 +45,9 @@ nodes=("${left[@]}")
 
 """
 
+BEFORE = NODES + ALL
+"""What comes before the first start of a job that goes on without lost nodes: functions, and the nodes."""
+
 CHOICE = """\
 # Lost nodes are given back, as Slurm puts a job into the queue one of whose nodes is down; so it does where it notices
 # first.
@@ -92,11 +95,6 @@ class Shrinking:
 
     node_counts: Sequence[int]
     is_python: bool
-
-    @property
-    def before(self) -> str:
-        """Return what comes before the first start: functions, and the nodes."""
-        return NODES + ALL
 
     @property
     def choice(self) -> str:

@@ -15,7 +15,7 @@ from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
 from bigbatch.launch.launchers.script import FOREIGN_VARIABLES
 from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
-from bigbatch.launch.launchers.slurm_restarts import Shrinking, place_options, start_again
+from bigbatch.launch.launchers.slurm_restarts import BEFORE, Shrinking, place_options, start_again
 from bigbatch.trainer.config.sections import CommConfig
 
 SIGNAL_EARLY_SECONDS = 60
@@ -280,7 +280,7 @@ def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: 
         return f"while :; do\n{indent(text + RAN + start_again(is_python=job.is_python), '  ')}done\n"
     shrinking = Shrinking(node_counts, is_python=job.is_python)
     round_ = shrinking.choice + text + RAN + shrinking.again
-    return f"{shrinking.before}while :; do\n{indent(round_, '  ')}done\n"
+    return f"{BEFORE}while :; do\n{indent(round_, '  ')}done\n"
 
 
 def _ending(job: JobSpec) -> str:

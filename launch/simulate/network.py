@@ -1,7 +1,6 @@
 """Seconds of one all-reduce, by what carries it: NCCL, sockets, MPI in host memory, parameter servers. Pure."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,9 +67,9 @@ class Network:
             return 2 * (P - 1) / P * num_bytes / self.constants.host_bytes_per_second
         return self._nccl(num_bytes)
 
-    def fastest(self, num_bytes: float, *, widened: float = 1.0, among: Iterable[str] = ALGORITHMS) -> str:
+    def fastest(self, num_bytes: float, *, widened: float = 1.0) -> str:
         """Name the algorithm that takes the least time."""
-        return min(among, key=lambda name: self.seconds(num_bytes, name, widened=widened))
+        return min(ALGORITHMS, key=lambda name: self.seconds(num_bytes, name, widened=widened))
 
     def _nccl(self, num_bytes: float) -> float:
         """Compute NCCL's ring or double tree, whichever is faster: pipelined, so the slowest link counts.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.tuning.plan_search import Backward, PlannedTransfer, simulate
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE
-from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
+from bigbatch.launch.simulate.network import BY_SIZE, Network
 from bigbatch.launch.simulate.shapes import ModelShape
 
 WIDE_BYTES = 4
@@ -114,7 +114,7 @@ class Job:
         """Name the algorithm that such a buffer takes."""
         if self.algorithm != BY_SIZE:
             return self.algorithm
-        return self.network.fastest(num_bytes * self.wire_share, widened=self._widened, among=ALGORITHMS)
+        return self.network.fastest(num_bytes * self.wire_share, widened=self._widened)
 
     @property
     def _widened(self) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from bigbatch.trainer.config.schema import Config, all_keys, lookup
 from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
@@ -61,8 +62,9 @@ def to_the_last_epoch(run: RunConfig) -> RunConfig:
 def differences(base: Config, other: Config) -> list[str]:
     """List the options of `bigbatch train` that make other of base."""
     changed = [key for key in all_keys() if lookup(base, key) != lookup(other, key)]
-    return [word for key in changed for word in (f"--{key}", as_yaml(_plain(lookup(other, key))))]
+    return [word for key in changed for word in (f"--{key}", as_yaml(plain(lookup(other, key))))]
 
 
-def _plain(value: object) -> object:
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+def plain(value: Any) -> Any:
+    """Return a value of a config as YAML holds it: tuples are lists."""
+    return [plain(each) for each in value] if isinstance(value, tuple) else value

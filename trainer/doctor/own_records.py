@@ -14,7 +14,7 @@ from rich.table import Table
 from bigbatch.errors import RunFolderError, print_line, print_lines
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor.verdict import FAST, LARGE_SHARE
+from bigbatch.trainer.doctor.verdict import limiting_wait
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
@@ -101,14 +101,10 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
 
 def limit_of(times: RunTimes) -> str:
     """Name input, cores, straggler, network or compute: the largest wait of 5% of a step or more, else the model."""
-    waits = {name: times.shares[name] or 0.0 for name in SHARES}
-    longest = max(waits, key=lambda name: waits[name])
-    if waits[longest] < LARGE_SHARE:
-        return "compute"
-    if longest == "input_wait_fraction":
-        rates = times.loader_images_per_second, times.compute_images_per_second
-        return "cores" if rates[0] and rates[1] and rates[0] > FAST * rates[1] else "input"
-    return "straggler" if (times.shares[STRAGGLER] or 0.0) > waits[longest] / 2 else "network"
+    images, sums = (times.shares[name] or 0.0 for name in SHARES)
+    alone = {"input_alone": times.loader_images_per_second, "model_alone": times.compute_images_per_second}
+    wait = limiting_wait(images, sums, **alone) or "compute"
+    return "straggler" if wait == "network" and (times.shares[STRAGGLER] or 0.0) > sums / 2 else wait
 
 
 def explain(times: RunTimes, config: Config) -> Iterator[str]:

@@ -39,13 +39,25 @@ class DoctorRates:
         return self.model_alone * self.flops_per_image / self.peak_flops
 
 
+def limiting_wait(
+    wait_share: float, exposed_share: float, *, input_alone: float | None, model_alone: float | None
+) -> str | None:
+    """Name input, cores or network, by the longer wait of a step; None if neither is worth the name.
+
+    input_alone, model_alone: their rates in images/s, None if unknown: an input that is fast alone lacks cores.
+    """
+    if max(wait_share, exposed_share) < LARGE_SHARE:
+        return None
+    if exposed_share > wait_share:
+        return "network"
+    return "cores" if input_alone and model_alone and input_alone > FAST * model_alone else "input"
+
+
 def find_limit(rates: DoctorRates) -> str:
     """Name input, cores, network, launch or compute: the longest wait that is worth the name, else the work itself."""
-    waits = {"input": rates.wait_share, "network": rates.exposed_share or 0.0}
-    longest = max(waits, key=lambda name: waits[name])
-    if waits[longest] >= LARGE_SHARE:
-        is_fast = rates.input_alone is not None and rates.input_alone > FAST * rates.model_alone
-        return "cores" if longest == "input" and is_fast else longest
+    rates_alone = {"input_alone": rates.input_alone, "model_alone": rates.model_alone}
+    if wait := limiting_wait(rates.wait_share, rates.exposed_share or 0.0, **rates_alone):
+        return wait
     return "launch" if rates.busy_share is not None and rates.busy_share < BUSY else "compute"
 
 
