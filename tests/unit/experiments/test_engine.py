@@ -69,7 +69,7 @@ import os, signal, subprocess, sys
 rank = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
 ranks = [
     subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, **kind)
-    for kind in ({}, {"process_group": 0}, {"start_new_session": True})
+    for kind in ({}, {"preexec_fn": os.setpgrp}, {"start_new_session": True})
 ]
 for each in ranks:
     each.stdout.readline()

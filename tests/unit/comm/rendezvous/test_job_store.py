@@ -53,6 +53,13 @@ def store() -> JobStore:
 
 
 @pytest.fixture
+def most_strangers(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of the server of `port`."""
+    monkeypatch.setattr(store_process, "MOST_STRANGERS", 8)
+    return 8 + 2
+
+
+@pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Of a server on a thread of this process."""
     is_over = Event()
@@ -293,9 +300,11 @@ def test_store_expires_callers_who_say_nothing(port: int, monkeypatch: pytest.Mo
         assert is_closed(silent)
 
 
-def test_store_is_not_kept_from_its_ranks_by_idle_callers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_process, "MOST_STRANGERS", 8)
-    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+def test_store_is_not_kept_from_its_ranks_by_idle_callers(
+    most_strangers: int, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_process, "HELLO_SECONDS", 3600.0)  # closed for no other reason
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(30 + most_strangers)]
     store = JobStore(line_to(port), "", timeout=SECONDS)
     store.set("key", "value")
     assert store.get("key") == b"value"
@@ -389,6 +398,7 @@ def test_store_process_ends_with_a_rank_that_is_killed(is_stopped: bool) -> None
         (store,) = (each for each in psutil.Process(rank.pid).children() if each.pid != child)
         if is_stopped:
             store.suspend()
+            assert ends(lambda: store.status() == psutil.STATUS_STOPPED)  # a signal takes its time to arrive
         rank.kill()
         assert ends(lambda: is_refused(port))  # though a child of it lives on
         os.kill(child, signal.SIGKILL)
