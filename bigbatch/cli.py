@@ -32,6 +32,7 @@ NOT_LOOKED_AT = (errno.EACCES, errno.ENAMETOOLONG)
 
 REMOVED = {
     "ablate": "its files are sweeps with cumulative: true, and `bigbatch sweep` runs them",
+    "comm verify": "`bigbatch comm bench --verify` compares sums with exact ones",
     "faults": "`bigbatch explain` names the ranks that made a job hang; `make faults` of a checkout disturbs trainings",
 }
 """Commands of earlier checkouts, and what takes their place."""
@@ -122,7 +123,7 @@ def _answer(arguments: list[str]) -> int:
     if arguments[0] == VERSION:
         print(f"bigbatch {__version__}")
         return 0
-    if unknown := find_unknown(arguments[:1]):
+    if unknown := find_unknown(arguments[:2]):
         tell(unknown)
         return REFUSED
     if valueless := next((word for word in before_separator(arguments) if NO_VALUE.fullmatch(word)), None):
@@ -146,8 +147,9 @@ def before_separator(words: Sequence[str]) -> Sequence[str]:
 def find_unknown(command: Sequence[str]) -> str | None:
     """Say which of the words that name a command is unknown, and the nearest that is not; None for a good one."""
     name, *rest = command
-    if name in REMOVED:
-        return f"{name} is no subcommand any more: {REMOVED[name]}"
+    for words in (name, " ".join((name, *rest[:1]))):
+        if words in REMOVED:
+            return f"{words} is no subcommand any more: {REMOVED[words]}"
     known: Collection[str] = (*COMMANDS, *HELP, VERSION)
     if name in COMMANDS and COMMANDS[name][0] == GROUP and rest and not rest[0].startswith("-"):
         name, known = rest[0], import_module(GROUP).GROUPS[name].commands

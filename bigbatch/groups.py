@@ -35,14 +35,10 @@ GROUPS = {
         "comm",
         "Measure the network between the ranks of a job.",
         {
-            "bench": ("bigbatch.comm.bench.sweep", "time the all-reduce by size, all algorithms side by side"),
+            "bench": ("bigbatch.comm.measure.bench", "time the all-reduce by size, or compare sums with exact ones"),
             "tune": (
                 "bigbatch.trainer.tune.communication",
                 "choose algorithm by size and fusion plan for this cluster and a model",
-            ),
-            "verify": (
-                "bigbatch.comm.bench.verify",
-                "compare the sums of all algorithms with exact ones, and repeat them",
             ),
         },
         "bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M",

@@ -29,7 +29,7 @@ from benchmarks.comm.turns import Contestant, describe_repetitions, take_turns
 from benchmarks.record import ratios, spread
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.tuning.ready_times import measure_backward
+from bigbatch.comm.measure.backward import measure_backward
 
 BYTES = {"fp32": 4, "grid": 8}
 """Of an element on the wire, by contestant."""

@@ -28,9 +28,8 @@ from benchmarks.comm.tuning import DEFAULT_ALGORITHM, describe_times
 from benchmarks.comm.turns import Contestant, describe_repetitions, take_turns
 from bigbatch.comm.algorithms.hybrid import HybridTable, Times, make_hybrid
 from bigbatch.comm.connection import make_wire
-from bigbatch.comm.tuning.exact import expected_pattern, limit_of, rank_pattern
-from bigbatch.comm.tuning.measure import count_different, fill_
-from bigbatch.comm.tuning.sweep import measure_times, tune_sizes
+from bigbatch.comm.measure.sizes import measure_times, sizes_below
+from bigbatch.comm.measure.timing import count_different, expected_pattern, fill_, limit_of, rank_pattern
 from bigbatch.errors import CommError
 
 SIZES = "1e3,3e3,1e4,3e4,1e5,3e5,1e6,3e6,1e7,3e7,1e8"
@@ -106,10 +105,9 @@ def tune(job: Job, options: argparse.Namespace, *, wire: str) -> tuple[Times, Hy
     """Measure all algorithms' times and hybrid's table as `bigbatch comm tune` does, with less time. Collective."""
     times = measure_times(
         job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire)),
-        tune_sizes(max(options.sizes)),
+        sizes_below(max(options.sizes)),
         dtype=torch.float32,
         seconds=options.tune_seconds,
-        on_size=lambda size, at_size: None,
     )
     table = make_hybrid(times)
     job.say(f"hybrid over {wire}, from sizes up to {max(times):,} bytes: {table}")

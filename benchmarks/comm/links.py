@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comm.job import Job
+from bigbatch.comm.measure.cost_model import least_seconds
 from bigbatch.comm.rendezvous.addresses import own_address
-from bigbatch.comm.tuning.cost_model import least_seconds
 from bigbatch.errors import CommError
 
 NUM_TESTS = 3

@@ -31,7 +31,7 @@ from benchmarks.comm.step import make_real_model
 from benchmarks.comm.tuning import describe_tuned, tune_each
 from benchmarks.comm.turns import Repetition, describe_repetitions, take_turns
 from benchmarks.record import spread
-from bigbatch.comm.tuning.ready_times import measure_backward
+from bigbatch.comm.measure.backward import measure_backward
 
 CONTESTANTS = ("ours tuned", "ddp", "horovod", "local")
 FORWARDS = 3

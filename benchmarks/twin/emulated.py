@@ -28,12 +28,12 @@ from benchmarks.record import conditions, write_record
 from benchmarks.twin.emulated_rank import ALGORITHMS, LOCAL
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.gradients.fusion import PlanSizes
-from bigbatch.comm.tuning.traffic import Traffic, node_traffic
 from bigbatch.launch.emulate.plan import parse_rate
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE, DEFAULTS
 from bigbatch.launch.simulate.network import Network
 from bigbatch.launch.simulate.shapes import ModelShape, shape_of
 from bigbatch.launch.simulate.step import Compute, Job
+from bigbatch.launch.simulate.traffic import Traffic, node_traffic
 from bigbatch.trainer.config.sections import ModelConfig
 
 SHAPE = shape_of(ModelConfig(name="resnet9", width=24))

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from bigbatch.comm.tuning.cost_model import MODELS, ClusterModel, LinkModel
+from bigbatch.comm.measure.cost_model import MODELS, ClusterModel, LinkModel
 from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
 
 Carrier = Literal["nccl", "sockets", "host", "servers"]

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
-from bigbatch.comm.tuning.plan_search import PlanChoice, search_plan
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
 from bigbatch.launch.simulate.checked import beyond_checked
 from bigbatch.launch.simulate.cluster import Cluster, Rate
 from bigbatch.launch.simulate.epochs import epochs_to_759
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
+from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
 from bigbatch.launch.simulate.predict import RATE_SPREAD, fit_compute, reach_of
 from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
 from bigbatch.launch.simulate.sent import SentPerStep, sent_per_step

@@ -2,9 +2,9 @@
 
 from dataclasses import astuple, dataclass
 
-from bigbatch.comm.tuning.traffic import SEGMENT_BYTES, first_sends
 from bigbatch.launch.simulate.network import WIDENS
 from bigbatch.launch.simulate.step import WIDE_BYTES, Job, SimulatedStep
+from bigbatch.launch.simulate.traffic import SEGMENT_BYTES, first_sends
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, TensorSpec
-from bigbatch.comm.tuning.plan_search import Backward, PlannedTransfer, simulate
+from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE
 from bigbatch.launch.simulate.network import BY_SIZE, Network
+from bigbatch.launch.simulate.plan_search import PlannedTransfer, simulate
 from bigbatch.launch.simulate.shapes import ModelShape
 
 WIDE_BYTES = 4

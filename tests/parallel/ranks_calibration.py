@@ -3,7 +3,7 @@
 from functools import partial
 
 from bigbatch.cli import main
-from bigbatch.comm.tuning.calibration import calibrate
+from bigbatch.comm.measure.calibration import calibrate
 from bigbatch.trainer.build import job
 
 

@@ -1,4 +1,4 @@
-"""`bigbatch comm bench`, `verify` and `tune` as real jobs of several ranks, on one host that plays several nodes."""
+"""`bigbatch comm bench` and `tune` as real jobs of several ranks, on one host that plays several nodes."""
 
 import json
 import os
@@ -15,7 +15,6 @@ from test_parallel import fork_job, needs_mpi, run_job
 
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.gradients.fusion import TensorSpec
-from bigbatch.comm.tuning.plan_search import LEAST_GAIN
 from bigbatch.comm.tuning.tuned import read_tuned
 from bigbatch.trainer.datasets.generated import write_dataset
 
@@ -122,7 +121,7 @@ def test_verify_on_uneven_nodes_of_three_ranks(tmp_path: Path) -> None:
     """Integers have one sum, whoever adds them; fp32 sums of three differ by their order."""
     output = tmp_path / "v.jsonl"
     options = ["--min-bytes", "40000", "--max-bytes", "40000", "--interface", "lo", "--output", str(output)]
-    code, text = play_nodes(("a", "b", "a"), "comm", "verify", *options)
+    code, text = play_nodes(("a", "b", "a"), "comm", "bench", "--verify", *options)
     assert code == 0, text
     assert "every sum repeats its own bits" in text
     conditions, rows = records(output)
@@ -147,7 +146,6 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
     for expected in (
         "inside a node",
         "between nodes",
-        "simulated from these links: ",
         "algorithm by size: ",
         "chosen: ",
         f"stored in {path}",
@@ -168,23 +166,16 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
 
 
 def check_promises(evidence: dict[str, Any], choose: Any, tensors: tuple[TensorSpec, ...]) -> None:
-    """Within 5% of the best median everywhere; nothing worse than what is stated; gradients in their order."""
+    """Within 5% of the best median everywhere; whole steps in time; gradients in their order."""
     medians = {
         int(size): {name: statistics.median(seconds) for name, seconds in at_size.items()}
         for size, at_size in evidence["all_reduce_seconds"].items()
     }
-    assert len(medians) >= 3  # a busy machine comes no further in its time
+    assert medians
     for size, at_size in medians.items():
         assert at_size[choose(size)] <= 1.05 * (1 + 1e-9) * min(at_size.values())
-    exposed = evidence["exposed_seconds"]
-    assert exposed["least"] <= min(exposed["chosen"], exposed["stated"])
-    assert evidence["simulated"]["steps"] > 1000
-    if steps := [statistics.median(each["seconds"]) for each in evidence["whole_steps"]]:
-        assert 2 <= len(steps) <= 4  # what is stated, and the best few simulated
-    else:  # a busy machine has no time for them
-        assert exposed["chosen"] <= exposed["stated"]
-    stated = exposed["stated_with_fastest"]
-    assert exposed["searched"] <= stated + LEAST_GAIN * (evidence["backward_seconds"] + stated)
+    for step in evidence["whole_steps"]:  # a busy machine has no time for them
+        assert min(step["seconds"]) > 0
     ready = [evidence["ready_seconds"][tensor.name] for tensor in tensors]
     assert ready == sorted(ready)
 

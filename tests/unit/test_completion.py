@@ -24,7 +24,7 @@ CASES = {
     ("train", "x"): set(),  # a file's name
     ("config", "sh"): {"show"},
     ("config", "show", "imagenet/resnet50_8"): {"imagenet/resnet50_8k"},
-    ("comm", ""): {"bench", "tune", "verify"},
+    ("comm", ""): {"bench", "tune"},
     ("data", "p"): {"prepare", "pack"},
     ("sweep", "scaling_"): {"scaling_slurm"},
     ("init", "pets", "--like", "imagenett"): {"imagenette"},

@@ -16,10 +16,8 @@ from sample_images import encoded, smooth_image, write
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.comm.bench.sweep import _parser as bench_parser
-from bigbatch.comm.bench.sweep import make_sweep
-from bigbatch.comm.bench.verify import _parser as sums_parser
-from bigbatch.comm.bench.verify import make_plan
+from bigbatch.comm.measure.bench import _parser as bench_parser
+from bigbatch.comm.measure.bench import check_options
 from bigbatch.experiments.batch.recommend import _parser as batch_parser
 from bigbatch.experiments.batch.recommend import short_run
 from bigbatch.experiments.engine.plan import read_plan
@@ -100,9 +98,6 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.twin.nccl_tests": (
         "tests/unit/launch/simulate/test_nccl_tests.py::test_benchmark_prints_each_size_of_each_table"
     ),
-    ".venv/bin/python -m benchmarks.twin.ranking": (
-        "tests/unit/benchmarks/test_twin_ranking.py::test_benchmark_counts_the_fastest_among_the_few_and_the_loss_where_it_is_not"
-    ),
     ".venv/bin/python -m benchmarks.twin.speed ": (
         "tests/unit/benchmarks/test_twin_speed.py::test_work_of_a_simulation_does_not_grow_with_the_number_of_gpus"
     ),
@@ -132,7 +127,6 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
         "tests/unit/trainer/tune/precision/test_precision.py::test_tune_precision_predicts_what_training_so_reports"
     ),
     "comm bench": "tests/parallel/test_comm_commands.py::test_bench_finds_every_algorithm_of_every_backend_right",
-    "comm verify": "tests/parallel/test_comm_commands.py::test_verify_on_uneven_nodes_of_three_ranks",
     "comm tune": "tests/parallel/test_comm_commands.py::test_tune_and_use_what_it_found",
     "explain": "tests/unit/launch/explain/test_explain.py::test_rank_that_has_not_begun_is_named_with_the_collective",
     "config show": "tests/unit/test_docs.py::test_bigbatch_commands",
@@ -507,9 +501,7 @@ def test_bigbatch_commands(
         assert main(words) == (1 if "--given" in words else 0)  # 1: the tables are not there
         return
     if words[:2] == ["comm", "bench"]:
-        make_sweep(bench_parser().parse_args([word for word in words[2:] if word != "--help"]))
-    elif words[:2] == ["comm", "verify"]:
-        make_plan(sums_parser().parse_args(words[2:]))
+        check_options(bench_parser().parse_args([word for word in words[2:] if word != "--help"]))
     elif words[:2] == ["comm", "tune"]:
         arguments, overrides = tune_parser().parse_known_args(words[2:])
         load_config(["--config", arguments.config, *overrides])

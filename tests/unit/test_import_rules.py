@@ -28,7 +28,7 @@ ROOMS = (
     ("comm",),
     ("comm.gradients",),
     ("comm.tuning",),
-    ("comm.bench",),
+    ("comm.measure",),
     ("trainer.config",),
     ("trainer.machine", "trainer.models", "trainer.optim"),
     ("trainer.input",),

@@ -221,7 +221,7 @@ RAW = {
     "bigbatch/errors.py": "the one place",
     "bigbatch/cli.py": "words of its own",
     "bigbatch/completion.py": "a script of words of its own",
-    "comm/bench/transcript.py": "a line of its own that goes back over itself",
+    "comm/measure/report.py": "a line of its own that goes back over itself",
     "launch/compare_nodes.py": "a job's script",
     "launch/emulate/keeper.py": "numbers, to the process that started it",
     "launch/jobs/foreground.py": "words of its own",

@@ -9,8 +9,8 @@ from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
+from bigbatch.comm.measure.calibration import calibrate
 from bigbatch.comm.rendezvous.environ import ProcessEnv, calibration_folder
-from bigbatch.comm.tuning.calibration import calibrate
 from bigbatch.comm.tuning.conditions import gather_cluster
 from bigbatch.comm.tuning.tuned import Tuned, parse_tuned, read_text
 from bigbatch.errors import ConfigError, TunedError, UserError

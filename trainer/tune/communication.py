@@ -4,42 +4,24 @@ import argparse
 import dataclasses
 import json
 import shlex
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms import travelling_dtype
 from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS
-from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
+from bigbatch.comm.measure.tune import Findings, tune
+from bigbatch.comm.measure.whole_steps import Candidate
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
-from bigbatch.comm.tuning.measure import MeasuredLinks, measure_links
-from bigbatch.comm.tuning.plan_search import Backward
-from bigbatch.comm.tuning.ranking import BEST_FEW, Ranking, cluster_model, rank
-from bigbatch.comm.tuning.ready_times import in_ready_order, measure_backward
-from bigbatch.comm.tuning.report import (
-    explain,
-    explain_links,
-    explain_ranking,
-    explain_steps,
-    times_head,
-    times_line,
-)
-from bigbatch.comm.tuning.sweep import elapsed_seconds, measure_times, tune_sizes
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
-from bigbatch.comm.tuning.tuner import TuningFindings, best_candidates, choose
-from bigbatch.comm.tuning.whole_steps import affordable, measure_steps
 from bigbatch.errors import ConfigError, TunedError, print_line
-from bigbatch.numbers import decimal, whole
+from bigbatch.numbers import decimal
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import gather_tuned, join_job, stated_sizes, without_choices
@@ -57,14 +39,6 @@ MODEL_CONFIG = "imagenet/resnet50_8k"
 NULL_SIZES = "--comm.threshold_bytes null --comm.buffer_bytes null --comm.first_buffer_bytes null"
 """What leaves the fusion plan to the table."""
 
-NO_MODEL = (
-    "nothing is simulated: without messages between several ranks there is no model of this cluster; all is measured"
-)
-"""Said where algorithms cannot be ranked before they are measured."""
-
-LINKS_SHARE, BACKWARD_SHARE, STEPS_SHARE = 0.1, 0.25, 0.2
-"""Of the budget; the all-reduces by size get the rest."""
-
 
 def main(argv: Sequence[str]) -> int:
     """Measure, choose, print why, and store; return the exit code. Collective over the job's ranks.
@@ -74,8 +48,6 @@ def main(argv: Sequence[str]) -> int:
     arguments, overrides = _parser().parse_known_args(argv)
     if not 0 < arguments.budget_seconds < float("inf"):
         raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is no length of time; give some seconds")
-    if arguments.best < 1:
-        raise ConfigError(f"--best {arguments.best} measures nothing: give 1 or more")
     config = load_config(_config_argv(arguments, overrides), prog="bigbatch comm tune")
     env = read_process_env()
     communicator, _ = join_job(without_choices(config, world_size=env.world_size), env)
@@ -85,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
     _require_folder(arguments.output.parent if arguments.output else DEFAULT_FOLDER, communicator)
     say: Callable[[str], None] = print if communicator.rank == 0 else lambda text: None
     say(f"{communicator}; {conditions.device}")
-    findings, ranking = _measure(
-        config, communicator, budget_seconds=arguments.budget_seconds, count=arguments.best, say=say
-    )
-    tuned = _make_tuned(config, conditions, findings, ranking, command=command)
+    parameters, forward = _make_forward(config, communicator)
+    stated = _stated(config, communicator, say=say)
+    findings = tune(communicator, parameters, forward, stated=stated, seconds=arguments.budget_seconds, say=say)
+    tuned = _make_tuned(config, conditions, findings, command=command)
     path = arguments.output or default_path(tuned.cluster, tuned.model, tuned.tensors)
     communicator.close()
     if communicator.rank == 0:
@@ -125,109 +97,7 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
     return [*named, *backend, *overrides]
 
 
-def _measure(
-    config: Config, communicator: Communicator, *, budget_seconds: float, count: int, say: Callable[[str], None]
-) -> tuple[TuningFindings, Ranking | None]:
-    """Measure, simulate, measure the count best, and make the choice. Collective."""
-    start = time.perf_counter()
-    links = measure_links(communicator, seconds=LINKS_SHARE * budget_seconds)
-    say(explain_links(links))
-    parameters, forward = _make_forward(config, communicator)
-    backward = measure_backward(parameters, forward, communicator, seconds=BACKWARD_SHARE * budget_seconds)
-    tensors = in_ready_order(parameters, backward)
-    dtype = _main_dtype(tensors)
-    table, sizes = _stated(config, communicator, say=say)
-    ranking = _rank(communicator, links, backward, tensors, stated=sizes, dtype=getattr(torch, dtype))
-    for line in explain_ranking(ranking, count=count) if ranking else [NO_MODEL]:
-        say(line)
-
-    def worth_measuring(size: int, names: Sequence[str]) -> Sequence[str]:
-        if ranking is None:
-            return names
-        kept = ranking.worth_measuring(size, names, count=count)
-        return [name for name in names if name in kept or name == table.choose(size)]
-
-    say(f"time of an all-reduce of {dtype}:")
-    say(times_head(communicator.algorithms))
-    times = measure_times(
-        communicator,
-        tune_sizes(sum(tensor.num_bytes for tensor in tensors)),
-        dtype=getattr(torch, dtype),
-        seconds=(1 - STEPS_SHARE) * budget_seconds - elapsed_seconds(communicator, start),
-        on_size=lambda size, at_size: say(times_line(size, at_size, communicator.algorithms)),
-        worth_measuring=worth_measuring,
-    )
-    findings = choose(links, times, backward, tensors, stated=sizes, stated_table=table)
-    for line in explain(findings):
-        say(line)
-    left = budget_seconds - elapsed_seconds(communicator, start)
-    findings = _measure_steps(findings, communicator, parameters, forward, seconds=left, count=count, say=say)
-    for line in explain_steps(findings):
-        say(line)
-    return findings, ranking
-
-
-def _measure_steps(
-    findings: TuningFindings,
-    communicator: Communicator,
-    parameters: Mapping[str, torch.nn.Parameter],
-    forward: Callable[[], Tensor],
-    *,
-    seconds: float,
-    count: int,
-    say: Callable[[str], None],
-) -> TuningFindings:
-    """Add whole steps of what the config states and of the count best simulated, if there is time. Collective."""
-    if communicator.world_size == 1:
-        return findings
-    candidates = best_candidates(findings, count=count)
-    affordable_count = affordable(candidates, backward_seconds=findings.backward.seconds, seconds=seconds)
-    if not affordable_count:
-        if len(candidates) > 1:
-            say(f"no whole step is measured in the {seconds:.1f} s that are left: give more --budget-seconds")
-        return findings
-    steps = measure_steps(
-        candidates[:affordable_count],
-        parameters,
-        forward,
-        communicator,
-        order=[tensor.name for tensor in findings.tensors],
-        seconds=seconds,
-    )
-    return dataclasses.replace(findings, steps=steps)
-
-
-def _rank(
-    communicator: Communicator,
-    links: MeasuredLinks,
-    backward: Backward,
-    tensors: Sequence[TensorSpec],
-    *,
-    stated: PlanSizes,
-    dtype: torch.dtype,
-) -> Ranking | None:
-    """Simulate all plans by all algorithms on these links; None where there is no model of the cluster."""
-    cluster = cluster_model(
-        communicator.topology.groups,
-        inside=links.inside.link if links.inside else None,
-        across=links.across.link if links.across else None,
-    )
-    if cluster is None:
-        return None
-    nothing_N, names = torch.empty(0, dtype=dtype), communicator.algorithms
-    travels_as = partial(travelling_dtype, tensor_N=nothing_N, wire=communicator.wire, backend=communicator.backend)
-    return rank(
-        cluster,
-        tensors,
-        backward,
-        algorithms=names,
-        stated=stated,
-        wire_shares={name: travels_as(name).itemsize / dtype.itemsize for name in names},
-        shares_memory=communicator.memory is not None,
-    )
-
-
-def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> tuple[HybridTable, PlanSizes]:
+def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> Candidate:
     """Return what the config states, with what it leaves to comm.table; to nothing where that is of elsewhere."""
     try:
         tuned = gather_tuned(config, communicator)
@@ -240,7 +110,7 @@ def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], 
     else:
         choice = choose_algorithm(communicator.backend, table=None).algorithm
         table = HybridTable((HybridRow(None, choice if algorithm in (AUTO, "hybrid") else algorithm),))
-    return table, stated_sizes(config, tuned)
+    return Candidate(table, stated_sizes(config, tuned))
 
 
 def _make_forward(
@@ -267,32 +137,20 @@ def _make_forward(
     return {name: p for name, p in model.named_parameters() if p.requires_grad}, forward
 
 
-def _main_dtype(tensors: Sequence[TensorSpec]) -> str:
-    """Find the dtype of most bytes."""
-    num_bytes: Counter[str] = Counter()
-    for tensor in tensors:
-        num_bytes[tensor.dtype] += tensor.num_bytes
-    return num_bytes.most_common(1)[0][0]
-
-
-def _make_tuned(
-    config: Config, conditions: Conditions, findings: TuningFindings, ranking: Ranking | None, *, command: str
-) -> Tuned:
+def _make_tuned(config: Config, conditions: Conditions, findings: Findings, *, command: str) -> Tuned:
     return Tuned(
         cluster=conditions.cluster,
         model=config.model.name,
         tensors=findings.tensors,
-        table=findings.table,
+        table=findings.chosen.table,
         sizes=findings.chosen.sizes,
         command=command,
-        evidence=_evidence(config, conditions, findings, ranking),
+        evidence=_evidence(config, conditions, findings),
     )
 
 
-def _evidence(
-    config: Config, conditions: Conditions, findings: TuningFindings, ranking: Ranking | None
-) -> dict[str, Any]:
-    """State what the choice rests on, as plain values: for people, and for a simulator."""
+def _evidence(config: Config, conditions: Conditions, findings: Findings) -> dict[str, Any]:
+    """State what the choice rests on, as plain values, for people."""
     f = findings
     return {
         "conditions": dataclasses.asdict(conditions),
@@ -310,26 +168,11 @@ def _evidence(
         "fastest_table": json.loads(f.fastest.to_json()),
         "backward_seconds": f.backward.seconds,
         "ready_seconds": dict(f.backward.ready_seconds),
-        "exposed_seconds": {
-            "stated": f.stated.exposed_seconds,
-            "stated_with_fastest": f.stated_with_fastest.exposed_seconds,
-            "searched": f.searched.exposed_seconds,
-            "noise": f.noise_seconds,
-            "chosen": f.chosen.exposed_seconds,
-            "least": f.least_exposed_seconds,
-        },
-        "simulated": ranking
-        and {
-            "steps": ranking.num_simulated,
-            "seconds": ranking.seconds,
-            "exposed_seconds": {name: choice.exposed_seconds for name, choice in ranking.best.items()},
-        },
-        # of what the config states, then of the best simulated
+        # of what the config states first
         "whole_steps": [
             {
                 "table": json.loads(step.candidate.table.to_json()),
-                "fusion": dataclasses.asdict(step.candidate.choice.sizes),
-                "exposed_seconds": step.candidate.choice.exposed_seconds,
+                "fusion": dataclasses.asdict(step.candidate.sizes),
                 "seconds": list(step.measured.seconds),
             }
             for step in f.steps
@@ -341,9 +184,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch comm tune",
         usage="bigbatch comm tune {--config NAME_OR_FILE | --model NAME} [OPTION ...] [--section.key VALUE ...]",
-        description="Measure the links between the ranks of this job, every all-reduce algorithm by size and the "
-        "backward pass of a model; choose the algorithm by size and the fusion plan, say why, and store both. Any key "
-        "of the config can be overridden, such as --batch.microbatch_size.",
+        description="Measure the links between the ranks of this job, every all-reduce algorithm by size, and whole "
+        "training steps of a model with several sizes of fusion buffers; choose the fastest, say why, and store it. "
+        "Any key of the config can be overridden, such as --batch.microbatch_size.",
         epilog="example: bigbatch launch mpirun --ranks 4 -- comm tune --config quickstart",
         allow_abbrev=False,
     )
@@ -352,11 +195,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help=f"instead: this model in the experiment {MODEL_CONFIG}")
     add("--output", type=as_path, metavar="FILE.json", help="default: tuned/MODEL-BACKEND-NODES-FINGERPRINT.json")
     add("--budget-seconds", type=decimal, default=60.0, help="how long to measure (default: %(default)s)")
-    add(
-        "--best",
-        type=whole,
-        default=BEST_FEW,
-        help="measure so many of the best simulated (default: %(default)s)",
-    )
     add("--backend", choices=BACKENDS, help="same as --comm.backend")
     return parser

@@ -3,7 +3,7 @@
 import json
 
 from benchmarks.twin.speed import LIMITS, main, question_of, simulate_all
-from bigbatch.comm.tuning.cost_model import MODELS
+from bigbatch.comm.measure.cost_model import MODELS
 from bigbatch.launch.simulate.scaling import simulate_point
 
 

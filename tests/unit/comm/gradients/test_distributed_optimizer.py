@@ -24,8 +24,8 @@ from bigbatch.comm.gradients.broadcast import (
     broadcast_parameters,
 )
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
+from bigbatch.comm.measure.timing import _make_hop
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.tuning.measure import _make_hop
 
 SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
 """Several buffers for make_model()."""

@@ -7,7 +7,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.cli import main
-from bigbatch.comm.tuning.cost_model import doubling_seconds
+from bigbatch.comm.measure.cost_model import doubling_seconds
 from bigbatch.errors import LaunchOptionError, SimulationError
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.checked import CHECKED, nearest_checked

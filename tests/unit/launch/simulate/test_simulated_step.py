@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from bigbatch.comm.gradients.fusion import PlanSizes
-from bigbatch.comm.tuning.cost_model import ClusterModel, LinkModel, hierarchical_seconds, ring_seconds
-from bigbatch.comm.tuning.plan_search import Backward, search_plan
+from bigbatch.comm.measure.cost_model import Backward, ClusterModel, LinkModel, hierarchical_seconds, ring_seconds
 from bigbatch.errors import SimulationError
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE, Constants
 from bigbatch.launch.simulate.network import Network
+from bigbatch.launch.simulate.plan_search import search_plan
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.launch.simulate.step import Compute, InCycles, InGroups, Job, backward_of, in_cycles, lateness
 

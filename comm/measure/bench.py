@@ -1,0 +1,298 @@
+"""`bigbatch comm bench`, run by every rank of a job: how fast are the sums, or, with --verify, are they right?"""
+
+import argparse
+import contextlib
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+import torch
+
+from bigbatch.comm.algorithms import ALGORITHMS, travelling_dtype
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import WIRE_DTYPES
+from bigbatch.comm.measure import figures
+from bigbatch.comm.measure.exactness import PRECISIONS, Precision
+from bigbatch.comm.measure.job import add_connection_options, connect_as_told, require_memory, require_numbers
+from bigbatch.comm.measure.plot import plot_sweep
+from bigbatch.comm.measure.report import Report, groups_text
+from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
+from bigbatch.comm.measure.verify import WORKING_COPIES, make_sums, verify_sizes
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
+from bigbatch.comm.tuning.tuned import read_tuned
+from bigbatch.errors import CommError
+from bigbatch.exit_codes import FAILED
+from bigbatch.numbers import decimal, whole
+from bigbatch.paths import as_path
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+TIMING_COPIES = 3
+"""The tensor, and as much again twice for what algorithms keep under way."""
+LINK_SECONDS = 4.0
+"""How long links are measured for their limit."""
+
+OF_TIMING = {
+    "min_bytes": "1K",
+    "max_bytes": "256M",
+    "factor": 4,
+    "repetitions": 20,
+    "dtype": "float32",
+    "table": None,
+    "wire_dtype": None,
+    "seconds_per_size": 20.0,
+    "link_gbit": "measured",
+    "plot": None,
+}
+OF_VERIFY = {
+    "min_bytes": "4K",
+    "max_bytes": "16M",
+    "factor": 64,
+    "repetitions": 5,
+    "precisions": "all",
+    "pieces": "1,3",
+    "seed": 0,
+}
+"""Options of each of the two, and their defaults."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure what argv names; return 0, or 1 where a sum came out wrong. Collective over the job's ranks.
+
+    Raises: UserError for arguments that make no sense, and where ranks cannot meet.
+    """
+    arguments = _parser().parse_args(argv)
+    counts = check_options(arguments)
+    if arguments.verify and read_process_env().world_size == 1:
+        raise CommError(
+            "--verify: one rank has no other to sum with; start several, such as by bigbatch launch mpirun "
+            "--ranks 4 -- comm bench --verify"
+        )
+    tuned = read_tuned(arguments.table) if arguments.table else None
+    communicator = connect_as_told(arguments)
+    command = shlex.join(["bigbatch", "comm", "bench", *argv])
+    communicator.agree("the command line", command)
+    conditions = gather_conditions(communicator)
+    if tuned:
+        tuned.require_cluster(conditions.cluster, path=arguments.table)
+    copies = WORKING_COPIES if arguments.verify else TIMING_COPIES
+    require_memory(max(counts) * figures.ELEMENT_BYTES[arguments.dtype], communicator, copies=copies)
+    available = (*communicator.algorithms, *(("hybrid",) if tuned else ()))
+    where = f"on {communicator.backend.name}"
+    names = figures.choose_algorithms(arguments.algorithms, available=available, where=where)
+    report = Report(conditions, communicator, command=command, output=arguments.output)
+    if arguments.verify:
+        is_right = verify_sizes(
+            counts,
+            make_sums(communicator, names, arguments.precisions, reduce_dtype=arguments.reduce_dtype),
+            communicator,
+            report,
+            pieces=arguments.pieces,
+            repetitions=arguments.repetitions,
+            seed=arguments.seed,
+        )
+    else:
+        table = tuned.table if tuned else None
+        contestants = {name: communicator.with_algorithm(name, table=table) for name in names}
+        is_right = _time_sizes(arguments, counts, contestants, communicator, report, conditions)
+    communicator.close()
+    report.close()
+    return 0 if is_right else FAILED
+
+
+def _time_sizes(
+    arguments: argparse.Namespace,
+    counts: Sequence[int],
+    contestants: Mapping[str, Communicator],
+    communicator: Communicator,
+    report: Report,
+    conditions: Conditions,
+) -> bool:
+    """Time each number of elements by each algorithm; return whether all sums were right. Collective."""
+    limit, source = _find_limit(arguments.link_gbit, communicator)
+    tensor_N = communicator.allocate(max(counts), getattr(torch, arguments.dtype))
+    shares = {name: wire_share(each, tensor_N) for name, each in contestants.items()}
+    if limit:
+        limit = replace(limit, wire_bytes_per_byte=min(shares.values()))
+    lines = (
+        f"wire {conditions.wire_dtype or arguments.dtype}",
+        "time: median of n repetitions, each that of the slowest rank; * is the fastest of its size",
+        "algbw = size / time; busbw = algbw * 2(ranks-1)/ranks; GB = 1e9 bytes",
+        figures.explain_limit(limit, num_nodes=communicator.topology.num_nodes, source=source, shares=shares),
+    )
+    record = {"limit": asdict(limit) if limit else None}
+    report.open(record, lines, columns=figures.COLUMNS, plot=arguments.plot)
+    effort = Effort(arguments.repetitions, arguments.seconds_per_size)
+    rows: list[figures.Row] = []
+    for part_N in (tensor_N[:count] for count in counts):
+        size = figures.show_bytes(part_N.nbytes)
+        report.working_on(f"{size} by {', '.join(contestants)}")
+        new = [
+            figures.make_row(
+                each.measured,
+                count=len(part_N),
+                dtype=arguments.dtype,
+                algorithm=name,
+                num_wrong=each.num_wrong,
+                world_size=communicator.world_size,
+                limit=limit and replace(limit, wire_bytes_per_byte=wire_share(contestants[name], part_N)),
+            )
+            for name, each in time_sums(part_N, contestants, effort=effort, label=f"{size} all-reduce").items()
+        ]
+        report.working_on("")
+        for line, row in zip(figures.show_rows(new), new, strict=True):
+            report.print(line)
+            report.write({"kind": "row", **asdict(row)})
+        rows += new
+    num_wrong = sum(row.num_wrong for row in rows)
+    report.print(f"# wrong values: {num_wrong}")
+    if arguments.plot and communicator.rank == 0:
+        job = f"{len(conditions.hosts)} ranks, {groups_text(conditions)} per node; {conditions.backend}"
+        caption = (
+            f"{conditions.device}; torch {conditions.torch}, bigbatch {conditions.bigbatch} "
+            f"({conditions.commit or 'commit unknown'}), {conditions.kernel}; {conditions.date}"
+        )
+        title = f"All-reduce of {arguments.dtype}, {job}"
+        plot_sweep(rows, arguments.plot, limit=limit, title=title, caption=caption)
+        report.print(f"# plot: {arguments.plot}")
+    return num_wrong == 0
+
+
+def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """Check what can be checked before ranks meet, and return the numbers of elements; texts become what they mean.
+
+    Raises: CommError naming the option and a legal value.
+    """
+    _set_defaults(arguments)
+    counts = figures.sweep_counts(
+        min_bytes=figures.parse_bytes(arguments.min_bytes, option="--min-bytes"),
+        max_bytes=figures.parse_bytes(arguments.max_bytes, option="--max-bytes"),
+        factor=arguments.factor,
+        dtype=arguments.dtype,
+    )
+    least = {"--repetitions": 2, "--group-size": 1}
+    require_numbers(arguments, least=least, seconds=("--seconds-per-size", "--timeout-seconds"))
+    if arguments.plot and arguments.plot.suffix not in PLOT_SUFFIXES:
+        raise CommError(f"--plot {arguments.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
+    arguments.link_gbit = _parse_gbit(arguments.link_gbit)
+    arguments.precisions = _parse_precisions(arguments.precisions)
+    arguments.pieces = _parse_pieces(arguments.pieces)
+    if arguments.verify:
+        if "hybrid" in arguments.algorithms.split(","):
+            raise CommError("--algorithms hybrid is one of the others at each size: verify those by their names")
+        figures.choose_algorithms(arguments.algorithms, available=ALGORITHMS, where="anywhere")
+    return counts
+
+
+def _set_defaults(arguments: argparse.Namespace) -> None:
+    """Fill in what was not given. Raises: CommError for an option of timing with --verify, or the other way round."""
+    own, others = (OF_VERIFY, OF_TIMING) if arguments.verify else (OF_TIMING, OF_VERIFY)
+    for name in others.keys() - own.keys():
+        if getattr(arguments, name) is not None:
+            which = "has no effect with --verify" if arguments.verify else "is for --verify"
+            raise CommError(f"--{name.replace('_', '-')} {which}: leave one of the two out")
+    for name, value in {**others, **own}.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+
+
+def _parse_gbit(text: str) -> float | None:
+    if text == "measured":
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise CommError(f"--link-gbit {text!r} is no bandwidth; give a link's Gbit/s, such as 100, or measured")
+
+
+def _parse_precisions(text: str) -> tuple[Precision, ...] | None:
+    if text == "all":
+        return None
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in PRECISIONS:
+            raise CommError(f"--precisions: {name!r} is unknown; choose of {', '.join(PRECISIONS)}, or all")
+    return tuple(PRECISIONS[name] for name in names)
+
+
+def _parse_pieces(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+        raise CommError(f"--pieces {text!r} are no numbers of pieces; give such as 1 or 1,3")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def wire_share(communicator: Communicator, tensor_N: torch.Tensor) -> float:
+    """Return the bytes that travel per byte of this tensor."""
+    algorithm = communicator.algorithm_for(tensor_N)
+    dtype = travelling_dtype(algorithm, tensor_N, wire=communicator.wire, backend=communicator.backend)
+    return dtype.itemsize / tensor_N.dtype.itemsize
+
+
+def _find_limit(link_gbit: float | None, communicator: Communicator) -> tuple[figures.Limit | None, str]:
+    """Find what the last column is a share of, and where that figure is from. Collective."""
+    num_nodes = communicator.topology.num_nodes
+    if link_gbit and num_nodes == 1:
+        raise CommError(f"--link-gbit {link_gbit:g}: all ranks are on one node, so no link limits them; leave it out")
+    if num_nodes == 1:
+        return None, ""
+    if link_gbit:
+        bytes_per_second, source = link_gbit * 1e9 / 8, "as given"
+    else:
+        across = measure_links(communicator, seconds=LINK_SECONDS).across
+        if across is None:
+            return None, ""
+        longest = figures.show_bytes(across.times[-1][0])
+        bytes_per_second, source = across.best_bytes_per_second, f"measured: the best of messages of {longest} bytes"
+    return figures.Limit(num_nodes, bytes_per_second), source
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch comm bench",
+        usage="bigbatch comm bench [--verify] [OPTION ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="""\
+Time the all-reduce of tensors of growing size by every algorithm, side by side, and count wrong values. Runs as
+one rank of a job.
+
+With --verify, compare the sums with exact ones instead. Every rank draws numbers of either sign from 2**-31 to 1,
+by a seed, its rank and the element, so that any rank knows those of the others. Each algorithm sums them as fp32,
+over wires of bf16 and fp16, and as the whole numbers of run.reproducible (grid), whole and cut into pieces as
+fusion plans cut gradients, several times. Floating-point sums depend on their order, so algorithms may differ,
+within a bound that grows with the number of ranks. A sum beyond its bound, one that does not repeat itself, and
+one that ranks hold differently are faults: each is named by algorithm, size, rank and element, and the exit code
+is 1.""",
+        epilog="example: bigbatch launch mpirun --ranks 4 -- comm bench --max-bytes 16M --output bench.jsonl",
+    )
+    add = parser.add_argument
+
+    def add_option(option: str, help_text: str, **how: object) -> None:
+        """Add an option whose default depends on --verify."""
+        name = option.removeprefix("--").replace("-", "_")
+        defaults = dict.fromkeys(each[name] for each in (OF_TIMING, OF_VERIFY) if each.get(name) is not None)
+        shown = f" (default: {', with --verify '.join(map(str, defaults))})" if defaults else ""
+        add(option, help=help_text + shown, **how)  # type: ignore[arg-type]
+
+    add("--verify", action="store_true", help="compare with exact sums, rather than time")
+    add_option("--min-bytes", "smallest tensor; K, M and G are powers of 1024")
+    add_option("--max-bytes", "largest tensor")
+    add_option("--factor", "from one size to the next", type=whole)
+    add("--algorithms", default="all", help="such as ring,native (default: %(default)s that run here)")
+    add_option("--repetitions", "of each algorithm and size, at most", type=whole)
+    add_connection_options(parser)
+    add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, then a line per row")
+    timing = parser.add_argument_group("of times")
+    add = timing.add_argument
+    add_option("--dtype", "of the tensors", choices=tuple(figures.ELEMENT_BYTES))
+    add_option("--table", "file of bigbatch comm tune: measures hybrid, too", type=as_path, metavar="FILE")
+    wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
+    add_option("--wire-dtype", "precision between ranks (default: that of the tensors)", choices=wire_dtypes)
+    add_option("--seconds-per-size", "fewer repetitions where they would take longer", type=decimal)
+    add_option("--link-gbit", "a node's link in Gbit/s", metavar="GBIT")
+    add_option("--plot", "bus bandwidth and time by size", type=as_path, metavar="FILE.png")
+    add = parser.add_argument_group("of --verify").add_argument
+    add_option("--precisions", f"of {','.join(PRECISIONS)}")
+    add_option("--pieces", "numbers of pieces to cut a tensor into")
+    add_option("--seed", "draws other numbers", type=whole)
+    return parser

@@ -1,0 +1,197 @@
+"""The table that a job measures for itself at its first start on a cluster, and takes again at later ones."""
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bigbatch import __version__
+from bigbatch.comm.algorithms.auto import choose_algorithm
+from bigbatch.comm.algorithms.hybrid import HybridTable, Times
+from bigbatch.comm.backends.mpi import mpi_library
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
+from bigbatch.comm.measure.sizes import make_table, measure_times, sizes_below
+from bigbatch.comm.rendezvous.environ import nccl_settings
+from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
+from bigbatch.comm.tuning.tuned import BEFORE, CHANGES
+from bigbatch.files import parse_json, read_own, write_own
+
+FORMAT = "bigbatch calibration 1"
+SECONDS = 10.0
+"""How much longer the first start on a cluster may take, in all."""
+MOST_SHOWN = 100
+"""Characters of what differs, in the line that says so."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A table that was measured on this cluster."""
+
+    table: HybridTable
+    source: str
+    """Where it is from, for people; what is wrong with a file that was passed over."""
+    text: str
+    """The file's, for a run to keep."""
+
+
+def calibrate(
+    communicator: Communicator,
+    *,
+    is_fresh: bool = False,
+    interface: str | None = None,
+    kept: Path | None = None,
+    folder: Path | None,
+    buffer_bytes: int = DEFAULT_SIZES.buffer_bytes,
+    seconds: float = SECONDS,
+) -> Calibration:
+    """Take the table that was measured on this cluster, or measure it and store it in folder. Collective.
+
+    Rank 0 looks and decides, and tells the others, whose files are never read: at kept first, the file of a run that
+    may go on, then into folder (None where there is none to write to). is_fresh: at neither. interface: as connect()
+    was given it. buffer_bytes: the largest of the job's fusion buffers, where measuring begins, towards shorter sums;
+    later jobs take the table whatever theirs are. All ends within seconds, but where the first short sums, with which
+    connections open, or some five words between the ranks take longer.
+    Raises: CommError where a sum came out wrong; PeerLostError.
+    """
+    start = time.perf_counter()
+    is_first = communicator.rank == 0
+    facts = _collect_facts(communicator, interface=interface)
+    path = folder / _file_name(facts) if folder else None
+    record, told = None, ""
+    if is_first and not is_fresh:
+        record, told = _look([each for each in (kept, path) if each], facts=facts, algorithms=communicator.algorithms)
+    record, told = _from_first(communicator, [record, told])
+    if record is None:
+        sizes = sizes_below(buffer_bytes)
+        times = measure_times(communicator, sizes, dtype=torch.float32, start=start, seconds=seconds)
+        if is_first:
+            took = time.perf_counter() - start
+            table = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
+            record = _make_record(facts, times, table, seconds=took)
+            told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {_store(path, record)}"
+        record, told = _from_first(communicator, [record, told])
+    return Calibration(_table_of(record), told, _as_text(record))
+
+
+def _from_first(communicator: Communicator, value: Any) -> Any:
+    """Return rank 0's value, which JSON must hold. Collective."""
+    return json.loads(communicator.gather_text(json.dumps(value) if communicator.rank == 0 else "")[0])
+
+
+def _left_out(times: Times, sizes: Sequence[int]) -> str:
+    """Say which sizes there was no time for; "" where all were measured."""
+    if not times:
+        return ", without any sum, for lack of time,"
+    above = [f"above {max(times):,}"] if max(times) < sizes[-1] else []
+    below = [f"below {min(times):,}"] if min(times) > sizes[0] else []
+    return f", without sums {' and '.join((*above, *below))} bytes, for lack of time," if above or below else ""
+
+
+def _collect_facts(communicator: Communicator, *, interface: str | None) -> dict[str, Any]:
+    """Collect on rank 0 what must be the same of each rank for a table to hold, as JSON has it. Collective."""
+    is_nccl, is_mpi = (communicator.backend.name == name for name in ("nccl", "mpi"))
+    mine = {
+        "cpu": f"{cpu_name()}, {num_cores()} cores",
+        "device": device_name(communicator.device),
+        "links": link_rates(),
+        "interface": communicator.env.interface or interface,
+        "libraries": {
+            "bigbatch": __version__,
+            "torch": torch.__version__,
+            **({"NCCL": nccl_version()} if is_nccl else {}),
+            **({"MPI": mpi_library()} if is_mpi else {}),
+        },
+        "environment": nccl_settings() if is_nccl else {},
+    }
+    texts = communicator.control.collect_text(json.dumps(mine), what="description of the cluster")
+    alike = [[len(list(same)), json.loads(text)] for text, same in groupby(texts)]
+    facts = {"cluster": asdict(gather_cluster(communicator)), "ranks": alike}
+    return dict(json.loads(json.dumps(facts)))  # tuples become lists, as in the file
+
+
+def _file_name(facts: dict[str, Any]) -> str:
+    cluster = facts["cluster"]
+    digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return f"{cluster['backend']}-{len(cluster['group_sizes'])}nodes-{cluster['world_size']}ranks-{digest}.json"
+
+
+def _look(
+    paths: Sequence[Path], *, facts: dict[str, Any], algorithms: Collection[str]
+) -> tuple[dict[str, Any] | None, str]:
+    """Read the first file that holds; return its record and where it is from, or what was wrong with each."""
+    complaints = ""
+    for path in paths:
+        try:
+            record = _parse(read_own(path), facts=facts, algorithms=algorithms)
+            return record, f"{complaints}{path}, measured {record['date']}"
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            complaints += f"{path} is not read ({error.strerror}); "
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            complaints += f"{path} is not taken ({' '.join(str(error).split())}); "
+    return None, complaints
+
+
+def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -> dict[str, Any]:
+    record = parse_json(data)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"it is not of the form {FORMAT!r}")
+    if difference := _difference({**record, "cluster": {**BEFORE, **record["cluster"]}}, facts):
+        raise ValueError(f"it is of another cluster, or of other settings: {difference}")
+    datetime.fromisoformat(record["date"])  # it is shown
+    if not set(_table_of(record).algorithms) <= set(algorithms):
+        raise ValueError("it is damaged")
+    return record
+
+
+def _difference(there: Any, here: Any, *, name: str = "it") -> str:
+    """Name the first fact that differs, with its values where they are short; "" where none does."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        return next(filter(None, (_difference(there.get(key), here[key], name=key) for key in here)), "")
+    if there == here:
+        return ""
+    values = f"{there!r} there, {here!r} here"
+    return f"{name} {values}" if len(values) <= MOST_SHOWN else name
+
+
+def _table_of(record: dict[str, Any]) -> HybridTable:
+    return HybridTable.from_json(json.dumps(record["table"]))
+
+
+def _make_record(facts: dict[str, Any], times: Times, table: HybridTable, *, seconds: float) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "changes": CHANGES,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 3),
+        "table": json.loads(table.to_json()),
+        **facts,
+        "all_reduce_seconds": {
+            str(size): {name: measured.median for name, measured in at_size.items()}
+            for size, at_size in sorted(times.items())
+        },
+    }
+
+
+def _store(path: Path | None, record: dict[str, Any]) -> str:
+    """Write the file; return what became of it."""
+    if path is None:
+        return "not stored: there is no home folder"
+    try:
+        write_own(path, _as_text(record).encode())
+    except OSError as error:
+        return f"not stored in {path}: {error.strerror}"
+    return f"stored in {path} for later starts"
+
+
+def _as_text(record: dict[str, Any]) -> str:
+    return json.dumps(record, indent=1) + "\n"

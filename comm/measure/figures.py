@@ -1,0 +1,211 @@
+"""All-reduces by size: the figures of nccl-tests, plus the share of what the links allow. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.measure.cost_model import least_seconds
+from bigbatch.comm.measure.report import table_line
+from bigbatch.errors import CommError
+
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_bytes(text: str, *, option: str) -> int:
+    """Read '25M' as 26214400: K, M and G are powers of 1024, as in nccl-tests.
+
+    Raises: CommError for anything else, or 0.
+    """
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.ASCII | re.IGNORECASE)
+    if not match or int(match[1]) == 0:
+        raise CommError(f"{option} {text!r} is no size; write it as bytes, or such as 4K, 25M or 1G (powers of 1024)")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def show_bytes(num_bytes: int) -> str:
+    """Write the shortest text that parse_bytes takes back."""
+    for unit in ("G", "M", "K"):
+        if num_bytes >= _UNITS[unit] and num_bytes % _UNITS[unit] == 0:
+            return f"{num_bytes // _UNITS[unit]}{unit}"
+    return str(num_bytes)
+
+
+def sweep_counts(*, min_bytes: int, max_bytes: int, factor: int, dtype: str) -> tuple[int, ...]:
+    """List numbers of elements from min_bytes to max_bytes, each size factor times the last one.
+
+    Raises: CommError for a range without sizes, a factor below 2, or sizes below one element.
+    """
+    if factor < 2:
+        raise CommError(f"--factor {factor} leads from no size to a larger one; give at least 2")
+    if min_bytes > max_bytes:
+        raise CommError(
+            f"--min-bytes {show_bytes(min_bytes)} exceeds --max-bytes {show_bytes(max_bytes)}: there is no size between"
+        )
+    if min_bytes < ELEMENT_BYTES[dtype]:
+        raise CommError(f"--min-bytes {min_bytes} holds no {dtype} element; give at least {ELEMENT_BYTES[dtype]}")
+    sizes = []
+    size = min_bytes
+    while size <= max_bytes:
+        sizes.append(size // ELEMENT_BYTES[dtype])
+        size *= factor
+    return tuple(sizes)
+
+
+def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tuple[str, ...]:
+    """Turn 'all' or 'ring,native' into names, of those available here. Raises: CommError naming them."""
+    if text == "all":
+        return tuple(available)
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name == "hybrid" and "hybrid" not in available:
+            raise CommError("--algorithms hybrid needs --table: bigbatch comm tune makes one for this cluster")
+        if name not in available:
+            raise CommError(f"--algorithms: {name!r} cannot run {where}; choose of {', '.join(available)}, or all")
+    return names
+
+
+@dataclass(frozen=True)
+class Limit:
+    """States what the links between nodes allow.
+
+    wire_bytes_per_byte is below 1 where values travel in fewer bytes than they have in memory, and 2 where half
+    precision travels in fp32.
+    """
+
+    num_nodes: int
+    bytes_per_second: float
+    """Of one node's link, in each direction."""
+    wire_bytes_per_byte: float = 1.0
+
+    def seconds(self, num_bytes: int) -> float:
+        """Compute the least time of an all-reduce: 2(m-1)/m * bytes / bandwidth, over m nodes."""
+        wire_bytes = num_bytes * self.wire_bytes_per_byte
+        return least_seconds(wire_bytes, num_nodes=self.num_nodes, bytes_per_second=self.bytes_per_second)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds the figures of one algorithm at one size. GB are 1e9 bytes."""
+
+    size: int
+    """Bytes of the tensor on each rank."""
+    count: int
+    """Elements."""
+    type: str
+    redop: str
+    algorithm: str
+    time_us: float
+    """Median over repetitions of the slowest rank's time."""
+    min_us: float
+    max_us: float
+    algbw_gb_per_s: float
+    """size / time."""
+    busbw_gb_per_s: float
+    """algbw * 2(n-1)/n for n ranks: comparable with a link's bandwidth whatever the number of ranks."""
+    num_wrong: int
+    """Elements, over all ranks, that differ from the exact sum."""
+    limit_share: float | None
+    """Time that the limit allows / time; None without a limit."""
+    repetitions_us: tuple[float, ...]
+    """Each repetition, in the order of measuring."""
+
+
+def make_row(
+    measured: Measured,
+    *,
+    count: int,
+    dtype: str,
+    algorithm: str,
+    num_wrong: int,
+    world_size: int,
+    limit: Limit | None,
+) -> Row:
+    """Compute the figures of one measurement.
+
+    Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md (algbw, busbw).
+    """
+    size = count * ELEMENT_BYTES[dtype]
+    algbw = size / measured.median / 1e9
+    return Row(
+        size=size,
+        count=count,
+        type=dtype,
+        redop="sum",
+        algorithm=algorithm,
+        time_us=measured.median * 1e6,
+        min_us=measured.min * 1e6,
+        max_us=measured.max * 1e6,
+        algbw_gb_per_s=algbw,
+        busbw_gb_per_s=algbw * 2 * (world_size - 1) / world_size,
+        num_wrong=num_wrong,
+        limit_share=limit.seconds(size) / measured.median if limit else None,
+        repetitions_us=tuple(seconds * 1e6 for seconds in measured.seconds),
+    )
+
+
+COLUMNS = (
+    # as nccl-tests names and orders them
+    ("size", "(B)", 12),
+    ("count", "(elements)", 12),
+    ("type", "", 9),
+    ("redop", "", 6),
+    ("algorithm", "", 14),
+    ("time", "(us)", 11),
+    ("min", "(us)", 11),
+    ("max", "(us)", 11),
+    ("algbw", "(GB/s)", 9),
+    ("busbw", "(GB/s)", 9),
+    ("#wrong", "", 7),
+    ("n", "", 4),
+    ("of limit", "(%)", 10),
+)
+
+
+def show_row(row: Row, *, is_best: bool) -> str:
+    """Write a row below the head; the fastest algorithm of a size has a star."""
+    texts = (
+        *(str(row.size), str(row.count), row.type, row.redop, row.algorithm + ("*" if is_best else " ")),
+        *(show_us(us) for us in (row.time_us, row.min_us, row.max_us)),
+        *(show_gb_per_s(rate) for rate in (row.algbw_gb_per_s, row.busbw_gb_per_s)),
+        *(str(row.num_wrong), str(len(row.repetitions_us))),
+        "-" if row.limit_share is None else f"{100 * row.limit_share:.1f}",
+    )
+    return table_line(COLUMNS, texts)
+
+
+def show_gb_per_s(rate: float) -> str:
+    """Show a rate, with more decimals where it is small."""
+    return f"{rate:.3f}" if rate >= 0.01 else f"{rate:.5f}"
+
+
+def show_us(us: float) -> str:
+    """Show microseconds with as many decimals as mean something."""
+    return f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+
+
+def show_rows(rows: Sequence[Row]) -> list[str]:
+    """Write the rows of one size, side by side."""
+    best = min(rows, key=lambda row: row.time_us).algorithm
+    return [show_row(row, is_best=row.algorithm == best) for row in rows]
+
+
+def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: Mapping[str, float]) -> str:
+    """Write the line above the table that says what the last column is a share of.
+
+    shares: wire_bytes_per_byte of each algorithm, of which limit has the least.
+    """
+    if num_nodes == 1:
+        return "of limit: all ranks are on one node, so no link limits them; busbw is over ranks"
+    if limit is None:
+        return "of limit: unknown, as this backend has no messages to measure a link by; give --link-gbit"
+    least = limit.wire_bytes_per_byte
+    wider = [f"{name} {share:g}" for name, share in shares.items() if share != least]
+    narrow = f" * {least:g}" if least != 1 or wider else ""
+    narrow += f" ({', '.join(wider)})" if wider else ""
+    return (
+        f"of limit: least time / time; least time = 2(m-1)/m * size{narrow} / link, with m = {num_nodes} nodes "
+        f"and {limit.bytes_per_second * 8 / 1e9:.4g} Gbit/s per link, {source}"
+    )

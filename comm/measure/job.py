@@ -1,0 +1,77 @@
+"""What the measurements of a job have in common: options, the connection, room in memory."""
+
+import argparse
+import os
+
+import torch
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, connect
+from bigbatch.comm.measure.figures import show_bytes
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.errors import CommError
+from bigbatch.numbers import decimal, whole
+
+
+def add_connection_options(parser: argparse.ArgumentParser) -> None:
+    """Add what connect_as_told() reads, but for --wire-dtype."""
+    add = parser.add_argument
+    add("--backend", choices=BACKENDS, default="auto", help="what carries the bytes (default: %(default)s)")
+    add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="of half precision's sums (default: %(default)s)")
+    add("--group-size", type=whole, help="ranks per node group (default: all of a host)")
+    add("--max-ctas", type=whole, help="most thread blocks of one of NCCL's kernels (default: its own choice)")
+    add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
+    add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
+    add("--timeout-seconds", type=decimal, default=60.0, help="a silent peer ends the job (default: %(default)s)")
+
+
+def require_numbers(arguments: argparse.Namespace, *, least: dict[str, int], seconds: tuple[str, ...]) -> None:
+    """Check options that are whole numbers of at least so much, and lengths of time. Raises: CommError naming one."""
+    for option, minimum in least.items():
+        value = _value(arguments, option)
+        if value is not None and value < minimum:
+            raise CommError(f"{option} {value} is too few; give at least {minimum}")
+    for option in seconds:
+        value = _value(arguments, option)
+        if not 0 < value < float("inf"):
+            raise CommError(f"{option} {value:g} is no length of time; give a positive number of seconds")
+
+
+def _value(arguments: argparse.Namespace, option: str) -> float:
+    value: float = getattr(arguments, option.removeprefix("--").replace("-", "_"))
+    return value
+
+
+def connect_as_told(arguments: argparse.Namespace) -> Communicator:
+    """Meet the other ranks. Collective. Raises: CommError for what connect() refuses."""
+    try:
+        return connect(
+            backend=arguments.backend,
+            group_size=arguments.group_size,
+            warn_seconds=arguments.timeout_seconds,  # a large sum may take long
+            timeout_seconds=arguments.timeout_seconds,
+            interface=arguments.interface,
+            max_ctas=arguments.max_ctas,
+            buffers=arguments.buffers,
+            wire_dtype=arguments.wire_dtype,
+            reduce_dtype=arguments.reduce_dtype,
+            env=read_process_env(),
+        )
+    except ValueError as error:
+        raise CommError(str(error)) from error
+
+
+def require_memory(num_bytes: int, communicator: Communicator, *, copies: int) -> None:
+    """Refuse a --max-bytes of which so many copies cannot fit into the machine. Raises: CommError."""
+    if communicator.device.type == "cuda":
+        memory, share = torch.cuda.mem_get_info(communicator.device)[1], 1
+    else:
+        memory, share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), communicator.env.local_size
+    room = memory // (share * copies)
+    if num_bytes > room:
+        times = "twice" if copies == 3 else f"{copies - 1} times"
+        raise CommError(
+            f"--max-bytes: {show_bytes(num_bytes)} bytes for each of {share} ranks, and as much again {times} to "
+            f"work with, do not fit into the {memory / 2**30:.0f} GiB of {communicator.env.host}; give at most "
+            f"{show_bytes(1 << (room.bit_length() - 1))}"
+        )

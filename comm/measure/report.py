@@ -1,0 +1,102 @@
+"""What a measurement of sums leaves behind: a table on the terminal and a JSONL file, both by the first rank."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.tuning.conditions import Conditions
+from bigbatch.errors import CommError, print_line
+from bigbatch.files import open_named, require_nameable
+
+Columns = Sequence[tuple[str, str, int]]
+"""Title, unit and width of each column of a table."""
+
+
+def table_head(columns: Columns) -> str:
+    """Write the line of titles and the line of units."""
+    lines = ("".join(f"{column[i]:>{column[2]}}" for column in columns) for i in (0, 1))
+    return "\n".join(f"#{line[1:]}" for line in lines)
+
+
+def table_line(columns: Columns, texts: Iterable[str]) -> str:
+    """Write a row below table_head."""
+    return "".join(f"{text:>{column[2]}}" for text, column in zip(texts, columns, strict=True))
+
+
+def groups_text(conditions: Conditions) -> str:
+    """Write the ranks of each node, such as 4+4."""
+    return "+".join(str(len(group)) for group in conditions.groups)
+
+
+class Report:
+    """Prints and stores what the first rank is given; on the other ranks it does nothing."""
+
+    def __init__(
+        self, conditions: Conditions, communicator: Communicator, *, command: str, output: Path | None
+    ) -> None:
+        self._conditions, self._communicator, self._command = conditions, communicator, command
+        self._is_first = communicator.rank == 0
+        self._output = output if self._is_first else None
+        self._on_terminal = self._is_first and communicator.env.terminal_columns is not None
+        self._file: BinaryIO | None = None
+
+    def open(
+        self, record: Mapping[str, object], lines: Iterable[str], *, columns: Columns, plot: Path | None = None
+    ) -> None:
+        """Open the file before anything takes long, and write the conditions and the head of the table. Collective.
+
+        record: what the line of conditions holds beside them. lines: what explains the columns.
+        Raises: CommError on all ranks where the file or the plot cannot be written.
+        """
+        problem = self._communicator.gather_text(self._open(plot))[0]
+        if problem:
+            raise CommError(problem)
+        conditions = self._conditions
+        self.write({"kind": "conditions", "command": self._command, **asdict(conditions), **record})
+        hosts = ", ".join(dict.fromkeys(conditions.hosts))
+        first, *others = lines
+        self.print(
+            f"# bigbatch comm bench: {len(conditions.hosts)} ranks, {groups_text(conditions)} per node; backend "
+            f"{conditions.backend}; {first}; started by {conditions.launcher}"
+        )
+        self.print(f"# hosts {hosts}; {conditions.device}; torch {conditions.torch}; {conditions.date}")
+        for line in others:
+            self.print(f"# {line}")
+        self.print(table_head(columns))
+
+    def _open(self, plot: Path | None) -> str:
+        """Return what prevents it, or nothing."""
+        try:
+            if self._output:
+                self._output.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open_named(self._output)
+            if plot and self._is_first:
+                require_nameable(plot)
+        except OSError as error:
+            return f"cannot write {error.filename}: {error.strerror}; choose another --output or --plot"
+        return ""
+
+    def working_on(self, text: str) -> None:
+        """Show what is under way, in a line that the next one replaces; on a terminal only."""
+        if self._on_terminal:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def print(self, line: str) -> None:
+        """Show a line."""
+        if self._is_first:
+            print_line(line)
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Store a record, where there is a file."""
+        if self._file:
+            self._file.write((json.dumps(record) + "\n").encode())
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file:
+            self._file.close()

@@ -1,0 +1,217 @@
+"""Time every algorithm by size within a given time: in most detail where the choice between them is open."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured, Times, make_hybrid
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.measure.climb import SUMS_PER_SIZE, climb
+from bigbatch.comm.measure.timing import Effort, Sums, slowest, time_sums
+from bigbatch.errors import CommError
+
+SMALLEST_BYTES = 1024
+FACTOR = 4
+REPETITIONS = 100
+MOST_REPETITIONS = 400
+CONTENDER_RATIO = 1.5
+"""Where time is short, an algorithm that is slower than the best by more than this is timed once."""
+FIRST_SHARE = 0.6
+"""Of the time goes to all sizes; the rest to where the choice is uncertain."""
+MOST_NOISE = 0.02
+"""Two contenders at a size are told apart where their medians are known this well; two such errors stay below 4%."""
+NARROW = 1.5
+"""Between two sizes that choose differently and lie further apart than by this factor, one more is measured."""
+LEAST_REFINEMENT = 5
+"""Repetitions below which a second look is not worth its check."""
+LARGEST_BYTES = 256 << 20
+LEAST_BYTES = 1_000_000
+"""From here on bytes count, not latency (benchmarks/results/comm-exchange-*.json), and larger sums go by these."""
+WORDS_PER_SIZE = 5
+"""How often ranks tell each other times and texts after a look at the clock: up to three times while a size is
+measured, at the next look, and at the end."""
+WORDS_TO_FIRST = 4
+"""How often they do before: when groups connect, at a look, and after two probes."""
+
+
+def sizes_below(num_bytes: int) -> tuple[int, ...]:
+    """List the sizes to measure: this one, a quarter of it, and so on, down to a KiB; rising, at most 256 MiB."""
+    sizes = [min(max(num_bytes, SMALLEST_BYTES), LARGEST_BYTES) // 8 * 8]
+    while sizes[-1] // FACTOR >= SMALLEST_BYTES:
+        sizes.append(sizes[-1] // FACTOR // 8 * 8)
+    return tuple(reversed(sizes))
+
+
+def make_table(times: Times, *, beyond: str) -> HybridTable:
+    """Make the hybrid of the times; short sums alone say nothing of gradients' buffers, which `beyond` then sums.
+
+    So it is where links are so slow, or ranks so many, that the time was over before LEAST_BYTES, or before any sum.
+    """
+    if not times:
+        return HybridTable((HybridRow(None, beyond),))
+    table, largest = make_hybrid(times), max(times)
+    last = table.rows[-1].algorithm
+    if largest >= LEAST_BYTES or last == beyond:
+        return table
+    return HybridTable((*table.rows[:-1], HybridRow(largest, last), HybridRow(None, beyond)))
+
+
+def measure_times(
+    communicator: Communicator,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    seconds: float,
+    start: float | None = None,
+    on_size: Callable[[int, Mapping[str, Measured]], None] = lambda *_: None,
+) -> Times:
+    """Time every algorithm at the sizes, which rise, from the largest on that fits into the time. Collective.
+
+    What fits is found by single sums. So what there is no time for are the sizes that matter least to gradients;
+    where none fits nothing is measured. Where time is short, algorithms far from the best are timed only once. Then
+    sizes between two that choose differently are measured, and again those whose times leave the choice open. All ends
+    seconds after start (of time.perf_counter; None: now), with time for one more exchange of texts between the ranks;
+    seconds must be the same on all of them. Calls on_size on all ranks.
+    Raises: CommError where a sum came out wrong; PeerLostError.
+    """
+    start = time.perf_counter() if start is None else start
+    sweep = _Sweep(communicator, start=start, seconds=seconds, on_size=on_size)
+    if WORDS_TO_FIRST * sweep.word + sweep.words > sweep.left:
+        return {}
+    sweep.connect(sizes[-1], dtype)
+    reached, sweep.left = climb(
+        sweep.tensor_N, sweep.contestants, sizes[::-1], seconds=sweep.left, word=sweep.word, words=sweep.words
+    )
+    for number, size in enumerate(reached):
+        # a smaller sum takes no longer than the last one
+        if sweep.times and _seconds_again(sweep.times[reached[number - 1]]) + sweep.words > sweep.left:
+            break
+        # an equal share of what is left, so that what a short sum does not need goes to the longer ones
+        share = FIRST_SHARE * sweep.left / (len(reached) - number)
+        sweep.measure(size, sweep.contestants, Effort(REPETITIONS, max(0.0, share - sweep.words), CONTENDER_RATIO))
+    if sweep.times:
+        sweep.refine()
+    communicator.release(sweep.tensor_N)
+    return sweep.times
+
+
+class _Sweep:
+    """Measures sizes one after another, and keeps the time. Every method is a collective."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        start: float,
+        seconds: float,
+        on_size: Callable[[int, Mapping[str, Measured]], None],
+    ) -> None:
+        """Find what an exchange of texts costs. Measuring is to end seconds after start (of time.perf_counter)."""
+        self.times: dict[int, dict[str, Measured]] = {}
+        self._communicator, self._start, self._seconds, self._on_size = communicator, start, seconds, on_size
+        before, now = (elapsed_seconds(communicator, start) for _ in range(2))
+        self.word = now - before
+        """Seconds in which ranks tell each other a time: of thousands, more than of a short sum."""
+        self.words = WORDS_PER_SIZE * self.word
+        """Seconds of all that they tell while one size is measured, and to the end."""
+        self.left = seconds - now - self.word
+        """Seconds after the word that tells them, the same on all ranks."""
+
+    def connect(self, largest: int, dtype: torch.dtype) -> None:
+        """Connect the groups of all algorithms, and take memory for the largest size."""
+        self.contestants = self._communicator.with_every_algorithm()
+        # one for all sizes: each measures its beginning
+        self.tensor_N = self._communicator.allocate(largest // dtype.itemsize, dtype)
+        self._look()
+
+    def _look(self) -> None:
+        self.left = self._seconds - elapsed_seconds(self._communicator, self._start) - self.word
+
+    def measure(self, size: int, names: Iterable[str], effort: Effort) -> None:
+        """Time these algorithms at a size, beside what was timed of them before, and look at the clock."""
+        part_N = self.tensor_N[: size // self.tensor_N.itemsize]
+        contestants = {name: self.contestants[name] for name in names}
+        sums = time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes")
+        _require_right(sums, size)
+        before = self.times.setdefault(size, {})
+        for name, each in sums.items():
+            earlier = before[name].seconds if name in before else ()
+            before[name] = Measured((*earlier, *each.measured.seconds))
+        self._on_size(size, before)
+        self._look()
+
+    def refine(self) -> None:
+        """Look where the choice is uncertain, while there is time."""
+        while (open_choice := next_open(self.times, granularity=self.tensor_N.itemsize)) is not None:
+            size, names = open_choice
+            left = self.left - self.words
+            each = sum(expected_seconds(self.times, size, name) for name in names)
+            # + 2: the check of the sum, and the pilot, come first
+            if (LEAST_REFINEMENT + 2) * each > left:
+                break
+            # a quarter, so that several open choices get their turn
+            self.measure(size, names, Effort(REPETITIONS, left / 4))
+
+
+def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
+    """Choose a size to look at (again), and who contends there; None where the choice is clear everywhere.
+
+    First between two sizes that choose differently and are far apart; then the size with the least certain choice.
+    """
+    table, sizes = make_hybrid(times), sorted(times)
+    for a, b in pairwise(sizes):
+        # the geometric middle, in whole elements
+        middle = math.isqrt(a * b) // granularity * granularity
+        if table.choose(a) != table.choose(b) and b > NARROW * a and middle not in times:
+            both, chosen = [name for name in times[a] if name in times[b]], [table.choose(a), table.choose(b)]
+            return middle, [name for name in both if name in chosen] or both or chosen
+    doubtful = {size: doubt for size in sizes if (doubt := _doubt(times[size])) and doubt[0] > MOST_NOISE}
+    if not doubtful:
+        return None
+    size = max(doubtful, key=lambda size: doubtful[size][0])
+    return size, doubtful[size][1]
+
+
+def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
+    """Say how uncertain the choice is, and between whom; None where it is clear, or was looked at often enough."""
+    best = min(at_size, key=lambda name: at_size[name].median)
+    open_ones = {
+        name: noise
+        for name, measured in at_size.items()
+        if name != best
+        and (noise := math.hypot(measured.noise, at_size[best].noise)) >= measured.median / at_size[best].median - 1
+        and len(measured.seconds) < MOST_REPETITIONS
+    }
+    return (max(open_ones.values()), [best, *open_ones]) if open_ones else None
+
+
+def expected_seconds(times: Times, size: int, name: str) -> float:
+    """Estimate the seconds of an algorithm at a size that may not have been measured: that of the next larger one.
+
+    Where there is none, that of the largest, as the bytes grow.
+    """
+    measured = [other for other in sorted(times) if name in times[other]]
+    nearest = next((other for other in measured if other >= size), measured[-1])
+    return times[nearest][name].median * max(1.0, size / nearest)
+
+
+def _require_right(sums: Mapping[str, Sums], size: int) -> None:
+    for name, each in sums.items():
+        if each.num_wrong:
+            raise CommError(
+                f"{name} summed {each.num_wrong} elements of {size} bytes wrongly: run bigbatch comm bench, and do not "
+                "train with it on this cluster"
+            )
+
+
+def elapsed_seconds(communicator: Communicator, start: float) -> float:
+    """Return seconds since start (of time.perf_counter), the same on all ranks: they decide alike. Collective."""
+    return slowest({"": [time.perf_counter() - start]}, communicator)[""][0]
+
+
+def _seconds_again(at_size: Mapping[str, Measured]) -> float:
+    """Return the seconds of the shortest measurement of a size."""
+    return SUMS_PER_SIZE * sum(each.median for each in at_size.values())

@@ -1,0 +1,297 @@
+"""Timed all-reduces and messages between the ranks of a running job. Everything here is collective."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.backends.base import dtype_name
+from bigbatch.comm.communicator import Communicator
+
+LEAST_REPETITIONS = 2
+ROUND = 5
+"""Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift touches all alike."""
+LOOP_SECONDS, MOST_LOOPS = 0.02, 20
+"""A repetition is as many sums in a row as fit into that time, from one to so many; its time is divided by them."""
+
+MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
+"""Sizes of messages that are timed; each a multiple of 4."""
+
+LIMITS = {"float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
+"""Up to here every whole number has its own value: 2 to the number of significant bits."""
+
+PERIOD = 1021
+"""Elements after which the numbers repeat: a prime, so that a part in another's place is seen."""
+
+LARGEST = 63
+"""No single number exceeds this, however many would fit."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Says how long to measure: at most so many repetitions, and so many seconds (two repetitions are made anyway)."""
+
+    repetitions: int
+    seconds: float
+    contender_ratio: float = float("inf")
+    """Where time is short, an algorithm whose first time exceeds the best one's by this factor is not repeated."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Holds, for one algorithm and size, the slowest rank's time of each repetition and the count of wrong elements."""
+
+    measured: Measured
+    num_wrong: int
+
+
+def time_sums(
+    tensor_N: Tensor, communicators: Mapping[str, Communicator], *, effort: Effort, label: str = "measurement"
+) -> dict[str, Sums]:
+    """Time the all-reduce of tensor_N by each algorithm, in place; its content is lost.
+
+    Ranks do not meet before a repetition, as in training: each times its own, and the slowest rank's time counts.
+    Short sums are repeated in a row, as nccl-tests does: one alone measures when its ranks were scheduled. Each
+    algorithm first sums whole numbers, and every rank compares every element with the closed form; the timed
+    repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms.
+    Raises: PeerLostError.
+    """
+    any_communicator = next(iter(communicators.values()))
+    wrong: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {}
+
+    loops = 1
+
+    def repeat(name: str, count: int) -> None:
+        # zeros stay zeros however often they are summed: no overflow, and any other value is an error
+        tensor_N.zero_()
+        what = f"{label} by {name}"
+        seconds[name] += _time_here(tensor_N, communicators[name], count=count, loops=loops, label=what)
+        wrong[name] += int(torch.count_nonzero(tensor_N))
+
+    for name, communicator in communicators.items():
+        wrong[name] = _count_wrong_sums(tensor_N, communicator, label=f"check of {name}, {label}")
+        seconds[name] = []
+        repeat(name, 1)
+    pilots = _first(seconds, any_communicator)
+    # no more than there is time for: where one algorithm is quick, others may be a hundred times slower
+    affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
+    loops = max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(min(pilots.values()), 1e-9)), affordable))
+    if loops > 1:  # then one sum alone is no repetition, and not even a sign of who is fast
+        for name in communicators:
+            seconds[name].clear()
+            repeat(name, 1)
+        pilots = _first(seconds, any_communicator)
+    # the pilots are seconds of one sum, but a repetition makes loops of them
+    effort = dataclasses.replace(effort, seconds=effort.seconds / loops)
+    chosen = _contenders(pilots, effort)
+    left = _repetitions(sum(pilots[name] for name in chosen), effort) - 1
+    while left > 0:
+        for name in chosen:
+            repeat(name, min(left, ROUND))
+        left -= ROUND
+    # together, as thousands of ranks take longer to gather than to sum
+    mine = {**seconds, **{_wrong_by(name): count for name, count in wrong.items()}}
+    everyone = [json.loads(text) for text in any_communicator.gather_text(json.dumps(mine))]
+    return {
+        name: Sums(Measured(tuple(_longest(everyone, name))), sum(each[_wrong_by(name)] for each in everyone))
+        for name in communicators
+    }
+
+
+def _wrong_by(name: str) -> str:
+    return f"wrong by {name}"
+
+
+def _first(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, float]:
+    """Return the slowest rank's first repetition of each."""
+    return {name: times[0] for name, times in slowest(seconds, communicator).items()}
+
+
+def _contenders(pilots: Mapping[str, float], effort: Effort) -> list[str]:
+    if effort.repetitions * sum(pilots.values()) <= effort.seconds:
+        return list(pilots)
+    return [name for name, pilot in pilots.items() if pilot <= effort.contender_ratio * min(pilots.values())]
+
+
+def _repetitions(seconds_each: float, effort: Effort) -> int:
+    return max(LEAST_REPETITIONS, min(effort.repetitions, int(effort.seconds / max(seconds_each, 1e-9))))
+
+
+def _time_here(tensor_N: Tensor, communicator: Communicator, *, count: int, loops: int, label: str) -> list[float]:
+    """Measure this rank's seconds per all-reduce of each of count repetitions, one after another."""
+    seconds = []
+    for _ in range(count):
+        wait_for(communicator.device)
+        start = time.perf_counter()
+        for _ in range(loops):
+            communicator.sum_(tensor_N, label=label)
+        wait_for(communicator.device)
+        seconds.append((time.perf_counter() - start) / loops)
+    return seconds
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, list[float]]:
+    """Return each repetition's longest time over all ranks, the same on all of them."""
+    everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(seconds))]
+    return {name: _longest(everyone, name) for name in seconds}
+
+
+def _longest(everyone: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[float]:
+    return [max(times) for times in zip(*(each[name] for each in everyone), strict=True)]
+
+
+def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:
+    """Sum numbers whose sum is exact, and count this rank's elements that differ from it."""
+    dtype = communicator.wire.of(tensor_N)
+    limit = min(limit_of(dtype_name(tensor_N.dtype)), limit_of(dtype_name(dtype)))
+    fill_(tensor_N, rank_pattern(communicator.rank, communicator.world_size, limit=limit))
+    communicator.sum_(tensor_N, label=label)
+    return count_different(tensor_N, expected_pattern(communicator.world_size, limit=limit))
+
+
+def limit_of(dtype: str) -> int:
+    """Say how far a dtype, such as float16, counts without a gap. Raises: KeyError for an unknown one."""
+    return LIMITS[dtype]
+
+
+def rank_pattern(rank: int, world_size: int, *, limit: int) -> list[int]:
+    """Return one period of what a rank brings into the sum: of whole numbers whose sum stays within limit.
+
+    Any order of adding is exact, as every partial sum is a whole number within the limit. With more ranks than
+    the limit, those beyond bring zeros.
+    """
+    if rank >= limit:
+        return [0] * PERIOD
+    largest = min(LARGEST, limit // min(world_size, limit))
+    return [(17 * i + 31 * rank + i * rank) % (largest + 1) for i in range(PERIOD)]
+
+
+def expected_pattern(world_size: int, *, limit: int) -> list[int]:
+    """Return one period of the sum over all ranks."""
+    patterns = [rank_pattern(rank, world_size, limit=limit) for rank in range(min(world_size, limit))]
+    return [sum(column) for column in zip(*patterns, strict=True)]
+
+
+def fill_(tensor_N: Tensor, pattern: Sequence[int]) -> None:
+    """Repeat the pattern over the tensor, in place."""
+    pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
+    whole = tensor_N.numel() // len(pattern) * len(pattern)
+    tensor_N[:whole].view(-1, len(pattern)).copy_(pattern_P)
+    tensor_N[whole:].copy_(pattern_P[: tensor_N.numel() - whole])
+
+
+def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
+    """Count elements that are not the repeated pattern's; what is not finite differs."""
+    pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
+    whole = tensor_N.numel() // len(pattern) * len(pattern)
+    # in pieces: a comparison of all at once would need a mask as long as the tensor
+    rows = tensor_N[:whole].view(-1, len(pattern)).split(1 << 14)
+    wrong = sum(int(torch.count_nonzero(rows_RP != pattern_P)) for rows_RP in rows)
+    return wrong + int(torch.count_nonzero(tensor_N[whole:] != pattern_P[: tensor_N.numel() - whole]))
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Holds repeated times of messages by their bytes, from the shortest to the longest."""
+
+    times: tuple[tuple[int, Measured], ...]
+
+    @property
+    def latency_seconds(self) -> float:
+        """Return the median of the shortest messages."""
+        return self.times[0][1].median
+
+    @property
+    def best_bytes_per_second(self) -> float:
+        """Return the rate of the fastest of the longest messages: what the link can do when nothing holds the ranks up.
+
+        Shorter ones do not count: a shaped or buffered link lets them through faster than it can go on.
+        """
+        num_bytes, measured = self.times[-1]
+        return num_bytes / measured.min
+
+
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """Says what messages cost; None where none travel: on one node, with one rank per node, without messages at all."""
+
+    inside: Hops | None
+    across: Hops | None
+
+
+def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLinks:
+    """Time messages inside nodes and between them.
+
+    As a ring uses them: every rank of a node (or every node's leader) sends to the next and receives from the last
+    at once. Between nodes one rank of each is at work.
+    """
+    topology = communicator.topology
+    if not communicator.backend.capabilities.has_messages:
+        return MeasuredLinks(None, None)
+    has_inside = topology.num_nodes < topology.world_size
+    return MeasuredLinks(
+        inside=_measure_hops(communicator, topology.node, seconds=seconds / 2) if has_inside else None,
+        across=_measure_hops(communicator, topology.leaders, seconds=seconds / 2) if topology.num_nodes > 1 else None,
+    )
+
+
+def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: float) -> Hops:
+    """Measure hops by length; half of the time goes to the longest messages."""
+    times = []
+    for num_bytes in MESSAGE_BYTES:
+        share = 0.5 if num_bytes == MESSAGE_BYTES[-1] else 0.5 / (len(MESSAGE_BYTES) - 1)
+        effort = Effort(repetitions=30, seconds=seconds * share)
+        times.append((num_bytes, Measured(tuple(time_hops(communicator, ring, num_bytes, effort=effort)))))
+    return Hops(tuple(times))
+
+
+def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, effort: Effort) -> list[float]:
+    """Measure the slowest rank's seconds of each hop around a ring of ranks; the ranks outside it look on."""
+    hop = _make_hop(communicator, ring, num_bytes)
+    hop(1)  # connections open
+    pilot = slowest({"": hop(2)}, communicator)[""]
+    return slowest({"": hop(_repetitions(min(pilot), effort))}, communicator)[""]
+
+
+def _make_hop(communicator: Communicator, ring: Sequence[int], num_bytes: int) -> Callable[[int], list[float]]:
+    backend = communicator.backend
+    if communicator.rank not in ring or len(ring) < 2:
+
+        def look_on(count: int) -> list[float]:
+            # an operation like the others': each rank counts its own, and all must have the same numbers
+            backend.submit(lambda: None, label=f"hop of {num_bytes} bytes", ranks=tuple(ring)).wait()
+            # as many times as the others return: slowest() takes the longest of each repetition
+            return [0.0] * count
+
+        return look_on
+    place = list(ring).index(communicator.rank)
+    left, right = ring[place - 1], ring[(place + 1) % len(ring)]
+    send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.transport_device) for _ in range(2))
+    seconds: list[float] = []
+
+    def go_round(count: int) -> None:
+        for _ in range(count):
+            start = time.perf_counter()
+            backend.start_exchange(send=send_N, to=right, receive=receive_N, source=left).wait()
+            wait_for(communicator.device)
+            seconds.append(time.perf_counter() - start)
+
+    def hop(count: int) -> list[float]:
+        seconds.clear()
+        label = f"hop of {num_bytes} bytes to rank {right}"
+        backend.submit(lambda: go_round(count), label=label, ranks=tuple(ring)).wait()
+        return seconds[:]
+
+    return hop

@@ -1,0 +1,176 @@
+"""Choose the algorithm by size and the fusion plan for a cluster and a model: by measuring both."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.comm.algorithms.auto import choose_algorithm
+from bigbatch.comm.algorithms.hybrid import HybridTable, Measured, Times
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.fusion import TensorSpec
+from bigbatch.comm.measure.backward import in_ready_order, measure_backward
+from bigbatch.comm.measure.cost_model import Backward
+from bigbatch.comm.measure.sizes import elapsed_seconds, make_table, measure_times, sizes_below
+from bigbatch.comm.measure.timing import MeasuredLinks, measure_links
+from bigbatch.comm.measure.whole_steps import (
+    Candidate,
+    MeasuredStep,
+    choose_step,
+    make_candidates,
+    measure_steps,
+    noise_between,
+)
+
+LINKS_SHARE, BACKWARD_SHARE, STEPS_SHARE = 0.05, 0.15, 0.4
+"""Of the time; the all-reduces by size get the rest."""
+COMPUTING_SHARE = 1.5
+"""A step before it is measured: of backward's seconds, forward with it."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Holds what was measured."""
+
+    links: MeasuredLinks
+    times: Times
+    backward: Backward
+    tensors: tuple[TensorSpec, ...]
+    """In the order in which they become ready."""
+    fastest: HybridTable
+    """By the medians of single sums."""
+    stated: Candidate
+    """What the config states."""
+    steps: tuple[MeasuredStep, ...] = ()
+    """Whole steps; of the stated candidate first. Fewer than two where there was no time to compare any."""
+
+    @property
+    def best_step(self) -> MeasuredStep | None:
+        """Return the choice that whole steps make; None where none were compared."""
+        return choose_step(self.steps) if len(self.steps) > 1 else None
+
+    @property
+    def chosen(self) -> Candidate:
+        """Return what to train with; without whole steps the fastest algorithm by size, with the stated sizes."""
+        return self.best_step.candidate if self.best_step else Candidate(self.fastest, self.stated.sizes)
+
+
+def tune(
+    communicator: Communicator,
+    named_parameters: Mapping[str, nn.Parameter],
+    forward: Callable[[], Tensor],
+    *,
+    stated: Candidate,
+    seconds: float,
+    say: Callable[[str], None] = lambda line: None,
+) -> Findings:
+    """Measure messages, backward, sums by size, and whole steps. Collective.
+
+    forward computes a loss anew. stated: what the others are compared with. seconds: about how long it takes, the same
+    on all ranks. say: told what was found, line by line. Raises: CommError where a sum came out wrong; PeerLostError.
+    """
+    start = time.perf_counter()
+    links = measure_links(communicator, seconds=LINKS_SHARE * seconds)
+    say(explain_links(links))
+    backward = measure_backward(named_parameters, forward, communicator, seconds=BACKWARD_SHARE * seconds)
+    tensors = in_ready_order(named_parameters, backward)
+    dtype, num_bytes = _main_dtype(tensors), sum(tensor.num_bytes for tensor in tensors)
+    first = min(backward.ready_seconds.values(), default=0.0)
+    say(
+        f"backward: {_ms(backward.seconds)}, its first gradient after {_ms(first)}; {len(tensors)} gradients, "
+        f"{num_bytes / 1e6:.1f} MB"
+    )
+    say(f"time of an all-reduce of {dtype}:")
+    say(times_head(communicator.algorithms))
+    times = measure_times(
+        communicator,
+        sizes_below(num_bytes),
+        dtype=getattr(torch, dtype),
+        start=start,
+        seconds=(1 - STEPS_SHARE) * seconds,
+        on_size=lambda size, at_size: say(times_line(size, at_size, communicator.algorithms)),
+    )
+    fastest = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
+    say(f"algorithm by size: {fastest}")
+    if not times or num_bytes > max(times):
+        say(f"  above {max(times, default=0):,} bytes nothing was measured: give more --budget-seconds")
+    findings = Findings(links, times, backward, tuple(tensors), fastest, stated)
+    if communicator.world_size > 1:
+        steps = measure_steps(
+            make_candidates(stated, fastest, tensors, algorithms=communicator.algorithms),
+            named_parameters,
+            forward,
+            communicator,
+            order=[tensor.name for tensor in tensors],
+            step_seconds=COMPUTING_SHARE * backward.seconds,
+            seconds=seconds - elapsed_seconds(communicator, start),
+        )
+        findings = replace(findings, steps=steps)
+    for line in explain_choice(findings):
+        say(line)
+    return findings
+
+
+def explain_choice(findings: Findings) -> list[str]:
+    """Say what whole steps took, and what is chosen. Pure."""
+    best, stated = findings.best_step, findings.stated
+    if best is None:
+        return [
+            f"chosen: {findings.chosen}; no whole steps were compared: "
+            "that takes several ranks, and more --budget-seconds where they are slow"
+        ]
+    lines = ["whole steps: forward, backward and sums (median of the slowest rank)"]
+    for step in findings.steps:
+        what = "as the config states: " if step.candidate == stated else ""
+        lines.append(f"  {_ms(step.measured.median):>9}  {what}{step.candidate}; n = {len(step.measured.seconds)}")
+    first, fastest = findings.steps[0], min(findings.steps, key=lambda step: step.measured.median)
+    noise = _ms(noise_between(first, fastest))
+    if best is first:
+        return [
+            *lines,
+            f"chosen: what the config states is kept: {_ms(first.measured.median)} a step, the fastest "
+            f"{_ms(fastest.measured.median)}; a gain below {noise} would be noise",
+        ]
+    return [
+        *lines,
+        f"chosen: {best.candidate}: {_ms(best.measured.median)} a step, against {_ms(first.measured.median)} as the "
+        f"config states, +-{noise}",
+    ]
+
+
+def explain_links(links: MeasuredLinks) -> str:
+    """Say latency and bandwidth inside nodes and between them. Pure."""
+    parts = []
+    for where, hops in (("inside a node", links.inside), ("between nodes", links.across)):
+        if hops is not None:
+            gbit = hops.best_bytes_per_second * 8 / 1e9
+            parts.append(f"{where} {hops.latency_seconds * 1e6:.0f} us and {gbit:.3g} Gbit/s each way")
+    return "messages: " + ("; ".join(parts) or "none between these ranks")
+
+
+def times_head(names: Sequence[str]) -> str:
+    """Write the head of times_line."""
+    return f"{'bytes':>12}" + "".join(f"{name:>15}" for name in names) + "   (median in ms; * fastest, n repetitions)"
+
+
+def times_line(size: int, at_size: Mapping[str, Measured], names: Sequence[str]) -> str:
+    """Write one size, an algorithm a column; '-' for one that was not measured."""
+    best = min(at_size, key=lambda name: at_size[name].median)
+    cells = {name: f"{each.median * 1e3:.3f}{'*' if name == best else ' '}" for name, each in at_size.items()}
+    columns = "".join(f"{cells.get(name, '- '):>15}" for name in names)
+    return f"{size:>12}{columns}   n = {max(len(each.seconds) for each in at_size.values())}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _main_dtype(tensors: Sequence[TensorSpec]) -> str:
+    """Find the dtype of most bytes."""
+    num_bytes: Counter[str] = Counter()
+    for tensor in tensors:
+        num_bytes[tensor.dtype] += tensor.num_bytes
+    return num_bytes.most_common(1)[0][0]

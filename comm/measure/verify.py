@@ -1,0 +1,218 @@
+"""`bigbatch comm bench --verify`: sums compared with exact ones, repeated, and compared with each other."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import make_wire
+from bigbatch.comm.measure.drawn_sums import DrawnSums, Outcome
+from bigbatch.comm.measure.exactness import PRECISIONS, Precision, classes_of
+from bigbatch.comm.measure.figures import show_bytes
+from bigbatch.comm.measure.report import Report, table_line
+from bigbatch.errors import CommError
+
+WORKING_COPIES = 17
+"""In bytes of the fp32 numbers: they and their sums, int64 of twice the bytes, as much again for algorithms, float64
+references, and what it takes to put numbers on the grid."""
+
+COLUMNS = (
+    ("size", "(B)", 12),
+    ("count", "(elements)", 12),
+    ("precision", "", 11),
+    ("algorithm", "", 14),
+    ("pieces", "", 8),
+    ("largest", "(ulp)", 10),
+    ("mean", "(ulp)", 10),
+    ("of bound", "(%)", 10),
+    ("#off", "(elements)", 12),
+    ("bits", "(class)", 9),
+    ("repeated", "", 10),
+    ("ranks", "", 8),
+)
+LEGEND = (
+    "ulp: unit in the last place of fp32 at the exact sum; a correctly rounded sum is at most half a one away",
+    "of bound: largest error / what one rounding per rank of the sum of magnitudes may come to",
+    "#off: elements whose bits are not those of the exact sum, rounded once",
+    "bits: sums of the same class, within a size and precision, have the same bits",
+)
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """Holds the figures of one algorithm and cut, at one size and precision."""
+
+    size: int
+    """Bytes of the numbers on each rank, in fp32."""
+    count: int
+    """Elements."""
+    precision: str
+    algorithm: str
+    pieces: int
+    """In so many parts the tensor was summed."""
+    largest_ulp: float | None
+    """Of an element's error, in units in the last place of fp32 at the exact sum; None if not finite."""
+    mean_ulp: float | None
+    bound_share: float | None
+    """Largest of error / bound."""
+    num_off: int
+    """Elements whose bits are not those of the exact sum, rounded once."""
+    bits: int
+    """Equal numbers, within a size and precision, for equal bits."""
+    repetitions: int
+    num_repeated: int
+    """Repetitions in which every rank held the bits of its first."""
+    ranks_agree: bool
+    sha256: str
+    findings: tuple[str, ...]
+
+    @property
+    def sum(self) -> str:
+        """Name the algorithm and its cut."""
+        return self.algorithm if self.pieces == 1 else f"{self.algorithm} in {self.pieces} pieces"
+
+
+def verify_sizes(
+    counts: Sequence[int],
+    sums: Sequence[tuple[Precision, Mapping[str, Communicator]]],
+    communicator: Communicator,
+    report: Report,
+    *,
+    pieces: Sequence[int],
+    repetitions: int,
+    seed: int,
+) -> bool:
+    """Verify each number of elements with each precision, algorithm and number of pieces. Collective.
+
+    Return whether all is right. Raises: PeerLostError.
+    """
+    half = "fp32" if communicator.wire.in_fp32 else "wire"
+    report.open({}, (f"half precision summed in {half}; seed {seed}", *LEGEND), columns=COLUMNS)
+    dtypes = sorted({precision.dtype for precision, _ in sums}, key=str)  # all ranks allocate in the same order
+    memory = dict(zip(dtypes, communicator.allocate_all([(max(counts) + 1, each) for each in dtypes]), strict=True))
+    rows: list[VerifyRow] = []
+    for count in counts:
+        report.working_on(f"{show_bytes(4 * count)}: drawing numbers")
+        drawn = DrawnSums(communicator, count=count, seed=seed)
+        for precision, by_algorithm in sums:
+            outcomes = {}
+            for name, each in by_algorithm.items():
+                report.working_on(f"{show_bytes(4 * count)} in {precision.name} by {name}")
+                memory_N = memory[precision.dtype][: count + 1]
+                for cut in pieces:
+                    outcomes[name, cut] = drawn.repeat(
+                        each, memory_N, precision=precision, pieces=cut, repetitions=repetitions
+                    )
+            new = make_rows(outcomes, count=count, precision=precision.name, repetitions=repetitions)
+            rows += new
+            _show_rows(new, report)
+    text, has_failed = verdict(rows), any(row.findings for row in rows)
+    report.print(f"# {text}")
+    report.write({"kind": "verdict", "failed": has_failed, "text": text})
+    return not has_failed
+
+
+def _show_rows(rows: Sequence[VerifyRow], report: Report) -> None:
+    report.working_on("")
+    for row in rows:
+        report.print(show_row(row))
+        report.write({"kind": "row", **asdict(row)})
+    for finding in (finding for row in rows for finding in row.findings):
+        report.print(f"# FAILED: {finding}")
+
+
+def make_sums(
+    communicator: Communicator, algorithms: Sequence[str], precisions: Sequence[Precision] | None, *, reduce_dtype: str
+) -> list[tuple[Precision, dict[str, Communicator]]]:
+    """Make a communicator of each algorithm for each precision; None: for all that the backend can sum. Collective.
+
+    Raises: CommError for a precision that it cannot sum.
+    """
+    summable = communicator.backend.capabilities.dtypes
+    chosen = precisions or [each for each in PRECISIONS.values() if each.travels_as in summable]
+    for precision in chosen:
+        if precision.travels_as not in summable:
+            raise CommError(
+                f"--precisions: {communicator.backend.name} cannot sum {precision.name}; leave it out, or take "
+                "another --backend"
+            )
+    wires = [make_wire(each.wire_dtype, reduce_dtype=reduce_dtype) for each in chosen]
+    return [
+        (precision, {name: communicator.with_algorithm(name, wire=wire) for name in algorithms})
+        for precision, wire in zip(chosen, wires, strict=True)
+    ]
+
+
+def make_rows(
+    outcomes: Mapping[tuple[str, int], Outcome], *, count: int, precision: str, repetitions: int
+) -> list[VerifyRow]:
+    """Make the rows of one size and precision, whose sums are by (algorithm, pieces)."""
+    classes = classes_of([outcome.digest for outcome in outcomes.values()])
+    rows = []
+    for ((algorithm, pieces), outcome), bits in zip(outcomes.items(), classes, strict=True):
+        errors = outcome.errors
+        row = VerifyRow(
+            size=4 * count,
+            count=count,
+            precision=precision,
+            algorithm=algorithm,
+            pieces=pieces,
+            largest_ulp=_finite(errors.largest_ulp),
+            mean_ulp=_finite(errors.total_ulp / count),
+            bound_share=_finite(errors.bound_share),
+            num_off=errors.num_off,
+            bits=bits,
+            repetitions=repetitions,
+            num_repeated=outcome.num_repeated,
+            ranks_agree=outcome.ranks_agree,
+            sha256=outcome.digest,
+            findings=(),
+        )
+        what = f"{row.sum}, {precision}, {show_bytes(row.size)}"
+        rows.append(replace(row, findings=tuple(f"{what}: {each}" for each in outcome.findings)))
+    return rows
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def show_row(row: VerifyRow) -> str:
+    """Write a row below the head."""
+    texts = (
+        *(str(row.size), str(row.count), row.precision, row.algorithm, str(row.pieces)),
+        *(_show(row.largest_ulp), _show(row.mean_ulp)),
+        _show(None if row.bound_share is None else 100 * row.bound_share),
+        *(str(row.num_off), str(row.bits), f"{row.num_repeated}/{row.repetitions}"),
+        "same" if row.ranks_agree else "DIFFER",
+    )
+    return table_line(COLUMNS, texts)
+
+
+def _show(value: float | None) -> str:
+    return "inf" if value is None else f"{value:.3g}"
+
+
+def verdict(rows: Sequence[VerifyRow]) -> str:
+    """Say in a line what all rows come to."""
+    if num_findings := sum(len(row.findings) for row in rows):
+        return f"FAILED: {num_findings} finding(s), above; do not train with these sums before the cause is known"
+    pairs = {name: count_pairs([row for row in rows if row.precision == name]) for name in PRECISIONS}
+    pairs = {name: each for name, each in pairs.items() if each[1]}
+    differ = ", ".join(f"{different} of {total} in {name}" for name, (different, total) in pairs.items())
+    texts = ["every sum repeats its own bits, on all ranks alike, within its bound"]
+    if differ:
+        texts.append(f"pairs of sums that differ from each other: {differ}")
+    if any(different for different, _ in pairs.values()):
+        texts.append("set run.reproducible for sums that do not")
+    return "; ".join(texts)
+
+
+def count_pairs(rows: Sequence[VerifyRow]) -> tuple[int, int]:
+    """Count the pairs of sums of one precision that differ at any size, and all pairs."""
+    by_sum: dict[str, list[str]] = {}
+    for row in rows:
+        by_sum.setdefault(row.sum, []).append(row.sha256)
+    pairs = list(combinations(by_sum.values(), 2))
+    return sum(a != b for a, b in pairs), len(pairs)

@@ -1,0 +1,172 @@
+"""Which algorithm and which sizes of fusion buffers make a step fastest: whole steps of each, in turns."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from torch import Tensor, nn
+
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
+from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.comm.measure.sizes import elapsed_seconds
+from bigbatch.comm.measure.timing import slowest, wait_for
+
+BUFFER_BYTES = tuple(1 << power for power in (20, 22, 24, 26, 28))
+"""Sizes of fusion buffers that are tried: 1, 4, 16, 64 and 256 MiB, as far as the gradients fill them."""
+LEAST_STEPS, MOST_STEPS = 3, 20
+"""Of one candidate in one turn: in the first one, and in any."""
+ENOUGH_STEPS = 60
+"""Of each candidate, however much time is left."""
+DROP_RATIO = 1.1
+"""Candidates slower than the fastest by more than this, and by more than noise, have no further turn."""
+LEAST_GAIN = 0.002
+"""Share of a step below which a gain is worth nothing."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Holds an algorithm by size, and the sizes of a fusion plan."""
+
+    table: HybridTable
+    sizes: PlanSizes
+
+    def __str__(self) -> str:
+        first = self.sizes.first_buffer_bytes
+        return f"{self.table}, threshold_bytes {self.sizes.threshold_bytes}, buffer_bytes {self.sizes.buffer_bytes}" + (
+            f", first_buffer_bytes {first}" if first is not None else ""
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Holds the slowest rank's seconds of whole steps: forward, backward, and what is left of the sums."""
+
+    candidate: Candidate
+    measured: Measured
+
+
+def make_candidates(
+    stated: Candidate, fastest: HybridTable, tensors: Sequence[TensorSpec], *, algorithms: Sequence[str]
+) -> list[Candidate]:
+    """List what the config states, then what else is worth a try, the likeliest first; no two of the same plan. Pure.
+
+    Buffers of BUFFER_BYTES with the fastest algorithm by size; then, beside the stated sizes, each algorithm alone:
+    what is fastest alone need not be beside a backward pass.
+    """
+    total = sum(tensor.num_bytes for tensor in tensors)
+    filled = [size for size in BUFFER_BYTES if size < total] or [BUFFER_BYTES[0]]
+    buffers = [*filled, min(4 * filled[-1], BUFFER_BYTES[-1])]
+    middle = [size for size in buffers if size <= total / 4][-1:]
+    tried = [
+        stated,
+        Candidate(fastest, stated.sizes),
+        *(Candidate(fastest, PlanSizes(size, size)) for size in dict.fromkeys((*middle, *reversed(buffers)))),
+        *(Candidate(HybridTable((HybridRow(None, name),)), stated.sizes) for name in algorithms),
+    ]
+    found: dict[tuple[HybridTable, FusionPlan], Candidate] = {}
+    for each in tried:
+        found.setdefault((each.table, each.sizes.plan(tensors)), each)
+    return list(found.values())
+
+
+def measure_steps(
+    candidates: Sequence[Candidate],
+    named_parameters: Mapping[str, nn.Parameter],
+    forward: Callable[[], Tensor],
+    communicator: Communicator,
+    *,
+    order: Sequence[str],
+    step_seconds: float,
+    seconds: float,
+) -> tuple[MeasuredStep, ...]:
+    """Train with each candidate for some steps, but for the update, in turns. Collective.
+
+    After each round the clearly slower ones are dropped, but for the first candidate, so that time goes to those that
+    are close. order: in which gradients become ready. step_seconds: an estimate. Candidates that there was no time for
+    are not among the result.
+    """
+    found: list[list[float]] = [[] for _ in candidates]
+    alive, count, start = list(range(len(candidates))), LEAST_STEPS, time.perf_counter()
+    while True:
+        for place in alive:
+            # a turn takes a step to warm up and those that count
+            expected = (count + 1) * max((times[-1] for times in found if times), default=step_seconds)
+            spent = elapsed_seconds(communicator, start)
+            if spent + expected > seconds:
+                return _steps(candidates, found)
+            found[place] += _turn(candidates[place], named_parameters, forward, communicator, order=order, count=count)
+        steps = {place: MeasuredStep(candidates[place], Measured(tuple(found[place]))) for place in alive}
+        fastest = min(steps.values(), key=_median)
+        alive = [place for place in alive if place == 0 or not _is_behind(steps[place], fastest)]
+        if len(alive) == 1 or min(len(found[place]) for place in alive) >= ENOUGH_STEPS:
+            return _steps(candidates, found)
+        left = seconds - elapsed_seconds(communicator, start)
+        count = max(1, min(MOST_STEPS, int(left / 3 / sum(_median(steps[place]) for place in alive)) - 1))
+        alive.reverse()  # so that a drift of the machine touches all alike
+
+
+def _steps(candidates: Sequence[Candidate], found: Sequence[Sequence[float]]) -> tuple[MeasuredStep, ...]:
+    return tuple(
+        MeasuredStep(candidate, Measured(tuple(times)))
+        for candidate, times in zip(candidates, found, strict=True)
+        if times
+    )
+
+
+def _is_behind(step: MeasuredStep, fastest: MeasuredStep) -> bool:
+    noise = math.hypot(step.measured.noise, fastest.measured.noise)
+    return _median(step) > max(DROP_RATIO, 1 + noise) * _median(fastest)
+
+
+def _turn(
+    candidate: Candidate,
+    named_parameters: Mapping[str, nn.Parameter],
+    forward: Callable[[], Tensor],
+    communicator: Communicator,
+    *,
+    order: Sequence[str],
+    count: int,
+) -> list[float]:
+    """Return the slowest rank's seconds of each of count steps, after one to warm up."""
+    for parameter in named_parameters.values():
+        parameter.grad = None
+    hybrid = communicator.with_algorithm("hybrid", table=candidate.table)
+    reducer = GradientReducer(
+        named_parameters.items(), hybrid, **asdict(candidate.sizes), order=order, weights="unchecked"
+    )
+    times = [_step(forward, reducer, communicator) for _ in range(count + 1)]
+    reducer.close()
+    return slowest({"": times[1:]}, communicator)[""]
+
+
+def _step(forward: Callable[[], Tensor], reducer: GradientReducer, communicator: Communicator) -> float:
+    reducer.zero_grad()
+    wait_for(communicator.device)
+    start = time.perf_counter()
+    forward().backward()
+    reducer.wait()
+    wait_for(communicator.device)
+    return time.perf_counter() - start
+
+
+def choose_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """Choose the first one that is not slower than the fastest beyond noise, and never slower than the first of all."""
+    fastest, first = min(steps, key=_median), steps[0]
+    return next(
+        each
+        for each in steps
+        if _median(each) <= _median(first) and _median(each) - _median(fastest) <= noise_between(each, fastest)
+    )
+
+
+def noise_between(one: MeasuredStep, other: MeasuredStep) -> float:
+    """Return the seconds below which a difference between the two means nothing."""
+    noise = math.hypot(*(_median(each) * each.measured.noise for each in (one, other)))
+    return max(noise, LEAST_GAIN * _median(other))
+
+
+def _median(step: MeasuredStep) -> float:
+    return step.measured.median

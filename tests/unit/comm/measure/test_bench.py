@@ -1,0 +1,527 @@
+"""`bigbatch comm bench`: sizes, formulas, wrong values counted, and the command in a world of one."""
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from error_texts import naming
+from torch import Tensor
+
+from benchmarks.comm import messages
+from bigbatch.cli import main
+from bigbatch.comm.algorithms import make_allreduce
+from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.algorithms.wire import Wire
+from bigbatch.comm.backends.base import Capabilities, Done, Group
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.measure import bench as command
+from bigbatch.comm.measure import figures as bench
+from bigbatch.comm.measure import job, timing
+from bigbatch.comm.measure.figures import Limit, Row
+from bigbatch.comm.measure.plot import plot_sweep
+from bigbatch.comm.measure.report import table_head
+from bigbatch.comm.measure.timing import (
+    LIMITS,
+    PERIOD,
+    Effort,
+    Sums,
+    count_different,
+    expected_pattern,
+    fill_,
+    limit_of,
+    rank_pattern,
+    time_sums,
+)
+from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.errors import CommError
+from bigbatch.exit_codes import REFUSED
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def row(algorithm: str = "ring", *, count: int = 25_000_000, seconds: float = 0.1, limit: Limit | None = None) -> Row:
+    """One measurement of fp32 over 8 ranks."""
+    measured = Measured((seconds, seconds / 2, 2 * seconds))
+    return bench.make_row(
+        measured, count=count, dtype="float32", algorithm=algorithm, num_wrong=0, world_size=8, limit=limit
+    )
+
+
+# --- sizes and choices ---
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        *(("1", 1), ("1024", 1024), ("8B", 8), ("1K", 1024), ("1k", 1024), ("4KB", 4096), ("4KiB", 4096)),
+        *(("25M", 25 << 20), ("1G", 1 << 30)),
+    ],
+)
+def test_parse_bytes_has_units_of_powers_of_1024(text: str, num_bytes: int) -> None:
+    assert bench.parse_bytes(text, option="--max-bytes") == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "0K", "-1", "1.5M", "M", "1T", "one", "1 0", "٣"])
+def test_parse_bytes_refuses_what_is_no_size(text: str) -> None:
+    with pytest.raises(CommError, match=naming(f"--max-bytes {text!r} ", "4K")):
+        bench.parse_bytes(text, option="--max-bytes")
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1000, 1024, 1536, 25 << 20, (1 << 30) + 1024, 3 << 30])
+def test_show_bytes_is_read_back(num_bytes: int) -> None:
+    assert bench.parse_bytes(bench.show_bytes(num_bytes), option="") == num_bytes
+
+
+def test_sweep_counts() -> None:
+    counts = bench.sweep_counts(min_bytes=1024, max_bytes=1 << 28, factor=4, dtype="float32")
+    assert [4 * count for count in counts] == [4**k for k in range(5, 15)]
+    assert bench.sweep_counts(min_bytes=10, max_bytes=40, factor=2, dtype="bfloat16") == (5, 10, 20)
+    assert bench.sweep_counts(min_bytes=10, max_bytes=10, factor=2, dtype="float64") == (1,)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"factor": 1}, ("--factor 1 ", "at least 2")),
+        ({"min_bytes": 8192}, ("--min-bytes 8K ", "--max-bytes 4K")),
+        ({"min_bytes": 3}, ("--min-bytes 3 ", "float32", "at least 4")),
+    ],
+)
+def test_sweep_counts_refuses_impossible_sweeps(changed: dict[str, Any], named: tuple[str, ...]) -> None:
+    with pytest.raises(CommError, match=naming(*named)):
+        bench.sweep_counts(**{"min_bytes": 4, "max_bytes": 4096, "factor": 4, "dtype": "float32", **changed})
+
+
+def test_choose_algorithms() -> None:
+    available = ("native", "ring")
+    assert bench.choose_algorithms("all", available=available, where="") == available
+    assert bench.choose_algorithms("ring,native,ring", available=available, where="") == ("ring", "native")
+    with pytest.raises(CommError, match=naming("--algorithms", "'torus'", "on gloo", "native, ring, or all")):
+        bench.choose_algorithms("ring,torus", available=available, where="on gloo")
+    with pytest.raises(CommError, match=naming("--algorithms hybrid", "--table", "bigbatch comm tune")):
+        bench.choose_algorithms("hybrid", available=available, where="on gloo")
+
+
+# --- figures ---
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    """100 MB in 0.1 s: algbw 1 GB/s, and busbw 2 * 7/8 of it over 8 ranks (doc/PERFORMANCE.md)."""
+    r = row()
+    assert (r.size, r.count, r.type, r.redop, r.algorithm) == (100_000_000, 25_000_000, "float32", "sum", "ring")
+    assert r.algbw_gb_per_s == pytest.approx(1.0, rel=1e-12)
+    assert r.busbw_gb_per_s == pytest.approx(1.75, rel=1e-12)
+    assert (r.time_us, r.min_us, r.max_us) == pytest.approx((100_000, 50_000, 200_000), rel=1e-12)
+    assert r.repetitions_us == pytest.approx((100_000, 50_000, 200_000), rel=1e-12)
+    assert r.limit_share is None
+
+
+def test_limit_and_the_share_of_it() -> None:
+    """4 nodes at 200 Mbit/s: 10 MB take at least 1.5 * 80 Mbit / 200 Mbit/s = 0.6 s; half of it on an fp16 wire."""
+    limit = Limit(num_nodes=4, bytes_per_second=25e6)
+    assert limit.seconds(10_000_000) == pytest.approx(0.6, rel=1e-12)
+    assert row(count=2_500_000, seconds=0.75, limit=limit).limit_share == pytest.approx(0.8, rel=1e-12)
+    narrow = dataclasses.replace(limit, wire_bytes_per_byte=0.5)
+    assert row(count=2_500_000, seconds=0.75, limit=narrow).limit_share == pytest.approx(0.4, rel=1e-12)
+
+
+def test_table() -> None:
+    limit = Limit(num_nodes=4, bytes_per_second=25e6)
+    rows = [row("ring", seconds=8.0, limit=limit), row("native", seconds=10.0, limit=limit)]
+    titles, units = table_head(bench.COLUMNS).splitlines()
+    first, second = bench.show_rows(rows)
+    assert " ".join(titles.split()) == "# size count type redop algorithm time min max algbw busbw #wrong n of limit"
+    assert " ".join(units.split()) == "# (B) (elements) (us) (us) (us) (GB/s) (GB/s) (%)"
+    assert " ".join(first.split()) == (
+        "100000000 25000000 float32 sum ring* 8000000 4000000 16000000 0.013 0.022 0 3 75.0"
+    )
+    assert second.split()[4] == "native"
+    assert len({len(line) for line in (titles, units, first, second)}) == 1  # aligned to the right
+    assert bench.show_row(row(), is_best=False).split()[-1] == "-"
+
+
+def test_limit_explains_what_the_last_column_is_a_share_of() -> None:
+    limit = Limit(num_nodes=4, bytes_per_second=25e6, wire_bytes_per_byte=0.5)
+    assert bench.explain_limit(limit, num_nodes=4, source="as given", shares={"ring": 0.5}) == (
+        "of limit: least time / time; least time = 2(m-1)/m * size * 0.5 / link, with m = 4 nodes and 0.2 Gbit/s per "
+        "link, as given"
+    )
+    wider = bench.explain_limit(limit, num_nodes=4, source="as given", shares={"native": 1.0, "ring": 0.5})
+    assert " * size * 0.5 (native 1) / link" in wider
+    assert "no link limits them" in bench.explain_limit(None, num_nodes=1, source="", shares={})
+    assert "give --link-gbit" in bench.explain_limit(None, num_nodes=2, source="", shares={})
+
+
+class BytesBackend(messages.CountingBackend):
+    """Counts the bytes of the one collective of its own, too, as if it were a ring over two ranks."""
+
+    def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
+        self.message_bytes += tensor_N.nbytes
+
+
+@pytest.mark.parametrize("rounds_each_addition", [True, False])
+@pytest.mark.parametrize("wire", [Wire(), Wire(torch.float16), Wire(torch.float16, in_fp32=False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical", "sharded", "doubling"])
+def test_limit_goes_by_the_bytes_that_travel(
+    algorithm: str, dtype: torch.dtype, wire: Wire, rounds_each_addition: bool
+) -> None:
+    """Between two nodes of a rank each everything sends 2(m-1)/m = 1 times the tensor, counted as it runs."""
+    capabilities = Capabilities(("meta",), sums_half_in_fp32=not rounds_each_addition)
+    backend = BytesBackend(0, 2, capabilities=capabilities)
+    topology = messages.place(0, nodes=2, ranks_per_node=1)
+    all_reduce_ = make_allreduce(algorithm, backend=backend, topology=topology, wire=wire)
+    backend.message_bytes = 0
+    tensor_N = torch.empty(1 << 20, dtype=dtype, device="meta")
+    all_reduce_(tensor_N)
+    played = SimpleNamespace(algorithm_for=lambda tensor_N: algorithm, wire=wire, backend=backend)
+    assert command.wire_share(played, tensor_N) * tensor_N.nbytes == backend.message_bytes
+
+
+def test_page_states_the_columns_and_formulas_of_the_code() -> None:
+    page = (ROOT / "docs/comm-bench.md").read_text()
+    columns = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    assert columns == [title for title, _, _ in bench.COLUMNS]
+    for field in dataclasses.fields(Row):
+        assert f"`{field.name}`" in page
+    sides = dict(re.findall(r"^    (algbw|busbw|least time) = (.*)$", page, re.M))
+    limit = Limit(num_nodes=4, bytes_per_second=25e6, wire_bytes_per_byte=0.5)
+    r = row(limit=limit)
+    values = {"size": r.size, "time": r.time_us / 1e6, "n": 8, "m": 4, "link": 25e6, "wire": 0.5}
+    algbw = eval(sides["algbw"], values)
+    assert algbw / 1e9 == pytest.approx(r.algbw_gb_per_s, rel=1e-12)
+    assert eval(sides["busbw"], values | {"algbw": algbw}) / 1e9 == pytest.approx(r.busbw_gb_per_s, rel=1e-12)
+    assert eval(sides["least time"], values) == pytest.approx(limit.seconds(r.size), rel=1e-12)
+
+
+def test_plot(tmp_path: Path) -> None:
+    limit = Limit(num_nodes=4, bytes_per_second=25e6)
+    rows = [
+        row(name, count=4**k, seconds=1e-3 + 4**k / 1e7, limit=limit)
+        for k in range(5, 12)
+        for name in ("native", "ring", "hybrid")
+    ]
+    for name in ("a.png", "a.svg"):
+        plot_sweep(rows, tmp_path / name, limit=limit, title="A title", caption="on a machine")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "a.svg").read_text()
+    for text in ("A title", "on a machine", "native", "ring", "hybrid", "limit of the links", "busbw (GB/s)", "16K"):
+        assert f"<!-- {text} -->" in drawn, text
+
+
+# --- exact sums ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", sorted(LIMITS))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 100, pytest.param(300, marks=pytest.mark.long)])
+def test_sums_are_exact_in_every_dtype_and_order(dtype: str, world_size: int) -> None:
+    """Added one by one, forwards and backwards, in the dtype itself, against integers."""
+    limit = limit_of(dtype)
+    patterns = [rank_pattern(rank, world_size, limit=limit) for rank in range(world_size)]
+    oracle = [sum(Fraction(p[i]) for p in patterns) for i in range(PERIOD)]
+    assert expected_pattern(world_size, limit=limit) == oracle
+    assert max(oracle) <= limit
+    parts = [torch.tensor(p, dtype=getattr(torch, dtype)) for p in patterns]
+    for ordered in (parts, parts[::-1]):
+        total_P = torch.zeros(PERIOD, dtype=getattr(torch, dtype))
+        for part_P in ordered:
+            total_P += part_P
+        assert total_P.tolist() == oracle
+
+
+def test_pattern_tells_ranks_and_places_apart() -> None:
+    """No rank's values are another's, and no shift of the sum is the sum."""
+    for world_size in (2, 4, 8):
+        patterns = [rank_pattern(rank, world_size, limit=LIMITS["bfloat16"]) for rank in range(world_size)]
+        assert all(a != b for a, b in itertools.combinations(patterns, 2))
+        total = expected_pattern(world_size, limit=LIMITS["bfloat16"])
+        assert all(total[shift:] + total[:shift] != total for shift in range(1, PERIOD))
+
+
+def test_limit_of_refuses_unknown_dtypes() -> None:
+    with pytest.raises(KeyError):
+        limit_of("int16")
+
+
+@pytest.mark.parametrize("num_elements", [1, PERIOD - 1, PERIOD, 5 * PERIOD + 3, 20_000 * PERIOD])
+def test_count_different_elements(num_elements: int) -> None:
+    pattern = expected_pattern(4, limit=LIMITS["float16"])
+    tensor_N = torch.empty(num_elements, dtype=torch.float16)
+    fill_(tensor_N, pattern)
+    assert count_different(tensor_N, pattern) == 0
+    assert tensor_N[-1].item() == pattern[(num_elements - 1) % PERIOD]
+    places = sorted({0, num_elements // 2, num_elements - 1})
+    for place in places:
+        tensor_N[place] = float("nan") if place else -1.0
+    assert count_different(tensor_N, pattern) == len(places)
+
+
+# --- timing ---
+
+
+class FakeCommunicator:
+    """Two ranks in one process: the other rank brings its pattern, and takes as long as it is told to."""
+
+    def __init__(self, spoil: Callable[[Tensor], None] = lambda tensor_N: None, other_seconds: float = 0.0) -> None:
+        self.rank, self.world_size, self.device, self.wire = 0, 2, torch.device("cpu"), Wire()
+        self.calls = 0
+        self._spoil = spoil
+        self._other_seconds = other_seconds
+
+    def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
+        """Add what rank 1 has: its pattern to rank 0's, zeros to zeros."""
+        self.calls += 1
+        if bool((tensor_N >= 1).any()):
+            other_N = torch.empty_like(tensor_N)
+            fill_(other_N, rank_pattern(1, 2, limit=limit_of("float32")))
+            tensor_N += other_N
+        self._spoil(tensor_N)
+        return tensor_N
+
+    def gather_text(self, text: str) -> list[str]:
+        """Rank 1 has the same counts, and other times."""
+        mine = json.loads(text)
+        other = {k: [self._other_seconds] * len(v) if isinstance(v, list) else v for k, v in mine.items()}
+        return [text, json.dumps(other)]
+
+
+def times(num_elements: int = 3000, *, effort: Effort | None = None, **ranks: FakeCommunicator) -> Any:
+    """time_sums with fakes."""
+    effort = effort or Effort(repetitions=3, seconds=1)
+    return time_sums(torch.ones(num_elements), ranks, effort=effort)  # type: ignore[arg-type]
+
+
+def test_time_sums_finds_right_sums_right() -> None:
+    result = times(ring=FakeCommunicator())
+    assert result["ring"].num_wrong == 0
+    assert len(result["ring"].measured.seconds) == 3
+
+
+def spoil_one(tensor_N: Tensor) -> None:
+    """A wrong element in a sum of numbers."""
+    if bool(tensor_N.any()):
+        tensor_N[7] += 1
+
+
+def swap_halves(tensor_N: Tensor) -> None:
+    """Parts in each other's place."""
+    tensor_N.copy_(tensor_N.roll(tensor_N.numel() // 2))
+
+
+def spoil_zeros(tensor_N: Tensor) -> None:
+    """A sum that is only wrong while it is timed."""
+    if not bool((tensor_N >= 1).any()):
+        tensor_N[5] = 1e-30
+
+
+def test_time_sums_counts_wrong_elements_over_ranks_and_for_their_algorithm_alone() -> None:
+    result = times(ring=FakeCommunicator(spoil_one), native=FakeCommunicator())
+    assert {name: each.num_wrong for name, each in result.items()} == {"ring": 2, "native": 0}
+    assert times(ring=FakeCommunicator(swap_halves))["ring"].num_wrong > 2000
+    assert times(ring=FakeCommunicator(spoil_zeros))["ring"].num_wrong == 6  # on both ranks, in three rounds
+
+
+def test_time_sums_takes_the_slowest_ranks_time() -> None:
+    result = times(ring=FakeCommunicator(other_seconds=12.5))
+    assert result["ring"].measured.seconds == (12.5, 12.5)  # and so long that two repetitions must do
+
+
+class Clock:
+    """Stands still but for what the sums say that they take."""
+
+    now = 0.0
+
+    def passes(self, seconds: float) -> Callable[[Tensor], None]:
+        """What a sum does that takes so long."""
+
+        def spend(tensor_N: Tensor) -> None:
+            self.now += seconds
+
+        return spend
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+@pytest.mark.usefixtures("clock")
+def test_effort_bounds_repetitions() -> None:
+    slow, fast = FakeCommunicator(), FakeCommunicator()
+    few = times(effort=Effort(repetitions=20, seconds=3.5), slow=FakeCommunicator(other_seconds=1.0))
+    assert len(few["slow"].measured.seconds) == 3
+    many = times(effort=Effort(repetitions=13, seconds=60), slow=slow, fast=fast)
+    assert [len(each.measured.seconds) for each in many.values()] == [13, 13]
+    assert slow.calls == fast.calls == 2 + 13 * timing.MOST_LOOPS  # and the check, and a first look
+
+
+def test_effort_repeats_only_contenders_where_time_is_short(clock: Clock) -> None:
+    slow, fast = FakeCommunicator(clock.passes(5e-3)), FakeCommunicator(clock.passes(5e-6))
+    effort = Effort(repetitions=10, seconds=0.01, contender_ratio=2)
+    result = times(num_elements=10, effort=effort, slow=slow, fast=fast)
+    assert len(result["slow"].measured.seconds) == 1
+    assert len(result["fast"].measured.seconds) == 10
+    enough = dataclasses.replace(effort, seconds=60.0)
+    result = times(num_elements=10, effort=enough, slow=slow, fast=fast)
+    assert len(result["slow"].measured.seconds) == 10
+
+
+def test_measure_links_of_a_backend_without_messages() -> None:
+    mute = SimpleNamespace(backend=SimpleNamespace(capabilities=SimpleNamespace(has_messages=False)), topology=None)
+    assert timing.measure_links(mute, seconds=1) == timing.MeasuredLinks(None, None)  # type: ignore[arg-type]
+
+
+def test_measure_links_counts_as_many_operations_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits names the operation by its number: ranks that sit a hop out count it, too."""
+    hosts = ["a", "a", "b"]
+    submitted: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(len(hosts))}
+    monkeypatch.setattr(timing, "slowest", lambda times, _: {name: [1.0] * len(each) for name, each in times.items()})
+    for rank, operations in submitted.items():
+
+        def submit(
+            operation: Callable[[], None],
+            *,
+            label: str,
+            ranks: tuple[int, ...],
+            kept: list[tuple[int, ...]] = operations,
+        ) -> Done:
+            kept.append(ranks)
+            operation()
+            return Done()
+
+        capabilities = SimpleNamespace(has_messages=True)
+        backend = SimpleNamespace(capabilities=capabilities, submit=submit, start_exchange=lambda **_: Done())
+        cpu = torch.device("cpu")
+        topology = make_topology(hosts, rank=rank)
+        one = SimpleNamespace(backend=backend, topology=topology, rank=rank, device=cpu, transport_device=cpu)
+        timing.measure_links(one, seconds=1)  # type: ignore[arg-type]
+    assert len(submitted[0]) == len(submitted[1]) == len(submitted[2]) > 0
+    assert set(submitted[0]) == {(0, 1), (0, 2)}  # inside its node, and between the nodes
+    assert set(submitted[2]) == {(2,), (0, 2)}
+
+
+def test_measure_links_takes_no_burst_for_bandwidth() -> None:
+    """A link that lets 1 MB through at once and goes on at 25 MB/s; the best of the longest messages counts."""
+
+    def seconds(num_bytes: int) -> float:
+        return 1e-4 + max(0, num_bytes - 1_000_000) / 25e6
+
+    sizes = (8, 1_000_000, 101_000_000)
+    hops = timing.Hops(tuple((n, Measured((seconds(n), 3 * seconds(n)))) for n in sizes))
+    assert hops.best_bytes_per_second == pytest.approx(101e6 / 4.0001, rel=1e-12)
+    assert hops.latency_seconds == pytest.approx(2e-4, rel=1e-9)  # the median of the shortest
+
+
+# --- the command ---
+
+
+def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, plot = tmp_path / "new/a.jsonl", tmp_path / "a.png"
+    options = ["--max-bytes", "4K", "--repetitions", "2", "--dtype", "bfloat16", "--algorithms", "native,ring"]
+    assert main(["comm", "bench", *options, "--output", str(output), "--plot", str(plot)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["# wrong values: 0", f"# plot: {plot}"]
+    table = [line.split() for line in lines if not line.startswith("#")]
+    assert [(words[0], words[1], words[4].rstrip("*")) for words in table] == [
+        ("1024", "512", "native"),
+        ("1024", "512", "ring"),
+        ("4096", "2048", "native"),
+        ("4096", "2048", "ring"),
+    ]
+    conditions, *records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert conditions["kind"] == "conditions"
+    assert conditions["torch"] == torch.__version__
+    assert (conditions["groups"], conditions["backend"], conditions["limit"]) == ([[0]], "single", None)
+    assert conditions["command"].startswith("bigbatch comm bench --max-bytes 4K")
+    assert [(r["kind"], r["size"], r["algorithm"], r["num_wrong"]) for r in records] == [
+        ("row", size, name, 0) for size in (1024, 4096) for name in ("native", "ring")
+    ]
+    assert {field.name for field in dataclasses.fields(Row)} == set(records[0]) - {"kind"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_measures_the_sums_that_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Communicator] = []
+    monkeypatch.setattr(job, "connect", lambda **settings: met.append(connect(**settings)) or met[-1])
+    options = ["--max-bytes", "1K", "--repetitions", "2", "--wire-dtype", "bfloat16", "--reduce-dtype", "wire"]
+    assert main(["comm", "bench", *options]) == 0
+    assert met[0].wire == Wire(torch.bfloat16, in_fp32=False)
+
+
+def test_bench_fails_by_a_wrong_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def time_sums(tensor_N: Tensor, communicators: Any, *, effort: Effort, label: str) -> dict[str, Sums]:
+        return {name: Sums(Measured((1e-3, 1e-3)), 7) for name in communicators}
+
+    monkeypatch.setattr(command, "time_sums", time_sums)
+    assert main(["comm", "bench", "--max-bytes", "1K", "--algorithms", "native"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "# wrong values: 7"
+    assert lines[-2].split()[-3:] == ["7", "2", "-"]
+
+
+def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["comm", "bench", "--max-bytes", "1K", "--algorithms", "native"]
+    assert main(options) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("BIGBATCH_TERMINAL_COLUMNS", "80")
+    assert main(options) == 0
+    assert capsys.readouterr().err == "\r\x1b[K1K by native\r\x1b[K"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--min-bytes", "x"], "--min-bytes 'x' is no size"),
+        (["--max-bytes", "512"], "--min-bytes 1K exceeds --max-bytes 512"),
+        (["--factor", "1"], "--factor 1 leads from no size to a larger one"),
+        (["--repetitions", "1"], "--repetitions 1 is too few; give at least 2"),
+        (["--group-size", "0"], "--group-size 0 is too few; give at least 1"),
+        (["--seconds-per-size", "0"], "--seconds-per-size 0 is no length of time"),
+        (["--timeout-seconds", "nan"], "--timeout-seconds nan is no length of time"),
+        (["--link-gbit", "fast"], "--link-gbit 'fast' is no bandwidth; give a link's Gbit/s, such as 100, or measured"),
+        (["--link-gbit", "-1"], "--link-gbit '-1' is no bandwidth"),
+        (["--link-gbit", "1"], "--link-gbit 1: all ranks are on one node, so no link limits them; leave it out"),
+        (["--algorithms", "torus"], "--algorithms: 'torus' cannot run on single; choose of native"),
+        (["--algorithms", "hybrid"], "--algorithms hybrid needs --table"),
+        (["--plot", "a.jpeg"], "--plot a.jpeg: the name must end in one of .png, .svg, .pdf"),
+        (["--table", "absent.json"], "cannot read absent.json: No such file or directory"),
+        (["--output", "/proc/no/a.jsonl"], "cannot write /proc/no"),
+        (
+            ["--max-bytes", "1000000G"],
+            "--max-bytes: 262144G bytes for each of 1 ranks, and as much again twice to work with, do",
+        ),
+        (["--backend", "nccl"], "0 GPUs: start one rank per GPU"),
+        (["--pieces", "3"], "--pieces is for --verify: leave one of the two out"),
+    ],
+)
+def test_bench_messages_of_impossible_arguments(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The catalogue of this room's messages: the one test that holds their wording."""
+    assert main(["comm", "bench", *options]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("bigbatch: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_comm_refuses_what_is_no_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["comm", "bnech"]) == REFUSED
+    assert re.search(naming("bnech", "bench", "tune"), capsys.readouterr().err)
+    assert main(["comm", "verify", "--max-bytes", "1K"]) == REFUSED
+    assert re.search(naming("comm verify", "bigbatch comm bench --verify"), capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="0"):
+        main(["comm", "--help"])
+    assert "tune" in capsys.readouterr().out

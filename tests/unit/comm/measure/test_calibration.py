@@ -1,0 +1,401 @@
+"""The table that a job measures for itself: taken again on the same cluster alone, and in bounded time."""
+
+import dataclasses
+import json
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from error_texts import naming
+
+from benchmarks.comm.messages import plan_of
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
+from bigbatch.comm.measure import calibration
+from bigbatch.comm.measure.calibration import SECONDS, calibrate
+from bigbatch.comm.measure.cost_model import MODELS, ClusterModel, LinkModel
+from bigbatch.comm.measure.sizes import make_table, sizes_below
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import CommError
+from bigbatch.files import MOST_OWN_BYTES
+from bigbatch.trainer.build.job import stated_sizes
+from bigbatch.trainer.config.file import load_config
+
+SLOW, FAST = Measured((2.0, 2.0)), Measured((1.0, 1.0))
+TIMES = {1024: {"doubling": FAST, "ring": SLOW}, 4_000_000: {"doubling": SLOW, "ring": FAST}}
+TABLE = HybridTable((HybridRow(64_000, "doubling"), HybridRow(None, "ring")))
+
+
+def one_rank() -> Communicator:
+    return connect(env=ALONE, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Measurements that take no time; the seconds that each was given."""
+    given: list[float] = []
+
+    def measure(*_: object, start: float, seconds: float, **__: object) -> Any:
+        given.append(start + seconds - time.perf_counter())
+        return TIMES
+
+    monkeypatch.setattr(calibration, "measure_times", measure)
+    return given
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_calibration_measures_once_and_takes_it_again(tmp_path: Path, measured: list[float]) -> None:
+    folder = tmp_path / "cache/bigbatch/calibration"
+    first = calibrate(one_rank(), folder=folder)
+    path = only_file(folder)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (folder, path)] == [0o700, 0o600]
+    assert f"stored in {path}" in first.source
+    again = calibrate(one_rank(), folder=folder)
+    assert (again.table, again.text) == (first.table, first.text)
+    assert str(path) in again.source
+    assert len(measured) == 1
+    assert 0.0 < measured[0] <= SECONDS
+
+
+def test_calibration_states_what_it_can_change_and_what_it_rests_on(tmp_path: Path, measured: list[float]) -> None:
+    calibrate(one_rank(), folder=tmp_path)
+    record = json.loads(only_file(tmp_path).read_text())
+    assert "rounding" in record["changes"]
+    assert record["all_reduce_seconds"]["1024"] == {"doubling": 1.0, "ring": 2.0}
+    ((count, rank),) = record["ranks"]
+    assert count == 1
+    assert rank["libraries"]["torch"] == torch.__version__
+    assert record["cluster"]["group_sizes"] == [1]
+
+
+def other_rates() -> dict[str, str]:
+    return {"eth0": "100000"}
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("cpu_name", lambda: "another CPU"),
+        ("num_cores", lambda: 1000),
+        ("link_rates", other_rates),
+        ("__version__", "0.0.1"),
+        ("device_name", lambda device: "NVIDIA H200"),
+    ],
+)
+def test_calibration_of_another_cluster_is_not_taken(
+    name: str, other: Any, tmp_path: Path, measured: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(one_rank(), folder=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, name, other)
+        calibrate(one_rank(), folder=tmp_path)
+    assert (len(measured), len(list(tmp_path.iterdir()))) == (2, 2)
+    calibrate(one_rank(), interface="eth7", folder=tmp_path)
+    assert (len(measured), len(list(tmp_path.iterdir()))) == (3, 3)
+    calibrate(dataclasses.replace(one_rank(), max_ctas=8), folder=tmp_path)
+    assert (len(measured), len(list(tmp_path.iterdir()))) == (4, 4)
+    calibrate(one_rank(), folder=tmp_path)  # the first one's is still there
+    assert len(measured) == 4
+
+
+def test_calibration_of_other_settings_does_not_go_on_with_a_run(tmp_path: Path, measured: list[float]) -> None:
+    before = connect(env=ALONE, device=torch.device("cpu"), reduce_dtype="wire")
+    calibrate(before, folder=tmp_path)
+    found = calibrate(one_rank(), kept=only_file(tmp_path), folder=None)
+    assert naming_all(found.source, "is not taken", "settings", "reduce_dtype 'wire' there, 'fp32' here")
+    assert len(measured) == 2
+    record = json.loads(only_file(tmp_path).read_text())
+    for name in ("reduce_dtype", "max_ctas", "buffers"):  # as files were before they stated these
+        del record["cluster"][name]
+    only_file(tmp_path).write_text(json.dumps(record))
+    assert calibrate(before, folder=tmp_path).source.startswith(str(only_file(tmp_path)))
+    assert "is not taken" in calibrate(one_rank(), kept=only_file(tmp_path), folder=None).source
+    assert len(measured) == 3
+
+
+def test_calibration_of_nccl_goes_by_its_environment(
+    tmp_path: Path, measured: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(calibration, "nccl_version", lambda: "2.30.4")
+    alone = one_rank()
+    alone.backend.name = "nccl"
+    for settings, expected in (({}, 1), ({"NCCL_DEBUG": "INFO"}, 1), ({"NCCL_ALGO": "Tree"}, 2)):
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        calibrate(alone, folder=tmp_path)
+        assert len(measured) == expected
+    alone.backend.name = "tcp"
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    for _ in range(2):
+        calibrate(alone, folder=tmp_path)
+    assert len(measured) == 3
+
+
+def spoil(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def spoiled(data: bytes) -> bytes:
+        record = json.loads(data)
+        change(record)
+        return json.dumps(record).encode()
+
+    return spoiled
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        lambda data: b"",
+        lambda data: data[:100],
+        lambda data: b"\xff\xfe\x00",
+        lambda data: b"[" * 100_000,
+        lambda data: b"[]",
+        spoil(lambda record: record.update(format="bigbatch calibration 9")),
+        spoil(lambda record: record.pop("table")),
+        spoil(lambda record: record.update(table=[[10, "ring"]])),
+        spoil(lambda record: record.update(table=[[None, "tree"]])),
+        spoil(lambda record: record.update(table="__import__('os')")),
+        spoil(lambda record: record.update(table=[[float("nan"), "ring"], [None, "native"]])),
+        spoil(lambda record: record.update(table=[[float("inf"), "native"], [None, "native"]])),
+        spoil(lambda record: record.update(table=[[True, "native"], [None, "native"]])),
+        spoil(lambda record: record.update(table={"native": None})),
+        spoil(lambda record: record.update(table=None)),
+        lambda data: re.sub(rb'"table": .*?\]\s*\]', b'"table": [[1' + b"0" * 9999 + b', "native"]]', data, flags=re.S),
+        spoil(lambda record: record.update(date=None)),
+        spoil(lambda record: record.update(date="2026-01-01\n0: all is well")),
+        spoil(lambda record: record.update(cluster=[])),
+        spoil(lambda record: record.update(ranks="x" * 100_000)),
+        spoil(lambda record: record["cluster"].update(world_size=2)),
+    ],
+)
+def test_calibration_that_is_damaged_is_named_and_measured_anew(
+    spoiled: Callable[[bytes], bytes], tmp_path: Path, measured: list[float]
+) -> None:
+    calibrate(one_rank(), folder=tmp_path)
+    path = only_file(tmp_path)
+    path.write_bytes(spoiled(path.read_bytes()))
+    found = calibrate(one_rank(), folder=tmp_path)
+    assert found.source.startswith(f"{path} is not taken (")
+    assert "\n" not in found.source
+    assert len(found.source) < 1000
+    assert "measured in" in found.source
+    assert calibrate(one_rank(), folder=tmp_path).table == found.table
+    assert len(measured) == 2
+
+
+def test_calibration_of_another_user_is_not_read(
+    tmp_path: Path, measured: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate(one_rank(), folder=tmp_path)
+    path, before = only_file(tmp_path), only_file(tmp_path).read_bytes()
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    found = calibrate(one_rank(), folder=tmp_path)
+    assert naming_all(found.source, path, "another user", "measured in", "not stored")
+    assert (len(measured), path.read_bytes()) == (2, before)
+
+
+def test_calibration_that_is_huge_is_not_read(tmp_path: Path, measured: list[float]) -> None:
+    calibrate(one_rank(), folder=tmp_path)
+    path = only_file(tmp_path)
+    with path.open("ab") as file:
+        file.truncate(MOST_OWN_BYTES + 1)  # takes no space
+    found = calibrate(one_rank(), folder=tmp_path)
+    assert naming_all(found.source, f"{path} is not read (", "too long", "stored in")
+    assert path.stat().st_size < 10_000
+
+
+def test_calibration_of_jobs_that_start_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs measure and store, each its own table, 40 times; a third always finds a whole file, of one of them."""
+    winners, barrier = ("ring", "doubling"), threading.Barrier(3)
+
+    def measure(*_: object, **__: object) -> Any:
+        name = threading.current_thread().name
+        return {4_000_000: {name if name in winners else "native": FAST}}
+
+    def store() -> None:
+        me = one_rank()
+        barrier.wait()
+        for _ in range(40):
+            calibrate(me, is_fresh=True, folder=tmp_path)
+
+    monkeypatch.setattr(calibration, "measure_times", measure)
+    threads = [threading.Thread(target=store, name=name) for name in winners]
+    for thread in threads:
+        thread.start()
+    reader, seen = one_rank(), []
+    path = tmp_path / calibrate(reader, folder=tmp_path).source.split("/")[-1].split()[0]
+    barrier.wait()
+    while any(thread.is_alive() for thread in threads):
+        seen.append(calibrate(reader, folder=tmp_path))
+    last = calibrate(reader, folder=tmp_path)
+    assert all(each.source.startswith(str(path)) for each in (*seen, last))
+    assert {each.table.algorithms for each in seen} <= {(name,) for name in (*winners, "native")}
+    assert last.table.algorithms[0] in winners
+    assert last.text == only_file(tmp_path).read_text()  # nothing half-written beside it
+
+
+def naming_all(text: str, *parts: object) -> bool:
+    return all(str(part) in text for part in parts)
+
+
+@pytest.mark.parametrize("make", [lambda path, there: path.symlink_to(there), lambda path, there: os.mkfifo(path)])
+def test_calibration_is_read_from_a_plain_file_alone(
+    make: Callable[[Path, Path], None], tmp_path: Path, measured: list[float]
+) -> None:
+    calibrate(one_rank(), folder=tmp_path / "a")
+    path = only_file(tmp_path / "a")
+    path.rename(tmp_path / "there")
+    make(path, tmp_path / "there")
+    found = calibrate(one_rank(), folder=tmp_path / "a")
+    assert naming_all(found.source, f"{path} is not read (", "stored in")
+    assert len(measured) == 2
+    assert path.is_file()
+    assert not path.is_symlink()
+
+
+def test_calibration_without_a_place_to_keep_it(tmp_path: Path, measured: list[float]) -> None:
+    assert "not stored" in calibrate(one_rank(), folder=None).source
+    (tmp_path / "file").write_text("")
+    assert naming_all(calibrate(one_rank(), folder=tmp_path / "file/a").source, "not stored", tmp_path)
+    assert len(measured) == 2
+
+
+def test_calibration_always_looks_at_no_file(tmp_path: Path, measured: list[float]) -> None:
+    for _ in range(2):
+        found = calibrate(one_rank(), is_fresh=True, folder=tmp_path, kept=only_file(tmp_path) if measured else None)
+        assert "measured in" in found.source
+    assert len(measured) == 2
+
+
+def test_calibration_of_the_run_goes_before_the_users(tmp_path: Path, measured: list[float]) -> None:
+    """A run that goes on ends with the same bits, whatever was measured since."""
+    first, kept = calibrate(one_rank(), folder=tmp_path / "a"), tmp_path / "run/calibration.json"
+    kept.parent.mkdir()
+    record = json.loads(first.text)
+    kept.write_text(json.dumps({**record, "table": [[None, "sharded"]]}))
+    found = calibrate(one_rank(), folder=tmp_path / "a", kept=kept)
+    assert str(found.table) == "sharded at any size"
+    assert str(kept) in found.source
+    kept.write_text(json.dumps({**record, "ranks": []}))
+    found = calibrate(one_rank(), folder=tmp_path / "a", kept=kept)
+    assert found.table == first.table
+    assert naming_all(found.source, kept, "another cluster", only_file(tmp_path / "a"))
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    ("largest", "beyond", "expected"),
+    [
+        (4_000_000, "native", "doubling up to 64,000 bytes; ring above"),
+        (999_999, "ring", "doubling up to 32,000 bytes; ring above"),
+        (999_999, "native", "doubling up to 32,000 bytes; ring up to 999,999 bytes; native above"),
+    ],
+)
+def test_calibration_does_not_judge_buffers_by_short_sums(largest: int, beyond: str, expected: str) -> None:
+    """Crossings lie at the geometric mean of two sizes, where the ratios of the times are each other's inverse."""
+    table = make_table({1024: TIMES[1024], largest: TIMES[4_000_000]}, beyond=beyond)
+    assert str(table) == expected
+
+
+def test_calibration_ends_where_a_sum_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sum_(self: Communicator, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
+        return tensor_N.add_(1)
+
+    monkeypatch.setattr(Communicator, "sum_", sum_)
+    with pytest.raises(CommError, match=naming("native", " bytes", "bigbatch comm bench")):
+        calibrate(one_rank(), folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def play(monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[str, int], float], *, gather: float) -> list[float]:
+    """A clock, in a list, that sums by an algorithm of so many bytes and words between ranks move on, nothing else."""
+    now = [0.0]
+
+    def sum_(self: Communicator, tensor_N: torch.Tensor, *, label: str) -> torch.Tensor:
+        now[0] += seconds_of(self.algorithm, tensor_N.nbytes)
+        return tensor_N
+
+    def after_words(words: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        def slow(*args: Any, **kwargs: Any) -> list[str]:
+            now[0] += gather
+            return words(*args, **kwargs)
+
+        return slow
+
+    monkeypatch.setattr(Communicator, "sum_", sum_)
+    for name in ("gather_text", "collect_text"):
+        monkeypatch.setattr(Control, name, after_words(getattr(Control, name)))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("gather_seconds", [0.05, 0.2])
+def test_calibration_of_2048_ranks_covers_the_buffers_of_imagenet(
+    gather_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 nodes of 8, by the cost model: 30 us and 100 Gbit/s between nodes; native as slow as a ring over all."""
+    cluster = ClusterModel((8,) * 256, inside=LinkModel(10e-6, 1e10), across=LinkModel(30e-6, 12.5e9))
+
+    def seconds_of(algorithm: str, num_bytes: int) -> float:
+        return MODELS[algorithm if algorithm in MODELS else "ring"](num_bytes, cluster)
+
+    now = play(monkeypatch, seconds_of, gather=gather_seconds)
+    config = load_config(["--config", "imagenet/resnet50_8k"])
+    found = calibrate(one_rank(), folder=tmp_path, buffer_bytes=stated_sizes(config).buffer_bytes)
+    assert now[0] <= SECONDS
+    measured = {int(size): set(at) for size, at in json.loads(found.text)["all_reduce_seconds"].items()}
+    buffers = [buffer.num_bytes for buffer in plan_of("imagenet/resnet50_8k")]
+    assert sum(buffers) > 50e6
+    covered = [size for size in buffers if min(measured) <= size <= max(measured)]
+    assert sum(covered) >= 0.99 * sum(buffers)
+    if gather_seconds < 0.1:
+        assert covered == buffers
+    alone = one_rank()
+    swept = [size for size in sizes_below(stated_sizes(config).buffer_bytes) if size in measured]
+    assert all(measured[size] == set(alone.algorithms) for size in swept)
+    for size in covered:  # the closed forms say who is the fastest there
+        best = min(seconds_of(name, size) for name in MODELS)
+        assert seconds_of(found.table.choose(size), size) <= 1.05 * best
+
+
+@pytest.mark.parametrize("gather_seconds", [0.0, 0.05, 0.4, 0.6, 0.8, 1.2, 1.6])
+@pytest.mark.parametrize("seconds_per_mb", [1e-5, 1e-3, 0.01, 0.05, 0.5, 2.0, 20.0])
+def test_calibration_keeps_to_its_time(
+    seconds_per_mb: float, gather_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds_of(algorithm: str, num_bytes: int) -> float:
+        latency, share = (1e-3, 2.0) if algorithm == "doubling" else (3e-3, 1.0)
+        return latency + share * seconds_per_mb * num_bytes / 1e6
+
+    now = play(monkeypatch, seconds_of, gather=gather_seconds)
+    alone = one_rank()
+    start = now[0]
+    found = calibrate(alone, folder=tmp_path)
+    assert now[0] - start <= SECONDS
+    sizes = [int(size) for size in json.loads(found.text)["all_reduce_seconds"]]
+    if not sizes:
+        assert (gather_seconds >= 0.6, str(found.table)) == (True, "native at any size")
+        assert "without any sum, for lack of time" in found.source
+        return
+    asked = sizes_below(DEFAULT_SIZES.buffer_bytes)
+    assert (f"above {max(sizes):,}" in found.source) == (max(sizes) < asked[-1])
+    assert (f"below {min(sizes):,} bytes" in found.source) == (min(sizes) > asked[0])
+    assert ("for lack of time" in found.source) == ((min(sizes), max(sizes)) != (asked[0], asked[-1]))
+    if seconds_per_mb <= 1e-3 and gather_seconds <= 0.6:  # what counts for gradients comes first
+        assert max(sizes) > 1_000_000
+    if max(sizes) < 1_000_000:
+        assert found.table.choose(25_000_000) == "native"  # of one rank

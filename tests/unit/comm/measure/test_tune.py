@@ -1,0 +1,250 @@
+"""Tuning: which choices are tried and taken, what is said of them, and the command alone."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from error_texts import naming
+from torch import nn
+
+from bigbatch.cli import main
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
+from bigbatch.comm.measure import whole_steps
+from bigbatch.comm.measure.cost_model import Backward
+from bigbatch.comm.measure.timing import Hops, MeasuredLinks
+from bigbatch.comm.measure.tune import Findings, explain_choice, explain_links, times_head, times_line
+from bigbatch.comm.measure.whole_steps import (
+    ENOUGH_STEPS,
+    LEAST_STEPS,
+    Candidate,
+    MeasuredStep,
+    choose_step,
+    make_candidates,
+    measure_steps,
+)
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.tuning.tuned import make_cluster, read_tuned, write_tuned
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.tune import communication as tune_comm
+
+OTHER_CLUSTER = make_cluster(((0, 1), (2, 3)), backend="tcp", wire_dtype=None, device="cpu")
+MANY = tuple(TensorSpec(f"t{i}", 1 << 18, 4, "float32") for i in range(24))
+"""24 MiB, of a MiB each."""
+
+
+def only(algorithm: str) -> HybridTable:
+    return HybridTable((HybridRow(None, algorithm),))
+
+
+FASTEST = HybridTable((HybridRow(100_000, "doubling"), HybridRow(None, "ring")))
+STATED = Candidate(only("native"), PlanSizes(10 << 20, 8 << 20))
+
+
+def step(candidate: Candidate, *seconds: float) -> MeasuredStep:
+    return MeasuredStep(candidate, Measured(seconds))
+
+
+def candidates() -> list[Candidate]:
+    return make_candidates(STATED, FASTEST, MANY, algorithms=("native", "ring"))
+
+
+def test_candidates_are_what_is_stated_then_buffers_then_algorithms() -> None:
+    """Buffers of 4 MiB hold a sixth of the gradients, of 64 MiB all of them; of 256 MiB they hold no more."""
+    stated, *others = candidates()
+    assert stated == STATED
+    assert others[0] == Candidate(FASTEST, STATED.sizes)
+    assert [each.sizes.buffer_bytes >> 20 for each in others[1:-1]] == [4, 64, 16, 1]
+    assert {each.table for each in others[:-1]} == {FASTEST}
+    assert others[-1] == Candidate(only("ring"), STATED.sizes)  # native with these is what is stated
+    counts = [len(each.sizes.plan(MANY).buffers) for each in others[1:-1]]
+    assert counts == [6, 1, 2, 24]
+
+
+def test_candidates_of_few_gradients_have_no_two_alike() -> None:
+    """8 KiB in one tensor: every size makes the same plan."""
+    one = (TensorSpec("all", 2048, 4, "float32"),)
+    found = make_candidates(STATED, FASTEST, one, algorithms=("native", "ring"))
+    assert [each.table for each in found] == [only("native"), FASTEST, only("ring")]
+
+
+def test_choice_is_the_fastest_beyond_noise_and_never_slower_than_what_is_stated() -> None:
+    a, b, c = candidates()[:3]
+    assert choose_step([step(a, 1.0, 1.0), step(b, 0.9, 0.9), step(c, 0.8, 0.8)]).candidate == c
+    assert choose_step([step(a, 1.0, 1.0), step(b, 0.9, 0.9), step(c, 0.899, 0.899)]).candidate == b  # within 0.2%
+    assert choose_step([step(a, 1.0, 1.0), step(b, 1.1, 1.1)]).candidate == a
+    noisy = step(b, 0.5, 0.9, 1.3)  # its quartiles are 0.4 apart
+    assert choose_step([step(a, 1.0, 1.0, 1.0), noisy]).candidate == a
+
+
+class PlayedSteps:
+    """Steps that take what they are told, on a clock that nothing else moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[Candidate, float]) -> None:
+        self.now, self.turns = 0.0, []
+        self._seconds = seconds
+        monkeypatch.setattr(whole_steps, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(whole_steps, "elapsed_seconds", lambda _, start: self.now - start)
+        monkeypatch.setattr(whole_steps, "_turn", self.turn)
+
+    def turn(self, candidate: Candidate, *_: object, count: int, order: Sequence[str]) -> list[float]:
+        self.turns.append(candidate)
+        self.now += (count + 1) * self._seconds[candidate]
+        return [self._seconds[candidate]] * count
+
+    def measure(self, tried: Sequence[Candidate], *, seconds: float, step_seconds: float = 1.0) -> Any:
+        nothing: Any = None
+        return measure_steps(tried, {}, nothing, nothing, order=[], step_seconds=step_seconds, seconds=seconds)
+
+
+def test_steps_keep_to_their_time_and_drop_the_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = candidates()[:4]
+    played = PlayedSteps(monkeypatch, dict(zip(tried, (1.0, 0.9, 2.0, 0.95), strict=True)))
+    found = played.measure(tried, seconds=60.0)
+    assert played.now <= 60.0
+    assert [each.candidate for each in found] == tried
+    assert played.turns.count(tried[2]) == 1
+    counts = [len(each.measured.seconds) for each in found]
+    assert counts[2] == LEAST_STEPS < min(counts[0], counts[1], counts[3])
+    assert choose_step(found).candidate == tried[1]
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(3.9, 0), (4.0, 1), (7.9, 1), (8.0, 2)])
+def test_steps_that_there_is_no_time_for_are_left_out(
+    seconds: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn of the first round is a step to warm up and three that count."""
+    tried = candidates()[:2]
+    played = PlayedSteps(monkeypatch, dict.fromkeys(tried, 1.0))
+    assert len(played.measure(tried, seconds=seconds)) == count
+    assert played.now <= seconds
+
+
+def test_steps_end_where_enough_are_measured_or_one_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = candidates()[:2]
+    played = PlayedSteps(monkeypatch, dict(zip(tried, (1e-3, 1e-3), strict=True)))
+    found = played.measure(tried, seconds=1e6, step_seconds=1e-3)
+    assert all(ENOUGH_STEPS <= len(each.measured.seconds) < 2 * ENOUGH_STEPS for each in found)
+    played = PlayedSteps(monkeypatch, dict(zip(tried, (1e-3, 2e-3), strict=True)))
+    assert [len(each.measured.seconds) for each in played.measure(tried, seconds=1e6)] == [LEAST_STEPS] * 2
+
+
+def test_whole_steps_of_a_model_are_timed_and_leave_no_gradients() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    input_BC, named = torch.ones(4, 8), dict(model.named_parameters())
+    alone = connect(env=ALONE, device=torch.device("cpu"))
+    tried = [Candidate(only("native"), PlanSizes(size, size)) for size in (64, 4096)]
+    found = measure_steps(
+        tried, named, lambda: model(input_BC).sum(), alone, order=list(named), step_seconds=1e-3, seconds=5.0
+    )
+    assert [each.candidate for each in found] == tried
+    assert all(min(each.measured.seconds) > 0 for each in found)
+
+
+def exact(seconds: float) -> Measured:
+    return Measured((seconds, seconds))
+
+
+def findings(*steps: MeasuredStep) -> Findings:
+    backward = Backward({"t0": 0.01}, 0.2)
+    return Findings(MeasuredLinks(None, None), {}, backward, MANY, FASTEST, STATED, steps)
+
+
+def test_choice_is_explained() -> None:
+    without = findings(step(STATED, 1.0))
+    assert without.chosen == Candidate(FASTEST, STATED.sizes)
+    assert "no whole steps were compared" in explain_choice(without)[0]
+    other = Candidate(FASTEST, PlanSizes(1 << 22, 1 << 22))
+    faster = findings(step(STATED, 0.2, 0.2, 0.2), step(other, 0.1, 0.1, 0.1))
+    assert faster.chosen == other
+    assert explain_choice(faster)[1:] == [
+        "   200.0 ms  as the config states: native at any size, threshold_bytes 10485760, buffer_bytes 8388608; n = 3",
+        f"   100.0 ms  {other}; n = 3",
+        f"chosen: {other}: 100.0 ms a step, against 200.0 ms as the config states, +-0.2 ms",
+    ]
+    kept = findings(step(STATED, 0.2, 0.2, 0.2), step(other, 0.3, 0.3, 0.3))
+    assert kept.chosen == STATED
+    assert explain_choice(kept)[-1].startswith("chosen: what the config states is kept: 200.0 ms a step")
+
+
+def test_links_are_explained() -> None:
+    inside = Hops(tuple((n, exact(2e-6 + n / 1.25e9)) for n in (8, 1000, 1 << 40)))
+    text = explain_links(MeasuredLinks(inside=inside, across=None))
+    assert text == "messages: inside a node 2 us and 10 Gbit/s each way"
+    assert explain_links(MeasuredLinks(None, None)) == "messages: none between these ranks"
+
+
+def test_table_of_times() -> None:
+    names = ["ring", "sharded", "native"]
+    head, line = times_head(names), times_line(4096, {"ring": exact(0.002), "native": exact(0.0015)}, names)
+    assert line.split() == ["4096", "2.000", "-", "1.500*", "n", "=", "2"]
+    assert head.index("ring") + len("ring") == line.index("2.000") + len("2.000 ")
+
+
+# --- the command ---
+
+SMALL = ["--config", "quickstart", "--batch.microbatch_size", "4", "--batch.bn_span", "4", "--data.image_size", "16"]
+
+
+@pytest.mark.slow
+def test_tune_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tuned.json"
+    assert main(["comm", "tune", *SMALL, "--budget-seconds", "3", "--output", str(path)]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "messages: none between these ranks",
+        "native",
+        "algorithm by size: ",
+        "backward: ",
+        "chosen: ",
+        "runs with another table, or none, end with other bits, within rounding, but for run.reproducible",
+    ):
+        assert text in out
+    tuned = read_tuned(path)
+    assert (tuned.model, tuned.cluster.world_size, tuned.cluster.backend) == ("resnet9", 1, "single")
+    assert tuned.command.startswith("bigbatch comm tune --config quickstart")
+    assert {t.name for t in tuned.tensors} == set(tuned.evidence["ready_seconds"])
+    ready = [tuned.evidence["ready_seconds"][t.name] for t in tuned.tensors]
+    assert ready == sorted(ready)
+    assert max(ready) <= tuned.evidence["backward_seconds"]
+    assert all(set(tuned.table.algorithms) <= set(times) for times in tuned.evidence["all_reduce_seconds"].values())
+    assert f"--comm.algorithm hybrid --comm.table {path}" in out
+    assert main(["comm", "bench", "--max-bytes", "1K", "--algorithms", "hybrid", "--table", str(path)]) == 0
+    write_tuned(dataclasses.replace(tuned, cluster=OTHER_CLUSTER), path)
+    assert main(["comm", "bench", "--table", str(path)]) == 1
+    assert re.search(naming(path, "backend tcp there", "single here"), capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet152", "alexnet_bn"])
+def test_model_by_name_brings_the_options_that_it_has(name: str) -> None:
+    arguments = tune_comm._parser().parse_args(["--model", name])
+    assert load_config(tune_comm._config_argv(arguments, [])).model.name == name
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], ("--config is missing",)),
+        (
+            ["--config", "quickstart", "--model", "resnet50"],
+            ("--model resnet50 ", "--config quickstart "),
+        ),
+        (["--model", "resnet51"], ("model.name=resnet51 ", "resnet50")),
+        (["--config", "quickstart", "--budget-seconds", "0"], ("--budget-seconds 0 ",)),
+        (["--config", "quickstart", "--comm.bufer_bytes", "1"], ("comm.bufer_bytes", "comm.buffer_bytes")),
+        ([*SMALL, "--budget-seconds", "1", "--output", "/proc/no/a.json"], ("/proc/no: ", "--output")),
+    ],
+)
+def test_tune_refuses_impossible_arguments(
+    options: list[str], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["comm", "tune", *options]) == 1
+    err = capsys.readouterr().err
+    assert re.search(naming(*named), err)
+    assert len(err.splitlines()) == 1

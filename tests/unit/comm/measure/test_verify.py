@@ -1,0 +1,553 @@
+"""`bigbatch comm bench --verify`: drawn numbers, errors from closed forms, faults of played ranks."""
+
+import dataclasses
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from error_texts import naming
+from torch import Tensor
+
+from bigbatch.cli import main
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.measure import bench
+from bigbatch.comm.measure.drawn_sums import DrawnSums, Outcome
+from bigbatch.comm.measure.exactness import (
+    PORTION,
+    PRECISIONS,
+    Beyond,
+    Errors,
+    Reference,
+    bound,
+    classes_of,
+    different_bits,
+    draw,
+    find_errors,
+    first_of,
+    grid_for,
+    make_reference,
+    merge_errors,
+    part_of,
+    ulps,
+)
+from bigbatch.comm.measure.job import require_memory
+from bigbatch.comm.measure.report import table_head
+from bigbatch.comm.measure.verify import COLUMNS, VerifyRow, count_pairs, make_rows, make_sums, show_row, verdict
+from bigbatch.errors import CommError
+
+CPU = torch.device("cpu")
+FP32, GRID = PRECISIONS["fp32"], PRECISIONS["grid"]
+
+
+# --- numbers and their exact sums ---
+
+
+def mixed(word: int) -> int:
+    """The mixing of 32 bits, in whole numbers without a limit."""
+    for _ in range(2):
+        word = ((word >> 16) ^ word) * 0x45D9F3B % 2**32
+    return (word >> 16) ^ word
+
+
+def drawn_by_hand(element: int, *, rank: int, seed: int) -> float:
+    """The definition of draw(), in plain Python."""
+    place, key = mixed(element), mixed(seed % 2**32)
+    scale = mixed(place ^ mixed(key ^ 0x5EED)) % 24
+    own = mixed(place ^ mixed(key ^ (0x9E3779B1 + rank) % 2**32))
+    size = math.ldexp(2**23 + own % 2**23, -24 - scale - (own >> 24) % 8)
+    return -size if (own >> 23) % 2 else size
+
+
+def test_drawn_numbers_are_a_function_of_seed_rank_and_element() -> None:
+    for rank, seed, start in ((0, 0, 0), (7, 1, 2**20 - 3), (2047, -5, 2**31)):
+        numbers = draw(start, start + 50, rank=rank, seed=seed, device=CPU)
+        assert numbers.tolist() == [drawn_by_hand(start + i, rank=rank, seed=seed) for i in range(50)]
+
+
+def test_drawn_numbers_have_the_range_of_gradients() -> None:
+    numbers_N = draw(0, 100_000, rank=3, seed=0, device=CPU)
+    sizes_N = numbers_N.abs()
+    assert 2.0**-31 <= float(sizes_N.min()) < 2.0**-30
+    assert 0.5 < float(sizes_N.max()) < 1.0
+    assert abs(int((numbers_N > 0).sum()) - 50_000) < 1000  # six standard deviations
+    assert numbers_N.unique().numel() > 99_900
+    other_N = draw(0, 100_000, rank=4, seed=0, device=CPU)
+    exponents_N, others_N = (torch.frexp(each_N).exponent.double() for each_N in (numbers_N, other_N))
+    assert float((exponents_N - others_N).abs().max()) == 7  # alike in scale, whatever the element
+    assert not torch.equal(numbers_N, draw(0, 100_000, rank=3, seed=1, device=CPU))
+
+
+def test_reference_is_exact_for_a_thousand_ranks() -> None:
+    num_ranks, start, stop = 1000, 5, 9
+    reference = make_reference(start, stop, num_ranks=num_ranks, seed=2, device=CPU)
+    numbers = [draw(start, stop, rank=rank, seed=2, device=CPU).tolist() for rank in range(num_ranks)]
+    for i, terms in enumerate(zip(*numbers, strict=True)):
+        assert Fraction(float(reference.exact_S[i])) == sum(map(Fraction, terms))
+        assert Fraction(float(reference.magnitude_S[i])) == sum(abs(Fraction(term)) for term in terms)
+        steps = sum(round(Fraction(term) * 2**50) for term in terms)
+        assert float(reference.on_grid_S[i]) == float(torch.tensor(steps).float()) / 2.0**50
+
+
+def test_grid_has_room_for_any_number_of_ranks() -> None:
+    assert grid_for(4).fraction_bits == grid_for(4096).fraction_bits == 50
+    assert grid_for(4097).fraction_bits == 49
+    assert all(grid_for(n).largest >= 1 for n in (1, 2, 4096, 4097, 100_000))
+
+
+def test_parts_cover_every_element_once() -> None:
+    for count, num_ranks in ((10, 3), (1, 4), (1 << 22, 7)):
+        parts = [part_of(count, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+        assert [0, *(stop for _, stop in parts)] == [*(start for start, _ in parts), count]
+
+
+# --- errors ---
+
+
+def reference_of(*exact: float, magnitude: float = 1.0, num_ranks: int = 4, start: int = 0) -> Reference:
+    """What sums must be, stated."""
+    exact_S = torch.tensor(exact, dtype=torch.float64)
+    return Reference(start, num_ranks, exact_S, torch.full_like(exact_S, magnitude), exact_S.float())
+
+
+@pytest.mark.parametrize(
+    ("exact", "ulp"),
+    [(1.0, 2**-23), (-1.0, 2**-23), (0.75, 2**-24), (3.0, 2**-22), (1e-9, 2**-53), (0.0, 2**-149)],
+)
+def test_ulps_are_the_gap_to_the_next_number(exact: float, ulp: float) -> None:
+    assert ulps(torch.tensor([exact], dtype=torch.float64)).item() == ulp
+
+
+def test_errors_count_steps_of_nextafter() -> None:
+    """Element 1 is three numbers up, element 2 one down, element 3 half a step from its exact sum, as it must be."""
+    reference = reference_of(1.5, -2.5, 2.25, 1.0 + 2.0**-24, magnitude=100.0)
+    sum_S = torch.tensor([1.5, -2.5, 2.25, 1.0])
+    for _ in range(3):
+        sum_S[1] = torch.nextafter(sum_S[1], torch.tensor(torch.inf))
+    sum_S[2] = torch.nextafter(sum_S[2], torch.tensor(0.0))
+    errors = find_errors(sum_S, reference, precision=FP32)
+    assert (errors.num_elements, errors.largest_ulp, errors.total_ulp, errors.num_off) == (4, 3.0, 4.5, 2)
+    assert (errors.num_beyond, errors.first_beyond) == (0, None)
+    assert errors.bound_share == pytest.approx(3 * 2**-22 / (100 * 4 * 2**-24), rel=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 1000])
+def test_bound_is_a_rounding_per_rank(num_ranks: int) -> None:
+    reference = reference_of(0.25, magnitude=0.5, num_ranks=num_ranks)
+    fp32 = Fraction(1, 2**24)
+    assert bound(reference, FP32).item() == pytest.approx(float(((1 + fp32) ** num_ranks - 1) / 2), rel=1e-9)
+    for name, eps, least in (("bf16-wire", 2**-8, 2.0**-134), ("fp16-wire", 2**-11, 2.0**-25)):
+        factor = (1 + fp32) ** (num_ranks + 3) * (1 + Fraction(eps)) ** num_ranks - 1
+        expected = float(factor / 2 + num_ranks * Fraction(least) * (1 + factor))
+        assert bound(reference, PRECISIONS[name]).item() == pytest.approx(expected, rel=1e-9)
+    steps = num_ranks * Fraction(1, 2**51)
+    assert bound(reference, GRID).item() == pytest.approx(float(steps + (Fraction(1, 4) + steps) * fp32), rel=1e-9)
+
+
+def test_bound_holds_for_any_order_and_is_broken_by_a_lost_rank() -> None:
+    num_ranks, count = 5, 20_000
+    reference = make_reference(0, count, num_ranks=num_ranks, seed=0, device=CPU)
+    terms = [draw(0, count, rank=rank, seed=0, device=CPU) for rank in range(num_ranks)]
+    for order in ((0, 1, 2, 3, 4), (4, 0, 3, 1, 2)):
+        sum_N = torch.zeros(count)
+        for rank in order:
+            sum_N += terms[rank]
+        errors = find_errors(sum_N, reference, precision=FP32)
+        assert errors.num_beyond == 0
+        assert 0.1 < errors.bound_share < 1
+    errors = find_errors(sum_N - terms[1], reference, precision=FP32)
+    assert errors.num_beyond == count
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1.001])
+def test_errors_name_the_first_element_beyond_its_bound(wrong: float) -> None:
+    reference = reference_of(1.0, 1.0, 1.0, start=40)
+    errors = find_errors(torch.tensor([1.0, wrong, wrong]), reference, precision=FP32)
+    assert errors.num_beyond == 2
+    assert errors.first_beyond is not None
+    assert (errors.first_beyond.element, errors.first_beyond.exact) == (41, 1.0)
+    assert errors.first_beyond.bound == pytest.approx(4 * 2**-24, rel=1e-6)
+    assert errors.largest_ulp == (pytest.approx(0.001 * 2**23, rel=1e-3) if wrong == 1.001 else math.inf)
+
+
+def test_grid_forgives_no_bit() -> None:
+    """A neighbouring number is within any bound, and still not the one sum that there is."""
+    reference = reference_of(0.5, 0.5)
+    sum_S = torch.nextafter(torch.tensor([0.5, 0.5]), torch.tensor([0.5, 1.0]))
+    assert find_errors(sum_S, reference, precision=FP32).num_beyond == 0
+    errors = find_errors(sum_S, reference, precision=GRID)
+    assert errors.num_beyond == 1
+    assert errors.first_beyond is not None
+    assert errors.first_beyond.element == 1
+
+
+def test_errors_of_portions_are_those_of_the_whole() -> None:
+    count = PORTION + 10
+    exact_S = torch.ones(count, dtype=torch.float64)
+    sum_S = exact_S.float()
+    sum_S[[3, PORTION + 4]] = 2.0
+    errors = find_errors(sum_S, Reference(7, 4, exact_S, exact_S, sum_S), precision=FP32)
+    assert (errors.num_elements, errors.num_off, errors.num_beyond) == (count, 2, 2)
+    assert errors.first_beyond == Beyond(10, 2.0, 1.0, pytest.approx(4 * 2**-24, rel=1e-6))
+    assert errors.largest_ulp == 2**23
+    assert merge_errors([Errors(), errors, Errors()]) == errors
+
+
+def test_bits_tell_zeros_and_nans_apart() -> None:
+    a_N, b_N = torch.tensor([1.0, 0.0, math.nan, 2.0]), torch.tensor([1.0, -0.0, math.nan, 2.0])
+    assert different_bits(a_N, b_N).tolist() == [False, True, False, False]
+    assert first_of(different_bits(a_N, b_N)) == 1
+    assert classes_of(["x", "y", "x", "z"]) == [1, 2, 1, 3]
+
+
+# --- played ranks ---
+
+
+Spoil = Callable[[Tensor, int, int], None]
+"""(sums, rank, number of the sum): changes what a rank gets."""
+
+
+class PlayedRank:
+    """One rank of a job of threads, which adds what all ranks bring in the order of the ranks, or another one."""
+
+    algorithm = "played"
+    device = CPU
+
+    def __init__(self, job: "PlayedJob", rank: int, spoil: Spoil) -> None:
+        self.rank, self.world_size = rank, job.num_ranks
+        self.calls = 0
+        self._job, self._spoil = job, spoil
+
+    def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
+        """Add, and spoil."""
+        parts = [part_N for _, part_N in sorted(self._job.exchange(self.rank, tensor_N.clone()).items())]
+        tensor_N.zero_()
+        for rank in self._job.order:
+            tensor_N += parts[rank]
+        self._spoil(tensor_N, self.rank, self.calls)
+        self.calls += 1
+        return tensor_N
+
+    def gather_text(self, text: str) -> list[str]:
+        """Gather in the order of the ranks."""
+        return [each for _, each in sorted(self._job.exchange(self.rank, text).items())]
+
+
+class PlayedJob:
+    """Where played ranks meet."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order, self.num_ranks = order, len(order)
+        self._barrier = threading.Barrier(self.num_ranks, timeout=60)
+        self._there: dict[int, Any] = {}
+
+    def exchange(self, rank: int, value: Any) -> dict[int, Any]:
+        """Give one's own, and take everyone's."""
+        self._there[rank] = value
+        self._barrier.wait()
+        everyone = dict(self._there)
+        self._barrier.wait()
+        return everyone
+
+
+def good(sums_N: Tensor, rank: int, number: int) -> None:
+    """Spoil nothing."""
+
+
+def flip(sums_N: Tensor, element: int) -> None:
+    """Turn the last bit of a number."""
+    sums_N.view(torch.int32 if sums_N.dtype == torch.float32 else torch.int64)[element] ^= 1
+
+
+def play(
+    spoil: Spoil = good,
+    *,
+    order: Sequence[int] = (0, 1, 2),
+    count: int = 5000,
+    precision: str = "fp32",
+    pieces: int = 1,
+    repetitions: int = 3,
+) -> Outcome:
+    """What every rank finds, as all must find the same."""
+    job = PlayedJob(order)
+
+    def live(rank: int) -> Outcome:
+        communicator: Any = PlayedRank(job, rank, spoil)
+        drawn = DrawnSums(communicator, count=count, seed=0)
+        memory_N = torch.empty(count + 1, dtype=PRECISIONS[precision].dtype)
+        return drawn.repeat(
+            communicator, memory_N, precision=PRECISIONS[precision], pieces=pieces, repetitions=repetitions
+        )
+
+    with ThreadPoolExecutor(job.num_ranks) as threads:
+        first, *others = threads.map(live, range(job.num_ranks))
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize("precision", ["fp32", "grid"])
+def test_good_sums_have_no_findings(precision: str) -> None:
+    a, b = play(precision=precision), play(order=(2, 1, 0), precision=precision, pieces=3)
+    for outcome in (a, b):
+        assert (outcome.findings, outcome.ranks_agree, outcome.num_repeated) == ((), True, 3)
+        assert outcome.errors.num_elements == 5000
+        assert outcome.errors.bound_share <= 1
+    assert (a.digest == b.digest) == (precision == "grid")
+    assert (a.errors == b.errors) == (precision == "grid")
+
+
+def test_errors_over_all_ranks_are_those_of_one_comparison() -> None:
+    count = 5000
+    reference = make_reference(0, count, num_ranks=3, seed=0, device=CPU)
+    a_N, b_N, c_N = (draw(0, count, rank=rank, seed=0, device=CPU) for rank in range(3))
+    expected, got = find_errors(a_N + b_N + c_N, reference, precision=FP32), play().errors
+    assert dataclasses.replace(got, total_ulp=0.0) == dataclasses.replace(expected, total_ulp=0.0)
+    assert got.total_ulp == pytest.approx(expected.total_ulp, rel=1e-12)
+
+
+@pytest.mark.parametrize("element", [0, 77, 4999])
+def test_rank_with_another_bit_is_named(element: int) -> None:
+    def spoil(sums_N: Tensor, rank: int, number: int) -> None:
+        if rank == 1:
+            flip(sums_N, element)
+
+    outcome = play(spoil)
+    assert not outcome.ranks_agree
+    assert outcome.num_repeated == 3
+    assert re.search(
+        naming("rank 1 held other bits than rank 0", f"element {element} rank 1 held "), outcome.findings[0]
+    )
+    assert outcome.digest == play().digest  # of most ranks
+
+
+def test_rank_0_is_named_where_it_is_the_odd_one() -> None:
+    outcome = play(lambda sums_N, rank, number: flip(sums_N, 5) if rank == 0 else None)
+    assert outcome.findings[0].startswith("rank 0 held other bits than rank 1 after the first sum; in element 5 ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"), [((2,), "on rank 2,"), ((0, 2), "on ranks 0, 2,"), ((0, 1, 2), "on every rank,")]
+)
+def test_repetition_with_another_bit_is_named(ranks: tuple[int, ...], named: str) -> None:
+    def spoil(sums_N: Tensor, rank: int, number: int) -> None:
+        if rank in ranks and number == 1:
+            flip(sums_N, 41)
+            flip(sums_N, 77)
+
+    outcome = play(spoil)
+    assert (outcome.ranks_agree, outcome.num_repeated) == (True, 2)
+    assert len(outcome.findings) == 1
+    assert re.search(
+        naming("repetition 2 gave other bits", named, "2 elements", "first of them element 41"), outcome.findings[0]
+    )
+
+
+def test_sum_that_lost_a_rank_is_named_with_its_element() -> None:
+    lost_N = draw(0, 5000, rank=2, seed=0, device=CPU)
+
+    def spoil(sums_N: Tensor, rank: int, number: int) -> None:
+        sums_N[4000] -= lost_N[4000]
+
+    outcome = play(spoil)
+    assert (outcome.ranks_agree, outcome.num_repeated) == (True, 3)
+    assert len(outcome.findings) == 1
+    assert re.search(naming("rank 2 found 1 of 1667", "element 4000", "ulp away", "the bound is"), outcome.findings[0])
+
+
+def test_grid_that_is_a_step_off_everywhere_is_named() -> None:
+    """One step of an even sum of few bits is a bit of the number that is read; a large one may hide it."""
+    element = int(make_reference(0, 5000, num_ranks=3, seed=0, device=CPU).exact_S.abs().argmin())
+    outcome = play(lambda sums_N, rank, number: flip(sums_N, element), precision="grid")
+    assert outcome.ranks_agree
+    assert re.search(naming("of 166", f"element {element}", "one sum only"), outcome.findings[0])
+
+
+# --- rows and the verdict ---
+
+
+def outcome_of(digest: str, *findings: str) -> Outcome:
+    """A played one."""
+    errors = Errors(num_elements=8, largest_ulp=1.5, total_ulp=4.0, num_off=3, bound_share=0.25)
+    return Outcome(errors, digest, ranks_agree=True, num_repeated=5, findings=findings)
+
+
+def rows_of(precision: str, **digests: str) -> list[VerifyRow]:
+    """Rows of one size, by algorithm."""
+    outcomes = {(name, 1): outcome_of(digest) for name, digest in digests.items()}
+    return make_rows(outcomes, count=8, precision=precision, repetitions=5)
+
+
+def test_rows_state_figures_and_classes() -> None:
+    outcomes = {
+        ("ring", 1): outcome_of("x"),
+        ("native", 3): outcome_of("y", "rank 1 held"),
+        ("native", 1): outcome_of("x"),
+    }
+    rows = make_rows(outcomes, count=8, precision="fp32", repetitions=5)
+    assert [row.bits for row in rows] == [1, 2, 1]
+    assert (rows[0].size, rows[0].largest_ulp, rows[0].mean_ulp, rows[0].num_off) == (32, 1.5, 0.5, 3)
+    assert rows[1].findings == ("native in 3 pieces, fp32, 32: rank 1 held",)
+    expected = ["32", "8", "fp32", "ring", "1", "1.5", "0.5", "25", "3", "1", "5/5", "same"]
+    assert show_row(rows[0]).split() == expected
+    differing = dataclasses.replace(rows[0], ranks_agree=False, largest_ulp=None)
+    assert show_row(differing).split()[5] == "inf"
+    assert show_row(differing).endswith("DIFFER")
+    assert len({len(line) for line in (table_head(COLUMNS).splitlines()[0], *map(show_row, rows[:1]))}) == 1
+
+
+def test_verdict_counts_pairs_that_differ_at_any_size() -> None:
+    """Of four sums two are alike: 5 of 6 pairs differ; at a larger size those, too."""
+    small, large = rows_of("fp32", a="x", b="x", c="y", d="z"), rows_of("fp32", a="p", b="q", c="r", d="s")
+    assert count_pairs(small) == (5, 6)
+    assert count_pairs([*small, *large]) == (6, 6)
+    grid = rows_of("grid", a="x", b="x", c="x", d="x")
+    text = verdict([*small, *grid])
+    assert re.search(naming("every sum repeats", "5 of 6 in fp32, 0 of 6 in grid", "set run.reproducible"), text)
+    assert "run.reproducible" not in verdict(grid)
+    assert verdict(rows_of("fp32", a="x")) == "every sum repeats its own bits, on all ranks alike, within its bound"
+    failed = make_rows({("a", 1): outcome_of("x", "1", "2")}, count=8, precision="fp32", repetitions=5)
+    assert verdict([*small, *failed]).startswith("FAILED: 2 finding(s)")
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one that the command takes for one of several."""
+    monkeypatch.setattr(bench, "read_process_env", lambda: SimpleNamespace(world_size=2))
+
+
+SMALL = ("--max-bytes", "4K", "--algorithms", "native,ring", "--repetitions", "2")
+
+
+@pytest.mark.usefixtures("alone")
+def test_verify_leaves_a_table_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new/v.jsonl"
+    assert main(["comm", "bench", "--verify", *SMALL, "--pieces", "1,2", "--output", str(output)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split() for line in lines if not line.startswith("#")]
+    assert [(words[2], words[3], words[4]) for words in table] == [
+        (precision, name, pieces) for precision in PRECISIONS for name in ("native", "ring") for pieces in "12"
+    ]
+    conditions, *rows, end = [json.loads(line) for line in output.read_text().splitlines()]
+    assert (conditions["kind"], conditions["backend"]) == ("conditions", "single")
+    assert conditions["command"].startswith("bigbatch comm bench --verify --max-bytes 4K")
+    assert {field.name for field in dataclasses.fields(VerifyRow)} == set(rows[0]) - {"kind"}
+    assert [row["largest_ulp"] for row in rows if row["precision"] == "fp32"] == [0] * 4
+    assert (end["kind"], end["failed"], f"# {end['text']}") == ("verdict", False, lines[-1])
+
+
+@pytest.mark.usefixtures("alone")
+def test_verify_fails_by_a_sum_that_does_not_repeat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums = 0
+
+    def sum_(self: Communicator, tensor_N: Tensor, *, label: str) -> Tensor:
+        nonlocal sums
+        sums += 1
+        if self.algorithm == "ring" and sums == 4:
+            flip(tensor_N, 9)
+        return tensor_N
+
+    monkeypatch.setattr(Communicator, "sum_", sum_)
+    assert main(["comm", "bench", "--verify", *SMALL, "--pieces", "1", "--precisions", "fp32"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("# FAILED: 1 finding(s)")
+    assert lines[-2].startswith(
+        "# FAILED: ring, fp32, 4K: repetition 2 gave other bits than the first on every rank, in 1"
+    )
+    assert lines[-2].endswith("element 9")
+
+
+@pytest.mark.usefixtures("alone")
+def test_verify_shows_progress_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BIGBATCH_TERMINAL_COLUMNS", "80")
+    assert main(["comm", "bench", "--verify", *SMALL, "--precisions", "fp32"]) == 0
+    assert "\r\x1b[K4K in fp32 by ring" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--verify: one rank has no other to sum with; start several, such as by bigbatch launch mpirun"),
+        (
+            ["--algorithms", "torus"],
+            "--algorithms: 'torus' cannot run anywhere; choose of native, ring",
+        ),
+        (["--algorithms", "hybrid"], "--algorithms hybrid is one of the others at each size"),
+        (["--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose of fp32, bf16-wire, fp16-wire, grid, or all"),
+        (["--pieces", "1,0"], "--pieces '1,0' are no numbers of pieces; give such as 1 or 1,3"),
+        (["--pieces", "x"], "--pieces 'x' are no numbers of pieces"),
+        (["--repetitions", "1"], "--repetitions 1 is too few; give at least 2"),
+        (["--min-bytes", "32M"], "--min-bytes 32M exceeds --max-bytes 16M"),
+        (["--timeout-seconds", "0"], "--timeout-seconds 0 is no length of time"),
+        (["--dtype", "float16"], "--dtype has no effect with --verify: leave one of the two out"),
+    ],
+)
+def test_verify_messages_of_impossible_arguments(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_message(options, message, capsys)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-bytes", "1000000G"], "as much again 16 times to work with, do not fit into the "),
+        (["--max-bytes", "4K", "--output", "/proc/no/v.jsonl"], "cannot write /proc/no"),
+    ],
+)
+def test_verify_messages_once_ranks_have_met(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_message(options, message, capsys)
+
+
+def check_message(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and code 1."""
+    assert main(["comm", "bench", "--verify", *options]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("bigbatch: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_memory_is_shared_by_the_ranks_of_a_host() -> None:
+    def host(local_size: int) -> Any:
+        return SimpleNamespace(device=CPU, env=SimpleNamespace(local_size=local_size, host="h"))
+
+    require_memory(1 << 20, host(2), copies=17)
+    with pytest.raises(CommError, match=naming("--max-bytes", "each of 1048576 ranks", "of h", "give at most")):
+        require_memory(1 << 20, host(1 << 20), copies=17)
+
+
+def test_verify_leaves_out_what_the_backend_cannot_sum() -> None:
+    """As Horovod, which has no bf16; asked for by name, it is refused."""
+    dtypes = (torch.float32, torch.float16, torch.int64)
+    backend = SimpleNamespace(name="horovod", capabilities=SimpleNamespace(dtypes=dtypes))
+    wires: list[Any] = []
+
+    def with_algorithm(name: str, *, wire: Any) -> str:
+        wires.append(wire.dtype)
+        return name
+
+    communicator: Any = SimpleNamespace(backend=backend, algorithms=("native",), with_algorithm=with_algorithm)
+
+    made = make_sums(communicator, ["native"], None, reduce_dtype="fp32")
+    assert [precision.name for precision, _ in made] == ["fp32", "fp16-wire", "grid"]
+    assert wires == [None, torch.float16, None]
+    with pytest.raises(CommError, match=naming("--precisions", "horovod cannot sum bf16-wire")):
+        make_sums(communicator, ["native"], [PRECISIONS["bf16-wire"]], reduce_dtype="fp32")
