@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -36,6 +37,8 @@ WIRE_DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 REDUCE_DTYPES = ("fp32", "wire")
+Choose = Callable[[Communicator], Communicator]
+"""Takes a communicator that sums nothing yet, once the ranks have met, and returns one with_algorithm(). Collective."""
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
@@ -105,7 +108,7 @@ def _count_gpus() -> int:
 def connect(
     *,
     backend: str = "auto",
-    algorithm: str = "auto",
+    algorithm: str | Choose = "auto",
     group_size: int | None = None,
     wire_dtype: str | None = None,
     predivide: float = 1.0,
@@ -125,7 +128,8 @@ def connect(
     backend "auto" is NCCL where every rank has a GPU and tcp otherwise; tcp and mpi sum the tensors of GPUs by way of
     pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
     bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or auto: what the table says, without one NCCL's own,
-    and hierarchical elsewhere; group_size cuts hosts into smaller node groups;
+    and hierarchical elsewhere; or a function that chooses once the ranks have met;
+    group_size cuts hosts into smaller node groups;
     wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
     reduce_dtype "fp32" sums what travels in half precision in fp32, "wire" rounds partial sums at each hop;
     max_ctas bounds the thread blocks of one of NCCL's kernels; buffers "registered" or "symmetric" has it sum fusion
@@ -186,12 +190,14 @@ def connect(
             with inspector.during("registration of a first buffer"):
                 registered = _register(transport, device, is_symmetric=buffers == "symmetric")
             met = replace(met, registered=registered)
-        return close_at_exit(met.with_algorithm(algorithm, table=table))
+        if isinstance(algorithm, str):
+            return close_at_exit(met.with_algorithm(algorithm, table=table))
     except PeerLostError:  # the job ends
         raise
     except (ValueError, CommError):
         met.abandon()
         raise
+    return close_at_exit(algorithm(close_at_exit(met)))  # open before: where it fails, the others are told
 
 
 def _assemble(

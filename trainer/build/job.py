@@ -34,9 +34,18 @@ def join_job(
     # for its ConfigError, before any rank is connected to
     accumulation_steps(config.batch, world_size=env.world_size)
     _settle_arithmetic(config, choose_device(env, backend=config.comm.backend))
+    tuned: Tuned | None = None
+
+    def choose(met: Communicator) -> Communicator:
+        nonlocal tuned
+        met.agree("the config", dump_config(config))
+        tuned = gather_tuned(config, met)
+        return _with_algorithm(config, met, tuned, kept_calibration=kept_calibration)
+
     try:
         communicator = connect(
             backend=config.comm.backend,
+            algorithm=choose,
             group_size=config.comm.group_size,
             wire_dtype=config.comm.wire_dtype,
             predivide=config.comm.predivide,
@@ -49,9 +58,6 @@ def join_job(
             meeting_seconds=config.comm.meeting_seconds,
             env=env,
         )
-        communicator.agree("the config", dump_config(config))
-        tuned = gather_tuned(config, communicator)
-        communicator = _with_algorithm(config, communicator, tuned, kept_calibration=kept_calibration)
     except UserError:
         raise
     except ValueError as error:

@@ -331,6 +331,29 @@ def test_connection_that_is_refused_is_given_up(
     assert made[0].is_abandoned
 
 
+def test_connection_by_a_function_makes_one_algorithm_and_is_open_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the function fails the other ranks are told, as by any failure of an open connection."""
+    made: list[str] = []
+    monkeypatch.setattr(communicator, "make_allreduce", lambda name, **_: made.append(name))
+    before = dict(communicator.open_connections)
+
+    def choose(met: communicator.Communicator) -> communicator.Communicator:
+        assert communicator.open_connections[met.control] is met
+        return met.with_algorithm("ring")
+
+    with connect(env=ALONE, device=CPU, algorithm=choose) as found:
+        assert (found.algorithm, made) == ("ring", ["ring"])
+        assert communicator.open_connections[found.control] is found
+
+    def fail(met: communicator.Communicator) -> communicator.Communicator:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        connect(env=ALONE, device=CPU, algorithm=fail)
+    (still_open,) = communicator.open_connections.keys() - before.keys()
+    communicator.open_connections[still_open].close()
+
+
 def test_connection_that_is_refused_stops_its_inspector() -> None:
     stopped: list[str] = []
     inspector = SimpleNamespace(close=lambda: stopped.append("inspector"))
