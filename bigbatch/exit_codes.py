@@ -1,4 +1,4 @@
-"""What the command's exit codes other than 0 are; docs/exit-codes.md says what they mean."""
+"""What the command's exit codes other than 0 are; docs/failure-model.md says what they mean."""
 
 FAILED = 1
 """One line says what to mend, or a check found something wrong."""

@@ -61,7 +61,7 @@ def test_words_that_nobody_can_read_change_nothing(program: list[str]) -> None:
 
 
 def test_exit_codes_are_all_on_their_page() -> None:
-    page = Path(__file__).parents[2] / "docs" / "exit-codes.md"
+    page = Path(__file__).parents[2] / "docs" / "failure-model.md"
     explained = [int(code) for code in re.findall(r"^\| (\d+) \|", page.read_text(), re.M)]
     assert explained == [0, *sorted(value for name, value in vars(exit_codes).items() if name.isupper())]
 
