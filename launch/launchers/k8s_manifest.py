@@ -28,7 +28,7 @@ KNOWN_CODES = (*range(FAILED, CRASHED + 1), *NO_PROGRAM, PIPE_CLOSED)
 """All but INTERRUPTED: deleting a job deletes its pods, so a pod that saved and stopped was on a drained node."""
 
 IF_STOPPED = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [INTERRUPTED]}}
-TEMPLATE = Path(__file__).parents[1] / "scripts/jobset.yaml"
+TEMPLATE = Path(__file__).with_name("jobset.yaml")
 
 Fields = dict[str, Any]
 
