@@ -71,7 +71,7 @@ GROUPS = {
             ),
             "precision": (
                 "bigbatch.trainer.tune.precision.recommend",
-                "recommend loss scale, wire and ghost batch from the underflow of a few steps",
+                "recommend precision and loss scale from the underflow of a few steps",
             ),
         },
         "bigbatch tune range --config quickstart --from 0.1 --to 100 --steps 60 --out runs/range",

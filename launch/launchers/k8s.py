@@ -6,51 +6,38 @@ import re
 import secrets
 import subprocess
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from pathlib import PurePosixPath
 
 import yaml
 
 from bigbatch.comm.rendezvous.secret import new_secret
-from bigbatch.errors import LaunchOptionError, SchedulerError, print_lines
+from bigbatch.errors import ConfigError, JobRefused, LaunchOptionError, SchedulerError, print_lines
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.foreground import one_line
+from bigbatch.launch.jobs.run_folder import load_experiment, trained_run
 from bigbatch.launch.jobs.spec import JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher
-from bigbatch.launch.launchers.k8s_checks import check_folders
-from bigbatch.launch.launchers.k8s_jobset import jobset
-from bigbatch.launch.launchers.k8s_pod import JOB_SECRET_KEY, SECRET, Fields
+from bigbatch.launch.launchers.k8s_manifest import JOB_SECRET_KEY, SECRET, has_secret, jobset
 
 REFUSED = {
     "hosts": "Kubernetes chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
-    **dict.fromkeys(("node_rank", "master"), "the pods find each other by their names: leave it out"),
-    "partition": "a queue of Kueue is --queue",
-    "qos": "state a --priority",
-    **dict.fromkeys(("account", "reservation"), "Kubernetes counts by --namespace and --queue"),
-    "constraint": "state --node-selector KEY=VALUE",
-    "array": "start one job per value",
-    **dict.fromkeys(("sbatch", "mpi"), "Slurm's own: edit the manifest for what Kubernetes has"),
-    "gpu_type": "state the number alone, and --node-selector KEY=VALUE",
-    "preflight": "start a job of its own: -- preflight",
-    "modules": "the image holds all that is needed",
-    "container": "Kubernetes runs the image by itself",
+    **dict.fromkeys(("partition", "account", "reservation", "qos"), "state --namespace, --queue or --priority"),
+    **dict.fromkeys(("constraint", "gpu_type"), "state --node-selector KEY=VALUE"),
+    **dict.fromkeys(("array", "preflight"), "start jobs of their own, such as -- preflight"),
     "logs": "kubectl logs shows what the ranks print",
+    **dict.fromkeys(("node_rank", "master", "sbatch", "mpi", "modules", "container"), "pods need none: leave it out"),
 }
-
-LOGS = (
-    "kubectl logs -f{namespace} -l jobset.sigs.k8s.io/jobset-name={name} --prefix --tail=-1 --max-log-requests {pods}"
-)
 
 HEADER = """\
 # Made by bigbatch launch k8s, to be kept and edited. The cluster needs JobSet, from 0.10 on:
 #   kubectl create -f THIS_FILE
 #   {logs}
 """
-
 NEEDS_JOB_SECRET = """\
 # Its pods wait for a Secret of this name, by which the ranks know each other; bigbatch launch k8s makes it, else:
 #   head -c 32 /dev/urandom | base64 | kubectl create secret generic{namespace} {name} --from-file={key}=/dev/stdin
 """
-
 NEEDS_SECRET = """\
 # Before, in the same namespace, a Secret with {names}, one NAME=VALUE on each line of a file that only you can read:
 #   kubectl create secret generic{namespace} {secret} --from-env-file=FILE
@@ -65,52 +52,72 @@ class _Dumper(yaml.SafeDumper):
         style = None if is_plain else '"' if "\n" in text else "'"
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
 
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def manifest(job: JobSpec, *, name: str) -> str:
     """Return YAML of the job; pure. Raises: LaunchOptionError for what Kubernetes cannot say."""
-    content = as_objects(job, name=name)
-    namespace = f" -n {job.namespace}" if job.namespace else ""
-    taken: dict[str, list[str]] = {}
-    for variable, secret in job.taken:
-        taken.setdefault(secret or SECRET, []).append(variable)
-    head = HEADER.format(logs=logs_command(job, name=name))
-    if needs_secret(job):
-        head += NEEDS_JOB_SECRET.format(name=name, key=JOB_SECRET_KEY, namespace=namespace)
-    for secret, names in taken.items():
-        head += NEEDS_SECRET.format(secret=secret, names=", ".join(names), namespace=namespace)
-    return head + yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-def as_objects(job: JobSpec, *, name: str) -> Fields:
-    """Return the same as plain objects. Raises: LaunchOptionError."""
     refuse(job, launcher="k8s", refused=REFUSED)
     if job.image is None:
         raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
-    return jobset(job, name=name)
+    content = jobset(job, name=name)
+    taken: dict[str, list[str]] = {}
+    for variable, secret in job.taken:
+        taken.setdefault(secret or SECRET, []).append(variable)
+    head = HEADER.format(logs=_logs_command(job, name=name))
+    if has_secret(job):
+        head += NEEDS_JOB_SECRET.format(name=name, key=JOB_SECRET_KEY, namespace=_namespace(job))
+    for secret, names in taken.items():
+        head += NEEDS_SECRET.format(secret=secret, names=", ".join(names), namespace=_namespace(job))
+    return head + yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def needs_secret(job: JobSpec) -> bool:
-    """Tell whether ranks of several pods must prove to each other that they are of one job."""
-    return (job.num_nodes or 1) > 1
+def _namespace(job: JobSpec) -> str:
+    return f" -n {job.namespace}" if job.namespace else ""
 
 
-def logs_command(job: JobSpec, *, name: str) -> str:
-    """Return what shows what the ranks print."""
-    namespace = f" -n {job.namespace}" if job.namespace else ""
-    return LOGS.format(name=name, namespace=namespace, pods=job.num_nodes or 1)
+def _logs_command(job: JobSpec, *, name: str) -> str:
+    chosen = f"-l jobset.sigs.k8s.io/jobset-name={name} --prefix --tail=-1 --max-log-requests {job.num_nodes or 1}"
+    return f"kubectl logs -f{_namespace(job)} {chosen}"
 
 
-def draw_name(job: JobSpec) -> str:
-    """Return the job's name with five characters behind it, so that each start is a job of its own.
+def _check_folders(job: JobSpec) -> None:
+    """Refuse a run folder outside of the mounts, which would end with the pods, and data at a relative path.
 
-    Raises: LaunchOptionError.
+    Data at an absolute path may come with the image. Raises: JobRefused; PathError.
     """
+    config, found = None, []
+    with suppress(ConfigError):  # refused elsewhere
+        config = load_experiment(job)
+    if config is not None:
+        folder, root = config.run.directory, config.data.root
+        mount = _mount_of(job, folder)
+        if mount is None:
+            example = f"--mount runs:/runs --run.directory /runs/{PurePosixPath(folder).name}"
+            found.append(
+                f"--run.directory {folder}: it would end with the pods: name one in a --mount, as in {example}"
+            )
+        elif "ro" in mount.split(":")[2:]:
+            found.append(f"--run.directory {folder}: --mount {mount} is read only: leave out :ro there")
+        if not root.startswith("/"):
+            example = f"--mount data:/data:ro --data.root /data/{PurePosixPath(root).name}"
+            found.append(f"--data.root {root}: pods have no such work folder: name one in a --mount, as in {example}")
+    if (run := trained_run(job)) is not None and _mount_of(job, run) is None:
+        found.append(f"{job.command[0]} {run}: pods see no such folder: name one in a --mount")
+    if found:
+        raise JobRefused(found)
+
+
+def _mount_of(job: JobSpec, folder: str) -> str | None:
+    """Return the innermost mount that holds a folder; None for none, and for a relative path."""
+    targets = {mount: PurePosixPath(mount.split(":")[1]) for mount in job.mounts}
+    holding = [mount for mount, target in targets.items() if PurePosixPath(folder).is_relative_to(target)]
+    return max(holding, key=lambda mount: len(targets[mount].parts), default=None)
+
+
+def _draw_name(job: JobSpec) -> str:
+    """Return the job's name with five characters behind it: each start is another job. Raises: LaunchOptionError."""
     name = job.name or "bigbatch"
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?", name):  # its pods' names are longer, and no more than 63
         raise LaunchOptionError(
@@ -119,46 +126,37 @@ def draw_name(job: JobSpec) -> str:
     return name + "-" + "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(5))
 
 
-def submit(job: JobSpec, text: str) -> None:
-    """Hand a manifest to kubectl, and the Secret of its ranks, which ends with the job.
+def _submit(job: JobSpec, text: str) -> None:
+    """Hand kubectl a manifest, and the Secret of its ranks, which is deleted with the job.
 
-    Its value is in no list of processes and in no file of ours.
-    Raises: SchedulerError with kubectl's words, and where it is not installed; nothing is left behind then.
+    The Secret's value is in no list of processes and in no file of ours.
+    Raises: SchedulerError with kubectl's words, or if it is not installed; nothing is left behind then.
     """
-    created = _kubectl("create", "-f", "-", "-o", "json", text=text)
-    if not needs_secret(job):
+    created = json.loads(_kubectl("create", "-f", "-", "-o", "json", text=text))
+    if not has_secret(job):
         return
+    facts = created["metadata"]
+    owner = {"apiVersion": created["apiVersion"], "kind": created["kind"], "name": facts["name"], "uid": facts["uid"]}
+    metadata = {key: facts[key] for key in ("name", "namespace") if key in facts}
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**metadata, "ownerReferences": [owner]},
+        "immutable": True,
+        "stringData": {JOB_SECRET_KEY: new_secret()},
+    }
     try:
-        _kubectl("create", "-f", "-", text=json.dumps(_secret(json.loads(created), value=new_secret())))
+        _kubectl("create", "-f", "-", text=json.dumps(secret))
     except SchedulerError:
         _kubectl("delete", "-f", "-", text=text)
         raise
-
-
-def _secret(owner: Fields, *, value: str) -> Fields:
-    """Return the Secret of a job that has been made: it is deleted with it."""
-    facts = owner["metadata"]
-    reference = {**{key: owner[key] for key in ("apiVersion", "kind")}, "name": facts["name"], "uid": facts["uid"]}
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {
-            "name": facts["name"],
-            **({"namespace": facts["namespace"]} if "namespace" in facts else {}),
-            "ownerReferences": [reference],
-        },
-        "immutable": True,
-        "stringData": {JOB_SECRET_KEY: value},
-    }
 
 
 def _kubectl(*words: str, text: str) -> str:
     try:
         done = subprocess.run(["kubectl", *words], input=text, text=True, capture_output=True, check=False)
     except FileNotFoundError as error:
-        raise SchedulerError(
-            "kubectl is not installed here: add --dry-run, and create the manifest elsewhere"
-        ) from error
+        raise SchedulerError("kubectl is not installed here: create the manifest of --dry-run elsewhere") from error
     if done.returncode:
         raise SchedulerError(f"kubectl refused the job: {one_line(done.stderr)}")
     return done.stdout
@@ -166,16 +164,16 @@ def _kubectl(*words: str, text: str) -> str:
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
     with Findings() as findings:
-        findings.ask(check_folders, job)
-        name = findings.ask(draw_name, job) or "bigbatch"
+        findings.ask(_check_folders, job)
+        name = findings.ask(_draw_name, job) or "bigbatch"
         text = findings.ask(manifest, job, name=name)
     return text or ""
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    name = draw_name(job)
-    submit(job, manifest(job, name=name))
-    print_lines(f"job {name}; its output:\n  {logs_command(job, name=name)}")
+    name = _draw_name(job)
+    _submit(job, manifest(job, name=name))
+    print_lines(f"job {name}; its output:\n  {_logs_command(job, name=name)}")
     return 0
 
 

@@ -1,20 +1,22 @@
 """Jobs for Slurm: handed to sbatch, shown and cancelled in its queue."""
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.errors import SchedulerError, print_line, print_lines
+from bigbatch.errors import JobRefused, SchedulerError, print_line, print_lines
+from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.run_folder import find_run_folder, find_timeout
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.launchers.base import Launcher, Queue
-from bigbatch.launch.launchers.script import add_script_options, write_script
 from bigbatch.launch.launchers.slurm_script import REFUSED, log_path, sbatch_script
+from bigbatch.paths import as_path
 from bigbatch.trainer.run.folder import writing
 
 
@@ -63,13 +65,36 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     if options.output:
-        write_script(options.output, _dry_run(job, environ), force=options.force)
+        _write_script(options.output, _dry_run(job, environ), force=options.force)
         print_line(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
         return 0
     number, sbatch = submit_job(job, wait=options.wait, environ=environ)
     print_line(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
     print_lines(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}")
     return sbatch.wait()  # without --wait it ends at once
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=as_path, metavar="FILE", help="write the script there; do not submit it")
+    parser.add_argument("--force", action="store_true", help="--output: write over a file that was edited")
+    parser.add_argument("--wait", action="store_true", help="until the job has ended, with its exit code")
+
+
+def _write_script(path: Path, script: str, *, force: bool) -> None:
+    """Write the script, readable by this user alone. Raises: JobRefused if a different one is there; RunFolderError."""
+    data = script.encode("utf-8", "surrogateescape")
+    with writing(path):
+        if not force and path.exists() and path.read_bytes() != data:
+            raise JobRefused(
+                [
+                    f"--output {path}: it is there, and not what these options make, as after you have edited it: name "
+                    "another file, or add --force to write over it"
+                ]
+            )
+        with replacing_named(path) as file:
+            if not is_stream(path):
+                os.fchmod(file.fileno(), 0o600)  # it may hold values of --env
+            file.write(data)
 
 
 def _status(numbers: Sequence[str]) -> None:
@@ -115,5 +140,5 @@ LAUNCHER = Launcher(
     dry_run=_dry_run,
     start=_start,
     queue=Queue(status=_status, cancel=_cancel),
-    add_options=add_script_options,
+    add_options=_add_options,
 )

@@ -2,18 +2,20 @@
 
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import outside_of_jobs
-from bigbatch.errors import LaunchOptionError, SchedulerError, tell
+from bigbatch.errors import LaunchOptionError, SchedulerError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.files import parse_json
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import last_report
 from bigbatch.launch.jobs.spec import INDEX
-from bigbatch.launch.launchers.script import hand_over, not_installed
 from bigbatch.launch.launchers.slurm_script import MARK
 
 NONE = ("", "(null)", "None", "N/A", "Unknown")
@@ -82,21 +84,49 @@ def submit(
 ) -> tuple[str, subprocess.Popen[bytes]]:
     """Hand a script to sbatch; return the job's number, and sbatch, which with wait ends as the job does.
 
-    environ is what sbatch, and so the job, gets, but for a job's around it; None: what this process has. What sbatch
-    and its plug-ins say is shown on stderr, or told by the error.
-    Raises: SchedulerError where Slurm refuses it.
+    environ is what sbatch, and so the job, gets, but for a job's around it; None: what this process has. What sbatch,
+    its plug-ins and a site's wrapper say is shown on stderr, or told by the error.
+    Raises: SchedulerError if Slurm refuses it, or is not installed.
     """
     argv = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
     variables, left_out = outside_of_jobs(environ)
     if left_out:
         tell(f"sbatch does not see {', '.join(left_out)} of this shell, which would go before the options here")
-    return hand_over(
-        argv,
-        script,
-        environ=variables,
-        number=r"(\d+)(?:;\S*)?\s*",
-        hint="sinfo lists the partitions and their limits",
-        wait=wait,
+    pipe = subprocess.PIPE
+    try:
+        sbatch = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, env=variables)
+    except FileNotFoundError as error:
+        raise _not_installed("sbatch") from error
+    assert sbatch.stdin is not None
+    assert sbatch.stdout is not None
+    assert sbatch.stderr is not None
+    with suppress(BrokenPipeError), sbatch.stdin as stdin:  # it has ended before it read all, and says why
+        stdin.write(script.encode(errors="surrogateescape"))
+    said: list[bytes] = []
+    # line by line: one that waits writes the number and goes on until the job ends
+    for line in sbatch.stdout:
+        if found := re.fullmatch(r"(\d+)(?:;\S*)?\s*", line.decode(errors="replace"), re.ASCII):
+            _show(said)
+            reader = threading.Thread(target=_show, args=(sbatch.stderr,), name="bigbatch-sbatch")
+            reader.start()
+            if not wait:  # it has ended
+                reader.join()
+            return found[1], sbatch
+        said.append(line)
+    words = one_line((b"".join(said) + sbatch.stderr.read()).decode(errors="replace"))
+    sbatch.wait()
+    raise SchedulerError(f"sbatch refused the job: {words}; sinfo lists the partitions and their limits")
+
+
+def _show(lines: Iterable[bytes]) -> None:
+    """Show on stderr what sbatch says, as it comes."""
+    for line in lines:
+        print_line(line.decode(errors="replace").rstrip(), file=sys.stderr)
+
+
+def _not_installed(program: str) -> SchedulerError:
+    return SchedulerError(
+        f"{program} is not installed here: do this on a login node of the cluster; --dry-run prints the script anywhere"
     )
 
 
@@ -200,7 +230,7 @@ def run_slurm(argv: Sequence[str]) -> str:
             argv, capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
         )
     except FileNotFoundError as error:
-        raise not_installed(argv[0]) from error
+        raise _not_installed(argv[0]) from error
     except subprocess.TimeoutExpired as error:
         raise SchedulerError(f"{argv[0]} did not answer in {ANSWER_SECONDS:g} s; try again later") from error
     if done.returncode:

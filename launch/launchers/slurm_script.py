@@ -2,18 +2,18 @@
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
-from textwrap import indent
+from textwrap import fill, indent
 
-from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE
+from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES, NOTICE_VARIABLE, SECRET_VARIABLE
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.fit_hosts import preflight_of
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
-from bigbatch.launch.launchers.script import FOREIGN_VARIABLES
 from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
 from bigbatch.launch.launchers.slurm_restarts import BEFORE, Shrinking, place_options, start_again
 from bigbatch.trainer.config.sections import CommConfig
@@ -33,6 +33,11 @@ REFUSED = {
 
 MARK = "# run folder: "
 """Begins the line of a script that says where its run is, as JSON, and that it heeds SIGUSR2."""
+
+FOREIGN_VARIABLES = fill(
+    " ".join(re.sub(r"(\w+)\*", r"${!\1@}", name) for name in IDENTITY_VARIABLES), width=110, break_on_hyphens=False
+).replace("\n", " \\\n  ")
+"""Of the shell that submits: they describe another job. For bash, which finds all that begin with a prefix."""
 
 SRUN_VARIABLES = "${!SRUN_@}"
 """Wishes of the shell that submitted a kept script for an srun of its own, in bash."""

@@ -16,7 +16,7 @@ from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.run_folder import newest_checkpoint
 from bigbatch.launch.jobs.spec import JobSpec
-from bigbatch.launch.launchers.k8s_jobset import jobset
+from bigbatch.launch.launchers.k8s_manifest import jobset
 from bigbatch.launch.launchers.local import free_port
 from bigbatch.trainer.datasets.generated import write_dataset
 from tests.laws.jobs import assert_identical, final_state, forked, run, train_command

@@ -1,1 +1,1 @@
-"""What a run in half precision loses at each loss scale and on each wire, and what to take."""
+"""Recommend a precision and a loss scale from the gradients of a few training steps."""

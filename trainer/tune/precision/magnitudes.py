@@ -1,95 +1,66 @@
-"""How large gradients are: counts by the power of two that each value reaches. Shares at any scale follow from them.
+"""Gradient values counted by power of two: one histogram gives underflow and overflow in fp16 at every loss scale.
 
-A value v times 2^s is below 2^p exactly where v is below 2^(p - s), so one histogram answers for every power of two.
+A value v times 2^s is below 2^p exactly if v is below 2^(p - s).
 """
 
 import json
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import add
 
 import torch
 from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
 
-FP16_LEAST = -24
-"""Power of fp16's smallest number: what is below is 0, or rounded up to it."""
-FP16_WHOLE = -14
-"""Power of fp16's smallest number with all its digits."""
-FP16_LARGEST = 65504.0
-FP32_LEAST = -149
-
-
-class NotFiniteError(ValueError):
-    """A gradient has an infinity or NaN, in fp32."""
+FP16_LEAST, FP16_NORMAL, FP16_OVERFLOW = -24, -14, 16
+"""Exponents of fp16's smallest number, of its smallest number with all digits, and of the first power beyond it."""
+FP32_LEAST, FP32_OVERFLOW = -149, 128
+NUM_BINS = FP32_OVERFLOW - FP32_LEAST + 2
 
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """Holds how many values v have 2^power <= |v| < 2^(power + 1), by power, and how many are 0."""
+    """Counts values v: first those that are 0, then 2^p <= |v| < 2^(p + 1) for each p of fp32, last inf and NaN."""
 
-    counts: Mapping[int, int] = field(default_factory=dict)
-    zeros: int = 0
-    largest: float = 0.0
-
-    @property
-    def nonzero(self) -> int:
-        """Return the number of values that are not 0."""
-        return sum(self.counts.values())
+    counts: tuple[int, ...] = (0,) * NUM_BINS
 
     def __add__(self, other: "Magnitudes") -> "Magnitudes":
-        counts = Counter(self.counts) + Counter(other.counts)
-        return Magnitudes(dict(counts), self.zeros + other.zeros, max(self.largest, other.largest))
+        return Magnitudes(tuple(map(add, self.counts, other.counts)))
+
+    def underflow(self, *, scale_power: int) -> float:
+        """Return the share of values that fp16 holds as 0 or without all digits: a report's underflow_fraction."""
+        return self._share_below(FP16_NORMAL - scale_power)
 
     def lost(self, *, scale_power: int) -> float:
-        """Return the share of nonzero values that are below fp16's smallest number once multiplied by the scale."""
-        return self._below(FP16_LEAST - scale_power) / max(1, self.nonzero)
+        """Return the share of values that are below fp16's smallest number at this scale, but not 0 in fp32."""
+        return self._share_below(FP16_LEAST - scale_power) - self._share_below(FP32_LEAST)
 
-    def shortened(self, *, scale_power: int) -> float:
-        """Return the share of all values that fp16 holds as 0 or without all digits: a report's underflow_fraction."""
-        small = self.zeros + self._below(FP16_WHOLE - scale_power)
-        return small / max(1, self.zeros + self.nonzero)
+    def overflow(self, *, scale_power: int) -> float:
+        """Return the share of values that are infinite in fp16 at this scale."""
+        return 1.0 - self._share_below(FP16_OVERFLOW - scale_power) if any(self.counts) else 0.0
 
-    def headroom(self, *, scale_power: int) -> float:
-        """Return by how many powers of two the largest may grow before it overflows fp16: negative where it does."""
-        return math.inf if self.largest == 0 else math.log2(FP16_LARGEST / self.largest) - scale_power
+    def headroom(self, *, scale_power: int) -> int:
+        """Return how many times all values may double before fp16 overflows; negative if it does."""
+        largest = max((power for power, count in enumerate(self.counts[1:], FP32_LEAST) if count), default=FP32_LEAST)
+        return FP16_OVERFLOW - scale_power - largest - 1
 
-    def _below(self, power: int) -> int:
-        return sum(count for each, count in self.counts.items() if each < power)
-
-
-def of_all_ranks(mine: Sequence[Magnitudes], communicator: Communicator) -> list[Magnitudes]:
-    """Add up what each rank has counted, in each step. Collective; the same on all ranks."""
-    texts = communicator.gather_text(json.dumps([asdict(each) for each in mine]))
-    ranks = [[_read(each) for each in json.loads(text)] for text in texts]
-    return [sum(found, Magnitudes()) for found in zip(*ranks, strict=True)]
+    def _share_below(self, power: int) -> float:
+        return sum(self.counts[: power - FP32_LEAST + 1]) / max(1, sum(self.counts))
 
 
-def _read(record: Mapping[str, Any]) -> Magnitudes:
-    counts = {int(power): count for power, count in record["counts"].items()}  # JSON has no other keys than text
-    return Magnitudes(counts, record["zeros"], record["largest"])
+def sum_over_ranks(mine: Magnitudes, communicator: Communicator) -> Magnitudes:
+    """Add up the counts of all ranks. Collective; the result is the same on all ranks."""
+    texts = communicator.gather_text(json.dumps(mine.counts))
+    return sum((Magnitudes(tuple(json.loads(text))) for text in texts), Magnitudes())
 
 
-def measure(tensors: Iterable[Tensor], *, must_be_finite: bool = True) -> Magnitudes:
-    """Count the values of fp32 tensors. Waits for the device. Raises: NotFiniteError.
-
-    must_be_finite: without, such values are left out.
-    """
-    found = Magnitudes()
+def measure(tensors: Iterable[Tensor]) -> Magnitudes:
+    """Count the values of fp32 tensors. Waits for the device."""
+    counts = torch.zeros(NUM_BINS, dtype=torch.int64)
     for tensor in tensors:
         sizes = tensor.detach().abs().flatten()
-        if not must_be_finite:
-            sizes = sizes[sizes.isfinite()]
-        largest = float(sizes.max()) if sizes.numel() else 0.0
-        if not math.isfinite(largest):
-            raise NotFiniteError("a gradient is not finite")
-        some = sizes[sizes > 0]
-        # frexp: a fraction from a half up to 1, times 2^exponent
-        powers = torch.frexp(some).exponent.long() - 1
-        counts = torch.bincount(powers - FP32_LEAST, minlength=1).tolist()
-        by_power = {power: count for power, count in enumerate(counts, FP32_LEAST) if count}
-        found += Magnitudes(by_power, sizes.numel() - some.numel(), largest)
-    return found
+        bins = torch.frexp(sizes).exponent.long() - FP32_LEAST  # its fraction is at least 0.5: one power more than p
+        bins = bins.masked_fill(sizes == 0, 0).masked_fill(~sizes.isfinite(), NUM_BINS - 1)
+        counts += torch.bincount(bins, minlength=NUM_BINS).cpu()
+    return Magnitudes(tuple(counts.tolist()))

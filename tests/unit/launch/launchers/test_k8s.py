@@ -263,17 +263,21 @@ def test_k8s_needs_an_image() -> None:
 @pytest.mark.parametrize(
     ("mounts", "folders", "named"),
     [
-        (("d:/d", "r:/r"), ("--data.root", "/d/x"), ("--run.directory runs/quickstart", "end with", "/d/quickstart")),
+        (
+            ("d:/d", "r:/r"),
+            ("--data.root", "/d/x"),
+            ("--run.directory runs/quickstart", "end with", "/runs/quickstart"),
+        ),
         (
             ("d:/d:ro", "r:/r"),
             ("--data.root", "/d/x"),
-            ("--run.directory runs/quickstart", "end with", "/r/quickstart"),
+            ("--run.directory runs/quickstart", "end with", "/runs/quickstart"),
         ),
         ((), FOLDERS, ("--run.directory /r/x", "--mount runs:/runs", "--run.directory /runs/x")),
         (("r:/r:ro",), FOLDERS, ("--run.directory /r/x", "r:/r:ro", "read only")),
         (("r:/ru",), FOLDERS, ("--run.directory /r/x", "end with")),
         (("r:/r", "s:/r/x:ro"), FOLDERS, ("s:/r/x:ro", "read only")),
-        (("r:/r",), ("--run.directory", "/r/x"), ("--data.root data/shapes", "no such work folder", "/r/shapes")),
+        (("r:/r",), ("--run.directory", "/r/x"), ("--data.root data/shapes", "no such work folder", "/data/shapes")),
     ],
 )
 @pytest.mark.parametrize("start", [(), ("--dry-run",)])

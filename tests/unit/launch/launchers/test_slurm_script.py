@@ -22,9 +22,8 @@ from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import OF_KUBERNETES, JobSpec, interface_variables
 from bigbatch.launch.jobs.words import PATTERNS, option
-from bigbatch.launch.launchers.script import FOREIGN_VARIABLES
 from bigbatch.launch.launchers.slurm import job_script
-from bigbatch.launch.launchers.slurm_script import directives, log_path, sbatch_script
+from bigbatch.launch.launchers.slurm_script import FOREIGN_VARIABLES, directives, log_path, sbatch_script
 from bigbatch.trainer.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[4]

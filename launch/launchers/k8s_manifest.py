@@ -1,0 +1,152 @@
+"""A JobSet (jobset.x-k8s.io/v1alpha2): one pod per node, whose ranks meet by torch's rendezvous; no ssh, no root."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE, expand_hostlist
+from bigbatch.errors import LaunchOptionError
+from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED
+from bigbatch.launch.jobs.restarts import may_go_on
+from bigbatch.launch.jobs.run_folder import find_save_seconds
+from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.jobs.words import UNLIMITED
+from bigbatch.launch.launchers.local import node_words
+
+SECRET, JOB_SECRET_KEY = "bigbatch", "secret"
+"""The Secret with the values of --env NAME; the key in that of a job: what its ranks prove that they know."""
+RESTARTS = 3
+"""Default: a lost node must not end the job."""
+STEP_SECONDS = 60
+"""For the step under way, before a checkpoint is written."""
+NO_PROGRAM = (126, 127)
+"""A shell's codes, and the container runtime's, if the command cannot be started."""
+KNOWN_CODES = (*range(FAILED, CRASHED + 1), *NO_PROGRAM, PIPE_CLOSED)
+"""All but INTERRUPTED: deleting a job deletes its pods, so a pod that saved and stopped was on a drained node."""
+
+IF_STOPPED = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [INTERRUPTED]}}
+TEMPLATE = Path(__file__).with_name("jobset.yaml")
+
+Fields = dict[str, Any]
+
+
+def jobset(job: JobSpec, *, name: str) -> Fields:
+    """Return the job as plain objects. Raises: LaunchOptionError for what Kubernetes cannot say."""
+    user, _, group = (job.user or "1000").partition(":")
+    # Kubernetes replaces $(JOB_COMPLETION_INDEX), which it gives the pods of an indexed Job
+    starter = node_words(job, node_rank="$(JOB_COMPLETION_INDEX)", master=f"{name}-node-0-0.{name}:29500")
+    # a container's own /dev/shm has 64 MB
+    volumes: list[Fields] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    volume_mounts: list[Fields] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    for number, mount in enumerate(job.mounts):
+        source, target, *flags = mount.split(":")
+        is_folder = source.startswith("/")
+        place = {"hostPath": {"path": source}} if is_folder else {"persistentVolumeClaim": {"claimName": source}}
+        volumes.append({"name": f"mount-{number}", **place})
+        is_read_only = {"readOnly": True} if "ro" in flags else {}
+        volume_mounts.append({"name": f"mount-{number}", "mountPath": target, **is_read_only})
+    values = {
+        "name": name,
+        "namespace": job.namespace,
+        "labels": {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else None,
+        "restarts": RESTARTS if job.restarts is None else job.restarts,
+        "nodes": job.num_nodes or 1,
+        "deadline": None if job.minutes in (None, UNLIMITED) else (job.minutes or 0) * 60,
+        # a script may end with this code by itself, and would start again without end
+        "if_stopped": None if job.is_python else IF_STOPPED,
+        "final_codes": [c for c in KNOWN_CODES if c in NO_PROGRAM or not may_go_on(c, is_python=job.is_python)],
+        "grace": _grace_seconds(job),
+        "user": int(user),
+        "group": int(group or user),
+        "affinity": _affinity(job.exclude) if job.exclude else None,
+        "node_selector": dict(word.split("=", 1) for word in job.node_selector) or None,
+        "tolerations": [_toleration(word) for word in job.tolerations] or None,
+        "priority": job.priority,
+        "pull_secrets": [{"name": secret} for secret in job.pull_secrets] or None,
+        "image": job.image,
+        "command": ["bigbatch", *starter, *map(_literal, job.command)],
+        "env": _variables(job, name=name),
+        "limits": _limits(job),
+        "volume_mounts": volume_mounts,
+        "capabilities": ["IPC_LOCK"] if job.rdma else None,
+        "volumes": volumes,
+    }
+    template = yaml.safe_load(TEMPLATE.read_text())
+    filled: Fields = _filled(template, {f"${key}": value for key, value in values.items()})
+    return filled
+
+
+def has_secret(job: JobSpec) -> bool:
+    """Tell whether ranks of several pods must prove to each other that they are of one job."""
+    return (job.num_nodes or 1) > 1
+
+
+def _filled(part: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(part, dict):
+        filled = {key: _filled(each, values) for key, each in part.items()}
+        return {key: each for key, each in filled.items() if each is not None}
+    if isinstance(part, list):
+        return [each for each in (_filled(each, values) for each in part) if each is not None]
+    return values.get(part, part)
+
+
+def _grace_seconds(job: JobSpec) -> int:
+    """Return how long pods may take to end: --stop-seconds, else the time in which the run's checkpoints must be saved.
+
+    A pod whose ranks have saved ends at once. A script's time to save is not known.
+    """
+    if job.stop_seconds is not None or (save := find_save_seconds(job)) is None:
+        return job.grace_seconds
+    return math.ceil(save) + STEP_SECONDS
+
+
+def _affinity(exclude: str) -> Fields:
+    avoid = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": expand_hostlist(exclude)}
+    required = {"nodeSelectorTerms": [{"matchExpressions": [avoid]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
+
+
+def _toleration(word: str) -> Fields:
+    """Read KEY[=VALUE][:EFFECT], as kubectl taint writes it; without an effect, all of them."""
+    stated, _, effect = word.partition(":")
+    key, mark, value = stated.partition("=")
+    matches = {"operator": "Equal", "value": value} if mark else {"operator": "Exists"}
+    return {"key": key, **matches, **({"effect": effect} if effect else {})}
+
+
+def _variables(job: JobSpec, *, name: str) -> list[Fields]:
+    """Return the environment of a container; the Secret of the job's name holds what its ranks share."""
+    stated = {**dict(job.variables), **({NOTICE_VARIABLE: str(grace)} if (grace := _grace_seconds(job)) else {})}
+    taken = {variable: {"name": secret or SECRET, "key": variable} for variable, secret in job.taken}
+    if has_secret(job) and SECRET_VARIABLE not in {*stated, *taken}:
+        taken[SECRET_VARIABLE] = {"name": name, "key": JOB_SECRET_KEY}
+    return [
+        *({"name": variable, "value": _literal(value)} for variable, value in stated.items()),
+        *({"name": variable, "valueFrom": {"secretKeyRef": key}} for variable, key in taken.items()),
+    ]
+
+
+def _limits(job: JobSpec) -> Fields:
+    """Return what a node's pod gets. Raises: LaunchOptionError for what Kubernetes cannot say."""
+    own = job.ranks_per_node if job.device is None else 0
+    gpus = own if job.gpus_per_node is None else job.gpus_per_node
+    limits: Fields = {"nvidia.com/gpu": gpus} if gpus else {}
+    if job.rdma is not None:
+        card, _, number = job.rdma.partition("=")
+        limits[card] = int(number or 1)
+    if job.cpus_per_rank is not None:
+        limits["cpu"] = job.cpus_per_rank * job.ranks_per_node
+    if job.memory is not None:
+        if job.memory == "0":
+            raise LaunchOptionError("--memory 0: Kubernetes gives no whole node: state how much, such as 200G")
+        # Slurm's units are powers of two, in letters of any case
+        limits["memory"] = job.memory.upper() + ("i" if job.memory[-1].isalpha() else "Mi")
+    return limits
+
+
+def _literal(word: str) -> str:
+    """Write $$ for $, as Kubernetes replaces $(NAME) in commands and values; $$ stands for $."""
+    return word.replace("$", "$$")
