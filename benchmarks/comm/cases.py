@@ -98,25 +98,6 @@ CASES = (
     Case("exchange-8x1-1gbit", "exchange", SHORT, "1,1,1,1,1,1,1,1", "1gbit", seconds=90),
     Case("exchange-2x4-1gbit", "exchange", SHORT, "4,4", "1gbit", seconds=90),
     Case("exchange-3+2+2+1-1gbit", "exchange", SHORT, "3,2,2,1", "1gbit", seconds=90),
-    Case("half-sums-8x1-100mbit", "half_sums", (), "1,1,1,1,1,1,1,1", "100mbit", seconds=210, is_long=True),
-    Case("half-sums-4x2-100mbit", "half_sums", link="100mbit", seconds=210, is_long=True),
-    *(
-        Case(
-            f"exact-{model}-{link}",
-            "exact_price",
-            ("--model", model, "--repetitions", repetitions, "--paces", paces),
-            "1,1",
-            link,
-            seconds=seconds,
-            is_long=True,
-        )
-        for model, link, repetitions, paces, seconds in (
-            ("resnet18", "100mbit", "3", "1,2.5,5", 310),
-            ("resnet18", "1gbit", "7", "1,2.5,5", 90),
-            ("resnet50", "100mbit", "3", "1,2.5", 310),
-            ("resnet50", "1gbit", "7", "1,2.5,5", 170),
-        )
-    ),
     Case("reducer-overhead", "reducer_overhead", seconds=25),
     *(
         Case(

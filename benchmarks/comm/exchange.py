@@ -26,9 +26,9 @@ from benchmarks.comm.entries import CONTESTANTS, HYBRIDS, Entry, hybrid_entry, m
 from benchmarks.comm.job import Job, run_rank
 from benchmarks.comm.tuning import DEFAULT_ALGORITHM, describe_times
 from benchmarks.comm.turns import Contestant, describe_repetitions, take_turns
-from bigbatch.comm.algorithms.hybrid import HybridTable, Times, make_hybrid
+from bigbatch.comm.algorithms.hybrid import HybridTable, Times
 from bigbatch.comm.connection import make_wire
-from bigbatch.comm.measure.sizes import measure_times, sizes_below
+from bigbatch.comm.measure.sizes import make_table, measure_times, sizes_below
 from bigbatch.comm.measure.timing import count_different, expected_pattern, fill_, limit_of, rank_pattern
 from bigbatch.errors import CommError
 
@@ -109,8 +109,8 @@ def tune(job: Job, options: argparse.Namespace, *, wire: str) -> tuple[Times, Hy
         dtype=torch.float32,
         seconds=options.tune_seconds,
     )
-    table = make_hybrid(times)
-    job.say(f"hybrid over {wire}, from sizes up to {max(times):,} bytes: {table}")
+    table = make_table(times, beyond=DEFAULT_ALGORITHM)
+    job.say(f"hybrid over {wire}, from sizes up to {max(times, default=0):,} bytes: {table}")
     return times, table
 
 

@@ -182,44 +182,6 @@ def overhead_table(record: Record) -> str:
     return f"{device}.\n\n" + table(("", "ms without", "ms with the reducer", "ratio", "n"), lines)
 
 
-def half_sums_table(record: Record) -> str:
-    """Write milliseconds of both ways, and the ratio of neighbours, by size and algorithm."""
-    lines = [
-        (
-            show_size(row["size"]),
-            row["contestant"],
-            *(f"{1e3 * way['seconds']['median']:.3g}" for way in row["ways"].values()),
-            f"{row['ratio']['median']:.3f} ({row['ratio']['q1']:.3f} to {row['ratio']['q3']:.3f})",
-            str(row["ratio"]["n"]),
-        )
-        for row in record["rows"]
-    ]
-    head = ("bytes", "", *(f"ms, {way}" for way in record["rows"][0]["ways"]), "ratio (quartiles)", "n")
-    load = record["conditions"]["load_average_at_start"]
-    return f"{record['dtype']}; {_goodput(record)}; load of others at the start {load:.1f}.\n\n{table(head, lines)}"
-
-
-def exact_price_table(record: Record) -> str:
-    """Write seconds of a step with either sum, and the ratio of neighbours, by the time of backward."""
-    lines = [
-        (
-            f"{row['pace']:g}",
-            f"{row['backward_seconds']:.3f}",
-            *(f"{way['seconds']['median']:.3f} ({way['limit_seconds']:.3f})" for way in row["ways"].values()),
-            f"{row['ratio']['median']:.3f} ({row['ratio']['min']:.3f} to {row['ratio']['max']:.3f})",
-            str(row["ratio"]["n"]),
-        )
-        for row in record["rows"]
-    ]
-    ways = (f"step, {way} (limit), s" for way in record["rows"][0]["ways"])
-    head = ("backward over fp32's bytes", "backward, s", *ways, "ratio (smallest to largest)", "n")
-    load = record["conditions"]["load_average_at_start"]
-    return (
-        f"{record['model']}, {record['num_elements']:,} weights; {_goodput(record)}; load of others at the start "
-        f"{load:.1f}.\n\n{table(head, lines)}"
-    )
-
-
 def _goodput(record: Record) -> str:
     known = [f"{each / 1e6:.1f}" for each in record["goodput_bits_per_second"] if each]
     return f"goodput of a link by iperf3, before and after: {' and '.join(known)} Mbit/s" if known else "no links"
@@ -284,8 +246,6 @@ TABLES = {
     "step": step_table,
     "scaling": scaling_table,
     "reducer_overhead": overhead_table,
-    "half_sums": half_sums_table,
-    "exact_price": exact_price_table,
 }
 
 

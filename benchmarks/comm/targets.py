@@ -19,9 +19,6 @@ LEAST_EXPOSED_PART = 0.1
 """Of the time of all bytes: where the limit of what is exposed is less, a ratio to it says nothing."""
 MOST_OVERHEAD = 1.01
 LEAST_EFFICIENCY = 0.95
-MOST_EXACT_RATIO = 1.15
-HIDDEN_RATIO = 1.05
-"""Of the limits: where the bytes of int64 can be hidden as those of fp32 are, but for so much of a step."""
 
 
 @dataclass(frozen=True)
@@ -224,31 +221,6 @@ def judge_overhead(case: str, record: Record) -> list[Verdict]:
     return [Verdict("the reducer on one GPU, CUDA graphs", case, goal, f"{ratio:.4f}", ratio <= MOST_OVERHEAD)]
 
 
-def judge_half_sums(case: str, record: Record) -> list[Verdict]:
-    """Judge wrong elements alone: what sums in fp32 cost has no target."""
-    return [_verdict_wrong(case, record["rows"])]
-
-
-def judge_exact_price(case: str, record: Record) -> list[Verdict]:
-    """Judge sums on the grid against those of fp32, where communication hides; and wrong sums of either."""
-    wrong = sum(record["num_wrong"].values())
-    found = [Verdict("wrong gradients, grid and fp32", case, "none", str(wrong), wrong == 0)]
-    for row in record["rows"]:
-        limits = {name: each["limit_seconds"] for name, each in row["ways"].items()}
-        if limits["grid"] <= HIDDEN_RATIO * limits["fp32"]:
-            ratio = row["ratio"]["median"]
-            found.append(
-                Verdict(
-                    f"step with sums on the grid, backward {row['pace']:g} times fp32's bytes",
-                    case,
-                    f"at most {MOST_EXACT_RATIO:g} times fp32's",
-                    f"{ratio:.3f}",
-                    ratio <= MOST_EXACT_RATIO,
-                )
-            )
-    return found
-
-
 def _verdict_wrong(case: str, rows: Iterable[Record]) -> Verdict:
     wrong = sum(row["num_wrong"] for row in rows)
     return Verdict("wrong values, all contestants", case, "none", str(wrong), wrong == 0)
@@ -284,6 +256,4 @@ JUDGES = {
     "step": judge_step,
     "scaling": judge_scaling,
     "reducer_overhead": judge_overhead,
-    "half_sums": judge_half_sums,
-    "exact_price": judge_exact_price,
 }

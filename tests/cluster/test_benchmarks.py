@@ -20,7 +20,6 @@ CONTESTANTS = "hybrid,hierarchical,doubling,gloo,mpi"
 TUNED = ("--tune-seconds", "1")
 PROGRAMS = {
     # module: (launcher, options)
-    "exact_price": ("plain", ("--model", "resnet9", "--image-size", "32", "--paces", "1")),
     "exchange": (
         "mpirun",
         (*TUNED, "--sizes", "1e3,1e5", "--seconds-per-size", "5", "--contestants", CONTESTANTS),
@@ -59,14 +58,9 @@ def test_benchmarks_of_comm_run_and_are_summarised(emulate: Emulate, pair: Emula
     assert {(row["size"], row["contestant"]) for row in exchange["rows"]} == {
         (size, name) for size in (1000, 100_000) for name in CONTESTANTS.split(",")
     }
-    assert set(exchange["tuned"]["hybrid"]["times"]["1024"]) >= {"hierarchical", "doubling", "ring"}
+    assert set(exchange["tuned"]["hybrid"]["times"]["100000"]) >= {"hierarchical", "doubling", "ring"}
     ddp = next(row for row in records["comm-gradients"]["rows"] if row["contestant"] == "ddp")
     assert 1 < ddp["node_bytes"] / records["comm-gradients"]["num_bytes"] < 1.1  # 2(m-1)/m = 1 for two nodes; headers
-    exact = records["comm-exact_price"]
-    assert exact["num_wrong"] == {"fp32": 0, "grid": 0}
-    sent = {name: way["node_bytes"] / exact["num_elements"] for name, way in exact["rows"][0]["ways"].items()}
-    assert 4 < sent["fp32"] < 4.4  # as above, and twice as many
-    assert 8 < sent["grid"] < 8.8
     assert {row["contestant"] for row in records["comm-step"]["rows"]} == {"ours tuned", "ddp", "local"}
     text = run_benchmark("comm.summary", tmp_path, check=True, timeout=60).stdout
     verdicts = [line for line in text.splitlines() if line.startswith("| wrong values, all contestants")]

@@ -75,9 +75,6 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
         "tests/parallel/test_faults.py::test_killed_rank_is_named_and_the_run_goes_on_with_the_same_bits"
     ),
     ".venv/bin/python -m benchmarks.input.feed ": "tests/unit/benchmarks/test_feed.py::test_feed",
-    ".venv/bin/python -m benchmarks.comm.exact_sums ": (
-        "tests/unit/benchmarks/test_exact_sums.py::test_exact_sums_of_a_tiny_model"
-    ),
     ".venv/bin/python -m benchmarks.comm.messages ": (
         "tests/unit/benchmarks/test_messages.py::test_messages_table_of_a_recipe"
     ),
@@ -175,17 +172,6 @@ RECOMPUTE = (
     "gpu.recompute --model resnet18 --precision fp32 --image-size 32 --batch 2 --blocks 4 8 --repetitions 1 "
     "--out out.json --plot out.png"
 )
-ABLATIONS = "benchmarks/results/ablations-cifar10-short.json benchmarks/results/ablations-imagenette-short.json"
-BEYOND = " ".join(
-    f"benchmarks/results/beyond-{which}.json" for which in ("cifar10-medium", "imagenette-medium", "shapes-short")
-)
-
-
-def below_root(paths: str) -> str:
-    """The same paths for a command that runs elsewhere."""
-    return " ".join(f"{ROOT}/{path}" for path in paths.split())
-
-
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.run --out benchmarks/results": GPU,
     ".venv/bin/python -m benchmarks.gpu.run --guard --out benchmarks/results": GPU,
@@ -232,24 +218,6 @@ SMALLER = {  # benchmark: the same with sizes for a test
         "load points --points 20 --scratch . --out out.json"
     ),
     ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
-    ".venv/bin/python -m benchmarks.largebatch.ablations --dataset cifar10 --form short --out benchmarks/results/ablations-cifar10-short.json": (  # noqa: E501
-        "largebatch.ablations --dataset cifar10 --form short --dry-run"
-    ),
-    ".venv/bin/python -m benchmarks.largebatch.ablations --dataset imagenette --form short --out benchmarks/results/ablations-imagenette-short.json": (  # noqa: E501
-        "largebatch.ablations --dataset imagenette --form short --dry-run"
-    ),
-    **{
-        f".venv/bin/python -m benchmarks.largebatch.beyond --dataset {dataset} --form {form} --out benchmarks/results/beyond-{dataset}-{form}.json": (  # noqa: E501
-            f"largebatch.beyond --dataset {dataset} --form {form} --dry-run"
-        )
-        for dataset, form in (("cifar10", "medium"), ("imagenette", "medium"), ("shapes", "short"))
-    },
-    f".venv/bin/python -m benchmarks.largebatch.plot_beyond {BEYOND} --out docs/optimizers.png": (
-        f"largebatch.plot_beyond {below_root(BEYOND)} --out optimizers.png"
-    ),
-    f".venv/bin/python -m benchmarks.largebatch.plot_ablations {ABLATIONS} --out docs/ablations.png": (
-        f"largebatch.plot_ablations {below_root(ABLATIONS)} --out ablations.png"
-    ),
     ".venv/bin/python -m benchmarks.largebatch.noise_scale --out benchmarks/results/noise-scale-cpu.json --plot docs/noise-scale.png": (  # noqa: E501
         "largebatch.noise_scale --batches 32 128 --seeds 2 --per-class 10 --target 2.1 --lr 0.1 --out out.json"
     ),

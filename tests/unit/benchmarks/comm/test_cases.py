@@ -10,10 +10,8 @@ from error_texts import naming
 from benchmarks.comm import (
     cases,
     entries,
-    exact_price,
     exchange,
     gradients,
-    half_sums,
     reducer_overhead,
     scaling,
     step,
@@ -64,8 +62,6 @@ def test_programs_take_the_options_of_every_case(group: tuple[cases.Case, ...]) 
         "step": step.parse,
         "scaling": scaling.parse,
         "reducer_overhead": reducer_overhead.parse,
-        "half_sums": half_sums.parse,
-        "exact_price": exact_price.parse,
         "ways": ways.parse,
     }
     known = {*entries.CONTESTANTS, *gradients.CONTESTANTS, *step.CONTESTANTS, *ways.WAYS["paper"]}

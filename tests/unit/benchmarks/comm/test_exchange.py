@@ -15,11 +15,9 @@ from error_texts import naming
 
 from benchmarks.comm import (
     entries,
-    exact_price,
     exchange,
     gradient_sets,
     gradients,
-    half_sums,
     reducer_overhead,
     step,
     tuning,
@@ -105,26 +103,6 @@ def test_exchange_measures_a_size_and_sees_wrong_sums() -> None:
     job.communicator.close()
 
 
-def test_half_sums_of_one_rank_see_wrong_ones() -> None:
-    """In one process, whose sum is its own tensor."""
-    job = join(interface=None)
-    part_N = torch.ones(100, dtype=torch.bfloat16)
-    pair = half_sums.make_pair(job, "native")
-    found = half_sums.measure_pair(job, "native", pair, part_N, repetitions=2)
-    assert (found["size"], found["num_wrong"], found["ratio"]["n"], list(found["ways"])) == (
-        200,
-        0,
-        2,
-        ["in fp32", "by the hop"],
-    )
-    once = iter([1])  # the check, before repetitions of zeros
-    wrong = entries.Entry(lambda tensor_N: tensor_N[7:9].add_(next(once, 0)), "tcp", wire="bfloat16")
-    found = half_sums.measure_pair(job, "native", pair | {"in fp32": wrong}, part_N, repetitions=2)
-    assert found["num_wrong"] == 2
-    assert half_sums.show(found).endswith("; 2 WRONG")
-    job.communicator.close()
-
-
 def test_ways_of_one_rank_give_right_sums_and_see_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, whose sums are its own gradients."""
     monkeypatch.setattr(ways, "parameter_shapes", lambda model: {"a": (5,), "b": (12, 3, 2), "c": (40, 30)})
@@ -154,20 +132,6 @@ def test_values_that_nobody_writes_take_no_memory() -> None:
     assert not values["fc6"][::512].any()
     assert values["scale"] == 0
     assert own_bytes() - before < values["fc6"].nbytes / 4
-
-
-def test_exact_price_contestants_sum_the_same_numbers() -> None:
-    job = join(interface=None)
-    shapes = {"a": (3,), "b": (2, 2)}
-    for name in exact_price.BYTES:
-        pace = gradient_sets.Pace([0.002, 0.001])
-        contestant, model = exact_price.make_contestant(job, name, shapes, pace, buffer_bytes=16)
-        for _ in range(2):
-            contestant.prepare()
-            contestant.run()
-            assert gradient_sets.count_wrong(model.parameters(), expected=1) == 0
-        assert gradient_sets.count_wrong(model.parameters(), expected=2) == 2
-    job.communicator.close()
 
 
 @pytest.mark.long

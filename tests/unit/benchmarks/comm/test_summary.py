@@ -8,7 +8,6 @@ from benchmark_process import run_benchmark
 
 from benchmarks.comm import (
     cases,
-    exact_price,
     plot,
     summary,
     targets,
@@ -218,52 +217,3 @@ def test_ways_are_summarised() -> None:
     }
     assert [verdict.is_met for verdict in targets.judge({"a": record})] == [True]
     assert "| int8 | 2.000 | 40.0 | 2.00 (1.90 to 2.10) | 1.50 | 5 |" in summary.ways_table(record)
-
-
-def test_half_sums_are_summarised() -> None:
-    ways = {"in fp32": {"seconds": {"median": 0.21}}, "by the hop": {"seconds": {"median": 0.2}}}
-    ratio = {"n": 10, "median": 1.05, "q1": 1.01, "q3": 1.1}
-    record = {
-        "benchmark": "half_sums",
-        "dtype": "bfloat16",
-        "conditions": FACTS | {"load_average_at_start": 7.25},
-        "goodput_bits_per_second": [956e6, 955e6],
-        "rows": [{"contestant": "ring", "size": 10**7, "num_wrong": 0, "ways": ways, "ratio": ratio}],
-    }
-    text = summary.half_sums_table(record)
-    assert "| 10 MB | ring | 210 | 200 | 1.050 (1.010 to 1.100) | 10 |" in text
-    assert "load of others at the start 7.2" in text
-    assert verdicts({"h": record}) == {("wrong values, all contestants", "h"): True}
-
-
-def exact_price_row(*, limits: tuple[float, float], ratio: float) -> dict[str, Any]:
-    ways = {
-        name: {"seconds": {"median": 2.5}, "limit_seconds": limit}
-        for name, limit in zip(exact_price.BYTES, limits, strict=True)
-    }
-    spread_of = {"n": 3, "median": ratio, "min": 1.0, "max": 1.5}
-    return {"pace": 2.5, "backward_seconds": 2.25, "ways": ways, "ratio": spread_of}
-
-
-def test_exact_price_is_judged_where_its_bytes_can_hide_and_summarised() -> None:
-    record = {
-        "benchmark": "exact_price",
-        "model": "resnet18",
-        "num_elements": 11_689_512,
-        "num_wrong": {"fp32": 0, "grid": 0},
-        "conditions": FACTS | {"load_average_at_start": 7.25},
-        "goodput_bits_per_second": [956e6, 955e6],
-        "rows": [
-            exact_price_row(limits=(2.0, 4.0), ratio=1.9),
-            exact_price_row(limits=(2.0, 2.04), ratio=1.14),
-            exact_price_row(limits=(2.0, 2.0), ratio=1.16),
-        ],
-    }
-    found = [(each.measured, each.is_met) for each in targets.judge_exact_price("e", record)]
-    assert found == [("0", True), ("1.140", True), ("1.160", False)]
-    text = summary.exact_price_table(record)
-    assert "| 2.5 | 2.250 | 2.500 (2.000) | 2.500 (4.000) | 1.900 (1.000 to 1.500) | 3 |" in text
-    assert "ratio 1.900 (1.000 to 1.500, n = 3)" in exact_price.show(record["rows"][0])
-    for paces in ("0,1", "x"):
-        with pytest.raises(SystemExit):
-            exact_price.parse(["--out", "x", "--paces", paces])

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from replayed_sums import draw, lost, replay
 
-from benchmarks.comm.rounding import draw, lost, replay
 from bigbatch.comm.algorithms.rounding import LOST, rounding_note
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Capabilities

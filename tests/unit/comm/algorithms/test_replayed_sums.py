@@ -1,15 +1,13 @@
 """The replay of sums over many ranks, held against the algorithms themselves over ranks that are threads."""
 
-import json
 from itertools import product
-from pathlib import Path
 
 import pytest
+import replayed_sums
 import torch
+from replayed_sums import draw
 from thread_ranks import sum_by_threads
 
-from benchmarks.comm import rounding
-from benchmarks.comm.rounding import draw
 from bigbatch.comm.algorithms.doubling import doubling_allreduce_
 from bigbatch.comm.algorithms.ring import ring_allreduce_
 from bigbatch.comm.algorithms.wire import Wire
@@ -31,25 +29,7 @@ def test_replay_ends_with_the_bits_of_the_algorithm(name: str, dtype: torch.dtyp
         # sum_by_threads gives all ranks the same others
         others = [other_N.to(dtype) for other_N in draw(num_others + 1, 101, noise=2.0)[1:]]
         spread = [other_N.expand(num_ranks, -1).clone() for other_N in others]
-        replayed_N = getattr(rounding, name)(own_MN.clone(), spread, wire=wire)
+        replayed_N = getattr(replayed_sums, name)(own_MN.clone(), spread, wire=wire)
         sum_by_threads(algorithm, ranks := list(own_MN.clone()), wire=wire, others=others)
         for rank_N in ranks:
             assert torch.equal(rank_N, replayed_N), f"{num_ranks} ranks, {num_others} others"
-
-
-def test_benchmark_of_rounding_finds_what_a_chain_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "rounding.json"
-    monkeypatch.setattr("sys.argv", ["rounding", "--ranks", "8", "1024", "--values", "64", "--out", str(out)])
-    rounding.main()
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 3 * 2 * 3 * 3 * 2
-
-    def error(**facts: object) -> float:
-        (found,) = (row for row in rows if facts.items() <= row.items())
-        return float(found["error"])
-
-    bf16 = {"gradients": "bfloat16", "noise": 0.1, "ranks": 1024}
-    # a sum that stops growing where a term is half an eps of it: at 256 equal terms
-    assert 0.5 < error(**bf16, algorithm="ring", reduce_dtype="wire") < 0.75
-    for algorithm in rounding.ALGORITHMS:
-        assert error(**bf16, algorithm=algorithm, reduce_dtype="fp32") < 2**-8

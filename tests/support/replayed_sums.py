@@ -1,30 +1,20 @@
-"""What a sum over 8 to 2,048 ranks loses to rounding, against float64: by algorithm, precision and comm.reduce_dtype.
-
-    python -m benchmarks.comm.rounding --out benchmarks/results/comm-rounding.json
+"""What a sum over many ranks loses to rounding, against float64: by algorithm, precision and comm.reduce_dtype.
 
 Ranks are rows of one tensor: the additions and roundings of comm/algorithms are done in their order, by the same Wire
-(tests/unit/benchmarks/test_rounding.py holds the bits against ranks that are threads). Each rank brings a gradient of
-its own: the same value on all ranks (normal) plus noise (normal, so many times as large). Nodes have 8 ranks, except
-with ring, which is also what NCCL and gloo do to half precision where they take a ring. Error: 2-norm of the
-difference to the float64 sum of the same terms, over that of the sum. Lost: the share of the sum that is not there,
-the mean over elements weighted by their squares.
+(tests/unit/comm/algorithms/test_replayed_sums.py compares the bits with ranks that are threads). Nodes have 8 ranks,
+except with ring, which is also what NCCL and gloo do to half precision where they take a ring.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.record import conditions, write_record
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.base import HALF, dtype_name
+from bigbatch.comm.backends.base import HALF
 
-ALGORITHMS = ("ring", "hierarchical", "doubling")
 NODE_SIZE = 8
-NOISES = (0.1, 1.0, 10.0)
 
 
 class Lost(NamedTuple):
@@ -34,58 +24,11 @@ class Lost(NamedTuple):
     lost: float
 
 
-def main() -> None:
-    """Sum, compare, print and write."""
-    options = parse()
-    facts = conditions(options)
-    torch.set_num_threads(1)
-    rows = [
-        row
-        for noise in NOISES
-        for num_ranks in options.ranks
-        for row in compare(draw(num_ranks, options.values, noise=noise), noise=noise)
-    ]
-    write_record(options.out, {"benchmark": "rounding", "conditions": facts, "rows": rows})
-
-
-def parse() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2**n for n in range(3, 12)], help="(default: 8 to 2048)")
-    add("--values", type=int, default=4096, help="that each rank brings (default: %(default)s)")
-    add("--out", type=Path, help="JSON with the conditions (default: standard output)")
-    return parser.parse_args()
-
-
 def draw(num_ranks: int, num_values: int, *, noise: float) -> Tensor:
     """Draw what the ranks bring (R, N), in fp32."""
     generator = torch.Generator().manual_seed(0)
     common_N = torch.randn(num_values, generator=generator)
     return common_N + noise * torch.randn(num_ranks, num_values, generator=generator)
-
-
-def compare(terms_RN: Tensor, *, noise: float) -> list[dict[str, object]]:
-    """Sum by each algorithm, in both half precisions and over a bf16 wire, rounded per hop and in fp32."""
-    rows: list[dict[str, object]] = []
-    for dtype, wire_dtype in ((torch.bfloat16, None), (torch.float16, None), (torch.float32, torch.bfloat16)):
-        own_RN = terms_RN.to(dtype)
-        for algorithm in ALGORITHMS:
-            for reduce_dtype in ("wire", "fp32"):
-                wire = Wire(wire_dtype, in_fp32=reduce_dtype == "fp32")
-                found = lost(replay(algorithm, own_RN, wire=wire), own_RN.double().sum(0))
-                rows.append(
-                    {
-                        "ranks": len(own_RN),
-                        "noise": noise,
-                        "gradients": dtype_name(dtype),
-                        "wire": dtype_name(wire_dtype or dtype),
-                        "algorithm": algorithm,
-                        "reduce_dtype": reduce_dtype,
-                        **found._asdict(),
-                    }
-                )
-    return rows
 
 
 def lost(sum_N: Tensor, exact_N: Tensor) -> Lost:
@@ -170,7 +113,3 @@ def _share(own_N: Tensor, others_N: Sequence[Tensor], wire: Wire, arrived: Seque
 
 def _index(count: int) -> Tensor:
     return torch.arange(count)
-
-
-if __name__ == "__main__":
-    main()
