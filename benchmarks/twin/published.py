@@ -18,10 +18,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.record import conditions, write_record
+from benchmarks.twin.predict import Prediction, predict_row
+from benchmarks.twin.rows import Row, read_given
 from bigbatch.colours import COLOURS
 from bigbatch.launch.simulate.constants import DEFAULTS, Constants
-from bigbatch.launch.simulate.predict import Prediction, predict_row
-from bigbatch.launch.simulate.rows import Row, read_given
 
 FIT_1, FIT_2, JUDGE = "fit1", "fit2", "judge"
 

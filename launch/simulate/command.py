@@ -3,7 +3,6 @@
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -18,7 +17,6 @@ from bigbatch.launch.simulate.profile import read_profile
 from bigbatch.launch.simulate.run import RESTART_SECONDS, Failures
 from bigbatch.launch.simulate.scaling import Factors, Point, Question, simulate_scaling
 from bigbatch.launch.simulate.shapes import shape_of
-from bigbatch.launch.simulate.table import predict_table
 from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import decimal
 from bigbatch.paths import expand_path
@@ -28,6 +26,7 @@ PROG = "bigbatch simulate"
 MOST_COUNTS = 64
 MOST_DEVICES = 1_000_000
 CHOICES = (*ALGORITHMS, BY_SIZE)
+MOVED = ("--given", "--rows", "--out")
 UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 """Hours of each unit of a deadline."""
 
@@ -35,32 +34,16 @@ UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 def main(argv: Sequence[str]) -> int:
     """Print the answer, and write what is asked for; return 0."""
     arguments, overrides = _parser().parse_known_args(argv)
-    table = (arguments.given, arguments.rows, arguments.out)
-    if any(table):
-        if not all(table) or arguments.config or overrides:
-            raise LaunchOptionError(
-                "--given, --rows and --out go together, and without a recipe: all three name a table"
-            )
-        return _predict(*map(Path, table))
+    if moved := [word for word in overrides if word.partition("=")[0] in MOVED]:
+        raise LaunchOptionError(
+            f"{moved[0]} is there no more: a checkout predicts rows of a table by python -m benchmarks.twin.predict "
+            "with --given, --rows and --out"
+        )
     if not arguments.config or not arguments.cluster:
         raise LaunchOptionError(
-            "name a recipe and a cluster, as in bigbatch simulate imagenet/resnet50_64k --cluster p40_roce100; or give "
-            "--given, --rows and --out"
+            "name a recipe and a cluster, as in bigbatch simulate imagenet/resnet50_64k --cluster p40_roce100"
         )
     return _simulate(arguments, overrides, asked=shlex.join(["bigbatch", "simulate", *argv]))
-
-
-def _predict(given: Path, questions: Path, out: Path) -> int:
-    answers = predict_table(given, questions, out)
-    for line in answers.left_out:
-        print_line(f"left out: {line}", file=sys.stderr)
-    far = sum(each.is_extrapolated for each in answers.predictions)
-    more = (
-        f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""
-    )
-    print_line(f"{len(answers.predictions)} rows predicted{more}")
-    print_line(f"written: {out} (milliseconds of a step; low to high is to hold nine of ten measurements)")
-    return 0
 
 
 def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked: str) -> int:
@@ -229,8 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Simulate a recipe's step on a cluster: its gradients, fusion plan and algorithms as events. Says "
         "time, efficiency and what the rest is lost to, time to the end, GPU-hours, and a band. What it rests on is "
         "printed first; docs/simulate.md says how far off it was on published rows.",
-        epilog="examples: bigbatch simulate imagenet/resnet50_64k --cluster dgx_a100 --gpus 8..2048 --deadline 1h; "
-        "bigbatch simulate --given GIVEN.csv --rows QUESTIONS.csv --out PREDICTED.csv",
+        epilog="example: bigbatch simulate imagenet/resnet50_64k --cluster dgx_a100 --gpus 8..2048 --deadline 1h",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -274,7 +256,4 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the step of the most GPUs, for ui.perfetto.dev or chrome://tracing",
     )
-    add("--given", type=expand_path, metavar="CSV", help="measured rows, with the columns of docs/simulate.md")
-    add("--rows", type=expand_path, metavar="CSV", help="rows to be predicted, with the same columns")
-    add("--out", type=expand_path, metavar="CSV", help="where the predictions go")
     return parser

@@ -12,10 +12,10 @@ from bigbatch.launch.simulate.cluster import Cluster, Rate
 from bigbatch.launch.simulate.epochs import epochs_to_759
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
 from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
-from bigbatch.launch.simulate.predict import RATE_SPREAD, fit_compute, reach_of
 from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
 from bigbatch.launch.simulate.sent import SentPerStep, sent_per_step
 from bigbatch.launch.simulate.shapes import shape_of
+from bigbatch.launch.simulate.spread import RATE_SPREAD, fit_compute, reach_of
 from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mutations import mutate
 
+from benchmarks.twin.rows import read_given, read_questions
 from bigbatch.cli import NOT_LOOKED_AT
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
@@ -30,7 +31,6 @@ from bigbatch.experiments.report.collect import read_folder, train_records
 from bigbatch.launch.jobs.site import read_file as read_site
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.launch.simulate.cluster import load_cluster
-from bigbatch.launch.simulate.rows import read_given, read_questions
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack

@@ -173,13 +173,9 @@ def cases(folder: Path) -> list[str]:
 
 
 def simulate(folder: Path) -> list[str]:
-    head = (
-        "id,accelerator,num_accelerators,num_nodes,batch_per_accelerator,model,ms_per_step,collective_library_version\n"
-    )
-    rows = f'"{NAME}",NVIDIA A100,8,1,408,ResNet-50 v1.5,120.04\n"{NAME}2","{NAME}",8,1,x,"{NAME}",\n'
-    for name in ("given", "rows"):
-        (folder / f"{name}.csv").write_text(head + rows)
-    return ["simulate", *(f"--{name}={folder}/{name}.csv" for name in ("given", "rows")), f"--out={folder}/{NAME}.csv"]
+    cluster = folder / f"{NAME}.yaml"
+    cluster.write_text((ROOT / "configs/clusters/dgx_a100.yaml").read_text())
+    return ["simulate", "imagenet/resnet50_64k", "--cluster", str(cluster), "--gpus", "8"]
 
 
 def explain(folder: Path) -> list[str]:

@@ -529,7 +529,7 @@ def test_arguments_are_read_and_refused():
             ("/nowhere/x.html",),
         ),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--compare", "rng"], ("ring",)),
-        (["--given", "a.csv"], ("--rows", "--out")),
+        (["--given", "a.csv"], ("--given", "benchmarks.twin.predict")),
     ],
 )
 def test_refusals_name_what_to_do(words, said, capsys):

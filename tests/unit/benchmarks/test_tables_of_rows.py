@@ -1,4 +1,4 @@
-"""`bigbatch simulate --given --rows --out` on tables as people keep them: every question gets an answer or a line."""
+"""`python -m benchmarks.twin.predict` on tables as people keep them: every question gets an answer or a line."""
 
 import csv
 import re
@@ -6,9 +6,9 @@ import re
 import pytest
 from error_texts import naming
 
-from bigbatch.cli import main
+from benchmarks.twin.predict import main
+from benchmarks.twin.rows import read_given, read_questions
 from bigbatch.errors import SimulationError
-from bigbatch.launch.simulate.rows import read_given, read_questions
 
 COLUMNS = (
     "id,ladder,accelerator,num_accelerators,num_nodes,inter_node_link,framework,model,batch_per_accelerator,"
@@ -26,7 +26,7 @@ def ask(tmp_path, capsys):
         paths = [tmp_path / name for name in ("given.csv", "questions.csv", "out.csv")]
         for path, text in zip(paths[:2], (given, questions), strict=True):
             path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        code = main(["simulate", "--given", str(paths[0]), "--rows", str(paths[1]), "--out", str(paths[2])])
+        code = main(["--given", str(paths[0]), "--rows", str(paths[1]), "--out", str(paths[2])])
         shown = capsys.readouterr()
         rows = list(csv.DictReader(paths[2].open())) if paths[2].is_file() else []
         return code, rows, shown.out + shown.err

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 
+from benchmarks.twin.hardware import inside_bytes_per_second, resnet50_rate, stated_gbit_per_s
+from benchmarks.twin.predict import calibrate, main, predict_row
 from benchmarks.twin.published import as_new_sizes, as_strangers, errors_of, summarise
 from benchmarks.twin.published import main as published_main
-from bigbatch.cli import main
+from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.errors import SimulationError
-from bigbatch.launch.simulate.constants import DEFAULTS, inside_bytes_per_second, resnet50_rate, stated_gbit_per_s
+from bigbatch.launch.simulate.constants import DEFAULTS
 from bigbatch.launch.simulate.network import Network
-from bigbatch.launch.simulate.predict import calibrate, predict_row
-from bigbatch.launch.simulate.rows import Row, read_given, read_questions
 from bigbatch.launch.simulate.step import InCycles, InGroups
 
 ONE = {
@@ -214,7 +214,7 @@ def test_table_is_predicted_without_its_own_measurements(tmp_path, capsys):
     given = write(tmp_path / "given.csv", ONE, EIGHT | {"ms_per_step": "1"}, ONE | {"id": "bad", "role": "exclude"})
     questions = write(tmp_path / "questions.csv", EIGHT, ONE)
     out = tmp_path / "out.csv"
-    assert main(["simulate", "--given", str(given), "--rows", str(questions), "--out", str(out)]) == 0
+    assert main(["--given", str(given), "--rows", str(questions), "--out", str(out)]) == 0
     assert "2 rows" in capsys.readouterr().out
     with out.open() as file:
         eight, one = csv.DictReader(file)
@@ -226,7 +226,7 @@ def test_table_is_predicted_without_its_own_measurements(tmp_path, capsys):
 def test_table_that_is_read_is_not_overwritten(tmp_path, capsys):
     given, questions = write(tmp_path / "given.csv", ONE), write(tmp_path / "questions.csv", EIGHT)
     before = given.read_bytes()
-    assert main(["simulate", "--given", str(given), "--rows", str(questions), "--out", str(given)]) == 1
+    assert main(["--given", str(given), "--rows", str(questions), "--out", str(given)]) == 1
     assert "would overwrite" in capsys.readouterr().err
     assert given.read_bytes() == before
 

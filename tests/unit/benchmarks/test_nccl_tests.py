@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.twin.nccl_tests import TABLES, errors_of, main
-from bigbatch.launch.simulate.predict import COMMUNICATION_SPREAD, NINE_OF_TEN
+from bigbatch.launch.simulate.spread import COMMUNICATION_SPREAD, NINE_OF_TEN
 
 
 def test_benchmark_prints_each_size_of_each_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,25 @@
-"""Steps of systems that were not measured, from rows of systems that were. Pure."""
+"""Predict steps of systems that were not measured, from rows of systems that were.
 
+    python -m benchmarks.twin.predict --given GIVEN.csv --rows QUESTIONS.csv --out PREDICTED.csv
+
+A row never predicts itself. Columns: docs/simulate.md.
+"""
+
+import argparse
+import csv
+import io
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from bigbatch.errors import SimulationError
+from benchmarks.twin.rows import Row, read_given, read_questions
+from bigbatch.errors import SimulationError, print_line, tell
 from bigbatch.launch.simulate.constants import DEFAULTS, Constants
-from bigbatch.launch.simulate.rows import Row
-from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
+from bigbatch.launch.simulate.show import write
+from bigbatch.launch.simulate.spread import RATE_SPREAD, fit_compute, reach_of
+from bigbatch.launch.simulate.step import Compute, SimulatedStep
 
 MOST_DEVICES = 2048
 LEAST_BATCH_SHARE, MOST_BATCH_SHARE = 0.1, 2.5
@@ -18,20 +30,11 @@ MOST_CORRECTION = 3.0
 
 TRUST = 0.5
 """Of the second row, which is noisy, too: the power of its factor."""
-PRECISION = 1e-4
-"""To which share the seconds of a picture are found."""
-
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Of what two rows do not share, as Row.alike lists it; another model counts by the doublings of its operations."""
 
-NINE_OF_TEN = 1.645
-"""Standard deviations on each side that hold nine of ten errors that are normal."""
-RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
-"""Standard deviation of a device's pictures per second: between sizes of one system, between systems of one device
-(PUBLISHED: 3% of H100, to 20% of A100, between submitters), and where another device stands in its place."""
-COMMUNICATION_SPREAD, FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 0.6, 1.0
 CORRECTED_DOUBT = 0.8
-"""Standard deviation of each of these parts, as a share of it. ASSUMED, and checked against published rows."""
+"""How much less the model's own parts are in doubt where a second row has checked them. ASSUMED."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +90,6 @@ def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Comp
     if base.device_rate and question.device_rate:
         scale *= base.device_rate / question.device_rate
     return Compute(found.seconds_per_image * scale, question.fixed_seconds(constants))
-
-
-def fit_compute(
-    job: Job, fixed_seconds: float, local_batch: float, seconds: float, *, num_microbatches: int = 1
-) -> Compute:
-    """Find the seconds of a picture with which a job's simulated step takes so many seconds."""
-    low, high = 0.0, seconds / local_batch
-    while high - low > PRECISION * high:
-        middle = (low + high) / 2
-        step = job.simulate(Compute(middle, fixed_seconds), local_batch, num_microbatches=num_microbatches)
-        low, high = (low, middle) if step.seconds > seconds else (middle, high)
-    return Compute(high, fixed_seconds)
 
 
 def is_extrapolated(question: Row, base: Row) -> bool:
@@ -162,15 +153,79 @@ def _correction(base: Row, second: Row, constants: Constants) -> tuple[float, bo
     return factor, step.communication > 0
 
 
-def reach_of(step: SimulatedStep, *, fixed_seconds: float, rate: float, doubt: float = 1.0) -> float:
-    """Return the factor below and above a step's seconds that holds nine of ten measurements.
+COLUMNS = ("id", "ms_per_step", "low", "high", "extrapolated", "scaled_from")
 
-    rate: the spread of computing; doubt: of the model's own parts, 1 where no second row has checked them.
+
+MOST_NAMED = 5
+"""Rows of a table that are left out, of which each is named; more are counted."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Holds the predicted rows, and a line for each row of either table that is left out."""
+
+    predictions: list[Prediction]
+    left_out: list[str]
+
+
+def predict_table(given: Path, questions: Path, out: Path) -> Answers:
+    """Predict each row of a table from the measured rows of another, and write the third.
+
+    Measured values are read from `given` alone, and a row of it that is also a question predicts not itself.
+    Raises: SimulationError for a file that cannot be read or written, or where no row can be predicted.
     """
-    parts = (
-        rate,
-        doubt * COMMUNICATION_SPREAD * step.communication / step.seconds,
-        doubt * FIXED_SPREAD * fixed_seconds / step.seconds,
-        doubt * STRAGGLER_SPREAD * step.stragglers / step.seconds,
+    if any(out.resolve() == path.resolve() for path in (given, questions)):
+        raise SimulationError(f"--out {out} would overwrite a table that is read: name another file")
+    measured, asked = read_given(given), read_questions(questions)
+    predictions, alone = [], []
+    for row in asked.rows:
+        others = [each for each in measured.rows if each.id != row.id]
+        if others:
+            predictions.append(predict_row(row, others))
+        else:
+            alone.append(f"{questions}: row {row.id}: nothing is given but itself")
+    left_out = [*_few(measured.unusable), *_few(asked.unusable + alone)]
+    if not predictions:
+        raise SimulationError(left_out[-1])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *map(_line, predictions)])
+    write(out, text.getvalue())
+    return Answers(predictions, left_out)
+
+
+def _few(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - MOST_NAMED
+    return [*lines[:MOST_NAMED], *([f"and {more} more rows of the same table"] if more > 0 else [])]
+
+
+def _line(each: Prediction) -> Sequence[str]:
+    milliseconds = (f"{1e3 * seconds:.6g}" for seconds in (each.seconds, each.low, each.high))
+    return (each.row.id, *milliseconds, "yes" if each.is_extrapolated else "no", each.base.id)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Predict one table from another, and write the third; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--given", type=Path, required=True, metavar="CSV", help="measured rows, with the columns of docs/simulate.md")
+    add("--rows", type=Path, required=True, metavar="CSV", help="rows to be predicted, with the same columns")
+    add("--out", type=Path, required=True, metavar="CSV", help="where the predictions go")
+    options = parser.parse_args(argv)
+    try:
+        answers = predict_table(options.given, options.rows, options.out)
+    except SimulationError as error:
+        tell(str(error))
+        return error.exit_code
+    for line in answers.left_out:
+        print_line(f"left out: {line}", file=sys.stderr)
+    far = sum(each.is_extrapolated for each in answers.predictions)
+    more = (
+        f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""
     )
-    return math.exp(NINE_OF_TEN * math.hypot(*parts))
+    print_line(f"{len(answers.predictions)} rows predicted{more}")
+    print_line(f"written: {options.out} (milliseconds of a step; low to high is to hold nine of ten measurements)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
