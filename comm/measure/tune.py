@@ -29,6 +29,8 @@ LINKS_SHARE, BACKWARD_SHARE, STEPS_SHARE = 0.05, 0.15, 0.4
 """Of the time; the all-reduces by size get the rest."""
 COMPUTING_SHARE = 1.5
 """A step before it is measured: of backward's seconds, forward with it."""
+NEAR = 2.0
+"""An algorithm that is slower than the fastest by more than this is not tried in whole steps."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def tune(
     findings = Findings(links, times, backward, tuple(tensors), fastest, stated)
     if communicator.world_size > 1:
         steps = measure_steps(
-            make_candidates(stated, fastest, tensors, algorithms=communicator.algorithms),
+            make_candidates(stated, fastest, tensors, algorithms=near_the_fastest(times)),
             named_parameters,
             forward,
             communicator,
@@ -112,6 +114,13 @@ def tune(
     for line in explain_choice(findings):
         say(line)
     return findings
+
+
+def near_the_fastest(times: Times) -> list[str]:
+    """List the algorithms that take at most NEAR times the fastest's time for the largest size. Pure."""
+    at_largest = times[max(times)] if times else {}
+    limit = NEAR * min((measured.median for measured in at_largest.values()), default=0.0)
+    return [name for name, measured in at_largest.items() if measured.median <= limit]
 
 
 def explain_choice(findings: Findings) -> list[str]:

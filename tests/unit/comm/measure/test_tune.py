@@ -19,7 +19,7 @@ from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.measure import whole_steps
 from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.comm.measure.timing import Hops, MeasuredLinks
-from bigbatch.comm.measure.tune import Findings, explain_choice, explain_links, times_head, times_line
+from bigbatch.comm.measure.tune import Findings, explain_choice, explain_links, near_the_fastest, times_head, times_line
 from bigbatch.comm.measure.whole_steps import (
     ENOUGH_STEPS,
     LEAST_STEPS,
@@ -171,6 +171,12 @@ def test_choice_is_explained() -> None:
     kept = findings(step(STATED, 0.2, 0.2, 0.2), step(other, 0.3, 0.3, 0.3))
     assert kept.chosen == STATED
     assert explain_choice(kept)[-1].startswith("chosen: what the config states is kept: 200.0 ms a step")
+
+
+def test_algorithms_that_are_far_behind_are_not_tried_in_whole_steps() -> None:
+    times = {1024: {"ring": exact(9.0)}, 4096: {"ring": exact(1.0), "native": exact(2.0), "doubling": exact(2.1)}}
+    assert near_the_fastest(times) == ["ring", "native"]
+    assert near_the_fastest({}) == []
 
 
 def test_links_are_explained() -> None:
