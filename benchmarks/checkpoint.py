@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", default="resnet50", help="a name that model.name takes")
     parser.add_argument("--image-size", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8, help="pictures of a rank and step")
+    parser.add_argument("--batch", type=int, default=8, help="images of a rank and step")
     parser.add_argument("--interval-seconds", type=at_least(1), default=60, help="between two checkpoints")
     parser.add_argument("--rounds", type=at_least(1), default=10)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (default: all)")

@@ -1,10 +1,10 @@
-"""What large loads take: many steps, pictures, points of a sweep, reports of a run; in seconds and memory.
+"""What large loads take: many steps, images, points of a sweep, reports of a run; in seconds and memory.
 
     python -m benchmarks.load --out benchmarks/results/load.json
 
 Each is a real command in a process of its own. Steps: a small network trains on generated tensors; memory, descriptors
-and threads of the process are noted at every report, so that what grows shows. Pictures: what `train --dry-run` takes
-to list them (names of a few files: what a picture holds is not read). Points: `sweep --dry-run` of so many. Reports:
+and threads of the process are noted at every report, so that what grows shows. Images: what `train --dry-run` takes
+to list them (names of a few files: what an image holds is not read). Points: `sweep --dry-run` of so many. Reports:
 `report` of a run with so many bytes of them, and `train` of the same finished run.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.replicas --out benchmarks/results/replicas-cpu.json
 
 Steps (forward, backward, fused SGD with momentum) and digests of weights and momentum take turns: a pair gives a ratio.
-What travels, 8 bytes of each rank in one all-reduce, is not in it. The fewer and smaller the pictures, the larger the
+What travels, 8 bytes of each rank in one all-reduce, is not in it. The fewer and smaller the images, the larger the
 share.
 """
 
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", default="resnet50", help="a name that model.name takes")
     parser.add_argument("--image-size", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=32, help="pictures of a rank and step")
+    parser.add_argument("--batch", type=int, default=32, help="images of a rank and step")
     parser.add_argument("--every-steps", type=int, default=RunConfig.compare_every_steps)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (default: all)")

@@ -41,15 +41,15 @@ GROUP = "bigbatch.groups"
 """Where the commands of a group are: its name is the first of their words."""
 
 COMMANDS = {
-    "init": ("bigbatch.trainer.init.command", "look at own pictures and write a recipe for them"),
+    "init": ("bigbatch.trainer.init.command", "look at own images and write a recipe for them"),
     "train": ("bigbatch.trainer.train", "train one experiment, alone or as one rank of a job"),
     "evaluate": (
         "bigbatch.trainer.inference.evaluate",
-        "accuracy of a run's checkpoint, or of any weights, on the validation pictures",
+        "accuracy of a run's checkpoint, or of any weights, on the validation images",
     ),
     "predict": (
         "bigbatch.trainer.inference.predict",
-        "classes of any pictures, by a run's checkpoint or by any weights",
+        "classes of any images, by a run's checkpoint or by any weights",
     ),
     "export": ("bigbatch.trainer.inference.export", "a run's weights for torchvision, timm, ONNX or torch.export"),
     "verify": (

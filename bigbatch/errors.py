@@ -26,11 +26,11 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError, RuntimeError):
-    """A picture, folder or data set is unusable; the message names the path."""
+    """An image, folder or data set is unusable; the message names the path."""
 
 
 class StorageError(DataError):
-    """The storage of a data set is at fault, and not one picture: no policy skips it."""
+    """The storage of a data set is at fault, and not one image: no policy skips it."""
 
 
 class CheckpointError(UserError, RuntimeError):

@@ -1,7 +1,7 @@
 """Scaling efficiency, and what the rest is lost to. Pure.
 
-A step of S seconds is computing + waiting for the wire + waiting for pictures + waiting for stragglers. At perfect
-scaling a step with b pictures a rank would take S0 * b / b0 seconds, as at the fewest ranks; efficiency E is that over
+A step of S seconds is computing + waiting for the wire + waiting for images + waiting for stragglers. At perfect
+scaling a step with b images a rank would take S0 * b / b0 seconds, as at the fewest ranks; efficiency E is that over
 S. What each part takes beyond its own share of the ideal step, over S, adds up to 1 - E exactly.
 """
 
@@ -55,7 +55,7 @@ class MeasuredPoint:
 
     @property
     def local_batch(self) -> float:
-        """Return the pictures of a rank in a step."""
+        """Return the images of a rank in a step."""
         return self.global_batch_size / self.ranks
 
 

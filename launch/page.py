@@ -33,7 +33,7 @@ def make_page(
     tables: Sequence[Table],
     note: str | None,
 ) -> str:
-    """Write the page; pictures: name -> SVG of ours; all other text is escaped; note: what the words mean."""
+    """Write the page; images: name -> SVG of ours; all other text is escaped; note: what the words mean."""
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',

@@ -134,10 +134,10 @@ def make_parser() -> argparse.ArgumentParser:
         parents=[options],
         allow_abbrev=False,
         usage="bigbatch launch preflight [OPTION ...] [-- train --config EXPERIMENT]",
-        help="compare the nodes of a job before it: versions, disks, pictures, speed, links",
+        help="compare the nodes of a job before it: versions, disks, images, speed, links",
         description="Compares nodes in less than half a minute: by a job in Slurm where --nodes or anything else is "
         "asked of it, else by mpirun on --hosts, or on this host. With a command behind --, its experiment's folders "
-        f"and pictures, too. Exit code {UNFIT} where something is wrong.",
+        f"and images, too. Exit code {UNFIT} where something is wrong.",
         epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
     )
     checks.set_defaults(run=_preflight)

@@ -128,7 +128,7 @@ def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
             if phase == "pictures":
                 if ours[phase] != theirs[phase]:
                     return Parting(step, phase, [], 0, places=find_places(ours, theirs))
-                equal.append(phase)
+                equal.append("images")
                 continue
             pairs = _pairs(ours, theirs, phase=phase)
             if names := [name for name, (one, other) in pairs.items() if one != other]:

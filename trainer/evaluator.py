@@ -46,7 +46,7 @@ class Evaluator:
     ) -> dict[str, Any]:
         """Evaluate what the run has after so many steps, with its average in place of weights. Collective.
 
-        skipped: called with the bad pictures met. on_evaluation: called with the record, while the evaluated weights
+        skipped: called with the bad images met. on_evaluation: called with the record, while the evaluated weights
         are in place. Neither is kept: what holds the evaluator may be what they belong to.
         Raises: Stopped, where a stop is due between two exchanges; DataError.
         """

@@ -7,11 +7,11 @@ from typing import Any
 from bigbatch.trainer.run.digests import PLACE_LETTERS, SUMMED
 from bigbatch.trainer.run.microbatch_digests import ACTIVATIONS, BEFORE_SUM
 
-OTHER_ORDER = "another order of the same pictures"
-OTHER_CONTENT = "another way to decode, crop or change the same pictures, or other files under their names"
-OTHER_PICTURES = "other pictures, as of another set of them or another order over the epoch"
+OTHER_ORDER = "another order of the same images"
+OTHER_CONTENT = "another way to decode, crop or change the same images, or other files under their names"
+OTHER_PICTURES = "other images, as of another set of them or another order over the epoch"
 CAUSES = {
-    "pictures": "other pictures, another order of them, or another way to decode, crop or change them",
+    "pictures": "other images, another order of them, or another way to decode, crop or change them",
     ACTIVATIONS: "another kernel in this layer or before it, or another number of threads",
     BEFORE_SUM: "another kernel, another number of threads, or another loss",
     "gradients": "another kernel, another number of threads, or another order of the sums over ranks",
@@ -39,13 +39,13 @@ class Parting:
     ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Of each run, those that computed these microbatches; none of a run of one rank."""
     places: "Places | None" = None
-    """Of pictures, where both runs tell."""
+    """Of images, where both runs tell."""
 
     def __str__(self) -> str:
         """Say it in a line."""
         equal = f"{', '.join(self.equal)} are equal; " if self.equal else ""
         if self.phase == "pictures":
-            return f"step {self.step}: the pictures of the global batch differ{self.places or ''}"
+            return f"step {self.step}: the images of the global batch differ{self.places or ''}"
         return (
             f"step {self.step}: {equal}{self.named(self.names[0])} is the first of {len(self.names)} of "
             f"{self.num_tensors} {self.phase} that differ{self._where()}"
@@ -77,18 +77,18 @@ class Parting:
 
 @dataclass(frozen=True)
 class Places:
-    """Says at which places of the global batch the pictures of two runs differ, and what lies at the first."""
+    """Says at which places of the global batch the images of two runs differ, and what lies at the first."""
 
     odd: Sequence[int]
     num_places: int
     positions: tuple[Sequence[int], Sequence[int]]
-    """In the split, of the pictures at all places of each run."""
+    """In the split, of the images at all places of each run."""
 
     def __str__(self) -> str:
         """Say it behind other words."""
         first = self.odd[0]
         one, other = (positions[first] for positions in self.positions)
-        what = f"picture {one} of the split in both" if one == other else f"pictures {one} and {other} of the split"
+        what = f"image {one} of the split in both" if one == other else f"images {one} and {other} of the split"
         return f" at {len(self.odd)} of {self.num_places} places, first at place {first}: {what}"
 
     @property
@@ -114,7 +114,7 @@ def _computed_by(ranks: tuple[Sequence[int], Sequence[int]]) -> str:
 
 
 def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | None:
-    """Compare single pictures, where both runs tell of as many; None where none of them differs."""
+    """Compare single images, where both runs tell of as many; None where none of them differs."""
     positions = ours.get("positions", []), theirs.get("positions", [])
     count = len(positions[0])
     if count != len(positions[1]):
@@ -139,7 +139,7 @@ def likely_cause(parting: Parting, differing: Sequence[str], *, is_step_before_e
         cause += f", or other weights {before}"
     if parting.odd_rank is not None:
         cause = (
-            f"rank {parting.odd_rank} alone computes something else of the same pictures: a bit that flipped in its "
+            f"rank {parting.odd_rank} alone computes something else of the same images: a bit that flipped in its "
             f"weights, its processor, its memory; else {cause}"
         )
     if differing:

@@ -152,7 +152,7 @@ class TrainingRun:
             None if job.env.notice_seconds is None else NoticeWatch(notice_seconds=job.env.notice_seconds)
         )
         self.skipped = dict(start.skipped)
-        """Grows with each bad picture that the run meets."""
+        """Grows with each bad image that the run meets."""
         self.input: MeasuredInput | None = None
 
     def run(self, *, came_back: str = "") -> dict[str, Any] | None:
@@ -332,7 +332,7 @@ class TrainingRun:
             self.output.hint(text, step=done)
 
     def _skip(self, done: int, images: dict[int, str], *, split: str) -> None:
-        """Note bad pictures for which others stood in. Raises: DataError where they are more than data.max_skipped."""
+        """Note bad images for which others stood in. Raises: DataError where they are more than data.max_skipped."""
         named = {f"{split}/{position}": reason for position, reason in sorted(images.items())}
         new = {name: reason for name, reason in named.items() if name not in self.skipped}
         self.skipped |= new

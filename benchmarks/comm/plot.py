@@ -39,7 +39,7 @@ INK = "0.25"
 
 
 def main() -> int:
-    """Read the records, write the picture."""
+    """Read the records, write the image."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="with the records of run.py")
     parser.add_argument("--out", type=Path, default=Path("docs/comm.png"), help="(default: %(default)s)")

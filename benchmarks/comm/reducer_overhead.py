@@ -76,7 +76,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     add("--model", help="default: resnet50 on a GPU, resnet18 else")
-    add("--batch", type=int, help="pictures; default: 128 on a GPU, 4 else")
+    add("--batch", type=int, help="images; default: 128 on a GPU, 4 else")
     add("--image-size", type=int, help="pixels; default: 224 on a GPU, 64 else")
     add("--precision", choices=("float32", "bfloat16"), help="of autocast; default: bfloat16 on a GPU, float32 else")
     add("--steps", type=int, default=5, help="per repetition (default: %(default)s)")

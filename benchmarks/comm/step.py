@@ -3,7 +3,7 @@
     bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 1gbit --python -- \
         -m benchmarks.comm.step --out step.json
 
-A step is the forward and backward of a network on random pictures and the wait for the sums of its gradients. Exposed
+A step is the forward and backward of a network on random images and the wait for the sums of its gradients. Exposed
 is the time from the end of backward (the last gradient is ready, on the slowest rank) to the end of the wait (on the
 slowest rank). The limit of a repetition is the time of the bytes minus what its own backward can hide:
 
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = job_parser(__doc__)
     add = parser.add_argument
     add("--model", default="resnet50", help="(default: %(default)s)")
-    add("--batch", type=int, default=1, help="pictures per rank (default: %(default)s)")
+    add("--batch", type=int, default=1, help="images per rank (default: %(default)s)")
     add("--image-size", type=int, default=64, help="pixels (default: %(default)s)")
     add("--pace", type=float, metavar="SECONDS", help="backward sleeps so long instead of computing")
     add("--tune-seconds", type=float, default=25.0, help="for each tuned contestant (default: %(default)s)")
@@ -125,7 +125,7 @@ def choose_model(job: Job, options: argparse.Namespace) -> Callable[[], Model]:
 
 
 def make_real_model(job: Job, options: argparse.Namespace) -> Model:
-    """Make the network with the same weights everywhere, and random pictures of this rank."""
+    """Make the network with the same weights everywhere, and random images of this rank."""
     torch.manual_seed(0)
     network = build_model(options.model, num_classes=1000, norm=nn.BatchNorm2d)
     network = network.to(memory_format=torch.channels_last)

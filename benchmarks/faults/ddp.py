@@ -48,14 +48,14 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--batch", type=int, required=True, help="pictures of a rank")
+    parser.add_argument("--batch", type=int, required=True, help="images of a rank")
     parser.add_argument("--image-size", type=int, required=True)
     parser.add_argument("--save-every", type=int, default=0, help="steps")
     return parser.parse_args()
 
 
 def make_training(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
-    """Make a ResNet-18, its optimizer, and pictures that are the same at each step."""
+    """Make a ResNet-18, its optimizer, and images that are the same at each step."""
     torch.manual_seed(0)
     model = resnet18(num_classes=NUM_CLASSES)
     images_BCHW = torch.randn(options.batch, 3, options.image_size, options.image_size)

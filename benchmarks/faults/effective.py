@@ -148,7 +148,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mean-seconds", type=at_least(1), default=60, help="between two failures")
     parser.add_argument("--epoch-steps", type=at_least(1), default=300, help="between two checkpoints on disk")
     parser.add_argument("--memory-steps", type=at_least(1), default=20, help="between two copies in nodes' memory")
-    parser.add_argument("--batch", type=at_least(2), default=8, help="pictures of a rank and step")
+    parser.add_argument("--batch", type=at_least(2), default=8, help="images of a rank and step")
     parser.add_argument("--image-size", type=at_least(32), default=64)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the ranks")
     parser.add_argument("--plot", type=Path, help="PNG file for the course of each way")

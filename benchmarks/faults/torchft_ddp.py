@@ -2,7 +2,7 @@
 
 A rank of `benchmarks.faults.effective`: not to be started by hand. It starts itself again when it was lost, as a
 scheduler would, and takes the state from another one; the first one holds the lighthouse, at which all meet. While one
-is away, the others' steps have fewer pictures: what is noted are steps of the whole batch.
+is away, the others' steps have fewer images: what is noted are steps of the whole batch.
 """
 
 import os

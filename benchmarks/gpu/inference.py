@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json
 
-The forms take turns, batch size by batch size, on the same random pictures, already on the device; a form's gain is the
+The forms take turns, batch size by batch size, on the same random images, already on the device; a form's gain is the
 median over rounds of its rate divided by that of the form before it in the same round. Peers: torchvision's model as it
 comes (convolutions in TF32 where the GPU has it; our fp32 is fp32), the same compiled, and the same with all that needs
 no change of the model (half, channels-last, compiled).
@@ -70,7 +70,7 @@ STRICT = replace(AS_TORCH_STARTS, convolutions_in_tf32=False)
 
 @dataclass(frozen=True)
 class Ready:
-    """Holds a form of the model on the device, with its pictures."""
+    """Holds a form of the model on the device, with its images."""
 
     form: Form
     forward: Callable[[], Tensor]

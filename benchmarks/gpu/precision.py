@@ -1,4 +1,4 @@
-"""Speed, memory, largest batch and accuracy of ResNets on pictures of 32 pixels, by precision: one table.
+"""Speed, memory, largest batch and accuracy of ResNets on images of 32 pixels, by precision: one table.
 
     python -m benchmarks.gpu.precision --data data/cifar10 --out benchmarks/results/precision-h200.json
     python -m benchmarks.gpu.precision --small --data data/cifar10 --out benchmarks/results/precision-cpu-small.json
@@ -6,7 +6,7 @@
 Every measurement is a process of its own (precision_case.py tells what it measures); speeds are repeated in turn, each
 precision once before any of them twice. A speed-up is of neighbours: fp32's in the same turn. Accuracy is the top-1 of
 `bigbatch train --config cifar10` with that model and precision after --epochs, for each of --seeds, on DATA as that
-config describes it; without --data there is none. Beside --out it writes a table (.md) and a picture (.png). What --out
+config describes it; without --data there is none. Beside --out it writes a table (.md) and an image (.png). What --out
 holds already is not measured again, so an interrupted run goes on. --small: sizes for a CPU.
 """
 
@@ -45,7 +45,7 @@ WARMUP_SHARE = 5 / 24
 
 
 def main() -> None:
-    """Measure what is missing, and write the record, the table and the picture."""
+    """Measure what is missing, and write the record, the table and the image."""
     options = parse()
     device = choose_device(ALONE)
     record = start_record(options, device)
@@ -69,10 +69,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
-    add("--data", type=Path, help="folder with train/<class>/ and val/<class>/ of pictures of 32 pixels")
+    add("--data", type=Path, help="folder with train/<class>/ and val/<class>/ of images of 32 pixels")
     add("--models", nargs="+", choices=RESNETS, default=list(RESNETS), help="default: all")
     add("--precisions", nargs="+", choices=tuple(COMPUTE_DTYPES), default=list(COMPUTE_DTYPES), help="default: all")
-    add("--batch", type=at_least(1), default=512, help="pictures of a step, for the speed (default: %(default)s)")
+    add("--batch", type=at_least(1), default=512, help="images of a step, for the speed (default: %(default)s)")
     add("--steps", type=at_least(1), default=20, help="timed in each repeat (default: %(default)s)")
     add("--untimed", type=at_least(0), default=10, help="steps before those (default: %(default)s)")
     add("--repeats", type=at_least(1), default=5, help="of the speed (default: %(default)s)")
@@ -217,7 +217,7 @@ def table(record: dict[str, Any]) -> str:
     has_search = any(each["what"] == "largest" for each in record["measurements"])
     lines = [
         f"{facts['device']}, {facts['cpu']}, torch {facts['torch']}, commit {facts['commit']}, load average of others "
-        f"{facts['load_average']:.1f}; speed and memory at {options['batch']} pictures a step; accuracy after "
+        f"{facts['load_average']:.1f}; speed and memory at {options['batch']} images a step; accuracy after "
         f"{options['epochs']} epochs. Median (smallest to largest), n = {options['repeats']} speeds.",
         "",
         "| model | precision | images/s | of fp32 | peak memory (MB) | largest microbatch | top-1 |",

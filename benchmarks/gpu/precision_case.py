@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.precision_case speed --model resnet18 --precision bf16 --batch 512 --steps 20
 
-speed: training steps on generated pictures of 32 pixels, and the memory that they took at most. On a GPU that is what
+speed: training steps on generated images of 32 pixels, and the memory that they took at most. On a GPU that is what
 torch had allocated in the timed ones, without cuDNN's search; on a CPU, by how much the process grew. largest: the
 largest microbatch that fits, to within a fifth; a CPU is given so many MB more than it has before the first try.
 """
@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     add("what", choices=("speed", "largest"))
     add("--model", choices=RESNETS, required=True)
     add("--precision", choices=tuple(COMPUTE_DTYPES), required=True)
-    add("--batch", type=int, default=512, help="pictures of a step (default: %(default)s)")
+    add("--batch", type=int, default=512, help="images of a step (default: %(default)s)")
     add("--steps", type=int, default=20, help="timed (default: %(default)s)")
     add("--untimed", type=int, default=10, help="steps before those (default: %(default)s)")
     add("--memory-mb", type=int, default=500, help="that a CPU may give (default: %(default)s)")
@@ -87,7 +87,7 @@ def recipe(overrides: Mapping[str, Any]) -> Config:
 
 
 def measure_speed(config: Config, options: argparse.Namespace, *, device: torch.device) -> dict[str, float]:
-    """Measure pictures per second, and MB (1e6 bytes)."""
+    """Measure images per second, and MB (1e6 bytes)."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = run_steps(config, options.batch, device=device, num_untimed=options.untimed, num_timed=options.steps)
     if device.type == "cuda":
@@ -98,7 +98,7 @@ def measure_speed(config: Config, options: argparse.Namespace, *, device: torch.
 
 
 def measure_largest(config: Config, options: argparse.Namespace, *, device: torch.device) -> dict[str, int | None]:
-    """Find the pictures of a microbatch; None where not even one ghost batch fits."""
+    """Find the images of a microbatch; None where not even one ghost batch fits."""
     if device.type == "cpu":
         now = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert now, "Linux tells it"

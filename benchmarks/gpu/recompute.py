@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=models, default="resnet50")
     parser.add_argument("--precision", choices=sorted(COMPUTE_DTYPES), default="bf16")
     parser.add_argument("--image-size", type=int, default=224, help="pixels")
-    parser.add_argument("--batch", type=int, default=256, help="pictures a step")
+    parser.add_argument("--batch", type=int, default=256, help="images a step")
     parser.add_argument("--blocks", type=int, nargs="+", help="numbers of blocks; default: from 0 to all")
     parser.add_argument("--repetitions", type=int, default=10, help="steps timed with each number")
     parser.add_argument("--out", type=Path, help="JSON file; default: standard output")
@@ -133,7 +133,7 @@ def step(model: nn.Module, images_BCHW: Tensor, precision: str) -> None:
 
 
 def count_kept(model: nn.Module, images_BCHW: Tensor, precision: str) -> int:
-    """Count bytes saved between forward and backward, each memory once, without weights and pictures."""
+    """Count bytes saved between forward and backward, each memory once, without weights and images."""
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), images_BCHW)}
     kept: dict[int, int] = {}
 
@@ -196,7 +196,7 @@ def draw(record: dict[str, Any]) -> Figure:
         xlabel="residual blocks computed again, from the input",
         ylabel="relative to none",
         ylim=(0, None),
-        title=f"{options['model']}, {options['batch']} pictures of {options['image_size']} pixels, "
+        title=f"{options['model']}, {options['batch']} images of {options['image_size']} pixels, "
         f"{options['precision']}\n{facts['device']}, n = {times[0]['n']}",
     )
     axes.legend()

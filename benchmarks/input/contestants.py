@@ -85,7 +85,7 @@ def make_contestants(work: Work, *, names: Sequence[str]) -> tuple[dict[str, Con
 
 
 def random_positions(work: Work, number: int) -> Iterator[np.ndarray]:
-    """Draw positions; pictures repeat in a small folder, with another box each time."""
+    """Draw positions; images repeat in a small folder, with another box each time."""
     generator = np.random.default_rng(number)
     for _ in range(work.total_batches):
         yield generator.integers(len(work.index), size=work.batch)
@@ -228,7 +228,7 @@ def simplejpeg_threads(work: Work) -> Draw:
 
 
 def bare_decoder(work: Work) -> Draw:
-    """Decode whole pictures from memory with Pillow's libjpeg-turbo in one thread: no crop, no resize."""
+    """Decode whole images from memory with Pillow's libjpeg-turbo in one thread: no crop, no resize."""
 
     def draw(number: int) -> Iterator[Any]:
         batches = list(random_positions(work, number))

@@ -3,11 +3,11 @@
     python -m benchmarks.input.decode data/imagenet --split val --threads 2 --out benchmarks/results/input-decode.json
 
 The process is bound to as many cores as it gets threads, or else helper threads would come for free. All contestants
-draw from one subset of the pictures, read once before any turn, so that the files of all lie in the page cache. They
+draw from one subset of the images, read once before any turn, so that the files of all lie in the page cache. They
 take turns in every round; a turn draws some batches until the pipeline is full, times the next ones, and then lets it
 run dry, so that nothing computes in the turn of another. The first round is not counted. The limit is what one thread
-decodes of whole pictures in memory, without crop and resize; decoding only the box, or at a smaller scale, can go
-beyond it. The draws are what one call of random_resized_crop costs on one core, per picture.
+decodes of whole images in memory, without crop and resize; decoding only the box, or at a smaller scale, can go
+beyond it. The draws are what one call of random_resized_crop costs on one core, per image.
 """
 
 import argparse
@@ -69,12 +69,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, count = parser.add_argument, at_least(1)
-    add("root", type=Path, help="folder with <split>/<class>/<picture>")
+    add("root", type=Path, help="folder with <split>/<class>/<image>")
     add("--split", default="train")
     add("--pictures", type=count, default=2000, help="drawn from the split, for all alike (default: %(default)s)")
     add("--image-size", type=count, default=224, help="pixels (default: %(default)s)")
     add("--threads", type=count, default=1, help="threads or workers, and cores (default: %(default)s)")
-    add("--batch", type=count, default=64, help="pictures (default: %(default)s)")
+    add("--batch", type=count, default=64, help="images (default: %(default)s)")
     add(
         "--prefetch",
         type=count,
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def subset(index: ImageIndex, *, number: int) -> ImageIndex:
-    """Draw the same random pictures in every call, in the order of the split; all where there are no more."""
+    """Draw the same random images in every call, in the order of the split; all where there are no more."""
     chosen = np.sort(np.random.default_rng(0).permutation(len(index))[:number])
     return replace(index, paths=[index.paths[i] for i in chosen.tolist()], labels_N=index.labels_N[chosen])
 
@@ -147,7 +147,7 @@ def seconds_of(batches: Iterator[Any], work: Work) -> float:
 
 
 def draw_microseconds(*, batch: int = 256, calls: int = 50) -> float:
-    """Measure what random_resized_crop costs per picture."""
+    """Measure what random_resized_crop costs per image."""
     crop, indices_B = random_resized_crop(seed=0), np.arange(batch)
     sizes_B2 = np.tile(np.array([[375, 500]]), (batch, 1))
     start = time.perf_counter()

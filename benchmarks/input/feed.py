@@ -1,4 +1,4 @@
-"""Training fed by real pictures beside training on generated tensors: how long steps wait, and what the input costs.
+"""Training fed by real images beside training on generated tensors: how long steps wait, and what the input costs.
 
     python -m benchmarks.input.feed data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json
     python -m benchmarks.input.feed data/imagenet --ranks 1 --out benchmarks/results/input-feed-resnet50.json -- \\
@@ -9,7 +9,7 @@ Each repetition runs `bigbatch train` twice, once with the config's loader on RO
 in turn, in the order of a coin. What follows -- are options of `bigbatch train`, by default --config quickstart.
 The figures are those of each run's summary.json; a ratio is of the two runs of one repetition. Training on generated
 tensors also leaves the loader's cores to the model, which on a CPU is the larger part of the difference. Configs with
-data.crop=padded, such as cifar10, cannot be compared: their pictures lie on the device, none is read while training.
+data.crop=padded, such as cifar10, cannot be compared: their images lie on the device, none is read while training.
 """
 
 import argparse

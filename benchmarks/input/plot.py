@@ -1,4 +1,4 @@
-"""Draw what decode.py measured: pictures a second and core of each contestant, with the quartiles.
+"""Draw what decode.py measured: images a second and core of each contestant, with the quartiles.
 
 python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png
 """
@@ -17,12 +17,12 @@ LABELS = {
     "bare_dali": "DALI alone",
     "torchvision": "torchvision's recipe",
     "simplejpeg": "simplejpeg, scaled decoding",
-    "limit_pillow_whole_picture": "limit: decoding alone, whole pictures",
+    "limit_pillow_whole_picture": "limit: decoding alone, whole images",
 }
 
 
 def main() -> None:
-    """Draw and write the picture."""
+    """Draw and write the image."""
     options = parse()
     record = json.loads(options.record.read_text())
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +50,9 @@ def draw(record: dict[str, Any]) -> Figure:
     axes.bar_label(bars, [f"{median:,.0f}" for median in medians], padding=6)
     size, facts = record["conditions"]["options"]["image_size"], record["conditions"]
     axes.set(
-        xlabel=f"pictures a second and core, decoded and randomly cropped to {size} x {size}",
+        xlabel=f"images a second and core, decoded and randomly cropped to {size} x {size}",
         xlim=(0, 1.15 * max(medians)),
-        title=f"ImageNet pictures on a CPU ({facts['cpu']}, n = {rates[names[0]]['n']})",
+        title=f"ImageNet images on a CPU ({facts['cpu']}, n = {rates[names[0]]['n']})",
     )
     axes.spines[["top", "right"]].set_visible(False)
     return figure

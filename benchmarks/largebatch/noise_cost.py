@@ -2,7 +2,7 @@
 
   python -m benchmarks.largebatch.noise_cost --out benchmarks/results/noise-cost-cpu.json
 
-A step of two microbatches of random pictures by our own training step, on one thread, whose processor time others on
+A step of two microbatches of random images by our own training step, on one thread, whose processor time others on
 the machine change little. A measured step has its hooks put on and taken off, and its figures read, as in a run.
 """
 
@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", nargs="+", choices=sorted(MODELS), default=["resnet9", "resnet18", "resnet50"])
-    add("--microbatch", type=int, default=32, help=f"pictures; a step has {MICROBATCHES} of them")
+    add("--microbatch", type=int, default=32, help=f"images; a step has {MICROBATCHES} of them")
     add("--image-size", type=int, default=32, help="pixels")
     add("--turns", type=int, default=11, help="steps of each kind that count")
     add("--out", type=Path, help="JSON file for the results (default: standard output)")

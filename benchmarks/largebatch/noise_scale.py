@@ -6,7 +6,7 @@ Trainings of a small net on the generated data set, by our own training step, to
 at batches that double. Each batch has its own rate: of a grid of factors sqrt(2), the one with the fewest steps, tuned
 on a seed of its own. The critical batch is fitted to S = S_min (1 + B_crit / B) in the logarithm of steps; its band is
 the 95% interval over resampled seeds. The noise scale is measured in the same runs, as `bigbatch tune batch` reads it.
-Plain SGD at a constant rate, pictures drawn at random with replacement, no augmentation and no batch norm: the setting
+Plain SGD at a constant rate, images drawn at random with replacement, no augmentation and no batch norm: the setting
 that the theory is of. About 2 minutes on one core.
 """
 
@@ -117,7 +117,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def load(folder: Path, *, per_class: int, target: float) -> Task:
-    """Generate pictures, and decode them at a few pixels."""
+    """Generate images, and decode them at a few pixels."""
     write_dataset(folder / "shapes", train_per_class=per_class, val_per_class=1)
     images, labels = [], []
     for label, name in enumerate(sorted(path.name for path in (folder / "shapes/train").iterdir())):

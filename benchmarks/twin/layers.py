@@ -36,7 +36,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 def layers_of(model: nn.Module, *, pixels: int) -> list[tuple[float, list[int]]]:
-    """List (millions of operations of one picture's forward, elements of each parameter), in the order of forward.
+    """List (millions of operations of one image's forward, elements of each parameter), in the order of forward.
 
     model: on the meta device. Layers without parameters count with the next that has some, or the last.
     """

@@ -26,7 +26,7 @@ LEAST_BATCH_SHARE, MOST_BATCH_SHARE = 0.1, 2.5
 """Of the local batch of the row that is scaled: what published rows have checked."""
 
 MOST_CORRECTION = 3.0
-"""How much a second row may stretch or shrink what the model says a step has beyond its pictures."""
+"""How much a second row may stretch or shrink what the model says a step has beyond its images."""
 
 TRUST = 0.5
 """Of the second row, which is noisy, too: the power of its factor."""
@@ -53,7 +53,7 @@ class Prediction:
 def predict_row(question: Row, given: Sequence[Row], constants: Constants = DEFAULTS) -> Prediction:
     """Scale the nearest measured row to the question's size, batch and network.
 
-    The measured row gives the seconds of a picture: its step, less what the model says it has beyond them. A second
+    The measured row gives the seconds of an image: its step, less what the model says it has beyond them. A second
     row of the same ladder stretches that rest, by a factor within MOST_CORRECTION.
     Raises: SimulationError where nothing is given.
     """
@@ -79,9 +79,9 @@ def predict_row(question: Row, given: Sequence[Row], constants: Constants = DEFA
 
 
 def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Compute:
-    """Find the seconds of a picture with which the base's simulated step is the measured one; for the question's model.
+    """Find the seconds of an image with which the base's simulated step is the measured one; for the question's model.
 
-    Another model's pictures are scaled by their operations, another device's by the published rates of both.
+    Another model's images are scaled by their operations, another device's by the published rates of both.
     """
     fixed = base.fixed_seconds(constants)
     assert base.seconds is not None

@@ -19,7 +19,7 @@ from bigbatch.numbers import decimal
 NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "model")
 """Columns without a value for which nothing can be said of a row; a global batch does for a local one."""
 MOST_STATED = 1e9
-"""No number of a row is larger: accelerators, pictures, Gbit/s, milliseconds."""
+"""No number of a row is larger: accelerators, images, Gbit/s, milliseconds."""
 
 BROKEN = "exclude"
 """The role of a row that its table says not to compare."""
@@ -83,7 +83,7 @@ class Row:
 
     @cached_property
     def local_batch(self) -> float:
-        """Return the pictures of an accelerator in a step."""
+        """Return the images of an accelerator in a step."""
         return self._number("batch_per_accelerator") or (self._number("global_batch_size") or 0.0) / self.num_devices
 
     @property

@@ -1,4 +1,4 @@
-"""The picture of a sweep: bus bandwidth and time by size, a line per algorithm."""
+"""The image of a sweep: bus bandwidth and time by size, a line per algorithm."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

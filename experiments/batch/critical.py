@@ -1,7 +1,7 @@
 """The critical batch of a whole run, and what other batches cost: pure functions.
 
-At batch B a step makes 1 / (1 + B_noise / B) of the progress of one over all pictures. So where a run of any batch
-needs S steps and E = B * S pictures to one loss, S / S_min = 1 + B_crit / B and E / E_min = 1 + B / B_crit, where
+At batch B a step makes 1 / (1 + B_noise / B) of the progress of one over all images. So where a run of any batch
+needs S steps and E = B * S images to one loss, S / S_min = 1 + B_crit / B and E / E_min = 1 + B / B_crit, where
 B_crit = E_min / S_min is the mean of B_noise over progress (McCandlish et al. 2018, arXiv 1812.06162, appendix D).
 """
 
@@ -26,7 +26,7 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Row:
-    """Says what a batch costs, beside the fewest steps and the fewest pictures that there can be."""
+    """Says what a batch costs, beside the fewest steps and the fewest images that there can be."""
 
     global_batch_size: int
     steps: float
@@ -75,7 +75,7 @@ def thirds(pairs: Sequence[Pair], *, global_batch_size: int) -> list[NoiseScale]
 def recommended(critical: float, *, microbatch_size: int, num_train: int | None = None) -> int:
     """Return the microbatch doubled until it is nearest to the critical batch, by ratio, but not above num_train.
 
-    A step takes no picture twice: no batch is larger than the training set.
+    A step takes no image twice: no batch is larger than the training set.
     """
     doublings = max(0, round(math.log2(max(critical, 1.0) / microbatch_size)))
     if num_train is not None:
@@ -84,7 +84,7 @@ def recommended(critical: float, *, microbatch_size: int, num_train: int | None 
 
 
 def trade(critical: float, *, microbatch_size: int, own: int, num_train: int | None = None) -> list[Row]:
-    """List batches around the recommended one, and the run's own, with the steps and pictures that they need."""
+    """List batches around the recommended one, and the run's own, with the steps and images that they need."""
     best = recommended(critical, microbatch_size=microbatch_size, num_train=num_train)
     around = {best * 2**power for power in range(AROUND + 1) if num_train is None or best * 2**power <= num_train}
     around |= {best // 2**power for power in range(1, AROUND + 1) if best % (microbatch_size * 2**power) == 0}

@@ -86,7 +86,7 @@ def read_answer(run: RunDir) -> Answer:
 
 
 def num_train(records: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the pictures of the training set, as the run's last start tells; None where none does."""
+    """Return the images of the training set, as the run's last start tells; None where none does."""
     jobs = [record.get("job") for record in records if record.get("kind") == "start"]
     found = [job.get("train_samples") for job in jobs if isinstance(job, dict)]
     counts = [count for count in found if type(count) is int and count > 0]

@@ -1,4 +1,4 @@
-"""What a recommendation of a batch shows and leaves: batch.json, the answer in words, a picture."""
+"""What a recommendation of a batch shows and leaves: batch.json, the answer in words, an image."""
 
 import shlex
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Answer:
     critical: NoiseScale
     thirds: tuple[NoiseScale, ...]
     num_train: int | None = None
-    """Pictures of the training set; None where the run does not tell."""
+    """Images of the training set; None where the run does not tell."""
 
     @property
     def recommended(self) -> int | None:
@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def is_capped(self) -> bool:
-        """Tell whether the training set has too few pictures for the batch that would be recommended."""
+        """Tell whether the training set has too few images for the batch that would be recommended."""
         estimate = self.critical.estimate
         return estimate is not None and self.recommended != recommended(estimate, microbatch_size=self.microbatch_size)
 

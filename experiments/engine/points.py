@@ -191,7 +191,7 @@ def _hosts(plan: Plan) -> list[str]:
 def _fit(total: int, *, ranks: int, microbatch_size: int, bn_span: int) -> dict[str, Any]:
     """Return batch, microbatch and batch-norm span of this many ranks. Raises: LaunchOptionError."""
     if total % ranks:
-        raise LaunchOptionError(f"a batch of {total} is no whole number of pictures for each of {ranks} ranks")
+        raise LaunchOptionError(f"a batch of {total} is no whole number of images for each of {ranks} ranks")
     microbatch = largest_divisor(total // ranks, microbatch_size)
     span = bn_span if bn_span % microbatch_size == 0 and bn_span > microbatch_size else None
     return {

@@ -1,4 +1,4 @@
-"""The pictures of a report, as matplotlib draws them: PNG and SVG files, and SVG text for a page."""
+"""The images of a report, as matplotlib draws them: PNG and SVG files, and SVG text for a page."""
 
 import statistics
 from collections.abc import Sequence

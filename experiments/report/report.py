@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 EXPLAINED = (
     "Efficiency: images per second and rank, beside the fewest ranks. A step is computing, waiting for the wire, for "
-    "pictures and for slower ranks; what each takes beyond its share of the ideal step adds up to what efficiency "
+    "images and for slower ranks; what each takes beyond its share of the ideal step adds up to what efficiency "
     "lacks. Medians over a run's reports but the first."
 )
 

@@ -145,9 +145,9 @@ def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | No
 
 
 def noise_table(runs: Sequence[RunResults]) -> Table:
-    """Show the noise scale of runs that measured it, in pictures, with a 95% band."""
+    """Show the noise scale of runs that measured it, in images, with a 95% band."""
     rows = [(str(run.folder), describe_noise_scale(run.noise_scale)) for run in runs if run.noise_scale]
-    return Table("Noise scale, late in the run", ("run", "pictures (95% band)"), tuple(rows))
+    return Table("Noise scale, late in the run", ("run", "images (95% band)"), tuple(rows))
 
 
 def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The picture of a search: results over each value."""
+"""The image of a search: results over each value."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

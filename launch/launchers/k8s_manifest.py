@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE, expand_hostlist
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED
@@ -15,6 +13,7 @@ from bigbatch.launch.jobs.run_folder import find_save_seconds
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.jobs.words import UNLIMITED
 from bigbatch.launch.launchers.local import node_words
+from bigbatch.trainer.config.strict_yaml import parse_yaml
 
 SECRET, JOB_SECRET_KEY = "bigbatch", "secret"
 """The Secret with the values of --env NAME; the key in that of a job: what its ranks prove that they know."""
@@ -74,7 +73,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "capabilities": ["IPC_LOCK"] if job.rdma else None,
         "volumes": volumes,
     }
-    template = yaml.safe_load(TEMPLATE.read_text())
+    template = parse_yaml(TEMPLATE.read_text())
     filled: Fields = _filled(template, {f"${key}": value for key, value in values.items()})
     return filled
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Checked:
-    """A published step, of so many devices and pictures each."""
+    """A published step, of so many devices and images each."""
 
     system: str
     model: str
@@ -61,5 +61,5 @@ def beyond_checked(model: str, num_devices: int, local_batch: float) -> str | No
         return f"no step of so many GPUs was published of {model}"
     batches = [each.local_batch for each in known]
     if not min(batches) / BATCH_FACTOR <= local_batch <= max(batches) * BATCH_FACTOR:
-        return f"no step of {local_batch:,.4g} pictures at once was published of {model}"
+        return f"no step of {local_batch:,.4g} images at once was published of {model}"
     return None

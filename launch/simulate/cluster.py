@@ -39,7 +39,7 @@ RATE_FACTS = ("model", "local_batch", "images_per_second", "source", "assumed")
 
 @dataclass(frozen=True)
 class Rate:
-    """One device trains a model at so many pictures per second, with so many pictures a step."""
+    """One device trains a model at so many images per second, with so many images a step."""
 
     model: str
     local_batch: float
@@ -95,7 +95,7 @@ class Cluster:
         """Return how long a device computes for a model, and the rate that says so.
 
         rate: measured by the caller, with the same pixels. Another model's rate is scaled by operations, another
-        picture's by its pixels.
+        image's by its pixels.
         Raises: SimulationError where no rate is known.
         """
         found = rate or min(
@@ -107,7 +107,7 @@ class Cluster:
         known = load_shape(found.model)
         fixed = per_tensor * len(known.num_elements)
         step = found.local_batch / found.images_per_second
-        # a rate of small batches is nearly all fixed time: then a picture costs at least a tenth of what it seems
+        # a rate of small batches is nearly all fixed time: then an image costs at least a tenth of what it seems
         each_image = max(step - fixed, 0.1 * step) / found.local_batch
         scale = shape.operations / known.operations
         if rate is None and pixels is not None:

@@ -23,7 +23,7 @@ class Constants:
     eager_seconds_per_tensor: float = 65e-6
     """The same before 2021: hosts started each kernel, a convolution, its norm, the weight's norm and its update each
     by itself. ASSUMED, about thirteen kernels; 10 ms for ResNet-50. Published forward passes of one V100 alone have
-    1.5 ms that no picture explains (NVIDIA's examples of 2020)."""
+    1.5 ms that no image explains (NVIDIA's examples of 2020)."""
     graph_seconds_per_tensor: float = 14e-6
     """The same where software of 2023 and later replays steps as CUDA graphs. ASSUMED."""
     link_share: float = 0.8
@@ -64,7 +64,7 @@ class Constants:
     server_straggler_share: float = 0.022
     """The same where virtual machines share hosts, and parameter servers wait for all. ASSUMED."""
     input_share: float = 0.02
-    """What real pictures cost more across nodes than in one: their decoding disturbs the slowest node. ASSUMED."""
+    """What real images cost more across nodes than in one: their decoding disturbs the slowest node. ASSUMED."""
     unstated_gbit_per_device: float = 100.0
     """Of a network that is not stated. ASSUMED: a card of 100 Gbit/s for each accelerator."""
 

@@ -9,7 +9,7 @@ from bigbatch.launch.simulate.step import Compute
 from bigbatch.trainer.config.sections import RunConfig
 
 EVALUATED = 50_000
-"""Pictures of ImageNet's validation set."""
+"""Images of ImageNet's validation set."""
 FORWARD_SHARE = 1 / 3
 """Of computing a training step: what an evaluation does of it."""
 STATE_BYTES = 8

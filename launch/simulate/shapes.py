@@ -10,7 +10,7 @@ from bigbatch.errors import SimulationError, or_nearest
 from bigbatch.trainer.config.sections import ModelConfig
 
 LAYERS = "layers.json"
-"""For each model its layers, in the order of forward: [operations of one picture's forward in millions, [elements of
+"""For each model its layers, in the order of forward: [operations of one image's forward in millions, [elements of
 each parameter]]. `python -m benchmarks.twin.layers` makes it from torchvision's models; a test compares the two."""
 
 
@@ -32,9 +32,9 @@ class ModelShape:
     num_elements: tuple[int, ...]
     ready_shares: tuple[float, ...]
     operations: float
-    """Of one picture's forward: multiplications and additions."""
+    """Of one image's forward: multiplications and additions."""
     pixels: int = 224
-    """Of a side of that picture."""
+    """Of a side of that image."""
 
     @property
     def num_parameters(self) -> int:

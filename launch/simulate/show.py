@@ -48,7 +48,7 @@ def assumptions(question: Question) -> list[str]:
     cluster = question.cluster
     _, rate = cluster.compute(shape_of(question.config.model), rate=question.rate)
     lines = [
-        f"{cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at {rate.local_batch:g} pictures a "
+        f"{cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at {rate.local_batch:g} images a "
         f"step ({rate.source}{', assumed' if rate.is_assumed else ''})"
     ]
     if rate.model != question.config.model.name:
@@ -205,7 +205,7 @@ def findings(points: Sequence[Point], *, model: str, deadline_hours: float | Non
     if last.step.input >= WORTH_NAMING * last.step.seconds:
         could = last.images_per_second * last.step.seconds / (last.step.seconds - last.step.input) / last.num_nodes
         lines.append(
-            f"Bound by input: at {last.num_devices:,} GPUs a step waits for pictures for "
+            f"Bound by input: at {last.num_devices:,} GPUs a step waits for images for "
             f"{percent(last.step.input / last.step.seconds)} of its time; to keep up, the loaders of a node must bring "
             f"{could:,.0f} images/s."
         )
@@ -234,7 +234,7 @@ def _extrapolated(points: Sequence[Point], *, model: str) -> list[str]:
             near = nearest_checked(model, point.num_devices, batch)
             lines[point.beyond_checked] = (
                 f"?: extrapolated, {point.beyond_checked}. Nearest checked: {near.num_devices:,} {near.system}, "
-                f"{near.model} at {near.local_batch} pictures each, {near.milliseconds:g} ms."
+                f"{near.model} at {near.local_batch} images each, {near.milliseconds:g} ms."
             )
     return list(lines.values())
 
@@ -274,7 +274,7 @@ def _causes(each: Efficiency) -> str:
 
 
 def as_json(question: Question, points: Sequence[Point]) -> str:
-    """Write all figures: seconds, pictures, shares."""
+    """Write all figures: seconds, images, shares."""
     rows = [
         {
             "gpus": point.num_devices,
@@ -360,7 +360,7 @@ def trace(point: Point) -> str:
     start = step.input + step.computing - step.backward.seconds
     end = step.input + step.computing
     events = [
-        _event("wait for pictures", "step", 0.0, step.input),
+        _event("wait for images", "step", 0.0, step.input),
         _event("forward", "step", step.input, start),
         _event("backward", "step", start, start + step.backward.seconds),
         *(

@@ -1,15 +1,15 @@
-"""A device's seconds of a picture from a measured step, and how far a simulated step may be off. Pure."""
+"""A device's seconds of an image from a measured step, and how far a simulated step may be off. Pure."""
 
 import math
 
 from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
 
 PRECISION = 1e-4
-"""To which share the seconds of a picture are found."""
+"""To which share the seconds of an image are found."""
 NINE_OF_TEN = 1.645
 """Standard deviations on each side that hold nine of ten errors that are normal."""
 RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
-"""Standard deviation of a device's pictures per second: between sizes of one system, between systems of one device
+"""Standard deviation of a device's images per second: between sizes of one system, between systems of one device
 (PUBLISHED: 3% of H100, to 20% of A100, between submitters), and where another device stands in its place."""
 COMMUNICATION_SPREAD, FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 0.6, 1.0
 """Standard deviation of each of these parts, as a share of it. ASSUMED, and checked against published rows."""
@@ -18,7 +18,7 @@ COMMUNICATION_SPREAD, FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 0.6, 1.0
 def fit_compute(
     job: Job, fixed_seconds: float, local_batch: float, seconds: float, *, num_microbatches: int = 1
 ) -> Compute:
-    """Find the seconds of a picture with which a job's simulated step takes so many seconds."""
+    """Find the seconds of an image with which a job's simulated step takes so many seconds."""
     low, high = 0.0, seconds / local_batch
     while high - low > PRECISION * high:
         middle = (low + high) / 2

@@ -45,13 +45,13 @@ Fusion = PlanSizes | InGroups | InCycles
 
 @dataclass(frozen=True)
 class Compute:
-    """Says how long one device computes: seconds_per_image of each picture, and fixed_seconds whatever the batch."""
+    """Says how long one device computes: seconds_per_image of each image, and fixed_seconds whatever the batch."""
 
     seconds_per_image: float
     fixed_seconds: float
 
     def seconds(self, local_batch: float) -> float:
-        """Compute forward, backward and update of so many pictures."""
+        """Compute forward, backward and update of so many images."""
         return self.seconds_per_image * local_batch + self.fixed_seconds
 
 
@@ -64,7 +64,7 @@ class SimulatedStep:
     stragglers: float
     """On average; slow_seconds has their spread."""
     input: float
-    """Waiting for pictures, where the loaders of a node bring fewer than its devices could train."""
+    """Waiting for images, where the loaders of a node bring fewer than its devices could train."""
     slow_seconds: float
     """What one step in ten takes longer than, as its latest node is later than it is on average."""
     backward: Backward
@@ -95,7 +95,7 @@ class Job:
     """That the loaders of a node bring; None where they keep up."""
 
     def simulate(self, compute: Compute, local_batch: float, *, num_microbatches: int = 1) -> SimulatedStep:
-        """Work out one step of so many pictures per device; gradients travel during the last microbatch's backward."""
+        """Work out one step of so many images per device; gradients travel during the last microbatch's backward."""
         each = compute.seconds(local_batch / num_microbatches)
         computing = num_microbatches * each
         backward = backward_of(self.shape, BACKWARD_SHARE * each)
@@ -173,7 +173,7 @@ class Job:
         return constants.server_straggler_share if is_shared else constants.straggler_share
 
     def _input(self, local_batch: float, *, busy_seconds: float) -> float:
-        """Compute what a step waits for pictures: loaders work ahead, so the slower of the two sets the pace."""
+        """Compute what a step waits for images: loaders work ahead, so the slower of the two sets the pace."""
         if self.input_images_per_second is None:
             return 0.0
         node_pictures = local_batch * self.network.devices_per_node

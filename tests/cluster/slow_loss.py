@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each picture."""
+    """Cross entropy of each image."""
     time.sleep(0.2)
     return F.cross_entropy(logits_BK, targets, reduction="none")

@@ -63,7 +63,7 @@ def backward(model: nn.Module, precision: str) -> float:
 def test_compiled_step_is_as_close_to_the_truth_as_the_eager_one(
     precision: str, eps: float, num_recomputed: int
 ) -> None:
-    """The truth: the same rounded weights and pictures in float64. 50 layers multiply what each rounds."""
+    """The truth: the same rounded weights and images in float64. 50 layers multiply what each rounds."""
     _, truth_N = step(make(precision, dtype=torch.float64), precision)
     eager_loss, eager_N = step(make(precision), precision)
     model = make(precision)

@@ -53,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("hardware_share", [0.0, 1.0])
 def test_gpu_decoder_sees_the_same_images_as_pillow(hardware_share: float, data: Path) -> None:
-    """In two epochs of different picture sizes."""
+    """In two epochs of different image sizes."""
     pytest.importorskip("nvidia.dali", reason="needs NVIDIA DALI")
     index = read_index(data, "train")
     common = {
@@ -127,7 +127,7 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
         valid = torch.ones(128, dtype=torch.bool)
         for _ in range(3 * plan.accumulation_steps):
             yield Batch(images, labels, valid, Request(0, np.arange(128), np.ones(128, bool)))
-        raise DataError("the pictures are gone")
+        raise DataError("the images are gone")
 
     stream, train_step = InputStream(batches()), TrainStep(plan, parts)
     for step in range(2):
@@ -139,7 +139,7 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
         train_step(3, stream)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert stream.failure == InputFailure(3, "the pictures are gone")
+    assert stream.failure == InputFailure(3, "the images are gone")
     assert all(map(torch.equal, before, parts.precision.masters.values()))
 
 

@@ -10,7 +10,7 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 
 
 def loss(logits_BK: Tensor, targets: Tensor, *, run: str, reports: int, until: str) -> Tensor:
-    """Cross entropy of each picture; once a run has reported so often, when the file is there."""
+    """Cross entropy of each image; once a run has reported so often, when the file is there."""
     while not Path(until).exists() and num_reports(run) >= reports:
         time.sleep(0.02)
     return F.cross_entropy(logits_BK, targets, reduction="none")

@@ -67,7 +67,7 @@ AUGMENTED = {
     "augment.mixup_alpha": 0.2,
     "augment.cutmix_alpha": 1.0,
 }
-"""All that can be done to training pictures."""
+"""All that can be done to training images."""
 
 
 def held(run: Path, *, reports: int, until: Path) -> dict[str, object]:

@@ -17,7 +17,7 @@ def is_right(logits_BK: Tensor, labels_B: Tensor) -> Tensor:
 
 
 class LeastShare:
-    """The share of right answers of the class that has the lowest one, times 100 times its number of pictures."""
+    """The share of right answers of the class that has the lowest one, times 100 times its number of images."""
 
     def __init__(self, *, num_classes: int) -> None:
         self.num_classes = num_classes

@@ -15,7 +15,7 @@ RECORDED: dict[str, object] = {
     "run.compare_every_steps": 0,
     "run.epochs": 1,
 }
-"""Five steps of 32 pictures."""
+"""Five steps of 32 images."""
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +38,14 @@ def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_picture
         "the 5 steps that both recorded are equal, the last is 5",
         "the 5 checkpoint(s) of the same steps are equal, the last is of step 5",
     ]
-    # the same weights to begin with, so that pictures alone can differ
+    # the same weights to begin with, so that images alone can differ
     weights = {"model.weights": base / "checkpoints" / "step-00000003"}
     one, other = tmp_path / "one", tmp_path / "other"
     for folder, seed in ((one, 0), (other, 1)):
         run(alone(train_command(data, folder, {**RECORDED, **weights, "run.seed": seed})))
     lines = diff(one, other, capsys, code=1)
     assert lines[0] == "config: run.seed=1 (was 0)"
-    assert lines[1].startswith("step 1: the pictures of the global batch differ at 32 of 32 places, first at place 0: ")
+    assert lines[1].startswith("step 1: the images of the global batch differ at 32 of 32 places, first at place 0: ")
     assert "another order" in lines[2]
     assert "run.seed" in lines[2]
     assert "checkpoint of step 1: model." in lines[3]
@@ -56,7 +56,7 @@ def test_diff_of_equal_runs_is_none_and_of_another_order_begins_with_the_picture
     [
         ({}, "job: world_size is 1 in "),
         pytest.param({"batch.microbatch_size": 16}, "job: accumulation_steps is 4 in ", marks=pytest.mark.long),
-        # a batch norm over 16 pictures instead of 8 leaves these alone, and changes the first gradient
+        # a batch norm over 16 images instead of 8 leaves these alone, and changes the first gradient
         pytest.param({"batch.bn_span": 16, "batch.microbatch_size": 16}, "config: batch.bn_span=16 (was 8)"),
     ],
 )
@@ -75,26 +75,26 @@ def test_diff_finds_the_pictures_equal_however_the_batch_lies(
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(fact) for line in lines), lines
     (where,) = [line for line in lines if line.startswith(("step ", "the 5 steps "))]
-    assert "the pictures of the global batch differ" not in where
+    assert "the images of the global batch differ" not in where
     for one, other in zip(records(base, "digests"), records(tmp_path, "digests"), strict=True):
         assert (one["places"], one["positions"]) == (other["places"], other["positions"])
     if "batch.bn_span" in settings:
-        assert where.startswith("step 1: pictures are equal; gradient of ")
+        assert where.startswith("step 1: images are equal; gradient of ")
 
 
 def test_diff_finds_the_step_after_a_bit_flipped(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On rank 1 after step 3: of what all make of their pictures in step 4, that rank's alone is another."""
+    """On rank 1 after step 3: of what all make of their images in step 4, that rank's alone is another."""
     recorded = RECORDED | {"run.digest_values": '["layer3.*", linear.weight]'}
     command = train_command(data, tmp_path / "healthy", recorded)
     run(forked(command, ranks=2))
     faulty = ("3", "1", *train_command(data, tmp_path / "faulty", recorded))
     run(Forked(faulty, ranks=2, target="tests.laws.ranks_flip:main"))
     lines = diff(tmp_path / "healthy", tmp_path / "faulty", capsys, code=1)
-    assert lines[0].startswith("step 4: pictures are equal; ")
+    assert lines[0].startswith("step 4: images are equal; ")
     assert lines[0].endswith("activations that differ, in microbatches 2, 3 of 0 to 3 (rank 1)")
-    assert lines[1].startswith("likely cause: rank 1 alone computes something else of the same pictures: a bit")
+    assert lines[1].startswith("likely cause: rank 1 alone computes something else of the same images: a bit")
     assert lines[2].startswith("step 4: layer3.")
     assert " of microbatch 2: " in lines[2]
     assert lines[3].startswith("checkpoint of step 4: model.")
@@ -122,9 +122,9 @@ def test_diff_names_the_place_of_one_picture_and_the_element_of_its_activation(
     )
     lines = diff(tmp_path / "one", tmp_path / "other", capsys, code=1)
     where = lines[1]
-    assert where.startswith(f"step {first}: the pictures of the global batch differ at ")
-    assert where.endswith(("picture 0 of the split in both", "picture 1 of the split in both"))
-    assert lines[2].startswith("likely cause: another way to decode, crop or change the same pictures, or other files")
+    assert where.startswith(f"step {first}: the images of the global batch differ at ")
+    assert where.endswith(("image 0 of the split in both", "image 1 of the split in both"))
+    assert lines[2].startswith("likely cause: another way to decode, crop or change the same images, or other files")
 
 
 @pytest.mark.long
@@ -137,7 +137,7 @@ def test_diff_finds_single_microbatches_equal_on_other_ranks(
         first = next(r for r in records(folder, "digests") if r["step"] == 1)
         assert first["ranks"] == ([0] * 4 if ranks == 1 else [0, 0, 1, 1])
         words = [*first["activations"].values(), *first["gradients before the sum"].values()]
-        assert all(len(set(four)) == 4 for four in words), "each microbatch has pictures of its own"
+        assert all(len(set(four)) == 4 for four in words), "each microbatch has images of its own"
     assert "the 5 steps that both recorded are equal, the last is 5" in diff(
         tmp_path / "1", tmp_path / "2", capsys, code=0
     )

@@ -14,7 +14,7 @@ from tests.laws.jobs import SGD, alone, fails, final_state, forked, records, run
 NUM_STEPS = 20
 SMALL = {
     **SGD,
-    "run.epochs": NUM_STEPS // 2,  # 160 pictures hold 2 global batches
+    "run.epochs": NUM_STEPS // 2,  # 160 images hold 2 global batches
     "run.eval_every_epochs": NUM_STEPS // 2,
     "run.checkpoint_every_steps": 0,
     "data.loader": "torchvision",

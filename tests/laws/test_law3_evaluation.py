@@ -1,4 +1,4 @@
-"""Law 3: evaluation counts every picture once, at any world size and batch size."""
+"""Law 3: evaluation counts every image once, at any world size and batch size."""
 
 import json
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class Counted:
     loss: float
 
     def agrees(self, record: dict[str, Any]) -> bool:
-        """The same pictures and as many correct answers: exactly, but for those that rounding may turn over."""
+        """The same images and as many correct answers: exactly, but for those that rounding may turn over."""
         hits = record["top1"] * self.images
         whole = abs(hits - round(hits)) < 1e-9
         return whole and record["count"] == self.images and 0 <= round(hits) - self.correct <= self.undecided
@@ -53,7 +53,7 @@ class Counted:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures that are neither cropped nor resized: every reader hands on the same pixels."""
+    """Images that are neither cropped nor resized: every reader hands on the same pixels."""
     root = tmp_path_factory.mktemp("whole") / "shapes"
     write_dataset(root, train_per_class=TRAIN_PER_CLASS, val_per_class=VAL_PER_CLASS, side_pixels=(SIDE, SIDE))
     return root
@@ -67,7 +67,7 @@ def trained(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def count_by_hand(data: Path, record: dict[str, Any]) -> Counted:
-    """Answers and loss (nats) of the checkpoint that was evaluated, in fp64, one picture at a time."""
+    """Answers and loss (nats) of the checkpoint that was evaluated, in fp64, one image at a time."""
     state = load_checkpoint(Path(record["checkpoint"]))["model"]
     model = build_model("resnet9", num_classes=NUM_CLASSES, norm=partial(nn.BatchNorm2d), width=4)
     model.load_state_dict(state)
@@ -135,7 +135,7 @@ def test_bad_image_is_counted_out(
 ) -> None:
     damaged = copy_of(whole, tmp_path)
     victim = sorted((damaged / "val").glob("*/*"))[number]
-    victim.write_bytes(b"no picture")
+    victim.write_bytes(b"no image")
     options = (f"--data.root={damaged}", f"--batch.microbatch_size={microbatch_size}", "--data.loader=torchvision")
     command = ["evaluate", str(trained), "--json", *options, "--data.max_skipped=3"]
     done = run(forked(command, ranks=ranks))
@@ -150,5 +150,5 @@ def test_bad_image_is_counted_out(
 def test_bad_image_that_may_not_be_skipped_ends_the_evaluation(data: Path, trained: Path, tmp_path: Path) -> None:
     damaged = copy_of(data, tmp_path)
     victim = sorted((damaged / "val").glob("*/*"))[40]
-    victim.write_bytes(b"no picture")
+    victim.write_bytes(b"no image")
     assert str(victim) in fails(mpirun(["evaluate", str(trained), f"--data.root={damaged}"], ranks=2))

@@ -47,7 +47,7 @@ LONG = {"run.epochs": 400, "run.checkpoint_every_steps": 3, "run.eval_every_epoc
         ({"data.image_size": 4}, ["data.image_size=4", "model.name=resnet9", "8"]),
         (
             {"data.loader": "synthetic", "data.num_synthetic_samples": 31},
-            ["batch.global_batch_size=32", "31 training pictures"],
+            ["batch.global_batch_size=32", "31 training images"],
         ),
         ({"schedule.base_lr": 1e30, "optimizer.momentum_form": "lr_outside"}, ["loss is", "schedule.base_lr"]),
     ],
@@ -64,7 +64,7 @@ def test_nan_of_one_rank_names_rank_and_step_and_is_not_saved(precision: str, da
     if precision == "fp16":
         settings |= {"optimizer.loss_scale": 1024, "optimizer.loss_scale_growth_steps": 2000}
     line = fails(Forked(tuple(train_command(data, tmp_path, settings)), ranks=2, target="tests.laws.ranks_nan:main"))
-    assert "the loss is nan since step 3, which began on rank 1 of 2 alone: look at the pictures and the GPU" in line
+    assert "the loss is nan since step 3, which began on rank 1 of 2 alone: look at the images and the GPU" in line
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints")] == [1, 2]
 
 
@@ -267,7 +267,7 @@ def test_steps_of_other_images_are_not_gone_on_with(data: Path, tmp_path: Path) 
     moved = changed / "train" / "ring" / image.name
     image.rename(moved)
     line = fails(goes_on)
-    assert f"the training pictures in {changed} are not those" in line
+    assert f"the training images in {changed} are not those" in line
     assert "--run.resume" in line
 
     checkpoint = list_checkpoints(folder / "checkpoints")[-1]

@@ -60,7 +60,7 @@ def only_decoding_tells(path: Path) -> None:
 
 
 def no_image(path: Path) -> None:
-    path.write_bytes(b"no picture")
+    path.write_bytes(b"no image")
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def test_bad_image_is_skipped_alike_by_any_ranks(loader: str, damage: Any, data:
 
 @pytest.mark.long
 def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> None:
-    """It goes on where only steps are left that do not meet the picture again."""
+    """It goes on where only steps are left that do not meet the image again."""
     damaged, whole, resumed = copy_of(data, tmp_path), tmp_path / "whole", tmp_path / "resumed"
     last_step = {"epoch": 1, "step": STEPS_PER_EPOCH - 1}
     left = {image_of(damaged, **last_step, rank=0, number=number) for number in range(GLOBAL_BATCH)}
@@ -172,7 +172,7 @@ def test_resumed_run_remembers_what_was_skipped(data: Path, tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_skipped_image_is_the_same_one_after_a_move(data: Path, tmp_path: Path) -> None:
-    """Of the data, and of the run, which goes on in another folder: each epoch meets the picture again."""
+    """Of the data, and of the run, which goes on in another folder: each epoch meets the image again."""
     damaged, moved = copy_of(data, tmp_path), tmp_path / "moved"
     here, there = tmp_path / "here", tmp_path / "there"
     victim = image_of(damaged, epoch=0, step=2, rank=0)
@@ -189,7 +189,7 @@ def test_skipped_image_is_the_same_one_after_a_move(data: Path, tmp_path: Path) 
 
 @pytest.mark.long
 def test_names_that_are_no_text_can_be_told(data: Path, tmp_path: Path) -> None:
-    """Of bad pictures of both splits, by any rank, on streams that take nothing but UTF-8."""
+    """Of bad images of both splits, by any rank, on streams that take nothing but UTF-8."""
     damaged, strict = copy_of(data, tmp_path), {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
     for split in ("train", "val"):
         first = sorted((damaged / split).glob("*/*"))[0]
@@ -200,7 +200,7 @@ def test_names_that_are_no_text_can_be_told(data: Path, tmp_path: Path) -> None:
     assert len(told) == 2
     next((damaged / "train").glob("*/0*\udcff*")).unlink()
     line = fails(mpirun(train_command(damaged, tmp_path / "2", {**overrides, "run.epochs": 1}), ranks=2), **strict)
-    assert "/0\\udcff.jpg: is not a picture" in line
+    assert "/0\\udcff.jpg: is not an image" in line
 
 
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1)], ids=["of one rank", "of all ranks"])
@@ -211,7 +211,7 @@ def test_more_bad_images_than_may_be_skipped(ranks: tuple[int, int], data: Path,
         no_image(victim)
     overrides = {"data.max_skipped": 1, "data.loader": "torchvision"}
     line = message(run(forked(train_command(damaged, folder, overrides), ranks=2), expect=1))
-    assert "2 pictures are bad, and data.max_skipped=1" in line
+    assert "2 images are bad, and data.max_skipped=1" in line
     assert any(str(victim) in line for victim in victims)
     stopped = newest_step(folder)
     assert stopped in (3, 4)

@@ -21,7 +21,7 @@ def flipping(command: list[str], *, ranks: int, at: int, times: int) -> Forked:
 def test_flipped_bit_is_named_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
     ranks: int, sharded: str, data: Path, tmp_path: Path
 ) -> None:
-    # 160 pictures are five steps of 32, or six of 24
+    # 160 images are five steps of 32, or six of 24
     shape = {**SPARSE, "batch.global_batch_size": {2: 32, 3: 24}[ranks], "optimizer.sharded": sharded}
     run(forked(train_command(data, tmp_path / "healthy", shape), ranks=ranks))
     done = run(flipping(train_command(data, tmp_path / "faulty", shape), ranks=ranks, at=7, times=1))

@@ -73,9 +73,9 @@ def test_own_metrics_count_every_image_once(data: Path, two_ranks: tuple[Path, s
     assert found["right"] == evaluated["top1"]
     assert found["least"] - 100 * VAL_PER_CLASS in [right / VAL_PER_CLASS for right in range(VAL_PER_CLASS + 1)]
     assert json.loads((folder / "summary.json").read_text())["metrics"] == found
-    assert f"  right {found['right']:.4g}  least {found['least']:.4g}  (70 pictures in " in shown
+    assert f"  right {found['right']:.4g}  least {found['least']:.4g}  (70 images in " in shown
     for ranks in (1, 3):
-        # 3 x 32 for 70 pictures: the rest are others', and count for nothing
+        # 3 x 32 for 70 images: the rest are others', and count for nothing
         command = ["evaluate", str(folder), "--trust-code", "--json", f"--data.root={data}"]
         command += ["--batch.microbatch_size=32"]
         done = run(forked(command, ranks=ranks))

@@ -127,7 +127,7 @@ AVERAGED = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 1}
 def test_with_other_loaders_optimizers_and_models(overrides: dict[str, object], data: Path, tmp_path: Path) -> None:
     if "timm" in str(overrides.get("model.name")):
         pytest.importorskip("timm")
-    if overrides.get("data.loader") == "resident":  # which takes pictures of the model's own size
+    if overrides.get("data.loader") == "resident":  # which takes images of the model's own size
         data = tmp_path / "shapes"
         write_dataset(data, train_per_class=16, val_per_class=7, side_pixels=(32, 32))
     for ranks in (1, 3):
@@ -247,7 +247,7 @@ def test_healed_at_another_size(sharded: str, data: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not REAL_DATA.exists(), reason=f"no real pictures at {REAL_DATA}")
+@pytest.mark.skipif(not REAL_DATA.exists(), reason=f"no real images at {REAL_DATA}")
 def test_resnet18_on_real_pictures(tmp_path: Path) -> None:
     overrides = {
         **EXACT,

@@ -25,7 +25,7 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> Locked:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small pictures of shapes."""
+    """Small images of shapes."""
     root = tmp_path_factory.mktemp("data") / "shapes"
     write_dataset(root, train_per_class=8, val_per_class=1)
     return root
@@ -114,7 +114,7 @@ def test_a_table_of_the_host_comes_to_the_device(locked: Locked) -> None:
 def test_training_gives_the_weights_of_the_cpu(
     num_ranks: int, setting: str, rounding: float, data: Path, tmp_path: Path
 ) -> None:
-    """A process a rank, pictures that a loader decodes into locked memory, sums over tcp by way of the host."""
+    """A process a rank, images that a loader decodes into locked memory, sums over tcp by way of the host."""
     log, here = tmp_path / "log", {FOLDER: os.environ[FOLDER]}
     arguments = [str(data), str(rounding), f"--optimizer.{setting}"]
     ranks = [

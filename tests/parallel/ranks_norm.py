@@ -78,7 +78,7 @@ def check_against_the_whole(communicator: Communicator, group: RankGroup, dtype:
 
 
 def make_part(rank: int, ghost: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A rank's pictures of a ghost batch and their gradient: mean and spread differ from rank to rank."""
+    """A rank's images of a ghost batch and their gradient: mean and spread differ from rank to rank."""
     generator = torch.Generator().manual_seed(100 * ghost + rank)
     both = torch.randn(2, PART, C, 5, 6, generator=generator, device="cpu") * (rank + 1) + rank % 3
     inputs, grads = both.to(torch.get_default_device(), dtype)

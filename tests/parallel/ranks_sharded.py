@@ -56,7 +56,7 @@ class Run:
     communicator: Communicator
 
     def steps(self, *steps: int, skip: bool = False, poison: float = 1.0, accumulation: int = 1) -> None:
-        """Each from pictures of its own on each rank. poison: factor of the last rank's loss."""
+        """Each from images of its own on each rank. poison: factor of the last rank's loss."""
         for step in steps:
             self.reducer.zero_grad()
             generator = torch.Generator().manual_seed(1000 * step + self.communicator.rank)

@@ -218,7 +218,7 @@ def test_tune_then_train_with_it_and_evaluate_anywhere(tmp_path: Path) -> None:
     table.unlink()
     code, text = launch("evaluate", str(run), num_ranks=1)
     assert code == 0, text
-    assert "70 pictures" in text
+    assert "70 images" in text
 
 
 @needs_mpi
@@ -231,4 +231,4 @@ def test_train_counts_survive_a_narrow_wire(tmp_path: Path) -> None:
     train += ("--data.root", str(tmp_path / "shapes"), "--run.directory", str(tmp_path / "run"))
     code, text = launch(*train, "--comm.wire_dtype", "float16", "--comm.predivide", "2", num_ranks=2)
     assert code == 0, text
-    assert "(4110 pictures" in text
+    assert "(4110 images" in text

@@ -79,7 +79,7 @@ HOSTILE = {
 
 
 def content(name, num_bytes=900):
-    """What a picture holds: bytes that no other has."""
+    """What an image holds: bytes that no other has."""
     return (hashlib.sha256(name.encode()).digest() * (num_bytes // 32 + 1))[: num_bytes + len(name)]
 
 

@@ -1,4 +1,4 @@
-"""Loaders of pictures for tests, which close behind themselves."""
+"""Loaders of images for tests, which close behind themselves."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Some steps of training on pictures that a loader decodes: on torch's openreg device, and the same on the CPU."""
+"""Some steps of training on images that a loader decodes: on torch's openreg device, and the same on the CPU."""
 
 from collections.abc import Iterator
 from pathlib import Path

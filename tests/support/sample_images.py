@@ -1,4 +1,4 @@
-"""Encoded pictures for tests of the input, and where the real ones lie."""
+"""Encoded images for tests of the input, and where the real ones lie."""
 
 import io
 import os
@@ -16,7 +16,7 @@ REAL_DATA = Path(
 
 
 def smooth_image(seed: int, width: int = 150, height: int = 110) -> Image.Image:
-    """Smooth colours, as in a photograph: on noise alone two resizers differ more than on any picture."""
+    """Smooth colours, as in a photograph: on noise alone two resizers differ more than on any image."""
     noise = np.random.default_rng(seed).integers(0, 256, (8, 10, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -29,7 +29,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 
 
 def exif(orientation: int) -> bytes:
-    """EXIF data that says how to turn the picture for display."""
+    """EXIF data that says how to turn the image for display."""
     tags = Image.Exif()
     tags[0x0112] = orientation
     return tags.tobytes()

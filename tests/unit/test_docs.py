@@ -279,7 +279,7 @@ def run_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OWN = {"flowers": ("rose", "tulip", "iris"), "birds": ("heron", "stork")}
-"""Own pictures that the pages speak of: folder below data -> classes."""
+"""Own images that the pages speak of: folder below data -> classes."""
 
 
 @pytest.fixture(scope="module")

@@ -191,8 +191,8 @@ def test_files_plain_ones_alone_are_read(kind: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"no plain file|No such device"):
         read_plain(str(path))
     path.unlink()
-    path.write_bytes(b"a picture")
-    assert read_plain(str(path)) == b"a picture"
+    path.write_bytes(b"an image")
+    assert read_plain(str(path)) == b"an image"
 
 
 def test_files_folders_are_made_through_no_link(tmp_path: Path) -> None:

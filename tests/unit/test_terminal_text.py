@@ -34,7 +34,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 def write_trained(folder: Path) -> tuple[Path, Path]:
-    """Write a data set and a run, both with a class and a picture of that name."""
+    """Write a data set and a run, both with a class and an image of that name."""
     data, run = folder / "data", folder / "run"
     write_dataset(data, train_per_class=1, val_per_class=1, side_pixels=(50, 60))
     for split in ("train", "val"):
@@ -99,7 +99,7 @@ def init(folder: Path) -> list[str]:
     (folder / "set").mkdir()
     Image.new("RGB", (9, 9)).save(folder / "set/a.jpg")
     (folder / "set" / f"{NAME}.jpg").write_bytes(b"")
-    (folder / "set/labels.csv").write_text(f'picture,label\na.jpg,"{NAME}"\n"{NAME}2.jpg",b\n')
+    (folder / "set/labels.csv").write_text(f'image,label\na.jpg,"{NAME}"\n"{NAME}2.jpg",b\n')
     return ["init", str(folder / "set"), "--out", str(folder / "set.yaml")]
 
 

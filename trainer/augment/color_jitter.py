@@ -39,7 +39,7 @@ class ColorJitter:
         return cls(augment.color_jitter) if augment.color_jitter else None
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
-        """Change uint8 pictures by draws that are uniform in [0, 1)."""
+        """Change uint8 images by draws that are uniform in [0, 1)."""
         low = max(0.0, 1 - self.strength)
         factors_B3 = low + draws_BD[:, :3] * (1 + self.strength - low)
         # sorting random keys gives each sample a random order; pass k does the k-th change of all

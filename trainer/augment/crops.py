@@ -65,7 +65,7 @@ def random_resized_crop(
     attempts: int = 10,
     flip: bool = True,
 ) -> Crop:
-    """Draw boxes of random area (share of the picture) and aspect ratio, the first attempt that fits, and flips.
+    """Draw boxes of random area (share of the image) and aspect ratio, the first attempt that fits, and flips.
 
     The distribution of torchvision's RandomResizedCrop, with its fallback to a central crop.
     """
@@ -95,7 +95,7 @@ def center_crop(*, fraction: float = 0.875) -> Crop:
     """Take the central square of fraction * the short side, never flipped.
 
     Up to rounding the same as torchvision's Resize(size) and CenterCrop(fraction * size), without
-    computing the pixels that are cut off. fraction 1.0 on a square picture is the whole of it.
+    computing the pixels that are cut off. fraction 1.0 on a square image is the whole of it.
     """
 
     def crop(epoch: int, indices_B: np.ndarray, sizes_B2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -107,9 +107,9 @@ def center_crop(*, fraction: float = 0.875) -> Crop:
 
 
 def padded_crop(*, seed: int, size: int, padding: int = 4, flip: bool = True) -> Crop:
-    """Draw a size x size box anywhere in the picture padded by padding on each side, and flips (CIFAR).
+    """Draw a size x size box anywhere in the image padded by padding on each side, and flips (CIFAR).
 
-    Coordinates are those of the unpadded picture, so top and left may be negative: for loaders that pad.
+    Coordinates are those of the unpadded image, so top and left may be negative: for loaders that pad.
     """
 
     def crop(epoch: int, indices_B: np.ndarray, sizes_B2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

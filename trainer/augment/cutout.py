@@ -1,4 +1,4 @@
-"""Cutout: a square of each picture is wiped out. Source: DeVries and Taylor 2017 (arXiv 1708.04552)."""
+"""Cutout: a square of each image is wiped out. Source: DeVries and Taylor 2017 (arXiv 1708.04552)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,7 +37,7 @@ class Cutout:
         return cls(augment.cutout_size, fill) if augment.cutout_size else None
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
-        """Change uint8 pictures by draws that are uniform in [0, 1)."""
+        """Change uint8 images by draws that are uniform in [0, 1)."""
         device = images_BCHW.device
         height, width = images_BCHW.shape[2:]
         centres_2B = np.floor(draws_BD.T * np.array([[height], [width]])).astype(np.int64)

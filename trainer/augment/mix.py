@@ -42,7 +42,7 @@ def cutmix_box(*, lam: float, centre: tuple[float, float], height: int, width: i
 
 
 class Mix:
-    """Mixes normalised pictures and their labels; each ghost batch by MixUp or CutMix, or half and half by chance.
+    """Mixes normalised images and their labels; each ghost batch by MixUp or CutMix, or half and half by chance.
 
     An alpha of 0 leaves one out. Sources: Zhang et al. 2018 (arXiv 1710.09412), Yun et al. 2019 (arXiv 1905.04899).
     """
@@ -71,7 +71,7 @@ class Mix:
     def __call__(
         self, images_BCHW: Tensor, labels_B: Tensor, *, epoch: int, indices_B: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """Return mixed pictures in the memory format of images_BCHW, and float32 class probabilities (B, num_classes).
+        """Return mixed images in the memory format of images_BCHW, and float32 class probabilities (B, num_classes).
 
         Raises: ValueError if the batch is no whole number of ghost batches.
         """
@@ -94,7 +94,7 @@ class Mix:
         params = {"labels": targets_BK, "batch_size": len(targets_BK)}
         if draws_5[0] < share_of_mixup:
             lam = symmetric_beta(draws_5[None, 1:3], alpha=self._mixup_alpha).item()
-            # lam of the picture is lam of the label, and the order of dimensions does not matter
+            # lam of the image is lam of the label, and the order of dimensions does not matter
             images_BHWC = self._mixup.transform(images_BCHW.permute(0, 2, 3, 1), params | {"lam": lam})
             return images_BHWC.permute(0, 3, 1, 2), self._mixup.transform(targets_BK, params | {"lam": lam})
         lam = symmetric_beta(draws_5[None, 1:3], alpha=self._cutmix_alpha).item()

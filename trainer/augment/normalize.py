@@ -1,4 +1,4 @@
-"""From uint8 pictures to what a model takes, on the model's device."""
+"""From uint8 images to what a model takes, on the model's device."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Normalize:
-    """Moves uint8 pictures to the device, then subtracts the channel means and divides by the deviations.
+    """Moves uint8 images to the device, then subtracts the channel means and divides by the deviations.
 
     mean and std are on the scale 0 to 1. Bytes cross to the device, floats do not. Without a
-    memory_format, the pictures keep theirs, which is channels-last.
+    memory_format, the images keep theirs, which is channels-last.
     """
 
     def __init__(
@@ -30,6 +30,6 @@ class Normalize:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device).view(1, 3, 1, 1)
 
     def __call__(self, images_BCHW: Tensor) -> Tensor:
-        """Return pictures in the compute dtype, on the device."""
+        """Return images in the compute dtype, on the device."""
         pixels = images_BCHW.to(self._device, non_blocking=True)
         return torch.addcmul(self._shift, pixels, self._scale).to(self._dtype, memory_format=self._memory_format)

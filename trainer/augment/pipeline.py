@@ -19,11 +19,11 @@ from bigbatch.trainer.config.sections import AugmentConfig
 
 
 class Augmentation(Protocol):
-    """Changes each picture of a microbatch by draws of its own."""
+    """Changes each image of a microbatch by draws of its own."""
 
     @property
     def stream(self) -> int:
-        """Number its draws among those of a sample, for ever: another number changes every run's pictures."""
+        """Number its draws among those of a sample, for ever: another number changes every run's images."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class Augmentation(Protocol):
         ...
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
-        """Change uint8 pictures, on their device and without a host sync, by draws that are uniform in [0, 1)."""
+        """Change uint8 images, on their device and without a host sync, by draws that are uniform in [0, 1)."""
         ...
 
 
@@ -42,15 +42,15 @@ AUGMENTATIONS = (ColorJitter, RandAugment, Cutout)
 
 @dataclass(frozen=True)
 class Augment:
-    """Applies augmentations one after the other; none leave the pictures as they are."""
+    """Applies augmentations one after the other; none leave the images as they are."""
 
     seed: int
     chain: tuple[Augmentation, ...] = ()
 
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor:
-        """Make new pictures in the memory format of images_BCHW; images_BCHW itself if nothing is asked for.
+        """Make new images in the memory format of images_BCHW; images_BCHW itself if nothing is asked for.
 
-        Raises: ValueError if images_BCHW are no uint8 RGB pictures, one per index.
+        Raises: ValueError if images_BCHW are no uint8 RGB images, one per index.
         """
         if images_BCHW.dtype != torch.uint8 or images_BCHW.shape[:2] != (len(indices_B), 3):
             shape = tuple(images_BCHW.shape)

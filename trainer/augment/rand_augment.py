@@ -51,7 +51,7 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class RandAugment:
-    """Does num_ops operations one after the other on each picture, each uniform over Op, all at one magnitude.
+    """Does num_ops operations one after the other on each image, each uniform over Op, all at one magnitude.
 
     magnitude: 0 to MAX_MAGNITUDE. Operations and ranges are those of torchvision's RandAugment.
     Raises: ValueError naming the senseless setting. Source: Cubuk et al. 2020 (arXiv 1909.13719).
@@ -79,7 +79,7 @@ class RandAugment:
         return 2 * self.num_ops
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
-        """Change uint8 pictures by draws that are uniform in [0, 1)."""
+        """Change uint8 images by draws that are uniform in [0, 1)."""
         for number in range(self.num_ops):
             ops_B = np.floor(draws_BD[:, 2 * number] * len(Op)).astype(np.int64)
             signs_B = np.where(draws_BD[:, 2 * number + 1] < 0.5, -1.0, 1.0)
@@ -88,7 +88,7 @@ class RandAugment:
 
 
 def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Return uint8 pictures after one operation each; what each family does is computed for its samples only."""
+    """Return uint8 images after one operation each; what each family does is computed for its samples only."""
     order_B = np.argsort(ops_B, kind="stable")
     rows_B = on_device(order_B, images_BCHW.device)
     images_BHWC = images_BCHW.permute(0, 2, 3, 1)  # index_select keeps the order of dimensions, not channels-last
@@ -107,7 +107,7 @@ def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, ma
 def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> Tensor:
     """Compute factor * image + (1 - factor) * other, cut to 0..255 and truncated, as torchvision's adjust_* do.
 
-    other is black for BRIGHTNESS, the grey picture for COLOR (saturation) and its mean for CONTRAST.
+    other is black for BRIGHTNESS, the grey image for COLOR (saturation) and its mean for CONTRAST.
     """
     table_4B = np.stack([factors_B, 1 - factors_B, ops_B == Op.COLOR, ops_B == Op.CONTRAST]).astype(np.float32)
     factors, rests, is_color, is_contrast = on_device(table_4B, images_BCHW.device).view(4, -1, 1, 1, 1)
@@ -119,7 +119,7 @@ def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> T
 
 
 def sampling_matrices(ops_B: np.ndarray, *, signs_B: np.ndarray, magnitude: int, height: int, width: int) -> np.ndarray:
-    """Compute where an output pixel (x, y, 1) comes from, (B, 2, 3), in pixels from the centre of the picture.
+    """Compute where an output pixel (x, y, 1) comes from, (B, 2, 3), in pixels from the centre of the image.
 
     Shears hold the top left corner, rotations the centre; translations are whole pixels.
     """
@@ -150,7 +150,7 @@ def _moved(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magni
     """
     height, width = images_BCHW.shape[2:]
     matrices_B23 = sampling_matrices(ops_B, signs_B=signs_B, magnitude=magnitude, height=height, width=width)
-    shares_B23 = matrices_B23 / np.array([[width / 2], [height / 2]])  # grid_sample's unit: half the picture
+    shares_B23 = matrices_B23 / np.array([[width / 2], [height / 2]])  # grid_sample's unit: half the image
     device = images_BCHW.device
     factors = on_device(shares_B23.astype(np.float32), device)[..., None, None]
     xs_W = torch.arange(width, device=device) - (width - 1) / 2

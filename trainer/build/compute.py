@@ -23,7 +23,7 @@ MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def memory_format(compute: ComputeConfig) -> torch.memory_format:
-    """Return the memory format of weights and pictures."""
+    """Return the memory format of weights and images."""
     return torch.channels_last if compute.channels_last else torch.contiguous_format
 
 

@@ -58,7 +58,7 @@ def make_eval_split(
         return _synthetic_split(config, communicator, image_size=_eval_size(config))
     root = Path(config.data.root)
     index = open_split(root, "val", classes=None if trained else read_classes(root, "train"))
-    communicator.agree(f"the pictures in {root}", f"{len(index)} validation pictures ({_digest(index)})")
+    communicator.agree(f"the images in {root}", f"{len(index)} validation images ({_digest(index)})")
     if trained:
         require_same_names(
             trained,
@@ -77,9 +77,9 @@ def _read_indices(config: Config, communicator: Communicator) -> tuple[ImageSour
     val_index = open_split(root, "val", classes=train_index.classes)
     _require_num_classes(config, train_index)
     communicator.agree(
-        f"the pictures in {root}",
-        f"{len(train_index)} training pictures ({_digest(train_index)}), "
-        f"{len(val_index)} validation pictures ({_digest(val_index)})",
+        f"the images in {root}",
+        f"{len(train_index)} training images ({_digest(train_index)}), "
+        f"{len(val_index)} validation images ({_digest(val_index)})",
     )
     return train_index, val_index
 
@@ -108,7 +108,7 @@ def class_names(split: Split) -> tuple[str, ...] | None:
 def samples_digest(split: Split) -> str | None:
     """Digest class names and labels: the same for folders and packed copies; None for generated samples.
 
-    Where it differs, the positions in an epoch's order are those of other pictures.
+    Where it differs, the positions in an epoch's order are those of other images.
     """
     return None if split.index is None else _digest_of_labels(split.index).hexdigest()[:16]
 
@@ -149,7 +149,7 @@ def _train_crop(config: Config) -> Crop:
 
 
 def split_of(config: Config, communicator: Communicator, index: ImageSource) -> Split:
-    """Make a split of any pictures, cropped and resized as for evaluation."""
+    """Make a split of any images, cropped and resized as for evaluation."""
     crop = center_crop(fraction=config.data.eval_crop_fraction)
     return _image_split(config, communicator, index, crop=crop, image_size=_eval_size(config))
 

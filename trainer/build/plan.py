@@ -15,7 +15,7 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
     steps_per_epoch = num_samples // config.batch.global_batch_size
     if steps_per_epoch == 0:
         raise ConfigError(
-            f"batch.global_batch_size={config.batch.global_batch_size} exceeds the {num_samples} training pictures"
+            f"batch.global_batch_size={config.batch.global_batch_size} exceeds the {num_samples} training images"
         )
     if first_step > steps_per_epoch * config.run.epochs:
         raise ConfigError(

@@ -18,11 +18,11 @@ from bigbatch.trainer.step.score import Metric, PerPicture, Score, cross_entropi
 FUNCTIONS = ("torch.nn.functional", "torchvision.ops")
 """Where torch and torchvision have losses that are functions."""
 NUM_TRIED = 4
-"""Pictures: an even number, as they are tried in halves, too."""
+"""Images: an even number, as they are tried in halves, too."""
 
 
 def make_loss(config: Config, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what training minimises: the sum over a microbatch's pictures. Raises: ConfigError for an unfit one."""
+    """Return what training minimises: the sum over a microbatch's images. Raises: ConfigError for an unfit one."""
     optimizer = config.optimizer
     if optimizer.loss == CROSS_ENTROPY:
         return partial(_sum_of_cross_entropies, label_smoothing=optimizer.label_smoothing)
@@ -56,7 +56,7 @@ def _own_loss(config: Config, device: torch.device) -> PerPicture:
         losses_B = _try(own, logits_BK.requires_grad_(), targets, key=key)
         if losses_B.ndim != 1 or not losses_B.requires_grad:
             gives = "no gradient" if losses_B.ndim == 1 else f"numbers of shape {tuple(losses_B.shape)}"
-            raise ConfigError(f"{key} gives {gives}: a loss gives one number for each picture, with a gradient")
+            raise ConfigError(f"{key} gives {gives}: a loss gives one number for each image, with a gradient")
     return own
 
 
@@ -67,7 +67,7 @@ def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Co
         values = _try(own, *_noise(config.data.num_classes, device), key=key)
     if values.ndim > 2 or (values.ndim == 2 and result is None):
         raise ConfigError(
-            f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TRIED} pictures: give one for each, whose "
+            f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TRIED} images: give one for each, whose "
             "mean is the figure, or several, and the method result, which makes the figure of their sums"
         )
     metric = Metric(own, width=values[0].numel(), result=result, is_on_grid=config.run.reproducible)
@@ -124,7 +124,7 @@ def _noise(num_classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Tensor:
-    """Return the numbers of each picture, which must not depend on the others. Raises: ConfigError."""
+    """Return the numbers of each image, which must not depend on the others. Raises: ConfigError."""
     shapes = f"logits of shape {tuple(logits_BK.shape)} and targets of shape {tuple(targets.shape)}"
     if targets.ndim == 2:
         shapes += ", as augment.mixup_alpha and augment.cutmix_alpha make them"
@@ -137,12 +137,12 @@ def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Te
     if not isinstance(whole, Tensor) or not whole.ndim or len(whole) != len(logits_BK):
         given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"type {type(whole).__name__}"
         raise ConfigError(
-            f"{key} gives what is of {given} for {shapes}, and not numbers for each picture: without a mean or sum, "
+            f"{key} gives what is of {given} for {shapes}, and not numbers for each image: without a mean or sum, "
             "as those of torch.nn give them with the option reduction: none"
         )
     if not torch.allclose(whole.double(), torch.cat(halves).double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
-            f"{key} gives a picture other numbers where other pictures are beside it: what it gives must not depend on "
+            f"{key} gives an image other numbers where other images are beside it: what it gives must not depend on "
             "how a batch is divided"
         )
     return whole

@@ -1,4 +1,4 @@
-"""Fits a model's input whitening to the training pictures, once, before the first step of a run."""
+"""Fits a model's input whitening to the training images, once, before the first step of a run."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,7 +31,7 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
         return
     sums = torch.zeros(PATCH + 1, PATCH + 1, dtype=torch.float64, device=communicator.device)
     for batch in _batches(split, config=config, communicator=communicator):
-        # without padding samples, which would count the last picture again
+        # without padding samples, which would count the last image again
         sums += patch_sums(batch.images_BCHW[batch.valid_B.to(batch.images_BCHW.device)].to(sums.device))
     communicator.sum_(sums.view(-1), label="all-reduce of patches")
     filters = whitening_filters(sums, std=config.data.std, eps=eps).float().to(sums.device)
@@ -42,7 +42,7 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
 
 
 def _batches(split: Split, *, config: Config, communicator: Communicator) -> Iterator[Batch]:
-    """Load this rank's share: whole pictures with resident, whose crops reach over the edge, else crops of epoch 0."""
+    """Load this rank's share: whole images with resident, whose crops reach over the edge, else crops of epoch 0."""
     chosen_N = np.linspace(0, split.num_samples - 1, min(NUM_IMAGES, split.num_samples)).round().astype(np.int64)
     requests = imagenet.eval_requests(
         num_samples=len(chosen_N),

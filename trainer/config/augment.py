@@ -1,4 +1,4 @@
-"""Which augmentations go together, with the batch, and with the size of the pictures."""
+"""Which augmentations go together, with the batch, and with the size of the images."""
 
 from collections.abc import Iterator
 
@@ -29,13 +29,13 @@ def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
     if (augment.mixup_alpha or augment.cutmix_alpha) and ranks_per_ghost(batch) > 1:
         yield (
             f"augment.mixup_alpha={augment.mixup_alpha} and augment.cutmix_alpha={augment.cutmix_alpha} mix within a "
-            f"ghost batch, whose pictures batch.bn_span={batch.bn_span} spreads over ranks of "
+            f"ghost batch, whose images batch.bn_span={batch.bn_span} spreads over ranks of "
             f"batch.microbatch_size={batch.microbatch_size}: set both to 0"
         )
 
 
 def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) -> Iterator[str]:
-    """Say where pictures are too small for the model, or for an augmentation."""
+    """Say where images are too small for the model, or for an augmentation."""
     needs = [(SMALLEST_IMAGE.get(model, 1), f"model.name={model}")]
     if augment.randaugment_ops:
         needs.append((SMALLEST_SHARPENED, f"augment.randaugment_ops={augment.randaugment_ops}"))

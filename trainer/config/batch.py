@@ -7,7 +7,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import BatchConfig
 
 LEAST_SPAN = 8
-"""Pictures of a ghost batch below which none is proposed: their statistics say too little."""
+"""Images of a ghost batch below which none is proposed: their statistics say too little."""
 
 
 def check_batch(batch: BatchConfig) -> Iterator[str]:

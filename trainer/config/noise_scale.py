@@ -22,7 +22,7 @@ def check_noise_scale(run: RunConfig, batch: BatchConfig, compute: ComputeConfig
             f"{batch.global_batch_size} is one microbatch: set batch.microbatch_size (and a batch.bn_span above it) to "
             f"{half} or less"
             if half
-            else f"{key} compares microbatches with the global batch, which is one picture: raise it"
+            else f"{key} compares microbatches with the global batch, which is one image: raise it"
         )
     if compute.cuda_graph:
         yield (

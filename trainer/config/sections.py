@@ -17,7 +17,7 @@ from bigbatch.trainer.config.fields import (
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 MODELS = (*RESNETS, "alexnet_bn", "resnet9")
-READERS = ("dali", "torchvision")  # loaders that read pictures while training
+READERS = ("dali", "torchvision")  # loaders that read images while training
 # each is made by the module of its name in trainer/optim
 OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
@@ -55,7 +55,7 @@ class RunConfig:
     any resume, as long as batch.microbatch_size, the kind of device and the versions stay: gradients are summed as
     integers, and kernels are deterministic. Sums take twice the bytes, and CPUs compute with compute.cpu_threads."""
     digest_every_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between two records of digests (pictures, gradients before and after their sum, weights and optimizer
+    """Steps between two records of digests (images, gradients before and after their sum, weights and optimizer
     state), by which bigbatch diff finds where two runs part; 0 for none."""
     digest_layers: tuple[str, ...] | None = None
     """Layers whose activations are digested in these steps, too, by patterns of their names, such as [layer1.*, fc];
@@ -64,7 +64,7 @@ class RunConfig:
     """Of what is digested in these steps, the gradients and activations to keep whole, too, in the run folder, so that
     bigbatch diff names elements of them: patterns of the names of parameters and of digest_layers; null for none."""
     noise_scale_every_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between two measurements of the gradient noise scale, which tells near which global batch more pictures in
+    """Steps between two measurements of the gradient noise scale, which tells near which global batch more images in
     a step begin to save few steps; 0 for none. Needs two microbatches of whole ghost batches in a global batch."""
     checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
     """A checkpoint, or the plot at the end, that is not written after this long ends the job; comm.timeout_seconds does
@@ -73,7 +73,7 @@ class RunConfig:
     """auto: go on from the newest checkpoint of the run folder, if any; never: refuse a used run folder;
     else the path of a checkpoint to start from."""
     metrics: dict[str, Any] | None = None
-    """Own figures of an evaluation: names, and the dotted name of what gives numbers for each picture, such as
+    """Own figures of an evaluation: names, and the dotted name of what gives numbers for each image, such as
     {balanced: mypackage.metrics.Balanced}, or {name, options} where it takes arguments. null for none."""
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """What else gets the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases). One that fails, or finds no
@@ -95,7 +95,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """These keys name the pictures, and say what is done to them."""
+    """These keys name the images, and say what is done to them."""
 
     loader: Literal["dali", "torchvision", "resident", "synthetic"] = "dali"
     """dali: decode and resize ahead, on the GPU where there is one; torchvision: the same in Pillow threads;
@@ -104,40 +104,40 @@ class DataConfig:
     """Whose memory resident keeps the set in. host: batches are cropped there and copied to the device at each step,
     which shows what the device's memory is worth. null but for resident."""
     root: Annotated[str, PATH] = "data/imagenet"
-    """Folder with train/<class>/<picture> and val/<class>/<picture>, or a list of pictures by bigbatch init; unused by
+    """Folder with train/<class>/<image> and val/<class>/<image>, or a list of images by bigbatch init; unused by
     synthetic."""
     num_classes: Annotated[int, POSITIVE] = 1000
     """Classes of the data set and outputs of the model."""
     num_synthetic_samples: Annotated[int | None, POSITIVE, OnlyFor("loader", ("synthetic",))] = None
     """Size of the generated training set and of the validation set; null for every other loader."""
     image_size: Annotated[int, POSITIVE] = 224
-    """Height and width of the pictures that the model sees, in pixels; in training, as long as train_sizes is null."""
+    """Height and width of the images that the model sees, in pixels; in training, as long as train_sizes is null."""
     train_sizes: tuple[tuple[int, int], ...] | None = None
-    """Progressive resizing: pairs of an epoch and the size of training pictures from it on; null for image_size."""
+    """Progressive resizing: pairs of an epoch and the size of training images from it on; null for image_size."""
     crop: Literal["resized", "padded"] = "resized"
     """Training crop. resized: random area and aspect ratio (ImageNet); padded: shift by up to 4 pixels (CIFAR)."""
     crop_area_min: Annotated[float | None, ABOVE_ZERO, OnlyFor("crop", ("resized",))] = 0.08
-    """Smallest share of the picture's area in a resized crop, in (0, 1]; null for padded."""
+    """Smallest share of the image's area in a resized crop, in (0, 1]; null for padded."""
     flip: bool = True
-    """Mirror half of the training pictures."""
+    """Mirror half of the training images."""
     eval_crop_fraction: Annotated[float, ABOVE_ZERO] = 0.875
-    """Side of the central evaluation crop as a share of the picture's shorter side, in (0, 1]."""
+    """Side of the central evaluation crop as a share of the image's shorter side, in (0, 1]."""
     eval_flip: bool = False
-    """Evaluate each picture and its mirror image, and add up the two outputs (test-time flip)."""
+    """Evaluate each image and its mirror image, and add up the two outputs (test-time flip)."""
     mean: Annotated[tuple[float, float, float], SHARE] = (0.485, 0.456, 0.406)
     """Channel means (red, green, blue) on the scale 0 to 1; the default is ImageNet's, as torchvision has it."""
     std: Annotated[tuple[float, float, float], POSITIVE] = (0.229, 0.224, 0.225)
     """Channel standard deviations (red, green, blue) on the scale 0 to 1; the default is ImageNet's, too."""
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True)] = None
-    """Bad pictures for which others stand in, counted and listed in the summary; null to end at the first one."""
+    """Bad images for which others stand in, counted and listed in the summary; null to end at the first one."""
     max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
-    """A picture of more million pixels is bad, by what its header states: decoded, each takes 4 MB, in every thread."""
+    """An image of more million pixels is bad, by what its header states: decoded, each takes 4 MB, in every thread."""
     num_threads: Annotated[int, POSITIVE] = 4
     """Decoding threads per rank."""
     prefetch_batches: Annotated[int, POSITIVE] = 2
     """Microbatches prepared ahead of use."""
     patience_seconds: Annotated[float, POSITIVE] = 20.0
-    """A picture that cannot be read is tried again for so long; then the run saves a checkpoint and ends."""
+    """An image that cannot be read is tried again for so long; then the run saves a checkpoint and ends."""
     hardware_share: Annotated[float, SHARE] = 0.65
     """Share of JPEGs that a GPU's decoding engine takes, where there is one, in [0, 1]; the rest is decoded by its
     other cores. Ignored but for dali."""
@@ -155,20 +155,20 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
-    """Training pictures are changed so on the model's device, after crop and flip, in this order; 0 for not at all."""
+    """Training images are changed so on the model's device, after crop and flip, in this order; 0 for not at all."""
 
     color_jitter: Annotated[float, NOT_NEGATIVE] = 0.0
     """Brightness, contrast and saturation change by up to this share, in random order."""
     randaugment_ops: Annotated[int, NOT_NEGATIVE] = 0
-    """Random operations on each picture (RandAugment)."""
+    """Random operations on each image (RandAugment)."""
     randaugment_magnitude: Annotated[int | None, NOT_NEGATIVE] = None
     """Their strength, 0 to 30; null without operations."""
     cutout_size: Annotated[int, NOT_NEGATIVE] = 0
     """Side of a square that is wiped out, in pixels."""
     mixup_alpha: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Blend each picture and its label with another of its ghost batch; the share is of Beta(alpha, alpha)."""
+    """Blend each image and its label with another of its ghost batch; the share is of Beta(alpha, alpha)."""
     cutmix_alpha: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Put a box of another picture of the ghost batch into each. With both, each ghost batch gets one of the two."""
+    """Put a box of another image of the ghost batch into each. With both, each ghost batch gets one of the two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ class ComputeConfig:
     """Capture the whole step, the sums over ranks included, and replay it by one launch for each microbatch: for small
     local batches, where launches take longer than the work. Needs a GPU, and NCCL where there are several ranks."""
     channels_last: bool = True
-    """Pictures and weights in NHWC memory, which tensor cores and oneDNN take as they are."""
+    """Images and weights in NHWC memory, which tensor cores and oneDNN take as they are."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms on each new shape and keep the fastest; without effect on a CPU."""
     cpu_threads: Annotated[int | None, POSITIVE] = None
@@ -309,7 +309,7 @@ class OptimizerConfig:
     ema_every_steps: Annotated[int | None, POSITIVE] = None
     """Steps between two steps of the average; null without one."""
     loss: str = "cross_entropy"
-    """cross_entropy, or the dotted name of an own loss that gives a number for each picture, such as
+    """cross_entropy, or the dotted name of an own loss that gives a number for each image, such as
     mypackage.losses.Focal."""
     loss_options: dict[str, Any] | None = None
     """Arguments of an own loss; null for cross_entropy."""

@@ -19,7 +19,7 @@ from bigbatch.trainer.input.listed import SPLITS
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
-"""How many pictures there are, and how many of each class where these are equal; 10,000 are ImageNet-V2's."""
+"""How many images there are, and how many of each class where these are equal; 10,000 are ImageNet-V2's."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Spread:
-    """Gives the extremes and median of a quantity over classes or pictures; zeros where there are none."""
+    """Gives the extremes and median of a quantity over classes or images; zeros where there are none."""
 
     smallest: int = 0
     median: float = 0.0
@@ -47,7 +47,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Says what a split holds. Sides and forms are those of its good pictures."""
+    """Says what a split holds. Sides and forms are those of its good images."""
 
     num_images: int
     num_classes: int
@@ -56,7 +56,7 @@ class SplitFacts:
     short_side_pixels: Spread
     long_side_pixels: Spread
     forms: dict[str, int]
-    """Number of pictures of each form, such as JPEG RGB, the most frequent first."""
+    """Number of images of each form, such as JPEG RGB, the most frequent first."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,21 @@ def check_dataset(
     max_pixels: int = MAX_PIXELS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CheckReport:
-    """Look at every picture of root/train and root/val; on_progress gets the number done and the total.
+    """Look at every image of root/train and root/val; on_progress gets the number done and the total.
 
-    decode False reads all files and headers, so that only damage inside of a picture remains unseen. A picture of
+    decode False reads all files and headers, so that only damage inside of an image remains unseen. An image of
     more than max_pixels is a fault, and not decoded.
-    Raises: DataError if root has neither split, or is no list of pictures; ConfigError for an impossible num_workers.
+    Raises: DataError if root has neither split, or is no list of images; ConfigError for an impossible num_workers.
     """
     start = time.monotonic()
     listings = {split: open_listing(root, split) for split in SPLITS if root.is_file() or (root / split).is_dir()}
     if not listings:
-        what = "holds neither train/ nor val/" if root.is_dir() else "is neither a folder nor a list of pictures"
+        what = "holds neither train/ nor val/" if root.is_dir() else "is neither a folder nor a list of images"
         hint = "name the folder that contains train/ and val/, or the list that `bigbatch init` wrote"
         raise DataError(f"{root}: {what if root.exists() else 'is not there'}; {hint}")
     splits = {split: listing.images for split, listing in listings.items()}
     total, num_done = sum(map(len, splits.values())), 0
-    # an empty part, so that a split without pictures can be concatenated, too
+    # an empty part, so that a split without images can be concatenated, too
     rows: dict[str, list[np.ndarray]] = {split: [np.empty(0, IMAGE)] for split in splits}
     faults: dict[str, list[Fault]] = {split: [] for split in splits}
     for part in examine_all(splits, decode=decode, num_workers=num_workers, max_pixels=max_pixels):
@@ -183,7 +183,7 @@ def left_out_findings(
 
 
 def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
-    """Return one problem per kind of bad picture."""
+    """Return one problem per kind of bad image."""
     kinds: dict[str, list[str]] = {}
     for fault in faults:
         kinds.setdefault(fault.kind, []).append(fault.reason)
@@ -191,7 +191,7 @@ def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
 
 
 def trait_findings(split: str, images: ImageSource, *, rows_N: np.ndarray) -> list[Finding]:
-    """Return one remark per trait that some picture has, with what the loaders make of it."""
+    """Return one remark per trait that some image has, with what the loaders make of it."""
     findings = []
     for bit, (trait, meaning) in enumerate(TRAITS.items()):
         positions = np.flatnonzero(rows_N["traits"] >> bit & 1)
@@ -202,7 +202,7 @@ def trait_findings(split: str, images: ImageSource, *, rows_N: np.ndarray) -> li
 
 
 def class_findings(root: Path, splits: Mapping[str, ImageSource]) -> list[Finding]:
-    """Return missing splits, classes without pictures or in one split only, and counts that are not ImageNet's."""
+    """Return missing splits, classes without images or in one split only, and counts that are not ImageNet's."""
     findings = []
     missing = tuple(f"{root / split}: no such folder" for split in SPLITS if split not in splits)
     if missing:
@@ -212,12 +212,12 @@ def class_findings(root: Path, splits: Mapping[str, ImageSource]) -> list[Findin
         counts = _class_counts(images)
         empty = tuple(f"{root / split / name}" for name, count in zip(images.classes, counts, strict=True) if not count)
         if empty:
-            meaning = f"fill or remove it; a picture ends in {', '.join(IMAGE_SUFFIXES)}"
+            meaning = f"fill or remove it; an image ends in {', '.join(IMAGE_SUFFIXES)}"
             is_problem = split == "train" or not root.is_file()  # a list names the classes of both splits
-            findings.append(Finding("class without pictures", split, empty, is_problem=is_problem, meaning=meaning))
+            findings.append(Finding("class without images", split, empty, is_problem=is_problem, meaning=meaning))
         findings += unprintable_findings(split, images.classes)
         if not images.classes:
-            cases = (f"{root / split}: expected {split}/<class>/<picture>",)
+            cases = (f"{root / split}: expected {split}/<class>/<image>",)
             findings.append(Finding("no class folders", split, cases, is_problem=True))
         for other in splits.keys() - {split}:
             lacking = tuple(f"{root / split / name}" for name in sorted({*images.classes} - {*splits[other].classes}))
@@ -250,15 +250,15 @@ def imagenet_findings(split: str, images: ImageSource) -> list[Finding]:
         return []
     cases, known = [], IMAGENET_COUNTS[split]
     if len(images) not in known:
-        cases.append(f"{len(images):,} pictures instead of {' or '.join(f'{count:,}' for count in known)}")
+        cases.append(f"{len(images):,} images instead of {' or '.join(f'{count:,}' for count in known)}")
     elif per_class := known[len(images)]:
         cases += [
-            f"{name}: {count} pictures instead of {per_class}"
+            f"{name}: {count} images instead of {per_class}"
             for name, count in zip(images.classes, _class_counts(images).tolist(), strict=True)
             if count != per_class
         ]
     meaning = (
-        "accuracies are comparable only for the whole set: 1,281,167 pictures in train and 50,000 in val, 50 of each "
+        "accuracies are comparable only for the whole set: 1,281,167 images in train and 50,000 in val, 50 of each "
         "class; 10,000 and 10 in ImageNet-V2"
     )
     return [Finding("not ImageNet's counts", split, tuple(cases), is_problem=False, meaning=meaning)] if cases else []
@@ -293,8 +293,8 @@ def _duplicate(splits: Mapping[str, ImageSource], members: Sequence[tuple[str, i
     where = sorted({split for split, _ in members})
     if len(where) > 1:
         meaning = "leakage: the accuracy would be too good; remove it from one of them"
-        return Finding("same picture in train and val", " and ".join(where), (), True, meaning)
+        return Finding("same image in train and val", " and ".join(where), (), True, meaning)
     if len({int(splits[split].labels_N[position]) for split, position in members}) > 1:
         meaning = "at most one of its labels can be right"
-        return Finding("same picture in several classes", where[0], (), False, meaning)
-    return Finding("same picture twice", where[0], (), False, "counts as often as it is there")
+        return Finding("same image in several classes", where[0], (), False, meaning)
+    return Finding("same image twice", where[0], (), False, "counts as often as it is there")

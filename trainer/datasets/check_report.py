@@ -41,7 +41,7 @@ def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
     splits = report.splits.values()
     forms = list(dict.fromkeys(form for facts in splits for form in facts.forms))
     columns = [(split, *_cells(facts, forms)) for split, facts in report.splits.items()]
-    names = ["", "pictures", "classes", "pictures per class", "median", "MB"]
+    names = ["", "images", "classes", "images per class", "median", "MB"]
     names += ["smallest side (pixels)", "median sides (short x long)", "largest side", *forms]
     return list(zip(names, *columns, strict=True))
 
@@ -88,7 +88,7 @@ def verdict(report: CheckReport) -> str:
     what = "fit for training" if not num_problems else f"NOT fit for training: {num_problems:,} problem(s)"
     done = "decoded" if report.decoded else "read, not decoded,"
     rate = num_images / max(report.seconds, 1e-9)
-    return f"{report.root}: {what}; {num_images:,} pictures {done} in {report.seconds:.1f} s ({rate:,.0f} pictures/s)"
+    return f"{report.root}: {what}; {num_images:,} images {done} in {report.seconds:.1f} s ({rate:,.0f} images/s)"
 
 
 def write_json(report: CheckReport, path: Path) -> None:

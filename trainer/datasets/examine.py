@@ -1,4 +1,4 @@
-"""One look at every picture of a data set, as the loaders would take it, by many processes."""
+"""One look at every image of a data set, as the loaders would take it, by many processes."""
 
 import hashlib
 import os
@@ -30,7 +30,7 @@ PART_IMAGES = 64
 """Per task of a process: half a second of decoding, so that the progress moves and a task costs next to nothing."""
 
 TRAITS = {
-    # what is worth knowing about a picture: what the loaders make of it
+    # what is worth knowing about an image: what the loaders make of it
     "progressive JPEG": "decoded as any other, more slowly",
     "grayscale": "red, green and blue all get the one channel",
     "CMYK": "converted to RGB by the plain formula, without a colour profile",
@@ -39,20 +39,20 @@ TRAITS = {
     "16 bit": "reduced to 8 bits",
     "palette": "expanded to RGB",
     "transparency": "ignored: the colour under it shows",
-    "several pictures in one file": "the first is used",
+    "several images in one file": "the first is used",
 }
 
 IMAGE = np.dtype(
     [("digest", "u8", 2), ("num_bytes", "i8"), ("sides", "i4", 2), ("form", "S12"), ("traits", "u2"), ("fit", "?")]
 )
-"""One row per picture; sides are (height, width), traits a bit for each of TRAITS in order, form such as JPEG RGB.
+"""One row per image; sides are (height, width), traits a bit for each of TRAITS in order, form such as JPEG RGB.
 
-sides, form and traits are zero unless fit. 47 bytes, so that a million pictures take little."""
+sides, form and traits are zero unless fit. 47 bytes, so that a million images take little."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Describes a picture on which training would stop."""
+    """Describes an image on which training would stop."""
 
     path: str
     kind: str
@@ -62,7 +62,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Part:
-    """Holds some pictures of a split, in order."""
+    """Holds some images of a split, in order."""
 
     split: str
     rows_N: np.ndarray
@@ -84,19 +84,19 @@ def kind_of_fault(data: bytes, error: Exception) -> str:
     for start, end in ((b"\xff\xd8\xff", b"\xff\xd9"), (PNG_START[:4], PNG_END)):
         if data.startswith(start):
             if end not in data[len(start) :]:
-                return "cut off picture"
-            return "unsupported picture" if isinstance(error, UnsupportedImageError) else "damaged picture"
+                return "cut off image"
+            return "unsupported image" if isinstance(error, UnsupportedImageError) else "damaged image"
     if is_webp(data):
         if isinstance(error, UnsupportedImageError):
-            return "unsupported picture"
-        return "cut off picture" if webp_size(data) is None else "damaged picture"
+            return "unsupported image"
+        return "cut off image" if webp_size(data) is None else "damaged image"
     if data[:100].lstrip().startswith(b"<"):
-        return "HTML or XML instead of a picture"
+        return "HTML or XML instead of an image"
     return "neither JPEG, PNG nor WebP"
 
 
 def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[tuple[int, int], str, int]:
-    """Find (height, width) of a stored picture, its form, its traits; with decode False from the headers alone.
+    """Find (height, width) of a stored image, its form, its traits; with decode False from the headers alone.
 
     Raises: DataError naming path.
     """
@@ -113,7 +113,7 @@ def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[t
 
 def _traits(image: Image.Image, *, kind: str, data: bytes, path: str) -> dict[str, bool]:
     mode, info = image.mode, image.info
-    suffix = os.path.splitext(path)[1].lower()  # a picture in a shard has none
+    suffix = os.path.splitext(path)[1].lower()  # an image in a shard has none
     return {
         "progressive JPEG": "progressive" in info,
         "grayscale": mode in ("1", "L", "LA"),
@@ -122,7 +122,7 @@ def _traits(image: Image.Image, *, kind: str, data: bytes, path: str) -> dict[st
         "16 bit": kind == "PNG" and data[24] == 16,  # the bit depth in PNG's first chunk
         "palette": mode in ("P", "PA"),
         "transparency": mode in ("LA", "PA", "RGBA") or "transparency" in info,
-        "several pictures in one file": image.format == "MPO" or getattr(image, "is_animated", False),
+        "several images in one file": image.format == "MPO" or getattr(image, "is_animated", False),
         "EXIF rotation": _is_rotated(image),
     }
 
@@ -135,10 +135,10 @@ def _is_rotated(image: Image.Image) -> bool:
 
 
 def examine_part(images: ImageSource, positions: range, *, split: str, decode: bool, max_pixels: int) -> Part:
-    """Read and examine the pictures at positions; a bad one becomes a fault."""
+    """Read and examine the images at positions; a bad one becomes a fault."""
     rows_N, faults = np.zeros(len(positions), IMAGE), []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large pictures
+        warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large images
         for row, position in enumerate(positions):
             path = images.name(position)
             try:
@@ -156,8 +156,8 @@ def examine_part(images: ImageSource, positions: range, *, split: str, decode: b
 
 
 def reason_of(path: str, error: Exception) -> str:
-    """Return the line that says why a picture cannot be used."""
-    # what is there and cannot be read, such as a folder; a picture in a shard has no path of its own
+    """Return the line that says why an image cannot be used."""
+    # what is there and cannot be read, such as a folder; an image in a shard has no path of its own
     is_there = isinstance(error, StorageError) and os.path.lexists(path)
     if isinstance(error, DataError) and not is_there:
         return str(error.args[0])

@@ -1,6 +1,6 @@
 """The embedded data set of the quick start: ten classes of shapes and textures in ImageNet's folder layout.
 
-Each picture is a pure function of (seed, split, label, number). Colours, sign of the contrast, place, angle,
+Each image is a pure function of (seed, split, label, number). Colours, sign of the contrast, place, angle,
 size, clutter and noise all vary, so a linear classifier on pixels fails where a small ResNet succeeds.
 """
 
@@ -132,13 +132,13 @@ class ShapesRecipe:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return the number of pictures per class of each split."""
+        """Return the number of images per class of each split."""
         return {"train": self.train_per_class, "val": self.val_per_class}
 
 
 def render(*, seed: int, split: str, label: int, number: int, side_pixels: tuple[int, int] = (72, 112)) -> np.ndarray:
-    """Draw one picture: uint8, height x width x 3, both sides drawn from side_pixels (inclusive)."""
-    # a generator for each picture, so that processes may draw in any order
+    """Draw one image: uint8, height x width x 3, both sides drawn from side_pixels (inclusive)."""
+    # a generator for each image, so that processes may draw in any order
     rng = np.random.default_rng([seed, SPLITS.index(split), label, number])
     height, width = rng.integers(side_pixels[0], side_pixels[1] + 1, 2)
     radius_pixels = min(height, width) / 2
@@ -158,7 +158,7 @@ def render(*, seed: int, split: str, label: int, number: int, side_pixels: tuple
 def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Draw two colours of random hue, 80 to 140 grey levels apart in luminance.
 
-    In one picture of five the object is the darker: without, its mean brightness would be a linear clue.
+    In one image of five the object is the darker: without, its mean brightness would be a linear clue.
     """
     gap = rng.uniform(80, 140) * rng.choice([-1, 1], p=[0.2, 0.8])
     middle = rng.uniform(110, 145)
@@ -170,7 +170,7 @@ def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _shading(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a slow wave of light across the picture, at most 22 grey levels either way (height x width x 1)."""
+    """Draw a slow wave of light across the image, at most 22 grey levels either way (height x width x 1)."""
     along_x, along_y = rng.uniform(-2.5, 2.5, 2)
     wave = np.sin(along_x * x + along_y * y + rng.uniform(0, 6.28)) * rng.uniform(5, 22)
     return wave.astype(np.float32)[:, :, None]
@@ -187,7 +187,7 @@ def _stroke(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> np.ndarra
 def _object_frame(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, float]:
     """Return coordinates in which the object is upright with radius 1, and that radius in half sides."""
     scale, stretch = rng.uniform(0.6, 0.85), rng.uniform(1, 1.15)
-    # the larger, the nearer to the middle: it stays within the picture
+    # the larger, the nearer to the middle: it stays within the image
     centre_x, centre_y = rng.uniform(-1, 1, 2) * (1 - scale) * 0.8
     u, v = _turn(x - centre_x, y - centre_y, rng.uniform(0, 6.28))
     return u / scale * stretch, v / scale, scale
@@ -217,7 +217,7 @@ def write_dataset(
     """Write root/{train,val}/<class>/*.JPEG, all or nothing; False where root already holds exactly this.
 
     num_workers processes share the work (1: none are started) and do not change a byte. on_progress gets
-    (pictures done, pictures in all). With equal versions of numpy and Pillow the bytes are equal too.
+    (images done, images in all). With equal versions of numpy and Pillow the bytes are equal too.
     Raises: ConfigError for an impossible setting; DataError where root holds something else or cannot be
     written.
     """
@@ -259,7 +259,7 @@ def _is_complete(root: Path, recipe: ShapesRecipe) -> bool:
     for split, per_class in recipe.counts.items():
         expected, num_found = per_class * len(CLASSES), sum(1 for _ in (root / split).glob("*/[!.]*.JPEG"))
         if num_found != expected:
-            raise DataError(f"{root / split}: holds {num_found} of {expected} pictures; {_MEND}")
+            raise DataError(f"{root / split}: holds {num_found} of {expected} images; {_MEND}")
     return True
 
 
@@ -286,7 +286,7 @@ def _write_all(
 
 
 def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: Chunk) -> int:
-    """Write the pictures of one chunk; return how many."""
+    """Write the images of one chunk; return how many."""
     split, label, numbers = chunk
     for number in numbers:
         name, sides = CLASSES[label], recipe.side_pixels

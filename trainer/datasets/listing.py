@@ -17,7 +17,7 @@ from bigbatch.trainer.input.shards import ENTRIES, FACTS, SETTINGS, is_packed, r
 
 @dataclass(frozen=True)
 class Listing:
-    """Lists a split before any picture is read."""
+    """Lists a split before any image is read."""
 
     images: ImageSource
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ def list_packed(folder: Path) -> Listing:
 
 
 def open_listing(root: Path, split: str) -> Listing:
-    """List the pictures of root/split, packed, in folders, or as the list root has them.
+    """List the images of root/split, packed, in folders, or as the list root has them.
 
     Raises: DataError if there is no way to list them.
     """

@@ -1,4 +1,4 @@
-"""`--max-megapixels`: for commands that decode pictures before there is an experiment."""
+"""`--max-megapixels`: for commands that decode images before there is an experiment."""
 
 import argparse
 
@@ -13,7 +13,7 @@ def add_max_megapixels(parser: argparse.ArgumentParser) -> None:
         type=_megapixels,
         default=DataConfig.max_megapixels,
         metavar="N",
-        help="a picture of more million pixels is bad and not decoded; a run has data.max_megapixels "
+        help="an image of more million pixels is bad and not decoded; a run has data.max_megapixels "
         "(default: %(default)s)",
     )
 

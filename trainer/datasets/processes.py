@@ -15,7 +15,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _works: list[Callable[[Any], Any]] = []
-"""The one work of a process of the pool: sent once, as it may hold the names of a million pictures."""
+"""The one work of a process of the pool: sent once, as it may hold the names of a million images."""
 
 
 def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_workers: int) -> Iterator[Result]:

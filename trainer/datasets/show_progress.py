@@ -17,7 +17,7 @@ Report = Callable[[str, int, int], None]
 
 
 @contextmanager
-def show_progress(title: str, *, unit: str = "pictures") -> Iterator[Advance]:
+def show_progress(title: str, *, unit: str = "images") -> Iterator[Advance]:
     """Show one bar, or its lines, with units per second."""
     with show_each(unit=unit) as report:
         yield partial(report, title)

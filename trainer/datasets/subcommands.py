@@ -1,4 +1,4 @@
-"""`bigbatch data`: the pictures, before a run."""
+"""`bigbatch data`: the images, before a run."""
 
 import argparse
 import json
@@ -22,16 +22,16 @@ def main(argv: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return what reads the command line."""
-    parser = argparse.ArgumentParser(prog="bigbatch data", description="Prepare pictures for training.")
+    parser = argparse.ArgumentParser(prog="bigbatch data", description="Prepare images for training.")
     commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     generate = commands.add_parser(
         "generate",
         help="write the embedded data set: 10 classes of generated shapes and textures",
-        description="Write JPEG pictures of 10 classes in ImageNet's folder layout, train/<class>/ and val/<class>/. "
+        description="Write JPEG images of 10 classes in ImageNet's folder layout, train/<class>/ and val/<class>/. "
         "The same seed gives the same bytes. A folder that is complete already is left as it is.",
     )
     generate.add_argument("root", type=as_path, help="folder to write, such as data/shapes")
-    generate.add_argument("--seed", type=whole, default=0, help="which pictures (default: %(default)s)")
+    generate.add_argument("--seed", type=whole, default=0, help="which images (default: %(default)s)")
     generate.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     generate.set_defaults(run=_generate)
     add_prepare(commands)
@@ -56,8 +56,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _add_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     check = commands.add_parser(
         "check",
-        help="look at every picture of a data set: is it fit for training?",
-        description="Decode every picture of ROOT/train and ROOT/val and report what they hold: counts, sizes, "
+        help="look at every image of a data set: is it fit for training?",
+        description="Decode every image of ROOT/train and ROOT/val and report what they hold: counts, sizes, "
         "formats, bad files, duplicates inside a split and across them. Exit code 0 when fit for training, 1 when "
         "there are problems; remarks do not count.",
     )
@@ -96,9 +96,9 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     pack = commands.add_parser(
         "pack",
         help="pack class folders into tar shards with an index",
-        description="Write DST/<split>/shard-000000.tar ... and an index, from SRC/<split>/<class>/<picture>. Any tool "
+        description="Write DST/<split>/shard-000000.tar ... and an index, from SRC/<split>/<class>/<image>. Any tool "
         "for WebDataset reads the shards; data.root takes DST. An interrupted pack goes on where it was. "
-        "Without --max-side the pictures stay byte for byte what they are.",
+        "Without --max-side the images stay byte for byte what they are.",
     )
     pack.add_argument("source", type=as_path, nargs="?", metavar="SRC", help="folder with train/ and val/, or a list")
     pack.add_argument("target", type=as_path, nargs="?", metavar="DST", help="folder to write, such as data/packed")
@@ -113,14 +113,14 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--max-side",
         type=whole,
         metavar="N",
-        help="shrink pictures whose shorter side exceeds N pixels to N; their EXIF data is dropped, and the "
+        help="shrink images whose shorter side exceeds N pixels to N; their EXIF data is dropped, and the "
         "orientation in it with it, as the loaders ignore it",
     )
     pack.add_argument(
         "--quality",
         type=whole,
         default=90,
-        help="of the JPEGs that shrunk pictures become (default: %(default)s)",
+        help="of the JPEGs that shrunk images become (default: %(default)s)",
     )
     pack.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     pack.add_argument("--splits", default="train,val", help="folders of SRC to pack (default: %(default)s)")

@@ -58,7 +58,7 @@ class Pace:
     turn_seconds: float
     turns: int
     ahead: int
-    """Steps for which pictures were fetched while another process had its turn."""
+    """Steps for which images were fetched while another process had its turn."""
     flushes: bool = True
     """Speedups' turns use those up first; the config's own always do."""
 
@@ -93,5 +93,5 @@ class Pace:
 
 
 def images_in_a_step(budget: Budget, *, seconds_per_image: float) -> float:
-    """Return how many pictures of a rank a step may have, so that an examination's many steps fit."""
+    """Return how many images of a rank a step may have, so that an examination's many steps fit."""
     return budget.seconds / STEPS_IN_BUDGET / seconds_per_image

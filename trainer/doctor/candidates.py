@@ -53,7 +53,7 @@ def part_of_step(config: Config, *, world_size: int) -> Config:
 
 
 def part_of_images(config: Config, num_images: float, *, world_size: int) -> dict[str, Any]:
-    """Name the values by which a step has about so many pictures of each rank; none where it has no more.
+    """Name the values by which a step has about so many images of each rank; none where it has no more.
 
     Fewer microbatches come first, then smaller ones of whole ghost batches, then smaller ghost batches, too. Only to
     be measured: of these values, those but for the first kind change the update.

@@ -103,7 +103,7 @@ def _report(
         if budget.left() > LEAST_SECONDS:
             raise
         step = findings.steps
-        slow = f"; a step of {step['images']} pictures took {step['seconds']:.1f} s" if step else ""
+        slow = f"; a step of {step['images']} images took {step['seconds']:.1f} s" if step else ""
         raise DoctorError(f"{error}{slow}: {budget.seconds:g} s are too few here, give --within more") from error
     command = ["bigbatch", "train", "--config", arguments.config, *overrides]
     print_report(findings, console, config=config, command=command)
@@ -144,7 +144,7 @@ def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
     steps = batch.global_batch_size // (num_ranks * batch.microbatch_size)
     text = (
         f"{config.model.name}, {config.data.image_size} pixels, {config.optimizer.precision}, loader "
-        f"{config.data.loader}; a step of {batch.global_batch_size} pictures = {num_ranks} rank(s) x {steps} "
+        f"{config.data.loader}; a step of {batch.global_batch_size} images = {num_ranks} rank(s) x {steps} "
         f"microbatches x {batch.microbatch_size}"
     )
     if batch.global_batch_size == whole.batch.global_batch_size:

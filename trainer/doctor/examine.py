@@ -25,7 +25,7 @@ class Examination:
     whole: Config
     """With its own global batch, of which config may have a part."""
     batches: str
-    """pictures, or tensors, on which speedups are measured."""
+    """images, or tensors, on which speedups are measured."""
     seconds: float
     turns: int
     only: tuple[str, ...]
@@ -70,7 +70,7 @@ def examine(request: Examination, probes: Probes, findings: Findings, *, say: Ca
     before = budget.used()
     base = start({})
     start_seconds = budget.used() - before
-    say("taking a first look at how long a picture takes")
+    say("taking a first look at how long an image takes")
     glance = base.ask("glance")
     machine = findings.machine = _machine(base, findings)
     if budget.is_limited:
@@ -87,7 +87,7 @@ def examine(request: Examination, probes: Probes, findings: Findings, *, say: Ca
     pace = _look_at(base, request, findings, pace=pace, glance=glance, say=say)
     assert findings.rates is not None
     limit = find_limit(findings.rates)
-    # where pictures limit nothing, those that were fetched ahead do not either
+    # where images limit nothing, those that were fetched ahead do not either
     probes.flushes = not budget.is_limited or limit == "input"
     pace = replace(pace, flushes=probes.flushes)
     candidates, findings.unmeasured = find_candidates(
@@ -108,7 +108,7 @@ def _machine(base: Probe, findings: Findings) -> Machine:
 
 
 def _part(request: Examination, num_images: float, *, world_size: int) -> dict[str, Any]:
-    """Return the values of a part of so many pictures, where other settings allow it."""
+    """Return the values of a part of so many images, where other settings allow it."""
     part = part_of_images(request.config, num_images, world_size=world_size)
     return part if isinstance(change(request.config, part, world_size=world_size), Config) else {}
 

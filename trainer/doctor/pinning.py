@@ -11,7 +11,7 @@ from bigbatch.trainer.preflight.rates import median_seconds
 def measure_pinning(num_bytes: int, device: torch.device, *, seconds: float) -> dict[str, Any]:
     """Time both copies, as the input makes them; or say why there are none."""
     if device.type == "cpu":
-        return {"why": "nothing is copied: a CPU computes on the memory that pictures are decoded into"}
+        return {"why": "nothing is copied: a CPU computes on the memory that images are decoded into"}
     pageable_N = torch.ones(num_bytes, dtype=torch.uint8)
     pinned_N = pageable_N.pin_memory()
     pinned, pageable = (

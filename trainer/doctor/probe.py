@@ -48,7 +48,7 @@ ENDLESS = 2**40
 WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
 """Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
 FIRST_IMAGES, FOURFOLD, ENOUGH_SECONDS, SLOW_SECONDS = 4, 4, 0.15, 1.5
-"""With how many pictures a glance begins, by what it grows, how long a pass is that says enough, and a first one."""
+"""With how many images a glance begins, by what it grows, how long a pass is that says enough, and a first one."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,7 +108,7 @@ def splits_again(splits: Splits, config: Config, communicator: Communicator) -> 
 
 
 class _Probe:
-    """Holds the parts of a run, and its batches: pictures, or tensors that are generated once."""
+    """Holds the parts of a run, and its batches: images, or tensors that are generated once."""
 
     def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
         self.communicator, self._tuned = communicator, tuned
@@ -161,10 +161,10 @@ class _Probe:
         return {}
 
     def glance(self, *, seconds: float) -> dict[str, Any]:
-        """Count the operations of a picture, and say about how long it takes, before any whole step. Collective."""
+        """Count the operations of an image, and say about how long it takes, before any whole step. Collective."""
         device, prepared = self.communicator.device, self.parts.prepare(next(self._generated()))
         size = len(prepared.labels_B)
-        # on a GPU few pictures take as long as many
+        # on a GPU few images take as long as many
         number = size if device.type != "cpu" else min(size, FIRST_IMAGES)
         start = time.perf_counter()
         flops = flops_per_image(self.parts, prepared)
@@ -220,7 +220,7 @@ class _Probe:
         return sum(each["exposed_seconds"] for each in ranks) / len(ranks)
 
     def input(self, *, seconds: float) -> dict[str, Any]:
-        """Measure the loader with no model beside it; {} where a bad picture is in its way. Collective."""
+        """Measure the loader with no model beside it; {} where a bad image is in its way. Collective."""
         self._streams["pictures"] = InputStream(iter(()))  # a loader has one iterator at a time
         config = dataclasses.replace(self.config, data=dataclasses.replace(self.config.data, probe_seconds=seconds))
         measured = measure_input(config, self.communicator, self.split, plan=self.plan, prepare=self.parts.prepare)
@@ -306,7 +306,7 @@ class _Probe:
 
 
 def with_generated(config: Config) -> Config:
-    """Make the same config with tensors that are made once instead of pictures that are read."""
+    """Make the same config with tensors that are made once instead of images that are read."""
     data = dataclasses.replace(
         config.data,
         loader="synthetic",

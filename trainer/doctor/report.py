@@ -50,7 +50,7 @@ def print_report(findings: Findings, console: Console, *, config: Config, comman
 
 
 def input_hints(findings: Findings) -> list[str]:
-    """Say what helps where pictures are waited for: the words of a run's own summary."""
+    """Say what helps where images are waited for: the words of a run's own summary."""
     rates, found = findings.rates, findings.input
     if not rates or not found:
         return []
@@ -168,9 +168,7 @@ def part_lines(findings: Findings, config: Config) -> list[str]:
     part, batch = findings.part, config.batch
     if not part:
         return []
-    text = (
-        f"measured on a part: steps of {part['batch.global_batch_size']} pictures instead of {batch.global_batch_size}"
-    )
+    text = f"measured on a part: steps of {part['batch.global_batch_size']} images instead of {batch.global_batch_size}"
     if part["batch.microbatch_size"] == batch.microbatch_size:
         return [f"{text}, since slow ones would leave no time"]
     return [

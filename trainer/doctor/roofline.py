@@ -1,4 +1,4 @@
-"""How much arithmetic a picture takes, and how much the device does at its best: measured, not looked up."""
+"""How much arithmetic an image takes, and how much the device does at its best: measured, not looked up."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ COUNTED_IMAGES = 1
 
 
 def flops_per_image(parts: Parts, prepared: Prepared) -> float:
-    """Count the floating-point operations of a forward and a backward of one picture: matrices and convolutions alone.
+    """Count the floating-point operations of a forward and a backward of one image: matrices and convolutions alone.
 
     What torch.compile or a graph would run is run as it is written.
     """
@@ -26,9 +26,9 @@ def flops_per_image(parts: Parts, prepared: Prepared) -> float:
 
 
 def backward_of(parts: Parts, prepared: Prepared, *, num_images: int) -> int:
-    """Run a forward and a backward of the first pictures; return how many there were. No rank waits for another.
+    """Run a forward and a backward of the first images; return how many there were. No rank waits for another.
 
-    Batch norm takes its running statistics, which any number of pictures suits. Gradients are none afterwards.
+    Batch norm takes its running statistics, which any number of images suits. Gradients are none afterwards.
     """
     # gradients of this pass are nobody's: they must not start on their way to other ranks
     parts.reducer.is_active = False

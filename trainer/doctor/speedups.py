@@ -81,7 +81,7 @@ def _worth(candidate: Candidate, machine: Machine) -> float:
 def _workers(config: Config, machine: Machine) -> Tried:
     threads, cores = config.data.num_threads, machine.num_cores
     if config.data.loader not in READERS:
-        yield Unmeasured("workers", f"data.loader={config.data.loader} reads no pictures while training")
+        yield Unmeasured("workers", f"data.loader={config.data.loader} reads no images while training")
         return
     more = sorted({number for number in (2 * threads, cores) if threads < number <= cores})
     for number in more:

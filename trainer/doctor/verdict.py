@@ -1,8 +1,8 @@
-"""What limits a run: pictures, other ranks, the host that launches kernels, or the device's arithmetic."""
+"""What limits a run: images, other ranks, the host that launches kernels, or the device's arithmetic."""
 
 from dataclasses import dataclass
 
-WAIT_FOR_IMAGES, WAIT_FOR_SUMS = "wait for pictures", "wait for the sums of gradients"
+WAIT_FOR_IMAGES, WAIT_FOR_SUMS = "wait for images", "wait for the sums of gradients"
 """Phases of a step, as the table shows them."""
 LARGE_SHARE = 0.05
 """Of a step: waiting for less than this limits nothing."""
@@ -16,7 +16,7 @@ CONTENDED = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRates:
-    """Holds the rates of all ranks together, in pictures per second, and shares of a step."""
+    """Holds the rates of all ranks together, in images per second, and shares of a step."""
 
     together: float
     input_alone: float | None
@@ -24,7 +24,7 @@ class DoctorRates:
     model_alone: float
     """On tensors that are generated once; sums over ranks included."""
     wait_share: float
-    """Of a step that waits for pictures."""
+    """Of a step that waits for images."""
     exposed_share: float | None
     """Of a step that waits for sums over ranks; None where a captured step does not tell."""
     busy_share: float | None
@@ -67,7 +67,7 @@ def explain(rates: DoctorRates) -> list[str]:
     if rates.exposed_share is not None:
         sums = f", {rates.exposed_share:.1%} for sums over ranks"
     words = {
-        "input": f"the input: steps wait {rates.wait_share:.0%} of their time for pictures",
+        "input": f"the input: steps wait {rates.wait_share:.0%} of their time for images",
         "cores": f"the cores: steps wait {rates.wait_share:.0%} of their time for images, although the input alone is "
         f"{(rates.input_alone or 0) / rates.model_alone:,.0f} times as fast as the model; both use the same cores, so "
         "lower compute.cpu_threads, or give each rank more cores",
@@ -75,7 +75,7 @@ def explain(rates: DoctorRates) -> list[str]:
         "`bigbatch comm tune` looks closer",
         "launch": f"the host: the GPU works {rates.busy_share or 0:.0%} of the time, and else waits for kernels "
         "to be launched",
-        "compute": f"the model's own work: {rates.wait_share:.1%} of a step waits for pictures{sums}",
+        "compute": f"the model's own work: {rates.wait_share:.1%} of a step waits for images{sums}",
     }
     alone = "" if rates.input_alone is None else f"the input alone {rates.input_alone:,.0f}, "
     lines = [

@@ -1,4 +1,4 @@
-"""Accuracy over a whole split: every picture counted once, at any number of ranks."""
+"""Accuracy over a whole split: every image counted once, at any number of ranks."""
 
 import json
 import time
@@ -39,11 +39,11 @@ def evaluate(
 
     score: the loss, else cross-entropy in nats, and metrics, which the record has by name where there are any.
     forward: makes what surrounds the model's forward, as Precision.forward does.
-    flip: the mean of the logits for the picture and for its mirror image. skipped is told the positions of bad
-    pictures and why; they are not counted. between_batches is called before the first of every eight batches, where
+    flip: the mean of the logits for the image and for its mirror image. skipped is told the positions of bad
+    images and why; they are not counted. between_batches is called before the first of every eight batches, where
     all ranks have just met, and may raise what ends the evaluation, on all ranks alike.
     Collective, with equally many batches on all ranks. Leaves the model in evaluation mode.
-    Raises: DataError when the input of any rank fails, or the ranks together did not count num_samples pictures.
+    Raises: DataError when the input of any rank fails, or the ranks together did not count num_samples images.
     """
     start = time.perf_counter()
     device = communicator.device
@@ -72,7 +72,7 @@ def evaluate(
         replaced = gather_replaced(communicator, replaced)
         skipped(replaced)
     if int(count) != num_samples - len(replaced):
-        raise DataError(f"evaluation counted {int(count)} pictures of {num_samples}; the loader is broken")
+        raise DataError(f"evaluation counted {int(count)} images of {num_samples}; the loader is broken")
     figures = {
         name: metric.figure(sums_M, count=int(count))
         for (name, metric), sums_M in zip(score.metrics.items(), summed[2:], strict=True)
@@ -112,7 +112,7 @@ def in_touch(batches: Iterator[Batch], communicator: Communicator, *, met: Calla
 
 
 def predict(model: nn.Module, images_BCHW: Tensor, *, flip: bool) -> Tensor:
-    """Compute logits (B, K) in fp32; with flip, their mean over the picture and its mirror image."""
+    """Compute logits (B, K) in fp32; with flip, their mean over the image and its mirror image."""
     logits_BK = model(images_BCHW).float()
     return (logits_BK + model(images_BCHW.flip(3)).float()) / 2 if flip else logits_BK
 

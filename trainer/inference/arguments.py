@@ -17,8 +17,8 @@ from bigbatch.trainer.run.folder import RunDir, load_run_config
 
 
 def trained_parser(prog: str, *, description: str, takes_images: bool = False) -> ArgumentParser:
-    """Make a command line that names trained weights, and with takes_images pictures, too, for read_trained."""
-    images = " PICTURE ..." if takes_images else ""
+    """Make a command line that names trained weights, and with takes_images images, too, for read_trained."""
+    images = " IMAGE ..." if takes_images else ""
     parser = ArgumentParser(
         prog=prog,
         usage=f"{prog} (RUN [--checkpoint FOLDER] | --config NAME_OR_FILE --weights FILE){images} "
@@ -63,7 +63,7 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
 
 
 def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:
-    """Put the pictures among words where they belong; return the other words.
+    """Put the images among words where they belong; return the other words.
 
     argparse has no positional for them: of two it would give the second what stands before the first option.
     """

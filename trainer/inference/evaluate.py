@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 def _evaluate(
     model: nn.Module, config: Config, communicator: Communicator, split: build_input.Split, *, score: Score
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the record, and why pictures were skipped. Collective. Raises: DataError."""
+    """Return the record, and why images were skipped. Collective. Raises: DataError."""
     skipped: dict[int, str] = {}
     record = evaluate(
         model,
@@ -110,12 +110,12 @@ def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *,
         rate = forward_rate(
             lambda: predict(model, images_BCHW, flip=config.data.eval_flip), num_images=count, device=device
         )
-    # ranks have equally many pictures, so all are done when the slowest is
+    # ranks have equally many images, so all are done when the slowest is
     return communicator.world_size * min(map(float, communicator.gather_text(repr(rate))))
 
 
 def _describe_speed(record: dict[str, Any]) -> str:
-    """Describe in one line: with pictures from the storage, without, and what was done for it."""
+    """Describe in one line: with images from the storage, without, and what was done for it."""
     done = [record["precision"]]
     if record["num_folded"]:
         done.append(f"{record['num_folded']} of {record['num_norms']} norms folded")
@@ -131,7 +131,7 @@ def _parser() -> ArgumentParser:
     parser = trained_parser(
         "bigbatch evaluate",
         description="Count the correct answers of a run's best checkpoint, or of any weights, on the validation "
-        "pictures.",
+        "images.",
     )
     parser.add_argument("--fold", action="store_true", help="fold batch norms into the convolutions before them")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")

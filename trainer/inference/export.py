@@ -20,7 +20,7 @@ from bigbatch.trainer.inference.folding import fold_norms, num_norms
 from bigbatch.trainer.inference.formats import FORMATS, INPUT, OUTPUT, Classify, require_format
 
 TRACED_BATCH, COMPARED_BATCH = 2, 3
-"""Pictures: two numbers, since the batch must stay free."""
+"""Images: two numbers, since the batch must stay free."""
 TOLERANCE = 1e-4
 """Share of the largest logit. Sums in another order were seen to move fp32 logits by 1e-6 of it."""
 STREAM_WRITER = "inline_container.cc"
@@ -75,7 +75,7 @@ def _parser() -> ArgumentParser:
 
 
 def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> float | None:
-    """Return the largest difference of logits on random pictures; None without the library that reads the file.
+    """Return the largest difference of logits on random images; None without the library that reads the file.
 
     Raises: ExportError where it is more than rounding.
     """
@@ -92,7 +92,7 @@ def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> 
     # not ">": a NaN is no agreement
     if not difference <= TOLERANCE * largest:
         raise ExportError(f"{text}: that is more than rounding, and nothing was written; please report it")
-    print_line(f"{text} ({COMPARED_BATCH} random pictures)")
+    print_line(f"{text} ({COMPARED_BATCH} random images)")
     return difference
 
 

@@ -30,7 +30,7 @@ def for_inference(
 ) -> nn.Module:
     """Copy a model in evaluation mode to the device: its weights, but for norms that were not folded, in dtype.
 
-    It takes pictures in dtype. Folding goes before rounding, in fp32.
+    It takes images in dtype. Folding goes before rounding, in fp32.
     """
     model = fold_norms(model) if fold else copy.deepcopy(model)
     layout = torch.channels_last if channels_last else torch.contiguous_format

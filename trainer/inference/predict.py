@@ -1,4 +1,4 @@
-"""Classes of any pictures by a trained model: `bigbatch predict`, and the same in Python."""
+"""Classes of any images by a trained model: `bigbatch predict`, and the same in Python."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
 
 @dataclass(frozen=True)
 class Prediction:
-    """Lists the most probable classes of one picture, the first one first, and their probabilities."""
+    """Lists the most probable classes of one image, the first one first, and their probabilities."""
 
     image: Path
     classes: tuple[str, ...]
@@ -37,18 +37,18 @@ class Prediction:
 
 
 class Classifier:
-    """Holds a trained model and the way of a picture into it, which is that of the validation pictures."""
+    """Holds a trained model and the way of an image into it, which is that of the validation images."""
 
     def __init__(self, config: Config, weights: Path) -> None:
         """Load all. Raises: ConfigError; CheckpointError."""
         if config.data.loader == "synthetic":
-            raise ConfigError("data.loader=synthetic reads no pictures: give the keys of data as for real ones")
+            raise ConfigError("data.loader=synthetic reads no images: give the keys of data as for real ones")
         env = read_process_env()
         if env.world_size > 1:
             raise ConfigError(
                 f"predict works in one process, this job has {env.world_size}: start it without a launcher"
             )
-        # a stand-in for a bad picture would get that picture's answer
+        # a stand-in for a bad image would get that image's answer
         self._config = without_choices(replace(config, data=replace(config.data, max_skipped=None)), world_size=1)
         plain, classes = make_plain_model(config, weights=weights)
         if classes is None:
@@ -63,11 +63,11 @@ class Classifier:
         )
 
     def __call__(self, images: Sequence[Path | str], *, top: int = 5) -> Iterator[Prediction]:
-        """Return the top classes of each picture, in order. Raises: DataError naming a picture that cannot be read."""
+        """Return the top classes of each image, in order. Raises: DataError naming an image that cannot be read."""
         paths = [Path(image) for image in images]
         for path in paths:
             if not path.is_file():
-                raise DataError(f"{path}: {'is a folder: name its pictures' if path.is_dir() else 'no such picture'}")
+                raise DataError(f"{path}: {'is a folder: name its images' if path.is_dir() else 'no such image'}")
         return self._predict(paths, top=min(top, len(self._names))) if paths else iter(())
 
     @torch.no_grad()
@@ -100,11 +100,11 @@ def load_classifier(*argv: str) -> Classifier:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the classes of the pictures that argv names; return the exit code."""
+    """Print the classes of the images that argv names; return the exit code."""
     parser = _parser()
     arguments, config, weights = read_trained(parser, argv)
     if not arguments.images:
-        parser.error("name one or more pictures")
+        parser.error("name one or more images")
     if arguments.top < 1:
         parser.error(f"--top {arguments.top} is not possible: give 1 or more")
     classify = Classifier(config, weights)
@@ -122,24 +122,24 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = trained_parser(
         "bigbatch predict",
-        description="Classify pictures, as evaluation does. Names of classes are those that the run was trained on; "
+        description="Classify images, as evaluation does. Names of classes are those that the run was trained on; "
         "numbers for weights without names.",
         takes_images=True,
     )
-    parser.add_argument("--top", type=whole, default=5, help="classes to print of each picture (default 5)")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each picture")
+    parser.add_argument("--top", type=whole, default=5, help="classes to print of each image (default 5)")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each image")
     return parser
 
 
 def _with_microbatch(config: Config, size: int) -> Config:
     """Make the microbatch small enough that nothing is decoded to fill it up."""
     batch = replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size)
-    augment = replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0)  # a picture alone has no other to mix with
+    augment = replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0)  # an image alone has no other to mix with
     return replace(config, batch=batch, augment=augment)
 
 
 def _index(paths: list[Path]) -> ImageIndex:
-    """List pictures of no split: below the root of all files, of no known class."""
+    """List images of no split: below the root of all files, of no known class."""
     return ImageIndex(
         root="",
         classes=(),

@@ -1,1 +1,1 @@
-"""From own pictures to a recipe: what a folder holds, which pictures train, and what a run needs to know of them."""
+"""From own images to a recipe: what a folder holds, which images train, and what a run needs to know of them."""

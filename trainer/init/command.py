@@ -1,4 +1,4 @@
-"""`bigbatch init`: look at a folder of pictures, write a recipe for them, and say what to type next."""
+"""`bigbatch init`: look at a folder of images, write a recipe for them, and say what to type next."""
 
 import argparse
 import os
@@ -137,20 +137,20 @@ def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[Finding]:
         val, train = pictures.listed["val"], pictures.listed["train"]
         if single := tuple(name for name in classes if not val[name] and train[name]):
             meaning = "it trains; how well the class is told is not measured"
-            yield Finding("class with one picture", where, single, is_problem=False, meaning=meaning)
+            yield Finding("class with one image", where, single, is_problem=False, meaning=meaning)
         if single and not any(val.values()):
             yield _nothing_to_validate(where)
 
 
 def _unusable(pictures: _Pictures, measured: Measured, *, leave_out: bool) -> Iterator[Finding]:
-    """Name unusable pictures; with leave_out take them out of what is to be listed."""
+    """Name unusable images; with leave_out take them out of what is to be listed."""
     listed = pictures.listed if leave_out else None
     advice = "replace or remove it" + (", or give --leave-out" if pictures.listed and not leave_out else "")
     for split, found in measured.faults.items():
         if not found:
             continue
         meaning = advice if listed is None else "left out"
-        yield Finding("unusable picture", split, tuple(found.values()), is_problem=listed is None, meaning=meaning)
+        yield Finding("unusable image", split, tuple(found.values()), is_problem=listed is None, meaning=meaning)
         if listed is not None:
             index = pictures.splits[split]
             assert isinstance(index, ImageIndex)
@@ -160,14 +160,14 @@ def _unusable(pictures: _Pictures, measured: Measured, *, leave_out: bool) -> It
     if listed is not None and any(measured.faults.values()):
         if empty := tuple(name for name, paths in listed["train"].items() if not paths):
             meaning = "add some, or remove it"
-            yield Finding("class without usable pictures", "train", empty, is_problem=True, meaning=meaning)
+            yield Finding("class without usable images", "train", empty, is_problem=True, meaning=meaning)
         if not any(listed["val"].values()):
             yield _nothing_to_validate("val")
 
 
 def _nothing_to_validate(where: str) -> Finding:
-    cases = ("of no class a picture is left to validate with",)
-    return Finding("nothing to validate with", where, cases, is_problem=True, meaning="add pictures")
+    cases = ("of no class an image is left to validate with",)
+    return Finding("nothing to validate with", where, cases, is_problem=True, meaning="add images")
 
 
 def _existing(*paths: Path | None) -> Iterator[Finding]:
@@ -182,7 +182,7 @@ def _summary(folder: Path, found: Found, pictures: _Pictures, measured: Measured
     counts = " and ".join(
         f"{len(images):,} to {word}" for word, images in zip(("train", "validate"), splits.values(), strict=True)
     )
-    yield printable(f"{folder}: {found.what}; {len(splits['train'].classes):,} classes, pictures {counts}")
+    yield printable(f"{folder}: {found.what}; {len(splits['train'].classes):,} classes, images {counts}")
     if measured is not None:
         short, long = measured.short_side_pixels, measured.long_side_pixels
         yield (
@@ -227,7 +227,7 @@ def _next(recipe: Path, pictures: _Pictures) -> Iterator[str]:
     yield printable(f"written: {recipe}{also}; next:")
     example = pictures.splits["val"].name(0)
     if not os.path.isfile(example):  # but a place in a shard
-        example = "PICTURE.jpg"
+        example = "IMAGE.jpg"
     paths = (config.data.root, str(recipe), config.run.directory, example)
     root, config_file, run, picture = (f"./{path}" if path.startswith("-") else path for path in paths)
     for words in (["data", "check", root], ["train", "--config", config_file], ["predict", run, picture]):
@@ -255,13 +255,13 @@ def _plain_name(folder: Path) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch init",
-        description="Look at the pictures of FOLDER and write a recipe for them that extends a packaged one. They lie "
+        description="Look at the images of FOLDER and write a recipe for them that extends a packaged one. They lie "
         "as FOLDER/train/<class>/ and FOLDER/val/<class>/, as FOLDER/<class>/, or anywhere in FOLDER with a CSV of "
-        "labels. Where FOLDER does not part them, a list beside the recipe says which ones train; no picture is copied "
+        "labels. Where FOLDER does not part them, a list beside the recipe says which ones train; no image is copied "
         "or moved. Everything that is wrong is told at once, and then nothing is written; exit code 1.",
         epilog="example: bigbatch init data/flowers --val-share 0.2",
     )
-    parser.add_argument("folder", type=as_path, metavar="FOLDER", help="where the pictures are")
+    parser.add_argument("folder", type=as_path, metavar="FOLDER", help="where the images are")
     parser.add_argument(
         "--out",
         type=as_path,
@@ -281,7 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--columns",
-        metavar="PICTURE,LABEL",
+        metavar="COLUMN,COLUMN",
         help="names of a table's two columns (default: those it tells, or the first two)",
     )
     parser.add_argument(
@@ -304,12 +304,12 @@ def _parser() -> argparse.ArgumentParser:
         type=whole,
         default=2000,
         metavar="N",
-        help="most pictures to decode for sizes, mean and std (default: %(default)s)",
+        help="most images to decode for sizes, mean and std (default: %(default)s)",
     )
     parser.add_argument(
         "--leave-out",
         action="store_true",
-        help="go on without unusable pictures of what is listed, and without labels and pictures that lack the other",
+        help="go on without unusable images of what is listed, and without labels and images that lack the other",
     )
     parser.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_max_megapixels(parser)

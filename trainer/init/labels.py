@@ -1,4 +1,4 @@
-"""A CSV of labels: which picture is of which class, and which lines and pictures have no counterpart."""
+"""A CSV of labels: which image is of which class, and which lines and images have no counterpart."""
 
 import csv
 import io
@@ -13,10 +13,10 @@ from bigbatch.trainer.input.image_files import is_image
 
 @dataclass(frozen=True)
 class Table:
-    """Holds what a CSV says about pictures."""
+    """Holds what a CSV says about images."""
 
     labels: dict[str, str]
-    """Path of a picture -> its class."""
+    """Path of an image -> its class."""
     faults: dict[str, list[str]]
     """Kind -> its cases, of each kind that there may be."""
     names: Sequence[str] | None
@@ -26,7 +26,7 @@ class Table:
 def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] | None = None) -> Table:
     """Read a CSV with a line for each of images (paths below a folder): comma, semicolon or tab, UTF-8.
 
-    Pictures go by path or name, also without suffix, as long as that is of one picture: a line can name none outside of
+    Images go by path or name, also without suffix, as long as that is of one image: a line can name none outside of
     the folder. Raises: DataError for what is no such file.
     """
     known = _names(images)
@@ -47,16 +47,16 @@ def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] |
             twice[image] = f"{where}: {image} is {labels[image]} and {label}"
     if not labels:
         raise DataError(
-            f"{path}: no line of it names one of the {len(images):,} pictures beside it; it has {len(rows)} lines, the "
-            f"first is {shortened(rows[0][1])}: name its columns by --columns PICTURES,LABELS"
+            f"{path}: no line of it names one of the {len(images):,} images beside it; it has {len(rows)} lines, the "
+            f"first is {shortened(rows[0][1])}: name its columns by --columns IMAGES,LABELS"
         )
     return Table(
         {image: label for image, label in labels.items() if image not in twice},
         {
-            "label without a picture": lost,
-            "picture without a label": [image for image in images if image not in labels],
+            "label without an image": lost,
+            "image without a label": [image for image in images if image not in labels],
             "line without a label": blank,
-            "picture with two labels": [*twice.values()],
+            "image with two labels": [*twice.values()],
         },
         names=rows[0][1] if is_header and columns is None else None,
     )
@@ -74,14 +74,14 @@ def _read(path: Path) -> list[tuple[int, list[str]]]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: is no CSV in UTF-8 ({error}); save it as one") from error
     if not rows:
-        raise DataError(f"{path}: is empty; give it a line for each picture: its name, its class")
+        raise DataError(f"{path}: is empty; give it a line for each image: its name, its class")
     return rows
 
 
 def _places(path: Path, rows: Sequence[tuple[int, list[str]]], columns: tuple[str, str] | None) -> tuple[int, int]:
     first = [name.strip() for name in rows[0][1]]
     if columns is None and len(first) < 2:
-        raise DataError(f"{path}: has one column, {first[0]!r}; give it two: the picture's name and its class")
+        raise DataError(f"{path}: has one column, {first[0]!r}; give it two: the image's name and its class")
     missing = [name for name in columns or () if name not in first]
     if missing:
         raise DataError(f"{path}: has no column {missing[0]!r}; its first line names {shortened(first)}")
@@ -93,12 +93,12 @@ def _find(name: str, known: dict[str, str | None]) -> str | None:
 
 
 def _names(images: Sequence[str]) -> dict[str, str | None]:
-    """Return the picture that each name stands for: None where it is that of several."""
+    """Return the image that each name stands for: None where it is that of several."""
     known: dict[str, str | None] = {}
     for image in images:
         for name in {*_shorter(image)} - {image}:
             known[name] = None if name in known else image
-    # last, as a whole path is always of one picture
+    # last, as a whole path is always of one image
     return known | {image: image for image in images}
 
 

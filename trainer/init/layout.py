@@ -1,4 +1,4 @@
-"""What a folder of pictures holds: both splits, class folders that are still to be split, or pictures and a table."""
+"""What a folder of images holds: both splits, class folders that are still to be split, or images and a table."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shards import is_packed
 
-_LAYOUTS = "FOLDER/<class>/<picture>, FOLDER/train and FOLDER/val with class folders, or pictures and a CSV of labels"
+_LAYOUTS = "FOLDER/<class>/<image>, FOLDER/train and FOLDER/val with class folders, or images and a CSV of labels"
 
 SPLIT_WORDS = ("training", "valid", "validation", "validate", "dev", "eval", "evaluation", "test", "testing")
 """What other programs call folders of splits, which are not taken for classes."""
@@ -32,14 +32,14 @@ class Found:
     splits: Mapping[str, ImageSource] | None = None
     """Both, where the folder has them."""
     by_class: Mapping[str, Sequence[str]] | None = None
-    """Else pictures, as paths below the folder, of each class."""
+    """Else images, as paths below the folder, of each class."""
 
 
 def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] | None = None, leave_out: bool) -> Found:
-    """List the pictures of folder, without reading any; labels names a CSV that is not the only one in it.
+    """List the images of folder, without reading any; labels names a CSV that is not the only one in it.
 
-    columns: names of the two that hold pictures and labels, if not the first two. leave_out: a picture without a label
-    or a label without a picture is no problem. Raises: DataError where there is no way to list them.
+    columns: names of the two that hold images and labels, if not the first two. leave_out: an image without a label
+    or a label without an image is no problem. Raises: DataError where there is no way to list them.
     """
     require_folder(folder)
     top = list_split(folder)
@@ -65,8 +65,8 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
         return _flat(folder, tables, columns=columns, leave_out=leave_out)
     if num_loose > 0:
         raise DataError(
-            f"{folder}: holds {num_loose:,} pictures that are in no class folder, and no CSV: give --labels FILE, "
-            "with a line for each picture (its name, its class), or move them into a folder for each class"
+            f"{folder}: holds {num_loose:,} images that are in no class folder, and no CSV: give --labels FILE, "
+            "with a line for each image (its name, its class), or move them into a folder for each class"
         )
     require_no_columns(folder, columns)
     return _class_folders(folder, leave_out=leave_out)
@@ -75,9 +75,7 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
 def require_folder(folder: Path) -> None:
     """Raise DataError where there is no such folder."""
     if not folder.is_dir():
-        raise DataError(
-            f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the pictures"
-        )
+        raise DataError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the images")
 
 
 def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
@@ -89,7 +87,7 @@ def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
 
 
 def _is_split(folder: Path) -> bool:
-    """Tell a split from a class of that name: pictures of trains lie in train/ directly."""
+    """Tell a split from a class of that name: images of trains lie in train/ directly."""
     return is_packed(folder) or bool(list_split(folder).folders)
 
 
@@ -118,10 +116,10 @@ def _class_folders(folder: Path, *, leave_out: bool) -> Found:
         by_class[path.partition("/")[0]].append(path)
     findings = listing_findings(where, listing, leave_out=leave_out)
     if empty := tuple(f"{folder / name}" for name, paths in by_class.items() if not paths):
-        meaning = f"fill or remove it; a picture ends in {', '.join(IMAGE_SUFFIXES)}"
-        findings.append(Finding("class without pictures", where, empty, is_problem=True, meaning=meaning))
+        meaning = f"fill or remove it; an image ends in {', '.join(IMAGE_SUFFIXES)}"
+        findings.append(Finding("class without images", where, empty, is_problem=True, meaning=meaning))
     if not by_class:
-        findings.append(Finding("no pictures", where, (f"{folder}: expected {_LAYOUTS}",), is_problem=True))
+        findings.append(Finding("no images", where, (f"{folder}: expected {_LAYOUTS}",), is_problem=True))
     return Found("class folders", tuple(findings), by_class=by_class)
 
 
@@ -143,4 +141,4 @@ def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | No
     left_out = {kind: [f"{folder}/{path}" for path in paths] for kind, paths in below.left_out().items()}
     findings += left_out_findings(str(folder), left_out, unlisted=below.unlisted, leave_out=leave_out)
     names = f", its first line taken for names: {shortened(table.names)}" if table.names else ""
-    return Found(f"pictures with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)
+    return Found(f"images with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)

@@ -1,4 +1,4 @@
-"""What a sample of the pictures is like: sides, mean and standard deviation of their pixels, and which are unusable."""
+"""What a sample of the images is like: sides, mean and standard deviation of their pixels, and which are unusable."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,19 +21,19 @@ LEVELS = np.arange(256) / 255
 
 @dataclass(frozen=True)
 class Measured:
-    """Says what was found in a sample of all splits; mean and std are those of its training pictures."""
+    """Says what was found in a sample of all splits; mean and std are those of its training images."""
 
     num_images: int
     """All that were looked at, good or not."""
     num_averaged: int
     mean: tuple[float, ...]
-    """Of red, green and blue on the scale 0 to 1; each picture counts alike, whatever its size."""
+    """Of red, green and blue on the scale 0 to 1; each image counts alike, whatever its size."""
     std: tuple[float, ...]
     """Of the pixels around that mean, in the same way."""
     short_side_pixels: Spread
     long_side_pixels: Spread
     faults: dict[str, dict[int, str]]
-    """Split -> position of an unusable picture -> a line that begins with its path."""
+    """Split -> position of an unusable image -> a line that begins with its path."""
 
 
 def measure(
@@ -45,9 +45,9 @@ def measure(
     max_pixels: int = MAX_PIXELS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Measured:
-    """Decode at most so many pictures, drawn by seed from all splits; those of more than max_pixels are unusable.
+    """Decode at most so many images, drawn by seed from all splits; those of more than max_pixels are unusable.
 
-    Raises: DataError if no training picture among them is good; ConfigError for an impossible num_workers.
+    Raises: DataError if no training image among them is good; ConfigError for an impossible num_workers.
     """
     total = sum(map(len, splits.values()))
     chosen_N = np.sort(epoch_order(seed=seed, epoch=0, num_samples=total)[:most_images])
@@ -74,7 +74,7 @@ def measure(
     moments_N6 = np.concatenate([np.empty((0, 6)), *rows])
     if not len(moments_N6):
         reasons = [reason for bad in faults.values() for reason in bad.values()]
-        raise DataError(f"no picture of {num_done:,} is usable; the first: {reasons[0] if reasons else 'none trains'}")
+        raise DataError(f"no image of {num_done:,} is usable; the first: {reasons[0] if reasons else 'none trains'}")
     means_3, squares_3 = np.split(moments_N6.mean(axis=0), 2)
     sides_N2 = np.concatenate(sides)
     return Measured(
@@ -91,11 +91,11 @@ def measure(
 def _examine(
     splits: Mapping[str, ImageSource], max_pixels: int, task: tuple[str, list[int]]
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Return (height, width, three means, three means of squares) of each good picture, and what the others lack."""
+    """Return (height, width, three means, three means of squares) of each good image, and what the others lack."""
     split, positions = task
     rows, bad = [], {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large pictures
+        warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large images
         for position in positions:
             path = splits[split].name(position)
             try:
@@ -103,7 +103,7 @@ def _examine(
             except Exception as error:  # one bad file must not end it, whatever a decoder makes of it
                 bad[position] = reason_of(path, error)
             else:
-                # counts of 256 levels: exact, and a picture of any size costs no array of floats
+                # counts of 256 levels: exact, and an image of any size costs no array of floats
                 shares_C256 = np.reshape(image.histogram(), (3, 256)) / (image.height * image.width)
                 rows.append([image.height, image.width, *(shares_C256 @ LEVELS), *(shares_C256 @ LEVELS**2)])
     return np.reshape(rows, (-1, 8)), bad

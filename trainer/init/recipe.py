@@ -1,4 +1,4 @@
-"""An experiment on pictures of one's own: what it states beside the packaged one that it extends."""
+"""An experiment on images of one's own: what it states beside the packaged one that it extends."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,12 @@ from bigbatch.trainer.datasets.check import Spread
 MIN_STEPS = 8
 """Updates in an epoch below which the base's batch is made smaller."""
 LEAST_BATCH = 16
-"""Smaller ones leave batch norm too few pictures, as long as there are so many."""
+"""Smaller ones leave batch norm too few images, as long as there are so many."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Says what a recipe must know of the pictures."""
+    """Says what a recipe must know of the images."""
 
     root: str
     num_classes: int
@@ -27,15 +27,15 @@ class Facts:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_averaged: int
-    """Training pictures that mean and std are of."""
+    """Training images that mean and std are of."""
     seed: int
     short_side_pixels: Spread
     max_megapixels: float = DataConfig.max_megapixels
-    """Of a picture: what was asked for."""
+    """Of an image: what was asked for."""
 
 
 def recipe_text(like: str, facts: Facts) -> str:
-    """Return the file. Raises: ConfigError where the packaged experiment like does not suit such pictures."""
+    """Return the file. Raises: ConfigError where the packaged experiment like does not suit such images."""
     base = load_config(["--config", like])
     batch = base.batch.global_batch_size
     sizes = _batch(base, num_train=facts.num_train)
@@ -57,7 +57,7 @@ def recipe_text(like: str, facts: Facts) -> str:
         stated["data"] |= {
             "mean": (
                 [round(value, 4) for value in facts.mean],
-                f"of {facts.num_averaged:,} training pictures, seed {facts.seed}",
+                f"of {facts.num_averaged:,} training images, seed {facts.seed}",
             ),
             "std": ([round(value, 4) for value in facts.std], "the same"),
         }
@@ -67,7 +67,7 @@ def recipe_text(like: str, facts: Facts) -> str:
     words = [f"--{section}.{key}={as_yaml(v)}" for section, keys in stated.items() for key, (v, _) in keys.items()]
     load_config(["--config", like, *words])  # refuses what does not go together before anything is written
     lines = [
-        f"# {facts.num_classes:,} classes, {facts.num_train:,} training and {facts.num_val:,} validation pictures, "
+        f"# {facts.num_classes:,} classes, {facts.num_train:,} training and {facts.num_val:,} validation images, "
         "looked at by `bigbatch init`.",
         f"base: {like}",
     ]
@@ -78,7 +78,7 @@ def recipe_text(like: str, facts: Facts) -> str:
 
 
 def _image_size(base: Config, short_side: Spread) -> tuple[int, str]:
-    """Return the base's size, or a smaller one of whole 32s that half of the pictures need not be enlarged for; why."""
+    """Return the base's size, or a smaller one of whole 32s that half of the images need not be enlarged for; why."""
     why = f"the median of the shorter sides is {short_side.median:,.0f} pixels"
     if base.data.crop == "padded" or base.data.train_sizes or short_side.median >= base.data.image_size:
         return base.data.image_size, f"the base's; {why}"

@@ -1,4 +1,4 @@
-"""Which pictures train and which validate: a share of each class, by a hash of path and seed."""
+"""Which images train and which validate: a share of each class, by a hash of path and seed."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 def split_classes(
     by_class: Mapping[str, Sequence[str]], *, val_share: float, seed: int
 ) -> dict[str, dict[str, list[str]]]:
-    """Return {"train": ..., "val": ...} by class: of each class the share of its pictures with the lowest hashes.
+    """Return {"train": ..., "val": ...} by class: of each class the share of its images with the lowest hashes.
 
     The hash is of (seed, path). A class of two or more has one at least in both splits; a class of one trains.
     """

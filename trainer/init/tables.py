@@ -19,7 +19,7 @@ OF_SPLIT = "state.json"
 """What `datasets` leaves in a folder that it saves splits to, and in that of a split."""
 MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 BATCH_ROWS = 64
-"""Pictures in memory at a time."""
+"""Images in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ def unpack_tables(
     on_progress: Callable[[int, int], None],
     leave_out: bool,
 ) -> list[Finding]:
-    """Write target/<class>/<picture>, below train/ and val/ where tables has both. Arguments and errors as of unpack.
+    """Write target/<class>/<image>, below train/ and val/ where tables has both. Arguments and errors as of unpack.
 
-    columns: those of picture and label, where the files do not say which.
+    columns: those of image and label, where the files do not say which.
     """
     require_new(target)
     lacking: list[str] = []
@@ -73,9 +73,9 @@ def unpack_tables(
         num_bytes=sum(path.stat().st_size for path in paths if path.is_file()),
         on_progress=on_progress,
         lacking=lacking,
-        none=f"{folder}: no row holds a picture ({', '.join(MAGIC.values())}) with its label",
+        none=f"{folder}: no row holds an image ({', '.join(MAGIC.values())}) with its label",
     )
-    found = lacking_findings("row without a picture or its label", folder, target, lacking, leave_out=leave_out)
+    found = lacking_findings("row without an image or its label", folder, target, lacking, leave_out=leave_out)
     if tables.others:
         meaning = "left alone: a run trains and validates"
         found.append(Finding("other splits", str(folder), tuple(tables.others), is_problem=False, meaning=meaning))
@@ -158,7 +158,7 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
 
 
 def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[str, str, Sequence[str] | None]:
-    """Return the columns of pictures and labels, and the names that whole numbers stand for. Raises: DataError."""
+    """Return the columns of images and labels, and the names that whole numbers stand for. Raises: DataError."""
     try:
         features = parse_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
         features = {name: kind for name, kind in features.items() if isinstance(kind, dict)}
@@ -169,8 +169,8 @@ def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[
         found = [[name for name in kinds if kinds[name] == kind] for kind in ("Image", "ClassLabel")]
         if [len(names) for names in found] != [1, 1]:
             raise DataError(
-                f"{path}: has the columns {', '.join(schema.names)}, and does not say which hold pictures and labels: "
-                "give --columns PICTURE,LABEL"
+                f"{path}: has the columns {', '.join(schema.names)}, and does not say which hold images and labels: "
+                "give --columns IMAGE,LABEL"
             )
         columns = (found[0][0], found[1][0])
     if missing := [name for name in columns if name not in schema.names]:

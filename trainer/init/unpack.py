@@ -29,9 +29,9 @@ def find_shards(folder: Path) -> list[Path]:
 def unpack(
     shards: Sequence[Path], target: Path, *, on_progress: Callable[[int, int], None], leave_out: bool
 ) -> list[Finding]:
-    """Write target/<label>/<picture>, below train/ and val/ where all shards or their folders are called so.
+    """Write target/<label>/<image>, below train/ and val/ where all shards or their folders are called so.
 
-    target appears when it is whole. on_progress gets the bytes of shards. Samples that lack a picture or a label are
+    target appears when it is whole. on_progress gets the bytes of shards. Samples that lack an image or a label are
     found. Raises: DataError for a shard that is damaged, unsafe, or of neither split beside some that are, and a target
     that exists.
     """
@@ -52,17 +52,17 @@ def unpack(
         for number, (shard, split) in enumerate(zip(shards, splits, strict=True))
     )
     images = ", ".join(IMAGE_SUFFIXES)
-    none = f"{shards[0]}: no shard holds a picture ({images}) with a {LABEL} beside it"
+    none = f"{shards[0]}: no shard holds an image ({images}) with a {LABEL} beside it"
     total = sum(shard.stat().st_size for shard in shards)
     write_parts(target, parts, num_bytes=total, on_progress=on_progress, none=none, lacking=lacking)
     return lacking_findings(
-        f"sample without one picture and one {LABEL}", shards[0].parent, target, lacking, leave_out=leave_out
+        f"sample without one image and one {LABEL}", shards[0].parent, target, lacking, leave_out=leave_out
     )
 
 
 @dataclass(frozen=True)
 class Part:
-    """Holds the pictures of one file, by their paths below the target; read as they are asked for."""
+    """Holds the images of one file, by their paths below the target; read as they are asked for."""
 
     num_bytes: int
     """Of the file."""
@@ -70,7 +70,7 @@ class Part:
 
 
 def below(prefix: str, images: Iterable[StoredImage]) -> Iterator[StoredImage]:
-    """Put a prefix before the path of each picture."""
+    """Put a prefix before the path of each image."""
     return ((f"{prefix}{path}", data) for path, data in images)
 
 
@@ -83,9 +83,9 @@ def write_parts(
     none: str,
     lacking: Sequence[str],
 ) -> None:
-    """Write the pictures below target, which appears when it is whole. on_progress gets bytes of num_bytes.
+    """Write the images below target, which appears when it is whole. on_progress gets bytes of num_bytes.
 
-    Raises: DataError, in the words none and with the first of lacking, as parts fill it, where there is no picture.
+    Raises: DataError, in the words none and with the first of lacking, as parts fill it, where there is no image.
     """
     done = 0
     with _own_folder(target) as own:
@@ -136,7 +136,7 @@ def _split_of(shard: Path) -> str | None:
 
 
 def _samples(shard: Path, *, number: int, lacking: list[str]) -> Iterator[StoredImage]:
-    """Yield the pictures of a shard: neighbours whose names are alike up to the first dot make a sample."""
+    """Yield the images of a shard: neighbours whose names are alike up to the first dot make a sample."""
     seen: Counter[str] = Counter()
     key, sample = "", dict[str, bytes]()
 

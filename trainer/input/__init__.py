@@ -1,1 +1,1 @@
-"""From a picture on disk to a batch on the device, and what limits it."""
+"""From an image on disk to a batch on the device, and what limits it."""

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:  # torch takes seconds to import, which processes that only read pictures need not spend
+if TYPE_CHECKING:  # torch takes seconds to import, which processes that only read images need not spend
     from torch import Tensor
 
 
 def written_keys(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Take a dataclass's fields for a file that others read, as asdict's dict_factory.
 
-    The keys of such files stay what they were when our identifiers changed from picture to image.
+    The keys of such files stay what they were when our identifiers changed from image to image.
     """
     former = {"images": "pictures", "num_images": "num_pictures"}
     return {former.get(name, name): value for name, value in fields}
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class BadImage:
-    """Names a picture that could not be used."""
+    """Names an image that could not be used."""
 
     position: int
     """In its split: the same wherever the data lie."""
@@ -44,7 +44,7 @@ class BadImage:
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds pictures as uint8 in channels-last memory (B, 3, H, W), class indices (B, int64) and validity (B, bool).
+    """Holds images as uint8 in channels-last memory (B, 3, H, W), class indices (B, int64) and validity (B, bool).
 
     The tensors belong to the caller until the next batch is drawn from the loader's iterator.
     """
@@ -52,24 +52,24 @@ class Batch:
     images_BCHW: "Tensor"
     labels_B: "Tensor"
     valid_B: "Tensor"
-    """False where a sample only pads, or stands in for a bad picture."""
+    """False where a sample only pads, or stands in for a bad image."""
     request: Request
     replaced: tuple[BadImage, ...] = ()
-    """Those for which the next usable pictures of the split stand in."""
+    """Those for which the next usable images of the split stand in."""
 
 
 Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(epoch, indices_B, sizes_B2) -> (boxes_B4 int32, flips_B bool).
 
-sizes are (height, width) in pixels of the stored picture, EXIF orientation ignored; boxes are
+sizes are (height, width) in pixels of the stored image, EXIF orientation ignored; boxes are
 (top, left, height, width) inside it. Every draw depends on (seed, epoch, index) alone."""
 
 ImageSize = Callable[[int], int]
-"""epoch -> height and width of its pictures, in pixels."""
+"""epoch -> height and width of its images, in pixels."""
 
 
 class ImageSource(Protocol):
-    """Gives the encoded pictures of one split, wherever they lie: class folders, a list or packed shards."""
+    """Gives the encoded images of one split, wherever they lie: class folders, a list or packed shards."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -78,21 +78,21 @@ class ImageSource(Protocol):
 
     @property
     def labels_N(self) -> np.ndarray:
-        """Return the position of each picture's class in classes, int64 (N)."""
+        """Return the position of each image's class in classes, int64 (N)."""
         ...
 
     def __len__(self) -> int: ...
 
     def name(self, position: int) -> str:
-        """Tell where the picture lies, for messages; without I/O."""
+        """Tell where the image lies, for messages; without I/O."""
         ...
 
     def read(self, position: int) -> bytes:
-        """Return the picture as it is stored; from any thread. Raises: StorageError naming the picture."""
+        """Return the image as it is stored; from any thread. Raises: StorageError naming the image."""
         ...
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
-        """Return (height, width) of each, int64 (B, 2), without I/O; None if only the pictures themselves tell."""
+        """Return (height, width) of each, int64 (B, 2), without I/O; None if only the images themselves tell."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an encoded picture is: its kind, its size, and whether it can be decoded."""
+"""What an encoded image is: its kind, its size, and whether it can be decoded."""
 
 import io
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 _ADVICE = "replace or remove it"
 _FORMATS = tuple(dict.fromkeys(FORMATS.values()))
 MAX_PIXELS = round(1e6 * DataConfig.max_megapixels)
-"""Of a picture, where nothing else is said: half a megabyte of PNG may hold 600 million pixels, which take 2.4 GB."""
+"""Of an image, where nothing else is said: half a megabyte of PNG may hold 600 million pixels, which take 2.4 GB."""
 
 
 class UnsupportedImageError(DataError):
-    """A picture may be whole, but is of a kind that no loader takes."""
+    """An image may be whole, but is of a kind that no loader takes."""
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -79,7 +79,7 @@ def is_webp(data: bytes) -> bool:
 
 
 def require_pixels(size: Sequence[int], *, path: str, max_pixels: int) -> None:
-    """Raise UnsupportedImageError naming path if a picture of (height, width) has more pixels."""
+    """Raise UnsupportedImageError naming path if an image of (height, width) has more pixels."""
     height, width = size
     if height * width > max_pixels:
         raise UnsupportedImageError(
@@ -106,7 +106,7 @@ def _stated_size(data: bytes) -> tuple[int, int] | None:
 
 
 def open_image(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Decode a picture completely, in its own mode and without applying its EXIF orientation.
+    """Decode an image completely, in its own mode and without applying its EXIF orientation.
 
     Raises: DataError naming path if it is cut off or corrupt; UnsupportedImageError if it is not of 8 bits, or has more
     than max_pixels.
@@ -125,20 +125,20 @@ def open_image(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> Image
 
 
 def open_header(data: bytes, *, path: str, max_pixels: int) -> Image.Image:
-    """Open a picture whose pixels are decoded when they are first asked for. Raises: DataError, as open_image does."""
+    """Open an image whose pixels are decoded when they are first asked for. Raises: DataError, as open_image does."""
     # before Pillow sees it, which sets memory aside for a WebP as it is opened
     stated = _stated_size(data)
     if stated is None and is_webp(data):
-        raise DataError(f"{path}: cannot be read as a picture (its WebP header is cut off or damaged); {_ADVICE}")
+        raise DataError(f"{path}: cannot be read as an image (its WebP header is cut off or damaged); {_ADVICE}")
     require_pixels(stated or (0, 0), path=path, max_pixels=max_pixels)
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except UnidentifiedImageError as error:
-        raise DataError(f"{path}: is not a picture in JPEG, PNG or WebP; {_ADVICE}") from error
+        raise DataError(f"{path}: is not an image in JPEG, PNG or WebP; {_ADVICE}") from error
     except Image.DecompressionBombError as error:
-        raise UnsupportedImageError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
+        raise UnsupportedImageError(f"{path}: cannot be read as an image ({error}); {_ADVICE}") from error
     except (OSError, ValueError) as error:  # cut off or damaged within the header
-        raise DataError(f"{path}: cannot be read as a picture ({error}); {_ADVICE}") from error
+        raise DataError(f"{path}: cannot be read as an image ({error}); {_ADVICE}") from error
     # what Pillow found, where the header could not be read above
     require_pixels((image.height, image.width), path=path, max_pixels=max_pixels)
     return image

@@ -1,4 +1,4 @@
-"""A list of pictures: a file that says which pictures of a folder are of which split and class; none is moved for it.
+"""A list of images: a file that says which images of a folder are of which split and class; none is moved for it.
 
 JSON, as `bigbatch init` writes it: {"version": 1, "folder": ..., "train": {class: [paths]}, "val": {class: [paths]}}.
 The folder is seen from the list's own, paths from the folder. Labels are positions in the sorted classes of both.
@@ -23,11 +23,11 @@ SPLITS = ("train", "val")
 _ANEW = "let `bigbatch init --force` write it anew"
 
 ByClass = Mapping[str, Sequence[str]]
-"""Class -> paths of its pictures below the folder, with / between names."""
+"""Class -> paths of its images below the folder, with / between names."""
 
 
 def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: object) -> None:
-    """Write the pictures of both splits, and made, which tells readers how the list came about. Raises: OSError.
+    """Write the images of both splits, and made, which tells readers how the list came about. Raises: OSError.
 
     A folder that is given as a relative path is written as seen from path: the two can be moved together.
     """
@@ -38,7 +38,7 @@ def write_list(path: Path, folder: Path, splits: Mapping[str, ByClass], **made: 
 
 
 def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
-    """List a split of root: a list of pictures, or a folder with class folders in it. Raises: DataError."""
+    """List a split of root: a list of images, or a folder with class folders in it. Raises: DataError."""
     if not Path(root).is_file():
         return read_index(root, split, classes=classes)
     folder, splits = _read_list(Path(root))
@@ -46,14 +46,14 @@ def read_images(root: Path, split: str, *, classes: Sequence[str] | None = None)
     if classes is not None:
         require_same_classes(Path(root), found=index.classes, expected=classes)
     if not os.path.isdir(folder):
-        raise DataError(f"{root}: its pictures are not there: {folder} is no folder; bring it back, or {_ANEW}")
+        raise DataError(f"{root}: its images are not there: {folder} is no folder; bring it back, or {_ANEW}")
     if not index.paths:
-        raise DataError(f"{root}: lists no picture for {split}; {_ANEW}")
+        raise DataError(f"{root}: lists no image for {split}; {_ANEW}")
     return index
 
 
 def index_of(folder: str, splits: Mapping[str, ByClass], split: str) -> ImageIndex:
-    """List the pictures of one split; its labels count the classes of all."""
+    """List the images of one split; its labels count the classes of all."""
     classes, by_class = _classes(splits), splits[split]
     return ImageIndex(
         root=folder,
@@ -92,16 +92,16 @@ def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
         folder, splits = content["folder"], {split: content[split] for split in SPLITS}
         for paths in (paths for by_class in splits.values() for paths in by_class.values()):
             if not isinstance(paths, list):
-                raise TypeError("the pictures of a class are no list")
+                raise TypeError("the images of a class are no list")
             for each in paths:
                 if not isinstance(each, str) or _leads_out(each):
-                    raise DataError(f"{path}: lists {shortened(each)}, which is no picture below its folder; {_ANEW}")
+                    raise DataError(f"{path}: lists {shortened(each)}, which is no image below its folder; {_ANEW}")
         require_one_spelling(path, _classes(splits))
         return os.path.normpath(path.parent / folder), splits
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path}: is no list of pictures ({shortened(error)}); name a folder, or {_ANEW}") from error
+        raise DataError(f"{path}: is no list of images ({shortened(error)}); name a folder, or {_ANEW}") from error
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

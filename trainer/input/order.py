@@ -1,4 +1,4 @@
-"""Which picture comes when: the list of a split and its global order, as pure functions of (seed, epoch)."""
+"""Which image comes when: the list of a split and its global order, as pure functions of (seed, epoch)."""
 
 import errno
 import shlex
@@ -24,14 +24,14 @@ from bigbatch.trainer.input.image_files import (
 
 @dataclass(frozen=True)
 class ImageIndex:
-    """Lists the pictures of one split in class folders, sorted by class and then by file name: an ImageSource."""
+    """Lists the images of one split in class folders, sorted by class and then by file name: an ImageSource."""
 
     root: str
     """Folder of the split; paths are relative to it."""
     classes: tuple[str, ...]
     paths: Sequence[str]
     labels_N: np.ndarray
-    """Position of each picture's class in classes, int64."""
+    """Position of each image's class in classes, int64."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """How many files look like images and are not read, by kind."""
 
@@ -39,11 +39,11 @@ class ImageIndex:
         return len(self.paths)
 
     def name(self, position: int) -> str:
-        """Return where the picture at position lies on disk."""
+        """Return where the image at position lies on disk."""
         return f"{self.root}/{self.paths[position]}"
 
     def read(self, position: int) -> bytes:
-        """Return the picture's bytes. Raises: StorageError naming the path."""
+        """Return the image's bytes. Raises: StorageError naming the path."""
         return read_file(self.name(position))
 
     def sizes(self, positions_B: np.ndarray) -> None:
@@ -54,7 +54,7 @@ class ImageIndex:
 
 
 def read_file(path: str) -> bytes:
-    """Return the bytes of a picture. Raises: StorageError naming path."""
+    """Return the bytes of an image. Raises: StorageError naming path."""
     try:
         return read_plain(path)
     except OSError as error:
@@ -69,17 +69,17 @@ def read_problem(error: OSError, *, file: str = "it") -> str:
 
 
 def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageIndex:
-    """List root/split/<class>/<picture>; classes, if given, are those that the split must have (train's).
+    """List root/split/<class>/<image>; classes, if given, are those that the split must have (train's).
 
     Raises: DataError for a missing or unreadable folder, an empty class, or classes that differ.
     """
     folder = Path(root) / split
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected {split}/<class>/<picture> below {root}")
+        raise DataError(f"{folder}: no such folder; expected {split}/<class>/<image> below {root}")
     top = list_split(folder)
     found = top.folders
     if not found:
-        raise DataError(f"{folder}: holds no class folders; expected {split}/<class>/<picture>")
+        raise DataError(f"{folder}: holds no class folders; expected {split}/<class>/<image>")
     require_one_spelling(folder, found)
     if classes is not None:
         require_same_classes(folder, found=found, expected=classes)
@@ -210,10 +210,10 @@ def _train_requests(
 
 
 def eval_requests(*, num_samples: int, microbatch_size: int, rank: int, world_size: int) -> Iterator[Request]:
-    """Yield this rank's microbatches of one pass in which every picture is valid exactly once over all ranks.
+    """Yield this rank's microbatches of one pass in which every image is valid exactly once over all ranks.
 
     All ranks get equally many, full microbatches (a collective may follow each); what exceeds the split
-    repeats its last picture with valid_B False.
+    repeats its last image with valid_B False.
     """
     stride = microbatch_size * world_size
     # start and end both shifted by the rank's place, so that all ranks go round equally often

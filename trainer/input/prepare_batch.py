@@ -22,7 +22,7 @@ FIRST_BATCHES = 8
 """Microbatches that are looked at."""
 FARTHEST_MEAN = 1.0
 STD_RANGE = (0.5, 2.0)
-"""Of a channel, beyond which its input is far from mean 0 and standard deviation 1: dark or bright pictures stay
+"""Of a channel, beyond which its input is far from mean 0 and standard deviation 1: dark or bright images stay
 within, bytes and shares of 1 that nobody normalised do not."""
 
 
@@ -39,7 +39,7 @@ class InputStatistics:
         if not self._left:
             return
         self._left -= 1
-        # by reductions that read the pictures as they are: a copy in fp64 would be the largest tensor of a run
+        # by reductions that read the images as they are: a copy in fp64 would be the largest tensor of a run
         others = [dim for dim in range(images_BCHW.dim()) if dim != 1]  # features of a vector are its channels
         sum_C = images_BCHW.sum(others, dtype=torch.float32)
         norm_C = torch.linalg.vector_norm(images_BCHW, dim=others, dtype=torch.float32)
@@ -69,7 +69,7 @@ class InputStatistics:
         own_std = [each * scale for each, scale in zip(stds, std, strict=True)]
         return (
             f"the model's input is far from normalised: by channel its mean is {_shown(means)} and its standard "
-            f"deviation {_shown(stds)} in the first {FIRST_BATCHES} microbatches, not 0 and 1; of these pictures they "
+            f"deviation {_shown(stds)} in the first {FIRST_BATCHES} microbatches, not 0 and 1; of these images they "
             f"are --data.mean '[{_shown(own_mean)}]' --data.std '[{_shown(own_std)}]'"
         )
 
@@ -80,7 +80,7 @@ def _shown(values: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Holds pictures in the compute dtype, class indices, and targets: the indices, or shares (B, K) after mixing."""
+    """Holds images in the compute dtype, class indices, and targets: the indices, or shares (B, K) after mixing."""
 
     images_BCHW: Tensor
     labels_B: Tensor
@@ -88,13 +88,13 @@ class Prepared:
 
 
 class AugmentFunction(Protocol):
-    """Turns uint8 pictures on the device into others."""
+    """Turns uint8 images on the device into others."""
 
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor: ...
 
 
 class MixFunction(Protocol):
-    """Turns normalised pictures and their labels into mixed ones and shares (B, K)."""
+    """Turns normalised images and their labels into mixed ones and shares (B, K)."""
 
     def __call__(
         self, images_BCHW: Tensor, labels_B: Tensor, *, epoch: int, indices_B: np.ndarray
@@ -119,7 +119,7 @@ class PrepareBatch:
         self._mix = mix
 
     def copy(self, batch: Batch) -> Tensor:
-        """Return the pictures on the device, uint8."""
+        """Return the images on the device, uint8."""
         return batch.images_BCHW.to(self._device, non_blocking=True)
 
     def __call__(self, batch: Batch) -> Prepared:
@@ -128,7 +128,7 @@ class PrepareBatch:
         labels_B = on_device(batch.labels_B, self._device)
         if self._augment is not None:
             images_BCHW = self._augment(images_BCHW, epoch=epoch, indices_B=indices_B)
-        # augmentations take bytes, mixing takes normalised pictures: hence the order
+        # augmentations take bytes, mixing takes normalised images: hence the order
         images_BCHW = self._normalize(images_BCHW)
         self.statistics.add(images_BCHW)
         if self._mix is None:

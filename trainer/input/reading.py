@@ -1,4 +1,4 @@
-"""Pictures read ahead of use, with the box and the flip that each is to get."""
+"""Images read ahead of use, with the box and the flip that each is to get."""
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ def ahead(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
 
 
 class UndecodableError(DataError):
-    """Only decoding showed that the picture at position is bad."""
+    """Only decoding showed that the image at position is bad."""
 
     def __init__(self, message: str, *, position: int) -> None:
         super().__init__(message)
@@ -48,9 +48,9 @@ class UndecodableError(DataError):
 
 
 class BadImages:
-    """Lists those of one split that this process has met. In training the next usable picture stands in for each.
+    """Lists those of one split that this process has met. In training the next usable image stands in for each.
 
-    A picture is bad by its bytes and the decoder alone, so all ranks skip the same ones, in every epoch.
+    An image is bad by its bytes and the decoder alone, so all ranks skip the same ones, in every epoch.
     """
 
     def __init__(self, *, max_skipped: int | None, num_images: int) -> None:
@@ -62,7 +62,7 @@ class BadImages:
         """By position in the split."""
 
     def add(self, position: int, error: DataError) -> None:
-        """Skip the picture from now on; from any thread. Raises: DataError where no more may be skipped."""
+        """Skip the image from now on; from any thread. Raises: DataError where no more may be skipped."""
         if self._max_skipped is None:
             raise error
         with self._lock:
@@ -71,20 +71,20 @@ class BadImages:
             if number > self._max_skipped:
                 raise too_many(number, max_skipped=self._max_skipped, last=str(error)) from error
             if number == self._num_images:
-                raise DataError(f"all {number} pictures of the split are bad; the last is {error}") from error
+                raise DataError(f"all {number} images of the split are bad; the last is {error}") from error
             self.reasons[position] = str(error)
 
 
 def require_few(reasons: Sequence[str], *, max_skipped: int | None) -> None:
-    """Raise DataError where all ranks together met more bad pictures than may be skipped."""
+    """Raise DataError where all ranks together met more bad images than may be skipped."""
     if len(reasons) > (max_skipped or 0):
         raise too_many(len(reasons), max_skipped=max_skipped or 0, last=reasons[-1])
 
 
 def too_many(number: int, *, max_skipped: int, last: str) -> DataError:
-    """Return the error that ends a run with more bad pictures than it may skip."""
+    """Return the error that ends a run with more bad images than it may skip."""
     return DataError(
-        f"{number} pictures are bad, and data.max_skipped={max_skipped}: see all by `bigbatch data check`; the last is "
+        f"{number} images are bad, and data.max_skipped={max_skipped}: see all by `bigbatch data check`; the last is "
         f"{last}"
     )
 
@@ -95,12 +95,12 @@ class EncodedBatch:
 
     request: Request
     positions: list[int]
-    """Of the pictures in the split: those of the request, or what stands in for bad ones."""
+    """Of the images in the split: those of the request, or what stands in for bad ones."""
     images: list[bytes]
     names: list[str]
     """Where each lies, for messages."""
     boxes_B4: np.ndarray
-    """(top, left, height, width) in the stored picture, int32."""
+    """(top, left, height, width) in the stored image, int32."""
     flips_B: np.ndarray
     labels_B: np.ndarray
     valid_B: np.ndarray
@@ -108,7 +108,7 @@ class EncodedBatch:
     """Height and width after decoding, in pixels."""
     replaced: tuple[BadImage, ...]
     max_pixels: int = MAX_PIXELS
-    """Of a picture that may be decoded."""
+    """Of an image that may be decoded."""
 
 
 Found = tuple[int, bytes, Sequence[int]]
@@ -131,9 +131,9 @@ class EncodedReader:
         max_skipped: int | None = None,
         max_pixels: int = MAX_PIXELS,
     ) -> None:
-        """Set the reader up. patience_seconds: a picture that cannot be read is tried again for so long.
+        """Set the reader up. patience_seconds: an image that cannot be read is tried again for so long.
 
-        max_skipped: bad pictures for which others may stand in, or None to end at the first one. max_pixels: a picture
+        max_skipped: bad images for which others may stand in, or None to end at the first one. max_pixels: an image
         that states more is bad.
         """
         self._source = source
@@ -150,7 +150,7 @@ class EncodedReader:
         self._reads: PatientReads | None = None
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
-        """Yield one batch per request, in order. Raises: DataError naming the picture."""
+        """Yield one batch per request, in order. Raises: DataError naming the image."""
         self._reads = PatientReads(
             self._source,
             patience_seconds=self._patience_seconds,
@@ -193,7 +193,7 @@ class EncodedReader:
         valid_B = request.valid_B
         replaced: tuple[BadImage, ...] = ()
         if positions != asked:
-            # a stand-in is not the picture asked for: an evaluation must not count it twice
+            # a stand-in is not the image asked for: an evaluation must not count it twice
             valid_B = valid_B & (np.array(positions) == request.indices_B)
             replaced = tuple(
                 BadImage(position, self.bad.reasons[position])
@@ -223,7 +223,7 @@ class EncodedReader:
             found[row] = self._read_usable(asked[row], size, part, reads)
 
     def _read_usable(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
-        """Read the picture at position, or the next one behind it that is not bad."""
+        """Read the image at position, or the next one behind it that is not bad."""
         while True:
             if position not in self.bad.reasons:
                 try:
@@ -232,13 +232,13 @@ class EncodedReader:
                     raise
                 except DataError as error:
                     self.bad.add(position, error)
-            # ends, as BadImages raises where all pictures are bad
+            # ends, as BadImages raises where all images are bad
             position = (position + 1) % len(self._source)
             known_12 = self._source.sizes(np.array([position]))
             size = None if known_12 is None else known_12[0].tolist()
 
     def _read_found(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
-        """Read one picture. Raises: DataError."""
+        """Read one image. Raises: DataError."""
         if size is not None and size[0] * size[1] > self._max_pixels:
             require_pixels(size, path=self._source.name(position), max_pixels=self._max_pixels)
         data = reads.read(position, thread=part)

@@ -14,7 +14,7 @@ AUGMENTATIONS = tuple(field.name for field in fields(AugmentConfig) if field.nam
 
 
 def pixels_left(sizes: Iterable[tuple[int, int]], *, max_side: int) -> float:
-    """Return the share of the pixels of pictures (height, width) that is left when no shorter side exceeds max_side."""
+    """Return the share of the pixels of images (height, width) that is left when no shorter side exceeds max_side."""
     pairs = [(height * width, min(1.0, max_side / min(height, width)) ** 2) for height, width in sizes]
     return sum(pixels * share for pixels, share in pairs) / sum(pixels for pixels, _ in pairs)
 
@@ -35,7 +35,7 @@ class InputSettings:
     augmentations: tuple[str, ...]
     """Keys of those that are on."""
     max_side: int
-    """To which larger pictures can be shrunk, for the size that the model sees."""
+    """To which larger images can be shrunk, for the size that the model sees."""
     pixels_left: float
     """Share of the stored pixels after that."""
 
@@ -43,7 +43,7 @@ class InputSettings:
 def input_settings(
     config: Config, *, sizes: Iterable[tuple[int, int]], num_cores: int, is_on_gpu: bool
 ) -> InputSettings:
-    """Gather the settings. sizes: (height, width) of some stored pictures, if the loader reads any."""
+    """Gather the settings. sizes: (height, width) of some stored images, if the loader reads any."""
     data, some = config.data, list(sizes)
     max_side = 2 * max([data.image_size, *(size for _, size in data.train_sizes or ())])
     return InputSettings(
@@ -63,7 +63,7 @@ def input_settings(
 
 def _read_better(settings: InputSettings) -> list[str]:
     if not settings.is_packed:
-        return ["pack the pictures into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"]
+        return ["pack the images into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"]
     if settings.stage is None:
         return ["copy the shards near the GPU: name a folder of each node's own disk or memory in data.stage"]
     if not settings.stage.startswith(MEMORY):
@@ -114,11 +114,11 @@ def _decode_on_gpu(settings: InputSettings) -> list[str]:
 
 
 def _smaller_images(settings: InputSettings) -> list[str]:
-    """Propose shrinking where pictures are not packed yet and a fifth of the decoding or more would go."""
+    """Propose shrinking where images are not packed yet and a fifth of the decoding or more would go."""
     if settings.is_packed or settings.pixels_left > 0.8:
         return []
     return [
-        f"shrink the pictures once by `bigbatch data pack --max-side {settings.max_side}` "
+        f"shrink the images once by `bigbatch data pack --max-side {settings.max_side}` "
         f"({100 * settings.pixels_left:.0f}% of their pixels are left)"
     ]
 

@@ -1,4 +1,4 @@
-"""What is said about the speed of the input: records, a line, and hints where pictures take much of the time."""
+"""What is said about the speed of the input: records, a line, and hints where images take much of the time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from bigbatch.trainer.config.sections import READERS
 from bigbatch.trainer.input.remedies import MEMORY, REMEDIES, InputSettings, more_threads, share_better
 
 Rates = Mapping[str, float | None]
-"""Pictures per second of the loader and of each stage on its own; None for a stage there is not."""
+"""Images per second of the loader and of each stage on its own; None for a stage there is not."""
 
 PARTS = ("loader", "read", "decode", "copy", "augment")
 STAGES = {
@@ -23,13 +23,13 @@ AHEAD, IN_STEP = ("read", "decode"), ("copy", "augment")
 SLOW_RANK = 0.7
 """Share of the median rank's rate, below which a rank is named."""
 LARGE_WAIT = 0.05
-"""Share of step time spent waiting for pictures, above which there is a hint."""
+"""Share of step time spent waiting for images, above which there is a hint."""
 LARGE_SHARE = 0.5
 """Share of a step's own work that a stage takes, above which there is a hint."""
 
 
 def over_ranks(ranks: Sequence[Rates]) -> Rates:
-    """Put all ranks together: they work in lock-step, so each takes no more pictures than the slowest one."""
+    """Put all ranks together: they work in lock-step, so each takes no more images than the slowest one."""
     return {part: _least(part, ranks) for part in PARTS}
 
 
@@ -39,7 +39,7 @@ def _least(part: str, ranks: Sequence[Rates]) -> float | None:
 
 
 def slowest_stage(rates: Rates, *, among: Iterable[str] = tuple(STAGES)) -> str:
-    """Return the stage with the fewest pictures per second."""
+    """Return the stage with the fewest images per second."""
     there = {stage: rate for stage in among if (rate := rates[stage]) is not None}
     return min(there, key=lambda stage: there[stage])
 
@@ -90,7 +90,7 @@ class MeasuredInput:
 
 
 def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -> list[str]:
-    """Say what helps a run whose steps wait for pictures, or do little else than copy and augment them.
+    """Say what helps a run whose steps wait for images, or do little else than copy and augment them.
 
     was_probed: measuring was asked for, though it may have come to no figures.
     """
@@ -102,7 +102,7 @@ def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -
 
 
 def _waits(waited: Waited) -> str:
-    return f"steps wait {100 * waited.wait_fraction:.0f}% of their time for pictures"
+    return f"steps wait {100 * waited.wait_fraction:.0f}% of their time for images"
 
 
 def _unknown(waited: Waited, *, was_probed: bool) -> str | None:
@@ -110,7 +110,7 @@ def _unknown(waited: Waited, *, was_probed: bool) -> str | None:
         return None
     why = "data.probe_seconds=1 does that"
     if was_probed:
-        why = "the measurement met a picture that cannot be used, which `bigbatch data check` names"
+        why = "the measurement met an image that cannot be used, which `bigbatch data check` names"
     return f"{_waits(waited)}; what limits the input was not measured: {why}"
 
 
@@ -135,7 +135,7 @@ def _though_fast(finding: str, settings: InputSettings) -> str:
         return _advised(f"{finding}: the two compete for the same cores", share_better(settings))
     if (settings.stage or "").startswith(MEMORY):
         return _advised(finding, more_threads(settings))
-    why = "the storage was slower during the run than while it was measured, when pictures may have come from memory"
+    why = "the storage was slower during the run than while it was measured, when images may have come from memory"
     return _advised(f"{finding}: {why}", REMEDIES["read"](settings))
 
 

@@ -1,6 +1,6 @@
 """Reading from a storage that fails for a while, is slow, or never answers.
 
-The longest that reading holds up a batch is two times the patience and GRACE_SECONDS + CHECK_SECONDS: a picture that
+The longest that reading holds up a batch is two times the patience and GRACE_SECONDS + CHECK_SECONDS: an image that
 fails until the patience is at its end and then does not return takes so long, and many that fail in turn may not take
 longer. The config's check of comm.timeout_seconds leaves 2 s for the two constants.
 """
@@ -97,7 +97,7 @@ class PatientReads:
             threads.shutdown(wait=not is_stuck, cancel_futures=True)
 
     def read(self, position: int, *, thread: int) -> bytes:
-        """Read a picture, tried again while the system refuses it.
+        """Read an image, tried again while the system refuses it.
 
         Raises: StorageError, saying for how long it was tried; CancelledError after stop.
         """
@@ -135,7 +135,7 @@ class PatientReads:
     ) -> None:
         """Wait for threads that read; they put into found what is at the positions asked for, None until then.
 
-        Raises: StuckError naming a picture, for one read that takes too long, for too many that take long, or a
+        Raises: StuckError naming an image, for one read that takes too long, for too many that take long, or a
         moment after stop.
         """
         is_done, last = False, awake_seconds()
@@ -172,7 +172,7 @@ class PatientReads:
         if missing:
             raise StuckError(
                 f"{self._source.name(missing[0])}: storage too slow: {len(asked) - len(missing)} of {len(asked)} "
-                f"pictures after {draw.read_seconds:.1f} s; a batch may take twice data.patience_seconds="
+                f"images after {draw.read_seconds:.1f} s; a batch may take twice data.patience_seconds="
                 f"{self._patience_seconds:g}: raise that, or lower batch.microbatch_size"
             )
 

@@ -1,7 +1,7 @@
-"""Pictures in tar shards with an index: any sample is one seek away, and its size is known before it is read.
+"""Images in tar shards with an index: any sample is one seek away, and its size is known before it is read.
 
 A packed split is a folder with shard-000000.tar ... (WebDataset's convention: <key>.jpg, .png or .webp, then <key>.cls
-with the label), index.npy (one Entry per picture, in the order of the class folders) and index.json (the Facts).
+with the label), index.npy (one Entry per image, in the order of the class folders) and index.json (the Facts).
 """
 
 import errno
@@ -31,7 +31,7 @@ FACTS, ENTRIES, SETTINGS = "index.json", "index.npy", "pack.json"
 ENTRY = np.dtype(
     [("shard", "<i4"), ("offset", "<i8"), ("length", "<i4"), ("height", "<i4"), ("width", "<i4"), ("label", "<i4")]
 )
-"""Where a picture's bytes lie, how many they are, what they show: bytes, pixels (EXIF orientation ignored)."""
+"""Where an image's bytes lie, how many they are, what they show: bytes, pixels (EXIF orientation ignored)."""
 BLOCK_BYTES = 512
 AGAIN = "run `bigbatch data pack` again"
 
@@ -144,20 +144,20 @@ def _load_entries(path: Path, facts: SplitIndex) -> np.ndarray:
 def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     """Say what is wrong with the index, or None."""
     if entries_N.dtype != ENTRY or entries_N.shape != (facts.num_images,) or not facts.num_images:
-        return f"{entries_N.shape} entries of {entries_N.dtype} for {facts.num_images} pictures"
+        return f"{entries_N.shape} entries of {entries_N.dtype} for {facts.num_images} images"
     if list(facts.classes) != sorted(set(facts.classes)):
         return "classes are not in order"
     shards_N, offsets_N, lengths_N = (entries_N[name] for name in ("shard", "offset", "length"))
     if ((shards_N < 0) | (shards_N >= len(facts.shards))).any():
         return f"an entry lies in none of {len(facts.shards)} shards"
     ends_N = np.array([shard.num_bytes for shard in facts.shards])[shards_N]
-    # a tar member's header is a block, so no picture begins before the first one ends
+    # a tar member's header is a block, so no image begins before the first one ends
     if ((offsets_N < BLOCK_BYTES) | (lengths_N <= 0) | (offsets_N + lengths_N > ends_N)).any():
         return "an entry lies outside of its shard"
     if ((entries_N["label"] < 0) | (entries_N["label"] >= len(facts.classes))).any():
         return f"a label is none of {len(facts.classes)} classes"
     if (entries_N["height"] <= 0).any() or (entries_N["width"] <= 0).any():
-        return "a picture has no pixels"
+        return "an image has no pixels"
     return None
 
 
@@ -187,7 +187,7 @@ def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) 
 def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
     """Return sorted class names of root/split, or of the list root; None where there is no such split.
 
-    Pictures in folders are not listed for it. Raises: DataError.
+    Images in folders are not listed for it. Raises: DataError.
     """
     if Path(root).is_file():
         return listed_classes(Path(root))
@@ -200,7 +200,7 @@ def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
 
 
 class PackedIndex:
-    """Lists the pictures of one packed split, an ImageSource; opens a shard when it is first read from."""
+    """Lists the images of one packed split, an ImageSource; opens a shard when it is first read from."""
 
     def __init__(self, folder: Path, *, facts: SplitIndex, entries_N: np.ndarray, max_open: int | None = None) -> None:
         """Hold no shard open yet. max_open: how many at a time, by default a third of what the process may open."""
@@ -216,15 +216,15 @@ class PackedIndex:
         return len(self.entries_N)
 
     def name(self, position: int) -> str:
-        """Return the shard, and the number with which the picture's key in it begins."""
-        return f"{self._paths[self.entries_N[position]['shard']]}: picture {key_number(position)}"
+        """Return the shard, and the number with which the image's key in it begins."""
+        return f"{self._paths[self.entries_N[position]['shard']]}: image {key_number(position)}"
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray:
         entries_B = self.entries_N[positions_B]
         return np.stack([entries_B["height"], entries_B["width"]], axis=1).astype(np.int64)
 
     def read(self, position: int) -> bytes:
-        """Read a picture. Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
+        """Read an image. Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
         shard, offset, length, height, width, _ = self.entries_N[position].item()
         path = self._paths[shard]
         try:
@@ -237,7 +237,7 @@ class PackedIndex:
             raise StorageError(f"{self.name(position)}: the shard was cut since the start; {AGAIN}")
         if not _has_size(data, (height, width)):
             raise StorageError(
-                f"{self.name(position)}: is not the picture that {ENTRIES} describes, so one of the two was edited; "
+                f"{self.name(position)}: is not the image that {ENTRIES} describes, so one of the two was edited; "
                 f"delete the shard and {AGAIN}"
             )
         return data
@@ -251,7 +251,7 @@ class PackedIndex:
 
 
 def key_number(position: int) -> str:
-    """Return how the key of the picture at position begins."""
+    """Return how the key of the image at position begins."""
     return f"{position:08d}"
 
 
@@ -264,7 +264,7 @@ def _pread(descriptor: int, *, length: int, offset: int) -> bytes:
 
 
 def _has_size(data: bytes, size: tuple[int, int]) -> bool:
-    """Check what is checked of a picture from a class folder, too: a few microseconds for a JPEG."""
+    """Check what is checked of an image from a class folder, too: a few microseconds for a JPEG."""
     height, width = size
     try:
         return encoded_size(data, path="", max_pixels=height * width) == size

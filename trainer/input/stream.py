@@ -30,7 +30,7 @@ class InputStream:
         self.failure: InputFailure | None = None
         self.wait_seconds = 0.0
         self.replaced: dict[int, tuple[int, str]] = {}
-        """Positions of bad pictures for which others stood in since the last take_replaced: first step, and why."""
+        """Positions of bad images for which others stood in since the last take_replaced: first step, and why."""
 
     def draw(self, *, step: int) -> Batch:
         """Return the next batch. Raises: DataError if there never was one."""
@@ -55,13 +55,13 @@ class InputStream:
         return seconds
 
     def take_replaced(self, *, before: int) -> dict[int, str]:
-        """Return positions of bad pictures met since the last call, and why; those from step before on are dropped."""
+        """Return positions of bad images met since the last call, and why; those from step before on are dropped."""
         replaced, self.replaced = self.replaced, {}
         return {position: reason for position, (step, reason) in replaced.items() if step < before}
 
 
 def gather_replaced(communicator: Communicator, replaced: Mapping[int, str]) -> dict[int, str]:
-    """Gather positions of the bad pictures that the ranks met, and why, in rank order. Collective."""
+    """Gather positions of the bad images that the ranks met, and why, in rank order. Collective."""
     together: dict[int, str] = {}
     for text in communicator.gather_text(json.dumps(list(replaced.items()))):
         together |= dict(json.loads(text))

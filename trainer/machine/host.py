@@ -69,7 +69,7 @@ def has_cpu_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 def keep_freed_memory() -> None:
     """Let glibc keep what activations free instead of giving it back and faulting it in anew at every step.
 
-    ResNet-9 of width 16 in fp32 on one core: a step of 64 pictures of 64 x 64 takes 210 ms instead of 245 (median of
+    ResNet-9 of width 16 in fp32 on one core: a step of 64 images of 64 x 64 takes 210 ms instead of 245 (median of
     3, 2 cores, torch 2.14.1), for 2% more memory. Does nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

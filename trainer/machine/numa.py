@@ -1,6 +1,6 @@
 """Which cores a rank uses: those next to its GPU's memory, or its part of the host's NUMA nodes.
 
-A picture that was decoded on the other socket crosses the link between the two on its way to the GPU. Memory follows:
+An image that was decoded on the other socket crosses the link between the two on its way to the GPU. Memory follows:
 Linux puts a page on the node of the thread that first writes to it.
 """
 

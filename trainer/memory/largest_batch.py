@@ -68,7 +68,7 @@ def largest_fitting(
 
 
 def fits_memory(config: Config, size: int, *, device: torch.device, num_microbatches: int = 1) -> bool:
-    """Tell whether training steps of generated pictures fit, on this rank alone; what they took is free again after.
+    """Tell whether training steps of generated images fit, on this rank alone; what they took is free again after.
 
     A sharded update is tried with all shares on this rank, and a step that is captured with its graphs, which take
     memory of their own.
@@ -95,7 +95,7 @@ def run_steps(
     num_untimed: int = 1,
     num_timed: int = 1,
 ) -> float:
-    """Train on generated pictures, on this rank alone; return the mean seconds of the timed steps at the end.
+    """Train on generated images, on this rank alone; return the mean seconds of the timed steps at the end.
 
     A size below batch.bn_span is a ghost batch of its own. No collectives. The optimizer's state is there from the
     second step on, beside all else. Raises: RuntimeError; MemoryError.
@@ -154,7 +154,7 @@ def _no_others(device: torch.device) -> Communicator:
 
 
 def _generated(config: Config, device: torch.device) -> Batch:
-    """Return a microbatch of the largest pictures that the config trains on."""
+    """Return a microbatch of the largest images that the config trains on."""
     size = max([config.data.image_size, *(each for _, each in config.data.train_sizes or ())])
     count = config.batch.microbatch_size
     images_BHWC = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)

@@ -76,7 +76,7 @@ def propose(config: Config, fitting: int, *, world_size: int) -> str:
         if steps := _accumulation_steps(config, size, bn_span=size, world_size=world_size):
             return (
                 _option(f"--batch.microbatch_size {size} --batch.bn_span {size}", steps, config)
-                + f", but batch norm takes its statistics over {size} pictures instead of {batch.bn_span}"
+                + f", but batch norm takes its statistics over {size} images instead of {batch.bn_span}"
             )
     return "none as small goes with this config: choose a smaller model.name or data.image_size"
 

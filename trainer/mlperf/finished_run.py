@@ -29,7 +29,7 @@ class FinishedRun:
 
     @cached_property
     def job(self) -> dict[str, Any]:
-        """Return what the config does not tell: ranks, device, steps per epoch, pictures."""
+        """Return what the config does not tell: ranks, device, steps per epoch, images."""
         return dict(self.start["job"])
 
 

@@ -70,7 +70,7 @@ class Verdict:
 
 
 def check_rules(config: Config, job: Mapping[str, Any]) -> list[Verdict]:
-    """Return a verdict for each rule. job: a run's own words on its pictures (FinishedRun.job)."""
+    """Return a verdict for each rule. job: a run's own words on its images (FinishedRun.job)."""
     exact = [
         _exactly(key, lookup(config, key), legal, because=because)
         for because, rules in (("rule", FIXED), ("reference", REFERENCE), ("as in the recipes", RECIPES))

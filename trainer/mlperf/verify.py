@@ -131,7 +131,7 @@ def warn_of_early(runs: Sequence[FinishedRun], reference: Reference | None) -> s
         return None
     return (
         f"warning: {100 * TARGET_TOP1:.1f}% after {soonest:g} epochs, and the reference needs {fastest:g} at least: "
-        f"look for what is easier than it should be, such as the pictures evaluated; {FEWEST_RUNS} such runs fail"
+        f"look for what is easier than it should be, such as the images evaluated; {FEWEST_RUNS} such runs fail"
     )
 
 

@@ -1,4 +1,4 @@
-"""AlexNet with batch norm, for 224 x 224 pictures: the second network of Jia et al. 2018."""
+"""AlexNet with batch norm, for 224 x 224 images: the second network of Jia et al. 2018."""
 
 from torch import Tensor, nn
 
@@ -39,7 +39,7 @@ class AlexNetBN(nn.Module):
             nn.MaxPool2d(kernel_size=3, stride=2),
             norm(256),
         )
-        # leaves the 6 x 6 of a 224 x 224 picture as it is, and lets other sizes through
+        # leaves the 6 x 6 of a 224 x 224 image as it is, and lets other sizes through
         self.avgpool = nn.AdaptiveAvgPool2d(6)
         self.classifier = nn.Sequential(
             nn.Dropout(dropout),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class BlurConv2d(nn.Conv2d):
     """Convolves with a stride, after it blurred each channel of its input by [1, 2, 1] / 4 along both sides.
 
-    Zeros surround the picture. The kernel is exact in half precision and in no state_dict; the one parameter has the
+    Zeros surround the image. The kernel is exact in half precision and in no state_dict; the one parameter has the
     plain convolution's name and shape. FFCV and Mosaic blur before the convolution, as here. Zhang blurs after it,
     with the stride in the blur: the convolution then does four times the work.
     """

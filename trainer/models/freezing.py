@@ -12,7 +12,7 @@ from bigbatch.trainer.models.norm import GhostBatchNorm2d
 def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
     """Let no gradient reach the weights that patterns name, and keep the running statistics of norms that they name.
 
-    Such a norm normalises by these, in training as in evaluation: statistics of new pictures would change a part that
+    Such a norm normalises by these, in training as in evaluation: statistics of new images would change a part that
     is to stay as it is (so do Keras, timm's freeze and Detectron2's FrozenBatchNorm).
     Raises: ConfigError for a pattern that names nothing, and where nothing is left to train.
     """

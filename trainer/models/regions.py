@@ -36,7 +36,7 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
     Blocks of the same shape share their code. In place: modules, names and state_dict stay as they are. Compiles at the
     first call with each shape. A model that is no DividedModel is one region.
     """
-    # Blocks share one forward: in training and in evaluation, at each size of the pictures, it meets every shape of a
+    # Blocks share one forward: in training and in evaluation, at each size of the images, it meets every shape of a
     # block. None of them is to be compiled for sizes in general, which is slower.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2**16
     for owner, name in _regions(model):

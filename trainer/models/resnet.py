@@ -99,7 +99,7 @@ class ResNet(nn.Module):
     zero_init_residual starts the last norm scale of every block at 0, so that each block begins as its
     shortcut and signals pass a deep net unchanged: it lets the large learning rates of large batches start
     stably (Goyal et al. 2017, arXiv 1706.02677; Jia et al. 2018, arXiv 1807.11205).
-    blurpool blurs before every strided convolution but the first, which reads the picture: FFCV's choice (at least
+    blurpool blurs before every strided convolution but the first, which reads the image: FFCV's choice (at least
     16 input channels). The max-pool stays as it is; Mosaic would blur there too.
     """
 

@@ -103,7 +103,7 @@ def resnet9(
     """Make ResNet-9 with widths width, 2, 4 and 8 times width, and what part 8 of Page's series adds to it.
 
     celu_alpha: CELU instead of ReLU. norm_scale: batch norm's scales stay at it. is_whitened: the first convolution is
-    a fixed 3x3 one, to be fitted to pictures, and a learned 1x1 one. A positive s leaves the function as it is that
+    a fixed 3x3 one, to be fitted to images, and a learned 1x1 one. A positive s leaves the function as it is that
     multiplies norm_scale, norm biases and celu_alpha, and divides logit_scale: Page has 1/4, and then 1.
     """
 

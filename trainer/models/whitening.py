@@ -1,4 +1,4 @@
-"""Input patch whitening: a fixed 3x3 convolution that takes the covariance out of the pictures' patches.
+"""Input patch whitening: a fixed 3x3 convolution that takes the covariance out of the images' patches.
 
 Source: David Page, "How to Train Your ResNet", part 8: filters V / sqrt(L + eps) of the eigenvectors V and eigenvalues
 L of the covariance of 3x3 patches; a learned 1x1 convolution follows.
@@ -18,9 +18,9 @@ PORTION_PIXELS = 2**20
 
 
 class PatchWhitening(nn.Module):
-    """Turns pictures into 27 channels. The weights are a buffer: saved with the others, never updated, always fp32.
+    """Turns images into 27 channels. The weights are a buffer: saved with the others, never updated, always fp32.
 
-    Until they are fitted to pictures, each channel is one pixel of the patch.
+    Until they are fitted to images, each channel is one pixel of the patch.
     """
 
     weight: Tensor
@@ -30,12 +30,12 @@ class PatchWhitening(nn.Module):
         self.register_buffer("weight", torch.eye(PATCH).view(PATCH, 3, SIDE, SIDE))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Return (B, 27, H, W), in the dtype of the pictures."""
+        """Return (B, 27, H, W), in the dtype of the images."""
         return F.conv2d(images_BCHW, self.weight.to(images_BCHW.dtype), padding=SIDE // 2)
 
 
 def patch_sums(images_BCHW: Tensor) -> Tensor:
-    """Sum the outer product of (patch, 1) with itself over all patches of uint8 pictures: (28, 28), float64.
+    """Sum the outer product of (patch, 1) with itself over all patches of uint8 images: (28, 28), float64.
 
     Sums of such sums are exact, whatever the order: they are whole numbers below 2**53, up to 10**11 patches.
     """
@@ -50,7 +50,7 @@ def patch_sums(images_BCHW: Tensor) -> Tensor:
 
 
 def whitening_filters(sums: Tensor, *, std: Sequence[float], eps: float) -> Tensor:
-    """Make of patch_sums of bytes the filters for pictures divided by 255 and std: (27, 3, 3, 3), float64, on the CPU.
+    """Make of patch_sums of bytes the filters for images divided by 255 and std: (27, 3, 3, 3), float64, on the CPU.
 
     The strongest direction comes first; the largest number of each filter is positive. Patches that were filtered
     have the covariance diag(L / (L + eps)).

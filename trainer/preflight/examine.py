@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch preflight",
         usage="bigbatch preflight [OPTION ...] [--config EXPERIMENT [--section.key VALUE ...]]",
-        description="Compares the nodes of a job, in less than half a minute: versions, GPUs, disks, pictures, who "
+        description="Compares the nodes of a job, in less than half a minute: versions, GPUs, disks, images, who "
         "reaches whom, matrix multiplication, copies, links. Each rank of the job runs it; bigbatch launch preflight "
         f"starts them. Exit code {UNFIT} where something is wrong.",
         epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",

@@ -50,9 +50,9 @@ class NodeFacts:
     disk_trouble: dict[str, str]
     """Of those where it cannot be told."""
     images: dict[str, int]
-    """Classes, and pictures of each split."""
+    """Classes, and images of each split."""
     complaint: str | None
-    """Why pictures cannot be counted."""
+    """Why images cannot be counted."""
 
 
 def gather_facts(
@@ -64,7 +64,7 @@ def gather_facts(
     device: torch.device,
     list_gpus: Callable[[], tuple[str, ...]] = tuple,
 ) -> RankFacts:
-    """Gather a rank's facts; it takes a second or two where there are many pictures.
+    """Gather a rank's facts; it takes a second or two where there are many images.
 
     list_gpus: what the driver writes of each GPU.
     """
@@ -141,7 +141,7 @@ def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], 
 
 
 def count_images(config: Config) -> tuple[dict[str, int], str | None]:
-    """Count classes and pictures as this node sees them, or what is wrong."""
+    """Count classes and images as this node sees them, or what is wrong."""
     if config.data.loader == "synthetic":
         return {}, None
     try:

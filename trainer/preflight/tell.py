@@ -57,9 +57,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _table(nodes: Sequence[Node]) -> Table:
-    table = Table(
-        "node", "devices", "multiply (slowest rank)", "copy", "link, best pair", "least free disk", "pictures"
-    )
+    table = Table("node", "devices", "multiply (slowest rank)", "copy", "link, best pair", "least free disk", "images")
     for node in nodes:
         folder = min(node.free_gb, key=lambda name: node.free_gb[name], default=None)
         table.add_row(

@@ -51,7 +51,7 @@ def remarks(nodes: Sequence[Node]) -> list[str]:
 def _counts(nodes: Sequence[Node]) -> list[str]:
     counts = next((dict(node.images) for node in nodes if node.images), {})
     if counts.get("classes") == IMAGENET["classes"] and counts != IMAGENET:
-        shown = f"{counts['training']:,} training and {counts['validation']:,} validation pictures"
+        shown = f"{counts['training']:,} training and {counts['validation']:,} validation images"
         return [f"1,000 classes, but {shown}: ImageNet has 1,281,167 and 50,000"]
     return []
 

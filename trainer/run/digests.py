@@ -31,7 +31,7 @@ BY_MICROBATCH = (ACTIVATIONS, BEFORE_SUM)
 """Phases that hold a digest for each microbatch of the global batch, in its order, whichever rank computed it."""
 
 PLACE_LETTERS = 8
-"""Of the digest of one picture: two that differ have the same once in 4e9, and the one of all pictures tells then."""
+"""Of the digest of one image: two that differ have the same once in 4e9, and the one of all images tells then."""
 
 
 def values_folder(values: Path, *, rank: int) -> Path:
@@ -42,7 +42,7 @@ def values_folder(values: Path, *, rank: int) -> Path:
 class DigestRecorder:
     """Records every so many steps, for the first rank's log, digests of what the step made.
 
-    pictures: of all pictures of the global batch, as the model's device gets them, with labels and places, however the
+    images: of all images of the global batch, as the model's device gets them, with labels and places, however the
     batch lies on ranks; and of each by its place, with its position in the split. activations: of layers that patterns
     name, and gradients before the sum: by microbatch; none of a captured step, in which Python does not see them.
     gradients: of the sums, by parameter; none of a sharded update, of which no rank has all. Gradients and activations
@@ -65,7 +65,7 @@ class DigestRecorder:
         self._plan, self._parts = plan, parts
         self._every_steps, self._is_sharded, self._is_captured = every_steps, is_sharded, is_captured
         self._pictures: list[torch.Tensor] = []
-        """Of this step, for each microbatch the digests of its pictures (B)."""
+        """Of this step, for each microbatch the digests of its images (B)."""
         self._positions: list[int] = []
         chosen = chosen_layers(parts.model, layers)
         self._kept = chosen_values(parts.model, chosen, values)
@@ -140,7 +140,7 @@ class DigestRecorder:
             save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
 
     def _by_place(self, told_P: Sequence[Any]) -> dict[str, Any]:
-        """Put together what the ranks found of single pictures, in the order of the global batch."""
+        """Put together what the ranks found of single images, in the order of the global batch."""
         ordered: list[tuple[int, int]] = [(0, 0)] * sum(len(pictures) for pictures, _ in told_P)
         for rank, (pictures, positions) in enumerate(told_P):
             numbers = self._microbatches_of(rank)
@@ -168,9 +168,9 @@ class DigestRecorder:
 
 
 def digests_of_pictures(batch: Batch) -> torch.Tensor:
-    """Return a digest (int64) of each picture of a microbatch with its label (B).
+    """Return a digest (int64) of each image of a microbatch with its label (B).
 
-    The pictures that the loader gives, in their own order of rows, columns and channels, whatever their memory's is.
+    The images that the loader gives, in their own order of rows, columns and channels, whatever their memory's is.
     """
     pictures_B = digest(image_CHW.contiguous() for image_CHW in batch.images_BCHW)
     return pictures_B * MIX + batch.labels_B.to(pictures_B.device)

@@ -1,8 +1,8 @@
 """The gradient noise scale of a run, from squared norms that its steps measured: pure functions. Imports no torch.
 
-B_simple = tr(Sigma) / |G|^2, where G is the gradient that all pictures would have and Sigma the covariance of that of
-one picture: the batch at which noise and signal are alike in the gradient, near which more pictures in a step begin to
-save few steps (McCandlish et al. 2018, arXiv 1812.06162, section 2.2). Of a gradient over b pictures
+B_simple = tr(Sigma) / |G|^2, where G is the gradient that all images would have and Sigma the covariance of that of
+one image: the batch at which noise and signal are alike in the gradient, near which more images in a step begin to
+save few steps (McCandlish et al. 2018, arXiv 1812.06162, section 2.2). Of a gradient over b images
 E|G_b|^2 = |G|^2 + tr(Sigma) / b, so two batch sizes give both without bias (appendix A.1). A quotient of means is not
 without bias, so the means are taken first.
 """
@@ -26,7 +26,7 @@ MOST_SQUARED = 1e100
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Holds a noise scale in pictures and its band; None where it has no bound: the signal may be 0."""
+    """Holds a noise scale in images and its band; None where it has no bound: the signal may be 0."""
 
     estimate: float | None
     low: float
@@ -41,7 +41,7 @@ NOT_YET: dict[str, float | None] = {"noise_scale": None, "noise_scale_low": None
 
 
 def unbiased(small: float, large: float, *, small_batch: int, large_batch: int) -> tuple[float, float]:
-    """Estimate tr(Sigma) and |G|^2 of squared norms of gradients over small_batch and over large_batch pictures."""
+    """Estimate tr(Sigma) and |G|^2 of squared norms of gradients over small_batch and over large_batch images."""
     noise = (small - large) / (1 / small_batch - 1 / large_batch)
     signal = (large_batch * large - small_batch * small) / (large_batch - small_batch)
     return noise, signal

@@ -224,12 +224,12 @@ def describe_noise(record: dict[str, Any]) -> str:
 
 
 def describe_evaluation(record: dict[str, Any]) -> str:
-    """Describe one evaluation, short; of five classes or fewer all pictures are among the first five."""
+    """Describe one evaluation, short; of five classes or fewer all images are among the first five."""
     top5 = f"top-5 {100 * record['top5']:.2f}%  " if record["top5"] < 1 else ""
     metrics = "".join(f"{name} {show_metric(value)}  " for name, value in record.get("metrics", {}).items())
     return (
         f"evaluation: top-1 {100 * record['top1']:.2f}%  {top5}"
-        f"loss {record['loss']:.3f}  {metrics}({record['count']} pictures in {record['seconds']:.1f} s)"
+        f"loss {record['loss']:.3f}  {metrics}({record['count']} images in {record['seconds']:.1f} s)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, what it takes over, and whether config and pictures are still those of it."""
+"""Which checkpoint a run goes on from, what it takes over, and whether config and images are still those of it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Start:
     owes_evaluation: bool
     """The step was to be evaluated in this run, and was not."""
     skipped: dict[str, str]
-    """Bad pictures that the run had met, and why: train/3 is the fourth of the training pictures."""
+    """Bad images that the run had met, and why: train/3 is the fourth of the training images."""
     config: str | None
     evaluations: dict[int, dict[str, Any]]
     """What the run's evaluations had found, by step, oldest first."""
@@ -84,7 +84,7 @@ def find_start(
 ) -> tuple[Start, dict[str, Any]]:
     """Find where to start from, and the state to restore, which is empty for a run that starts anew. Collective.
 
-    samples: digest of the training pictures. classes: their class names, None where there are none. copies: the run's
+    samples: digest of the training images. classes: their class names, None where there are none. copies: the run's
     own in memory, of which one may be newer than all checkpoints.
     Raises: CheckpointError, also where the checkpoint is of another run, or of other classes.
     """
@@ -225,12 +225,12 @@ def evaluations_before(state: dict[str, Any], samples: str | None) -> dict[int, 
 
 
 def skipped_before(state: dict[str, Any], samples: str | None) -> dict[str, str]:
-    """Return the bad pictures that a checkpoint's run had met; nothing of other pictures than samples tells of."""
+    """Return the bad images that a checkpoint's run had met; nothing of other images than samples tells of."""
     return dict(state.get("skipped", {})) if is_of_images(state, samples) else {}
 
 
 def is_of_images(state: dict[str, Any], samples: str | None) -> bool:
-    """Tell whether the checkpoint's run saw the pictures of that digest; older ones do not tell."""
+    """Tell whether the checkpoint's run saw the images of that digest; older ones do not tell."""
     return bool(state.get("samples", samples) == samples)
 
 
@@ -245,10 +245,10 @@ def require_same_samples(old: str, new: str) -> None:
 
 
 def require_same_images(state: dict[str, Any], samples: str | None, *, root: str) -> None:
-    """Raise CheckpointError where pictures came, went or changed their class: the order of an epoch is another one."""
+    """Raise CheckpointError where images came, went or changed their class: the order of an epoch is another one."""
     if not is_of_images(state, samples):
         raise CheckpointError(
-            f"the training pictures in {root} are not those of the run folder's checkpoint: some were added, removed "
+            f"the training images in {root} are not those of the run folder's checkpoint: some were added, removed "
             "or given another class. Bring them back, choose another run.directory, or name the checkpoint to start "
             "from with --run.resume"
         )

@@ -40,7 +40,7 @@ def introduction(
     return [
         f"{communicator}; device {device_name(communicator.device)}, {precision}",
         *([f"all-reduce {communicator.algorithm}, as comm.algorithm=auto chose: {why}"] if why else []),
-        f"{num_train} training and {num_val} validation pictures; loader {config.data.loader}",
+        f"{num_train} training and {num_val} validation images; loader {config.data.loader}",
         f"global batch {batch.global_batch_size} = {communicator.world_size} ranks x "
         f"{plan.accumulation_steps} microbatches x {batch.microbatch_size}, batch-norm span "
         f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs",
@@ -148,7 +148,7 @@ def make_summary(
 ) -> dict[str, Any]:
     """Return what summary.json states. seconds, rates and shares are of this process; null if it had no step to do.
 
-    skipped: bad pictures of all starts of the run, and why; spent, and with it hours and energy, is of all, too.
+    skipped: bad images of all starts of the run, and why; spent, and with it hours and energy, is of all, too.
     noise: the noise scale's figures, or nothing where none is measured.
     """
     return {
@@ -217,7 +217,7 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
 def make_hints(
     totals: Totals, config: Config, *, measured: MeasuredInput | None, host_of: Callable[[int], str]
 ) -> list[str]:
-    """Return what would make a run faster that pictures or slow ranks slow down; nothing where no step was done."""
+    """Return what would make a run faster that images or slow ranks slow down; nothing where no step was done."""
     if not totals.steps:
         return []
     found = speed(totals, measured, global_batch_size=config.batch.global_batch_size)

@@ -8,7 +8,7 @@ from typing import Any
 from bigbatch.errors import TrainingDiverged
 
 MARGIN = 0.01
-"""Share of a guess's loss by which a model that learned nothing of the pictures can still be below it: one that knows
+"""Share of a guess's loss by which a model that learned nothing of the images can still be below it: one that knows
 how frequent the classes are is by KL(frequencies || uniform), 0.02% for ImageNet and 1% where their sizes spread by a
 third (0.37 of the mean, for 1000 classes); the rest is for noise."""
 REMEDY = "lower schedule.base_lr or lengthen schedule.warmup_epochs"
@@ -30,7 +30,7 @@ def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_te
         raise TrainingDiverged(f"the loss is {loss} since step {step}: {REMEDY}")
     raise TrainingDiverged(
         f"the loss is {loss} since step {step}, which began on {_name(ranks)} of {len(counts)} alone: look at the "
-        f"pictures and the GPU there, or {REMEDY}"
+        f"images and the GPU there, or {REMEDY}"
     )
 
 

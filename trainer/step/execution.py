@@ -239,6 +239,6 @@ def _explained(error: BaseException, batch: Prepared) -> BaseException:
     shape = " x ".join(map(str, batch.images_BCHW.shape))
     what = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ComputeError(
-        f"compute.cuda_graph=true: a step of {shape} pictures could not be captured, {what}{where}: "
+        f"compute.cuda_graph=true: a step of {shape} images could not be captured, {what}{where}: "
         "set compute.cuda_graph=false"
     )

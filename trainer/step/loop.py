@@ -60,7 +60,7 @@ class TrainStep:
         seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
 
     def learn_from(self, microbatches: Iterable[Prepared]) -> Tensor:
-        """Go from pictures to new weights; return whether (bool, one element) a rank had none, so that all stays.
+        """Go from images to new weights; return whether (bool, one element) a rank had none, so that all stays.
 
         This is what a CUDA graph captures: what changes from step to step is read from tensors that stay where they
         are, but for the learning rates.

@@ -80,7 +80,7 @@ class Parts:
     prepare: PrepareBatch
     normalize: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
-    """From logits_BK in fp32 and targets, indices (B) or shares (B, K), to the sum over their pictures."""
+    """From logits_BK in fp32 and targets, indices (B) or shares (B, K), to the sum over their images."""
     stop: StopRequest
     average: WeightAverage = field(default_factory=NoAverage)
     energy: EnergyMeter = field(default_factory=NoEnergyMeter)
@@ -124,7 +124,7 @@ class Hooks:
     settle: Callable[[], None] = lambda: None
     """(): returns on all ranks when the checkpoint that save began is on disk. Collective."""
     skipped: Callable[[int, dict[int, str]], None] = lambda done, images: None
-    """(steps done, positions of bad pictures and why): others stood in since the last time. Raises: DataError."""
+    """(steps done, positions of bad images and why): others stood in since the last time. Raises: DataError."""
     reason_to_end: Callable[[], str | None] = lambda: None
     """() -> after an evaluation, why the run ends with it; the same on all ranks."""
     before_step: Callable[[int], None] = lambda step: None

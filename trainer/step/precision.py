@@ -22,7 +22,7 @@ COMPUTE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""By precision: of the pictures that the model is given, and of its weights but those of norm layers."""
+"""By precision: of the images that the model is given, and of its weights but those of norm layers."""
 
 AUTOCAST_DTYPES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
 """To which autocast rounds both for convolutions and matrix products."""

@@ -1,4 +1,4 @@
-"""How answers are scored: by cross-entropy or an own loss, and by own metrics, picture by picture."""
+"""How answers are scored: by cross-entropy or an own loss, and by own metrics, image by image."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PerPicture: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""From logits_BK in fp32 and targets, indices (B) or after mixing shares (B, K), to numbers of each picture."""
+"""From logits_BK in fp32 and targets, indices (B) or after mixing shares (B, K), to numbers of each image."""
 
 
 def cross_entropies(logits_BK: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each picture (B), in nats."""
+    """Return the cross-entropy of each image (B), in nats."""
     return F.cross_entropy(logits_BK, targets, reduction="none")
 
 
@@ -25,25 +25,25 @@ def to_grid(numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Metric:
-    """Describes a figure of an evaluation by what is summed for it over all pictures, each counted once."""
+    """Describes a figure of an evaluation by what is summed for it over all images, each counted once."""
 
     values: PerPicture
     """Gives (B) or (B, M), of labels (B)."""
     width: int
     """M, or 1."""
     result: Callable[[Tensor], float] | None = None
-    """From the sums (M), float64 on the CPU, to the figure; None for the mean over pictures, of (B)."""
+    """From the sums (M), float64 on the CPU, to the figure; None for the mean over images, of (B)."""
     is_on_grid: bool = False
-    """Each value is rounded to 2**-20, so that sums have the same bits however pictures lie on ranks and batches."""
+    """Each value is rounded to 2**-20, so that sums have the same bits however images lie on ranks and batches."""
 
     def sums(self, logits_BK: Tensor, labels_B: Tensor, valid_B: Tensor) -> Tensor:
-        """Return sums over the valid pictures of a batch, (M) float64."""
+        """Return sums over the valid images of a batch, (M) float64."""
         values = self.values(logits_BK, labels_B)
         values_BM = (to_grid(values) if self.is_on_grid else values.double()).reshape(len(labels_B), self.width)
         return torch.where(valid_B[:, None], values_BM, 0.0).sum(0)
 
     def figure(self, sums_M: Tensor, *, count: int) -> float:
-        """Return the figure of so many pictures."""
+        """Return the figure of so many images."""
         return float(sums_M) / count if self.result is None else float(self.result(sums_M))
 
 

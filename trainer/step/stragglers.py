@@ -9,11 +9,11 @@ LARGE_SHARE = 0.05
 def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> float:
     """Compute the share of a step lost to ranks that compute more slowly than others.
 
-    waited_P, exposed_P: shares of the step that each rank waited for pictures, and for sums. On average a rank waits
-    for the wire (as long as the one that comes last), for pictures (its own, or those of the rank that waits for them
+    waited_P, exposed_P: shares of the step that each rank waited for images, and for sums. On average a rank waits
+    for the wire (as long as the one that comes last), for images (its own, or those of the rank that waits for them
     longest, in its sums) and for stragglers.
     """
-    # mean idling, less the wire's part, less the part that pictures cause
+    # mean idling, less the wire's part, less the part that images cause
     mean = (sum(waited_P) + sum(exposed_P)) / len(waited_P)
     return max(0.0, mean - min(exposed_P) - max(waited_P))
 

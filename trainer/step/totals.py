@@ -22,7 +22,7 @@ class Totals:
     straggler_seconds: float = 0.0
     """Of the exposed ones, those in which a rank waited for slower ones; as the next, but for the first report."""
     lag_seconds_P: list[float] = field(default_factory=list)
-    """How much longer than each rank the one waited, for sums and pictures, that waited longest."""
+    """How much longer than each rank the one waited, for sums and images, that waited longest."""
     num_lost: float = 0.0
     """Gradients of microbatches that the grid took for 0, as WindowSums counts them."""
     num_nonzero: float = 0.0

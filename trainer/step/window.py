@@ -44,9 +44,9 @@ class WindowSums:
     """Holds a window in numbers: those of one rank, or, after their sum over ranks, those of all (P).
 
     waited_P and exposed_P are shares of each rank's own window; one rank's have its own at its place, and 0 elsewhere.
-    The wait for pictures is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
+    The wait for images is that of the rank which waited longest: in lock-step the others wait for it, in their sums.
     The rank that comes last to the sums waits for the wire alone; what the others wait longer is for stragglers, as far
-    as it is not for pictures.
+    as it is not for images.
     """
 
     loss: float
@@ -60,13 +60,13 @@ class WindowSums:
     num_failed: float
     """Ranks whose input failed."""
     num_skipped: float
-    """Bad pictures."""
+    """Bad images."""
     num_lost: float
     """Gradients of microbatches that the grid of run.reproducible took for 0, in the steps that were counted."""
     num_nonzero: float
     """Those that were not 0, likewise: both are whole, and their sums exact up to 2**53."""
     waited_P: tuple[float, ...]
-    """Seconds that a rank waited for pictures, over those of its window."""
+    """Seconds that a rank waited for images, over those of its window."""
     exposed_P: tuple[float, ...]
     """Seconds that it waited for sums, likewise."""
 
@@ -100,7 +100,7 @@ class WindowSums:
 
     @property
     def wait_fraction(self) -> float:
-        """Return the share of the window in which training waited for pictures."""
+        """Return the share of the window in which training waited for images."""
         return max(self.waited_P)
 
     @property

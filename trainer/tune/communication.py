@@ -116,7 +116,7 @@ def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], 
 def _make_forward(
     config: Config, communicator: Communicator
 ) -> tuple[dict[str, torch.nn.Parameter], Callable[[], Tensor]]:
-    """Return the model's parameters, and a microbatch's loss as the training loop computes it, of random pictures."""
+    """Return the model's parameters, and a microbatch's loss as the training loop computes it, of random images."""
     # without gathers inside of it: ranks repeat it as often as each has time for
     model = make_model(without_choices(config, world_size=communicator.world_size), communicator)
     precision = make_precision(config, model, device=communicator.device)

@@ -1,4 +1,4 @@
-"""CIFAR-10 to 94%: our recipe's training beside airbench94's, on the same pictures, in turn."""
+"""CIFAR-10 to 94%: our recipe's training beside airbench94's, on the same images, in turn."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ TINY = {
 
 
 def measure(context: Context) -> Found:
-    """Race each seed in fresh processes. Seconds are of training with its evaluation, not of reading pictures."""
+    """Race each seed in fresh processes. Seconds are of training with its evaluation, not of reading images."""
     found = Found()
     root = context.cifar or (small_images(context.scratch, side=32) if context.is_small else None)
     if root is None:
@@ -99,7 +99,7 @@ def airbench(script: Path, folder: Path, *, seed: int) -> dict[str, Any]:
 
 
 def as_tensors(root: Path, folder: Path) -> None:
-    """Write train.pt and test.pt as airbench94 keeps them: pictures (N, 32, 32, 3) uint8, labels, names of the classes.
+    """Write train.pt and test.pt as airbench94 keeps them: images (N, 32, 32, 3) uint8, labels, names of the classes.
 
     Shuffled, as the archive is and class folders are not: it takes its whitening from the first 5,000.
     """

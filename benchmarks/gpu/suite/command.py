@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     )
     add("--guard", action="store_true", help="fail where a figure lost more than 5%% against the last record")
     add("--against", type=Path, help="folder of the last record (default: --out)")
-    add("--data", type=Path, help="pictures as of ImageNet, train and val, in class folders or shards")
+    add("--data", type=Path, help="images as of ImageNet, train and val, in class folders or shards")
     add("--cifar", type=Path, help="CIFAR-10 in class folders")
     add("--vision", type=Path, help="references/classification of a checkout of torchvision")
     add("--airbench", type=Path, help="checkout of KellerJordan/cifar10-airbench")

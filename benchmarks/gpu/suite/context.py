@@ -78,7 +78,7 @@ class Context:
     scratch: Path
     """An empty folder, for what a case makes."""
     data: Path | None = None
-    """Pictures in class folders or shards, as of ImageNet."""
+    """Images in class folders or shards, as of ImageNet."""
     cifar: Path | None = None
     vision: Path | None = None
     """references/classification of a checkout of torchvision."""

@@ -51,7 +51,7 @@ def measure(context: Context) -> Found:
         ]
     drained, evaluated = zip(*rounds[1:], strict=True)
     num = job.eval_split.num_samples
-    found.add(f"{loader} alone, {num:,} pictures", drained, unit="s")
-    found.add(f"evaluation with {loader}, {num:,} pictures", evaluated, unit="s")
+    found.add(f"{loader} alone, {num:,} images", drained, unit="s")
+    found.add(f"evaluation with {loader}, {num:,} images", evaluated, unit="s")
     found.add("evaluation / decoding", ratios(evaluated, drained), unit="ratio")
     return found

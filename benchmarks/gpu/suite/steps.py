@@ -85,7 +85,7 @@ def make_contestants(context: Context, found: Found, *, stack: ExitStack) -> dic
 
 
 def make_table(found: Found, names: list[str], *, roofline: float, flops: float) -> list[dict[str, Any]]:
-    """Make one row a step. roofline: images per second of the shortest step; flops: of one picture."""
+    """Make one row a step. roofline: images per second of the shortest step; flops: of one image."""
     rows, before = [], None
     for name in names:
         rate = found.median(name)

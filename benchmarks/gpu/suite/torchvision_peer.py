@@ -130,7 +130,7 @@ def generated_batches(context: Context) -> Batches:
 
 
 def image_batches(context: Context, root: Path) -> Batches:
-    """Load training pictures as the script's preset makes them, by torch's DataLoader with a worker per core."""
+    """Load training images as the script's preset makes them, by torch's DataLoader with a worker per core."""
     import torchvision
     from torchvision.transforms import v2
 

@@ -1,4 +1,4 @@
-"""ResNet-50 at 224 in bf16 and fp16, on generated tensors and on pictures, beside torchvision's reference script."""
+"""ResNet-50 at 224 in bf16 and fp16, on generated tensors and on images, beside torchvision's reference script."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m faults run",
         description="Disturb short trainings at drawn moments, and compare what happens with what is promised. Each "
-        "trial trains 15 steps on generated pictures on some ranks (on this machine, or in emulated nodes), strikes "
+        "trial trains 15 steps on generated images on some ranks (on this machine, or in emulated nodes), strikes "
         "one rank or the link of a node in a drawn step and phase, waits for the end, starts the same command again,\n"
         "and compares the weights in the end with those of an undisturbed run. Printed: when the others named the "
         "rank that was struck, when steps went on, how many were lost, and what was left behind.",

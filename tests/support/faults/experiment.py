@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 15.0
 VERDICT_SECONDS = 15.0
 """How long after its time limit a job may take to name who is lost: a roll call, and a busy machine."""
 PATIENCE_SHARE = 1 / 15
-"""Of that limit: how long a picture that cannot be read is tried again."""
+"""Of that limit: how long an image that cannot be read is tried again."""
 END_SECONDS = 30.0
 """How long after its ranks the last process of a job may take to end: a moment, unless the machine is busy."""
 LINK = 200_000_000
@@ -50,7 +50,7 @@ TRAINING: Mapping[str, object] = {
     "comm.calibrate": "never",
     "comm.warn_seconds": 2,
 }
-"""Five steps in an epoch, and a ghost batch of two pictures, so that 1, 2, 3, 4 and 6 ranks share a batch alike."""
+"""Five steps in an epoch, and a ghost batch of two images, so that 1, 2, 3, 4 and 6 ranks share a batch alike."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Score:
 
 
 class Laboratory:
-    """Holds what the trials of a campaign share: the processes' parent, the pictures, the undisturbed runs."""
+    """Holds what the trials of a campaign share: the processes' parent, the images, the undisturbed runs."""
 
     def __init__(
         self,

@@ -290,7 +290,7 @@ def _around_step(fault: Fault, step: Callable[..., None]) -> Callable[..., None]
 
 
 def write_data(root: Path) -> str:
-    """Write the pictures of all trials."""
+    """Write the images of all trials."""
     from bigbatch.trainer.datasets.generated import write_dataset
 
     write_dataset(root, train_per_class=12, val_per_class=2, side_pixels=(32, 36))
@@ -358,7 +358,7 @@ def damage(run: Path, *, kind: str) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Bring back the pictures that were deleted."""
+    """Bring back the images that were deleted."""
     deleted = folder / "deleted"
     if deleted.exists():
         shutil.move(deleted, folder / "data" / "train")

@@ -110,7 +110,7 @@ KINDS = {
     ),
     "clock": Kind("the time of day that a rank reads jumps back by an hour", outcome="goes on", says=""),
     # later, all have been read ahead
-    "deleted": Kind("pictures are deleted under the reader", phases=STEP, says=r"train/", last_step=8),
+    "deleted": Kind("images are deleted under the reader", phases=STEP, says=r"train/", last_step=8),
     "cut": Kind("a node's link carries nothing any more, both ways", needs_nodes=True),
     "short cut": Kind("the same for 2 seconds", outcome="goes on", says="", needs_nodes=True),
     "deaf": Kind("nothing reaches a node any more", needs_nodes=True),

@@ -26,7 +26,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kerne
 
 @pytest.fixture
 def images(tmp_path):
-    """A folder with train/<two classes>/<eight pictures>."""
+    """A folder with train/<two classes>/<eight images>."""
     for number in range(8):
         path = tmp_path / f"set/train/{number % 2}/{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def test_contestants_all_draw_from_one_subset(images):
 
 
 class FakeJpeg(SimpleNamespace):
-    """simplejpeg by way of Pillow: decodes RGB only, and counts the pictures that wait."""
+    """simplejpeg by way of Pillow: decodes RGB only, and counts the images that wait."""
 
     def decode_jpeg(self, data, colorspace, min_height, min_width):
         with self.lock:
@@ -190,11 +190,11 @@ def test_simplejpeg_leaves_to_pillow_what_it_cannot_decode(images, simplejpeg):
 @linux
 def test_decode(images, tmp_path):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
-    # a contestant that draws from more than the subset would meet what is no picture
+    # a contestant that draws from more than the subset would meet what is no image
     index = read_index(images, "train")
     small = decode.subset(index, number=5)
     for path in {*index.paths} - {*small.paths}:
-        (images / "train" / path).write_text("no picture")
+        (images / "train" / path).write_text("no image")
     options = ("--pictures", 5, "--image-size", 32, "--batch", 4, "--batches", 2, "--repetitions", 2)
     done = run_benchmark("input.decode", images, *options, "--out", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr

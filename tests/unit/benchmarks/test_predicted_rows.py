@@ -62,7 +62,7 @@ def test_calibration_gives_the_measured_step_again():
 
 
 def test_published_step_of_another_size_lies_in_the_band():
-    # 64 A100 at 51 pictures each took 19.467 to 19.737 ms (MLPerf v1.1 and v2.0)
+    # 64 A100 at 51 images each took 19.467 to 19.737 ms (MLPerf v1.1 and v2.0)
     found = predict_row(Row(EIGHT), [Row(ONE)])
     assert found.low < 0.019467 < 0.019737 < found.high
     assert found.low < found.seconds < found.high
@@ -86,7 +86,7 @@ def test_what_no_row_checks_is_answered_and_marked(change):
 
 
 def test_row_of_another_device_is_scaled_by_both_published_rates():
-    # pictures alone, one device, no sums: an H100 does 7,050 a second where an A100 does 3,240
+    # images alone, one device, no sums: an H100 does 7,050 a second where an A100 does 3,240
     alone = {"num_accelerators": "1", "ladder": "", "null_line": "", "batch_per_accelerator": "4096"}
     base = Row(ONE | alone | {"ms_per_step": "1264"})
     found = predict_row(Row(EIGHT | alone | {"num_nodes": "1", "accelerator": "NVIDIA H100-SXM5-80GB"}), [base])
@@ -265,7 +265,7 @@ def test_benchmark_prints_both_tables_and_draws(tmp_path, capsys, monkeypatch):
     assert "cold" in shown
     assert "warm" in shown
     stored = json.loads((tmp_path / "out.json").read_text())["summaries"]
-    # linear: 51 pictures at 120.04 ms / 408 are 15.005 ms
+    # linear: 51 images at 120.04 ms / 408 are 15.005 ms
     assert stored["warm"]["across nodes"]["linear"] == pytest.approx(1 - 15.005 / 19.7, abs=1e-4)
     assert (tmp_path / "out.png").stat().st_size > 0
 
@@ -305,7 +305,7 @@ def test_errors_on_sizes_that_are_not_given_stay_below_the_bar(published):
 
 
 def test_large_scale_before_graphs_is_within_a_tenth(published):
-    # 512 to 1,536 V100 and 768 A100 at 39 to 65 pictures each, of which one node's rate is 11 to 42% too fast
+    # 512 to 1,536 V100 and 768 A100 at 39 to 65 images each, of which one node's rate is 11 to 42% too fast
     found = [each for each in errors_of(published, warm=False) if each["measured_seconds"] < 0.06]
     ours = [abs(each["error"]) for each in found if each["family"] in ("MLPerf V100", "MLPerf A100")]
     assert len(ours) >= 8

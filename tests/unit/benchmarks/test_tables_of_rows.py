@@ -114,7 +114,7 @@ def test_spelling_of_the_file_changes_nothing(ask):
 
 
 def test_images_per_second_do_for_the_step_that_is_not_stated(ask):
-    # 8 x 408 pictures in 120.04 ms
+    # 8 x 408 images in 120.04 ms
     rate = 8 * 408 / 0.12004
     code, rows, _ = ask(table(ONE.replace(",,,120.04", f",{rate:.6f},,")), table(EIGHT))
     assert code == 0

@@ -90,7 +90,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["pilots/mlperf", "pilots/nus", "pilots/nesterov"])
 def test_pilot_learns(name: str, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On ten classes of generated pictures, by a smaller net at a smaller batch, its rate by the same rule."""
+    """On ten classes of generated images, by a smaller net at a smaller batch, its rate by the same rule."""
     monkeypatch.setattr(job, "set_up_process", lambda communicator, **_: None)
     pilot = loaded(name)
     smaller = pilot.batch.global_batch_size // 32

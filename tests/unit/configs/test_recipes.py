@@ -159,7 +159,7 @@ def test_mlperf_recipes_last_as_long_as_the_slowest_reference_run(name: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RCP)
 def test_decay_steps_of_the_records_as_we_read_them(name: str) -> None:
-    """In epochs of 1,281,167 pictures, or of whole steps where NVIDIA's records of 1.1 say so."""
+    """In epochs of 1,281,167 images, or of whole steps where NVIDIA's records of 1.1 say so."""
     (batch, _, warmup, *_, decay_steps), (epochs, counts) = RCP[name], READING[name]
     if counts in ("all", "decay"):
         stated = epochs - (warmup if counts == "decay" else 0)

@@ -23,7 +23,7 @@ run = pathlib.Path(config["run"]["directory"])
 run.mkdir(parents=True)
 code = int(os.environ["FAKE_CODE"]) if config["run"]["seed"] == 0 else 0
 if code == 3:
-    print("bigbatch: something else\\nbigbatch: no such picture")
+    print("bigbatch: something else\\nbigbatch: no such image")
 elif code == 5:
     time.sleep(600)
 else:

@@ -30,9 +30,9 @@ def test_sweep_point_that_failed_does_not_end_the_others_and_is_tried_again_when
     assert main(command) == 3
     assert states(fake) == ["failed", "done"]
     state = read_state(fake, 0)
-    assert (state["reason"], state["exit_code"]) == ("no such picture", 3)
+    assert (state["reason"], state["exit_code"]) == ("no such image", 3)
     printed = capsys.readouterr().out
-    assert "point 0 (ranks=1, seed=0): failed: no such picture; 1 of 2" in printed
+    assert "point 0 (ranks=1, seed=0): failed: no such image; 1 of 2" in printed
     assert "point 1 (ranks=1, seed=1): 1,234 images/s; 2 of 2" in printed
     assert "1 of 2 points failed, what they printed is in" in printed
 

@@ -75,7 +75,7 @@ def test_sweep_points_weak_and_strong_by_hand(file: Path) -> None:
         (0, "weak", 1, 1, 1, 32, 32, 16, 320, 1, "out/points/0/run"),
         (1, "weak", 2, 1, 2, 64, 32, 16, 640, 1, "out/points/1/run"),
         (2, "weak", 4, 1, 2, 128, 32, 16, 1280, 1, "out/points/2/run"),
-        # strong: 96 pictures; four ranks have 24 each, whose ghost batches of at most 16 are 12
+        # strong: 96 images; four ranks have 24 each, whose ghost batches of at most 16 are 12
         (3, "strong", 1, 1, 1, 96, 32, 16, 960, 1, "out/points/3/run"),
         (4, "strong", 2, 1, 2, 96, 24, 12, 960, 1, "out/points/4/run"),
         (5, "strong", 4, 1, 2, 96, 24, 12, 960, 1, "out/points/5/run"),

@@ -32,7 +32,7 @@ def test_campaign_keeps_no_descriptor_of_what_is_over(tmp_path: Path, monkeypatc
     """After 54 trials it had none left below 1024."""
     context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(rank_side, "live", live)
-    laboratory = Laboratory.__new__(Laboratory)  # whose pictures take torch
+    laboratory = Laboratory.__new__(Laboratory)  # whose images take torch
     laboratory._context, laboratory._folder, laboratory._timeout_seconds = context, tmp_path, 15
     laboratory._lock, laboratory._jobs, laboratory._is_over = threading.Lock(), [], False
     counted = []

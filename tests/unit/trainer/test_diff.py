@@ -57,7 +57,7 @@ def test_digests_of_pictures_tell_each_by_its_contents_and_label() -> None:
     parts = [digests_of_pictures(batch_of(images_BCHW[i : i + 2], labels[i : i + 2])) for i in range(0, 4, 2)]
     assert torch.cat(parts).tolist() == whole
     last = images_BCHW.to(memory_format=torch.channels_last)
-    assert digests_of_pictures(batch_of(last, labels)).tolist() == whole, "the same pictures"
+    assert digests_of_pictures(batch_of(last, labels)).tolist() == whole, "the same images"
     assert digests_of_pictures(batch_of(images_BCHW[[1, 0, 2, 3]], labels)).tolist() != whole
     assert digests_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[:3] == whole[:3]
     assert digests_of_pictures(batch_of(images_BCHW, [3, 1, 4, 2])).tolist()[3] != whole[3]
@@ -84,7 +84,7 @@ def made(tmp_path: Path) -> Made:
 
 
 PLACED = {"places": "aaaaaaaabbbbbbbbccccccccdddddddd", "positions": [7, 5, 9, 2]}
-"""A batch of four pictures, by their digests and positions in the split."""
+"""A batch of four images, by their digests and positions in the split."""
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,18 @@ PLACED = {"places": "aaaaaaaabbbbbbbbccccccccdddddddd", "positions": [7, 5, 9, 2
         (
             "abdc",
             [7, 5, 2, 9],
-            " at 2 of 4 places, first at place 2: pictures 9 and 2 of the split",
+            " at 2 of 4 places, first at place 2: images 9 and 2 of the split",
             "another order of",
         ),
-        ("axcd", [7, 5, 9, 2], " at 1 of 4 places, first at place 1: picture 5 of the split in both", "another way to"),
+        ("axcd", [7, 5, 9, 2], " at 1 of 4 places, first at place 1: image 5 of the split in both", "another way to"),
         (
             "abcx",
             [7, 5, 9, 3],
-            " at 1 of 4 places, first at place 3: pictures 2 and 3 of the split",
-            "other pictures, as",
+            " at 1 of 4 places, first at place 3: images 2 and 3 of the split",
+            "other images, as",
         ),
-        ("abcd", [7, 5, 9, 2], "", "other pictures, another order"),  # a digest of so few letters, and the same
-        ("abc", [7, 5, 9], "", "other pictures, another order"),
+        ("abcd", [7, 5, 9, 2], "", "other images, another order"),  # a digest of so few letters, and the same
+        ("abc", [7, 5, 9], "", "other images, another order"),
     ],
 )
 def test_diff_names_the_first_place_of_the_batch_and_the_pictures_there(
@@ -113,7 +113,7 @@ def test_diff_names_the_first_place_of_the_batch_and_the_pictures_there(
     odd = {"places": "".join(letter * 8 for letter in places), "positions": positions}
     assert main([made("a", step() | PLACED), made("b", step(pictures="q") | odd)]) == 1
     found, why = capsys.readouterr().out.splitlines()
-    assert found == f"step 1: the pictures of the global batch differ{where}"
+    assert found == f"step 1: the images of the global batch differ{where}"
     assert why.startswith(f"likely cause: {cause}")
 
 
@@ -166,10 +166,10 @@ def step(pictures: str = "p", gradients: str = "gg", state: str = "ss") -> dict[
 @pytest.mark.parametrize(
     ("odd", "lines"),
     [
-        (step(pictures="q", gradients="xx"), ["step 2: the pictures of the global batch differ", "another order"]),
-        (step(gradients="xg"), ["step 2: pictures are equal; gradient of a is the first of 1 of 2 gradients", "a bit"]),
-        (step(gradients="xy"), ["step 2: pictures are equal; gradient of a is the first of 2 of 2", "another kernel"]),
-        (step(state="sx"), ["step 2: pictures, gradients are equal; b is the first of 1 of 2 weights", "a bit that"]),
+        (step(pictures="q", gradients="xx"), ["step 2: the images of the global batch differ", "another order"]),
+        (step(gradients="xg"), ["step 2: images are equal; gradient of a is the first of 1 of 2 gradients", "a bit"]),
+        (step(gradients="xy"), ["step 2: images are equal; gradient of a is the first of 2 of 2", "another kernel"]),
+        (step(state="sx"), ["step 2: images, gradients are equal; b is the first of 1 of 2 weights", "a bit that"]),
     ],
 )
 def test_diff_names_the_first_step_phase_and_tensor(
@@ -202,30 +202,30 @@ SPREAD = spread(layers={"conv": "cccc", "fc": "ffff"})
     [
         (
             spread(layers={"conv": "cccc", "fc": "fxxx"}, before="gggx"),
-            "step 2: pictures are equal; fc is the first of 1 of 2 activations that differ, "
+            "step 2: images are equal; fc is the first of 1 of 2 activations that differ, "
             "in microbatches 1, 2, 3 of 0 to 3 (ranks 0, 1)",
             "likely cause: another kernel in this layer or before it, or another number of threads; config",
         ),
         (
             spread(layers={"conv": "cccc", "fc": "ffff"}, before="ggxg", gradients="xx"),
-            "step 2: pictures, activations are equal; gradient of b is the first of 1 of 2 gradients before the sum "
+            "step 2: images, activations are equal; gradient of b is the first of 1 of 2 gradients before the sum "
             "that differ, in microbatch 2 of 0 to 3 (rank 1)",
-            "likely cause: rank 1 alone computes something else of the same pictures: a bit that flipped",
+            "likely cause: rank 1 alone computes something else of the same images: a bit that flipped",
         ),
         (
             spread(layers={"conv": "xxxx", "fc": "xxxx"}, ranks=(0, 0, 0, 0)),
-            "step 2: pictures are equal; conv is the first of 2 of 2 activations that differ, in all 4 microbatches",
+            "step 2: images are equal; conv is the first of 2 of 2 activations that differ, in all 4 microbatches",
             "likely cause: another kernel",
         ),
         (
             spread(layers={"conv": "cxcc", "fc": "fxff"}, ranks=(0, 1, 2, 3)),
-            "step 2: pictures are equal; conv is the first of 2 of 2 activations that differ, in microbatch 1 of 0 to "
+            "step 2: images are equal; conv is the first of 2 of 2 activations that differ, in microbatch 1 of 0 to "
             "3 (rank 0 in the first run, rank 1 in the second)",
             "likely cause: another kernel",
         ),
         (
             spread(layers={"conv": "cccc", "fc": "ffff"}, gradients="xx"),
-            "step 2: pictures, activations, gradients before the sum are equal; gradient of a is the first of 2 of 2",
+            "step 2: images, activations, gradients before the sum are equal; gradient of a is the first of 2 of 2",
             "likely cause: another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit",
         ),
     ],

@@ -1,1 +1,1 @@
-"""Loaders: who reads, decodes and crops the pictures of a batch."""
+"""Loaders: who reads, decodes and crops the images of a batch."""

@@ -1,4 +1,4 @@
-"""Loaders of encoded pictures by name; also for scripts that want nothing else of bigbatch."""
+"""Loaders of encoded images by name; also for scripts that want nothing else of bigbatch."""
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.input.base import Crop, ImageSize, ImageSource
@@ -35,7 +35,7 @@ def make_image_loader(
     Raises: ConfigError for another name, or if DALI is wanted and not installed.
     """
     if name not in IMAGE_LOADERS:
-        raise ConfigError(f"{name!r} is no loader of pictures: name one of {', '.join(IMAGE_LOADERS)}")
+        raise ConfigError(f"{name!r} is no loader of images: name one of {', '.join(IMAGE_LOADERS)}")
     decoder: Decoder
     if name == "dali":
         decoder = DaliDecoder(

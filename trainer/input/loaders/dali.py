@@ -1,4 +1,4 @@
-"""NVIDIA DALI decodes just the box of each picture, on CPU or GPU. The only file that imports it."""
+"""NVIDIA DALI decodes just the box of each image, on CPU or GPU. The only file that imports it."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -25,8 +25,8 @@ class DaliDecoder:
     """Decodes in DALI's threads, working prefetch_batches ahead; one pipeline lives across all calls.
 
     device_id None decodes on the CPU, where torch resizes, which takes a third of the time of DALI's resize; else the
-    JPEGs are decoded and resized by that GPU and the pictures stay there.
-    A picture that is cut off is always an error; a JPEG damaged inside may pass with wrong pixels, as libjpeg
+    JPEGs are decoded and resized by that GPU and the images stay there.
+    An image that is cut off is always an error; a JPEG damaged inside may pass with wrong pixels, as libjpeg
     only warns of that.
     """
 
@@ -61,7 +61,7 @@ class DaliDecoder:
         self._failure: Exception | None = None  # of encoded
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
-        """Yield one batch for each, in order. Raises: UndecodableError naming the picture."""
+        """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
         if self._device_id is None:
             return ahead(self._resized(encoded), depth=1)
         return self._decoded(encoded, _as_torch)
@@ -114,7 +114,7 @@ class DaliDecoder:
         return _inputs(encoded, with_resize=self._device_id is not None)
 
     def _next(self) -> Any:
-        """Do as _run, but let DALI's error become an UndecodableError where a picture caused it."""
+        """Do as _run, but let DALI's error become an UndecodableError where an image caused it."""
         try:
             return self._run()
         except RuntimeError:
@@ -139,7 +139,7 @@ class DaliDecoder:
             while self._pipeline is not None and self._run() is not None:
                 pass
         except RuntimeError:
-            # nobody will see these pictures, so nobody needs to hear of a bad one; _run dropped the pipeline
+            # nobody will see these images, so nobody needs to hear of a bad one; _run dropped the pipeline
             assert self._pipeline is None
         self._in_flight.clear()
         if self._pipeline is not None:
@@ -164,7 +164,7 @@ def _import_dali() -> tuple[Any, Any, Any]:
 
 
 def _inputs(encoded: EncodedBatch, *, with_resize: bool) -> tuple[Any, ...]:
-    """Return pictures, top and left, height and width; and output sizes and flips where DALI is to resize, too."""
+    """Return images, top and left, height and width; and output sizes and flips where DALI is to resize, too."""
     images = [np.frombuffer(image, np.uint8) for image in encoded.images]
     starts_B2, shapes_B2 = (np.ascontiguousarray(half) for half in np.split(encoded.boxes_B4, 2, axis=1))
     if not with_resize:
@@ -203,7 +203,7 @@ def _build_pipeline(
             axes=[0, 1],
             device="mixed" if is_gpu else "cpu",
             output_type=types.RGB,
-            # boxes are those of the stored picture; an EXIF rotation would come between
+            # boxes are those of the stored image; an EXIF rotation would come between
             adjust_orientation=False,
             **({"hw_decoder_load": hardware_share} if is_gpu else {}),
         )
@@ -225,15 +225,15 @@ def _as_torch(images: Any) -> Tensor:
 
 
 def _raise_if_storage(failure: Exception | None) -> None:
-    """Let a run that ends for its storage end now: to skip a picture, all in flight would have to be read again."""
+    """Let a run that ends for its storage end now: to skip an image, all in flight would have to be read again."""
     if isinstance(failure, StorageError):
         raise failure
 
 
 def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | None) -> None:
-    """Raise for the first picture that DALI refuses alone; its own message names none.
+    """Raise for the first image that DALI refuses alone; its own message names none.
 
-    DALI decides, as it decodes pictures that Pillow refuses: which ones are in flight must not matter.
+    DALI decides, as it decodes images that Pillow refuses: which ones are in flight must not matter.
     """
     row = _first_refused([row for batch in batches for row in _rows(batch)], device_id=device_id)
     if row is None:
@@ -243,14 +243,14 @@ def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | N
         open_image(row.images[0], path=name, max_pixels=row.max_pixels)
     except DataError as error:
         raise UndecodableError(str(error), position=position) from error
-    # a GPU's failure is no picture's
+    # a GPU's failure is no image's
     if device_id is None or _first_refused([row], device_id=None) is not None:
         text = f"{name}: DALI cannot decode it, though Pillow can; save it anew, or remove it"
         raise UndecodableError(text, position=position)
 
 
 def _rows(batch: EncodedBatch) -> Iterator[EncodedBatch]:
-    """Return each whole picture as a batch of its own."""
+    """Return each whole image as a batch of its own."""
     for data, name, position in zip(batch.images, batch.names, batch.positions, strict=True):
         box_14 = np.array([(0, 0, *encoded_size(data, path=name, max_pixels=batch.max_pixels))], np.int32)
         no_flip_1 = np.zeros(1, bool)

@@ -1,4 +1,4 @@
-"""A loader of encoded pictures: one part reads, another decodes."""
+"""A loader of encoded images: one part reads, another decodes."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -17,7 +17,7 @@ from bigbatch.trainer.input.retry import Draw
 
 
 def as_batch(encoded: EncodedBatch, images_BHWC: Tensor) -> Batch:
-    """Return the batch that answers a request, with its pictures."""
+    """Return the batch that answers a request, with its images."""
     return Batch(
         images_BCHW=images_BHWC.permute(0, 3, 1, 2),
         labels_B=torch.from_numpy(encoded.labels_B),
@@ -33,7 +33,7 @@ class Decoder(Protocol):
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
         """Yield one batch for each; closing it closes encoded. It may end the generator of an earlier call.
 
-        Raises: UndecodableError naming the picture, and what encoded raises.
+        Raises: UndecodableError naming the image, and what encoded raises.
         """
         ...
 
@@ -43,7 +43,7 @@ class Decoder(Protocol):
 
 
 class ImageLoader:
-    """Reads and decodes ahead; where pictures that cannot be decoded may be skipped, another stands in."""
+    """Reads and decodes ahead; where images that cannot be decoded may be skipped, another stands in."""
 
     def __init__(self, reader: EncodedReader, decoder: Decoder) -> None:
         self.reader = reader
@@ -53,7 +53,7 @@ class ImageLoader:
     def load(self, requests: Iterable[Request]) -> Iterator[Batch]:
         """Yield one batch per request, in order; ends the iterator of an earlier load.
 
-        Raises: DataError naming a picture that cannot be read or decoded.
+        Raises: DataError naming an image that cannot be read or decoded.
         """
         self.end()
         self._stream = self._batches(iter(requests))
@@ -67,7 +67,7 @@ class ImageLoader:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Leave no trace of what is loaded within: bad pictures that it meets are afterwards as unknown as before."""
+        """Leave no trace of what is loaded within: bad images that it meets are afterwards as unknown as before."""
         known = dict(self.reader.bad.reasons)
         try:
             yield
@@ -82,7 +82,7 @@ class ImageLoader:
             self._stream = None
 
     def _batches(self, requests: Iterator[Request]) -> Generator[Batch, None, None]:
-        """Read all that was under way again, after a picture that only decoding showed to be bad."""
+        """Read all that was under way again, after an image that only decoding showed to be bad."""
         under_way: deque[Request] = deque()
         again: deque[Request] = deque()
 
@@ -124,11 +124,11 @@ def resize_all(
     num_threads: int,
     pin_memory: bool = False,
 ) -> Tensor:
-    """Resize the pictures of a batch, uint8 (B, size, size, 3), flipped where asked.
+    """Resize the images of a batch, uint8 (B, size, size, 3), flipped where asked.
 
     box: row -> what is to become of it, uint8 (height, width, 3); called in the threads. Raises: what box raised.
     In a few tasks: one for each row costs more than the Python of a resize. In more than there are threads, as
-    pictures differ in size.
+    images differ in size.
     """
     num_rows = len(batch.names)
     stride = min(num_rows, PARTS_PER_THREAD * num_threads)

@@ -26,7 +26,7 @@ class PillowDecoder:
         self._pin_memory = pin_memory
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
-        """Yield one batch for each, in order. Raises: UndecodableError naming the picture."""
+        """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
         return ahead(self._batches(encoded), depth=self._prefetch_batches)
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class PillowDecoder:
 
 
 def decoded_box(batch: EncodedBatch, row: int) -> np.ndarray:
-    """Decode the box of one picture, uint8 (height, width, 3). Raises: UndecodableError naming the picture."""
+    """Decode the box of one image, uint8 (height, width, 3). Raises: UndecodableError naming the image."""
     try:
         image = open_image(batch.images[row], path=batch.names[row], max_pixels=batch.max_pixels)
     except DataError as error:

@@ -27,7 +27,7 @@ NUM_KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class InputRates:
-    """Holds pictures per second of this rank; None for a stage that its input has not."""
+    """Holds images per second of this rank; None for a stage that its input has not."""
 
     loader: float
     read: float | None
@@ -40,7 +40,7 @@ class InputRates:
 
 @dataclass(frozen=True)
 class ProbedInput:
-    """Holds what was found out: rates, and (height, width) of some stored pictures where the loader reads any."""
+    """Holds what was found out: rates, and (height, width) of some stored images where the loader reads any."""
 
     rates: InputRates
     sizes: tuple[tuple[int, int], ...]
@@ -55,7 +55,7 @@ def probe_input(
     num_fill: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ProbedInput | None:
-    """Measure for about so many seconds; None where a picture is bad, which training meets again at its place.
+    """Measure for about so many seconds; None where an image is bad, which training meets again at its place.
 
     requests: makes the run's own, at least one; they begin anew where they are too few. num_fill: batches that
     fill queues. Leaves loader as it was. Longer only where a batch takes long: each part makes two.
@@ -76,7 +76,7 @@ def probe_input(
 def rate(
     batches: Iterator[Batch | EncodedBatch], *, seconds: float, num_fill: int, clock: Callable[[], float]
 ) -> float:
-    """Measure pictures per second of an iterator that does not end.
+    """Measure images per second of an iterator that does not end.
 
     The first batch, and up to num_fill within FILL_SHARE of the seconds, are not counted: they start threads and fill
     queues. At least one is, however long it takes.
@@ -100,7 +100,7 @@ def _probe(
     read = decode = None
     if isinstance(loader, ImageLoader):
         loader.end()
-        # goes on where the loader stopped: pictures that were read before would come from memory
+        # goes on where the loader stopped: images that were read before would come from memory
         with closing(loader.reader.read(requests)) as fresh:
             read = timed(fresh, seconds=0.2 * seconds)
         # those of the loader are all decodable, or replaced

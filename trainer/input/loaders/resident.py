@@ -1,4 +1,4 @@
-"""The whole split decoded once, into the device's memory or the host's: for small pictures, as those of CIFAR."""
+"""The whole split decoded once, into the device's memory or the host's: for small images, as those of CIFAR."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ from bigbatch.trainer.input.retry import PatientReads
 
 
 class ResidentLoader:
-    """Gathers, shifts and flips pictures of image_size on the device; what lies outside of one is black.
+    """Gathers, shifts and flips images of image_size on the device; what lies outside of one is black.
 
     Boxes may reach over the edge (padded_crop: torchvision's RandomCrop with padding) but not change size.
     """
@@ -37,10 +37,10 @@ class ResidentLoader:
     ) -> None:
         """Decode the set. is_on_host: it stays in the host's memory, and batches are made there, for the device.
 
-        patience_seconds: a picture that cannot be read is tried again for so long.
+        patience_seconds: an image that cannot be read is tried again for so long.
 
-        max_pixels: a picture that states more is not decoded.
-        Raises: DataError naming the first picture that is not image_size x image_size, or one that cannot be read.
+        max_pixels: an image that states more is not decoded.
+        Raises: DataError naming the first image that is not image_size x image_size, or one that cannot be read.
         """
         reads = PatientReads(index, patience_seconds=patience_seconds, num_threads=num_threads)
         images_NHWC = _decode_all(index, reads, image_size=image_size, num_threads=num_threads, max_pixels=max_pixels)
@@ -59,13 +59,13 @@ class ResidentLoader:
             yield self._gather(request)
 
     def uncropped(self) -> "ResidentLoader":
-        """Return the same pictures in the same memory, each whole and as it is."""
+        """Return the same images in the same memory, each whole and as it is."""
         whole = copy.copy(self)
         whole._crop = center_crop(fraction=1.0)
         return whole
 
     def in_microbatches_of(self, microbatch_size: int) -> "ResidentLoader":
-        """Return the same pictures in the same memory, in microbatches of another size."""
+        """Return the same images in the same memory, in microbatches of another size."""
         other = copy.copy(self)
         other._microbatch_size = microbatch_size
         return other
@@ -94,7 +94,7 @@ class ResidentLoader:
 
 
 def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.ndarray, flips_B: np.ndarray) -> Tensor:
-    """Return square pictures of images_NHWC seen through windows of their own size at tops_lefts, zero outside.
+    """Return square images of images_NHWC seen through windows of their own size at tops_lefts, zero outside.
 
     Without a host sync: the index tables are made on the host and copied over once per batch.
     """
@@ -115,7 +115,7 @@ def shifted(images_NHWC: Tensor, *, indices_B: np.ndarray, tops_lefts_B2: np.nda
 def _decode_all(
     index: ImageSource, reads: PatientReads, *, image_size: int, num_threads: int, max_pixels: int
 ) -> Tensor:
-    """Decode every picture of the split, uint8 (N, image_size, image_size, 3)."""
+    """Decode every image of the split, uint8 (N, image_size, image_size, 3)."""
     images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
 
     def fill(part: int, positions: list[int]) -> None:
@@ -135,7 +135,7 @@ def _decode_all(
 
 
 def _pixels(image: Image.Image, *, path: str, image_size: int) -> np.ndarray:
-    """Return a picture's pixels, uint8 (image_size, image_size, 3). Raises: DataError."""
+    """Return an image's pixels, uint8 (image_size, image_size, 3). Raises: DataError."""
     if image.size != (image_size, image_size):
         wide, high = image.size
         raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")

@@ -9,7 +9,7 @@ from bigbatch.trainer.input.base import Batch, ImageSize, Request
 
 
 class SyntheticLoader:
-    """Yields the same random pictures of a size, made once on the device, for every request; learns nothing."""
+    """Yields the same random images of a size, made once on the device, for every request; learns nothing."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a range test shows and leaves: range.json, the reading in words, a picture."""
+"""What a range test shows and leaves: range.json, the reading in words, an image."""
 
 import shlex
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Verdicts, tables and pictures made of the records."""
+"""Verdicts, tables and images made of the records."""
 
 from pathlib import Path
 from typing import Any

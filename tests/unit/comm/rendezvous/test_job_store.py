@@ -369,7 +369,7 @@ from datetime import timedelta
 from bigbatch.comm.rendezvous.job_store import hold_store
 from bigbatch.comm.rendezvous.meeting import listen
 line = hold_store(listen("127.0.0.1", 0), b"of this job", world_size=2, timeout=timedelta(seconds=60))
-child = os.fork()  # as workers that read pictures, which inherit all that is open
+child = os.fork()  # as workers that read images, which inherit all that is open
 if child == 0:
     time.sleep(600)
 print(line.port, child, flush=True)

@@ -75,7 +75,7 @@ def write_point(sweep: Path, number: int, values: dict[str, Any], *, state: str 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """One rank takes 1 s for 100 pictures, of which 0.9 s computing and 0.1 s waiting for them."""
+    """One rank takes 1 s for 100 images, of which 0.9 s computing and 0.1 s waiting for them."""
     folder = tmp_path / "sweep"
     folder.mkdir()
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"name": NAME, "config": "quickstart", "where": "local"}))
@@ -83,10 +83,10 @@ def sweep(tmp_path: Path) -> Path:
     one = {"batch": 100, "rates": [90.0, 100.0, 110.0], **none}
     write_point(folder, 0, {"scaling": "weak", "ranks": 1}, **one)
     write_point(folder, 1, {"scaling": "strong", "ranks": 1}, **one)
-    # 400 pictures in 1.25 s: 0.9375 computing, 0.125 wire, 0.125 input, 0.0625 stragglers
+    # 400 images in 1.25 s: 0.9375 computing, 0.125 wire, 0.125 input, 0.0625 stragglers
     weak = {"wire": 0.1, "wait": 0.1, "stragglers": 0.05}
     write_point(folder, 2, {"scaling": "weak", "ranks": 4}, batch=400, rates=3 * [320.0], **weak)
-    # 100 pictures in 0.5 s: 0.275 computing, 0.2 wire, 0.025 input
+    # 100 images in 0.5 s: 0.275 computing, 0.2 wire, 0.025 input
     strong = {"wire": 0.4, "wait": 0.05, "stragglers": 0.0}
     write_point(folder, 3, {"scaling": "strong", "ranks": 4}, batch=100, rates=3 * [200.0], **strong)
     write_point(folder, 4, {"scaling": "strong", "ranks": 8}, state="failed", reason="out of memory: <b>9 GB</b>")
@@ -133,7 +133,7 @@ def test_report_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
 
 @pytest.mark.slow
 def test_report_has_runs_of_cuda_graphs_with_what_they_tell(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On 4 ranks 300 pictures take 1 s beside an ideal 0.75, input 0.2 beside 0.075: the rest is not told apart."""
+    """On 4 ranks 300 images take 1 s beside an ideal 0.75, input 0.2 beside 0.075: the rest is not told apart."""
     unknown: dict[str, Any] = {"wire": None, "stragglers": None}
     write_point(sweep, 5, {"scaling": "graph", "ranks": 1}, batch=100, rates=3 * [100.0], wait=0.1, **unknown)
     write_point(sweep, 6, {"scaling": "graph", "ranks": 4}, batch=300, rates=3 * [300.0], wait=0.2, **unknown)
@@ -200,7 +200,7 @@ def test_report_takes_repeats_together(sweep: Path) -> None:
 
 
 def measured(ranks: int, rates: tuple[float, ...], *, device: str = "cpu (1 threads a rank)") -> MeasuredPoint:
-    """Return a point of 100 pictures a rank, of which all time is computing."""
+    """Return a point of 100 images a rank, of which all time is computing."""
     seconds = 100 * ranks / statistics.median(rates)
     parts = {"computing": seconds, "communication": 0.0, "input": 0.0, "stragglers": 0.0}
     return MeasuredPoint((), ranks, ranks, 100 * ranks, Step(seconds, parts), rates, 1, None, device)
@@ -312,7 +312,7 @@ def change(path: Path, **changes: Any) -> None:
 
 @pytest.mark.slow
 def test_report_energy_and_gpu_hours_of_a_sweep(sweep: Path) -> None:
-    """Reports of 1 step and 400 pictures, after the first, take 720 J; those of other points are not told."""
+    """Reports of 1 step and 400 images, after the first, take 720 J; those of other points are not told."""
     for number in range(4):
         change(sweep / f"points/{number}/run/summary.json", device="NVIDIA H100")
     metrics = sweep / "points/2/run/metrics.jsonl"

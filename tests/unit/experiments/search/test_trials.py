@@ -220,7 +220,7 @@ def test_result_ranks():
     assert best_record(records[1:2], metric="top1") is None
 
 
-# the picture
+# the image
 
 DECAY = SearchRange("optimizer.weight_decay", 1e-5, 2e-4, is_log=True, is_int=False)
 BATCH = SearchRange("batch.global_batch_size", 8192, 65_536, is_log=False, is_int=True)

@@ -54,8 +54,8 @@ def test_paper_s_run_of_2048_gpus_lies_in_the_band():
     point = simulate_point(question, 2048)
     published_seconds = 6.6 * 60 / (90 * 1_281_167 / 65_536)
     assert point.low_seconds <= published_seconds <= point.high_seconds
-    # what it takes beyond its training steps evaluates 50,000 pictures after each epoch: a third of a training step's
-    # computing, which at 32 pictures of 2,048 GPUs each is the same 65,536
+    # what it takes beyond its training steps evaluates 50,000 images after each epoch: a third of a training step's
+    # computing, which at 32 images of 2,048 GPUs each is the same 65,536
     training = 90 * 1_281_167 / 65_536 * point.step.seconds / 3600
     assert point.run.steps == pytest.approx(training)
     assert 0 < point.run.evaluations < 90 * point.step.computing / 3600 / 2
@@ -150,7 +150,7 @@ def test_only_what_is_simulated_is_shown_under_its_name():
     [
         ("imagenet/resnet50_64k", 64, (), None),
         ("imagenet/resnet50_64k", 8192, ("--batch.microbatch_size", "8"), "so many GPUs"),
-        ("imagenet/resnet50_64k", 64, ("--batch.microbatch_size", "8"), "8 pictures at once"),
+        ("imagenet/resnet50_64k", 64, ("--batch.microbatch_size", "8"), "8 images at once"),
         ("imagenet/resnet50_64k", 8, ("--model.name", "resnet18"), "resnet18"),
     ],
 )
@@ -162,7 +162,7 @@ def test_answer_beyond_what_was_checked_names_the_nearest_published_step(recipe,
     if said is None:
         assert "extrapolated" not in words
     else:
-        assert all(word in words for word in (said, "Nearest checked", "pictures each"))
+        assert all(word in words for word in (said, "Nearest checked", "images each"))
 
 
 def test_nearest_checked_step_is_of_the_same_model_then_size_then_batch():
@@ -461,7 +461,7 @@ def test_loaders_that_cannot_keep_up_set_the_pace(tmp_path):
     assert simulate_point(ask(str(path), input_images_per_second=600.0, factors=Factors(input=4.0)), 4).step.input == 0
     words = show.findings(points, model="resnet50", deadline_hours=None)
     assert any("Lost to input (" in line for line in words)
-    # two nodes' busy seconds, for which loaders must bring half of 65,536 pictures each
+    # two nodes' busy seconds, for which loaders must bring half of 65,536 images each
     needed = 65_536 / 2 / (two_nodes.step.seconds - two_nodes.step.input)
     assert any(line.startswith("Bound by input") and f"{needed:,.0f} images/s" in line for line in words)
 

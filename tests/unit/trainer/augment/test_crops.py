@@ -117,7 +117,7 @@ def test_center_crop_is_resize_and_center_crop_up_to_rounding():
     shapes = np.random.default_rng(2).integers(30, 2000, (500, 2))
     boxes, flips = center_crop(fraction=224 / 256)(0, np.arange(500), shapes)
     assert not flips.any()
-    scales = shapes.min(axis=1) / 256  # stored pixels per pixel of a picture with short side 256
+    scales = shapes.min(axis=1) / 256  # stored pixels per pixel of an image with short side 256
     resized = np.floor(shapes / scales[:, None] + 1e-9)
     expected = np.concatenate([np.rint((resized - 224) / 2), np.full((500, 2), 224)], axis=1) * scales[:, None]
     # half a pixel for each rounding: two of theirs in resized pixels, two of ours in stored ones

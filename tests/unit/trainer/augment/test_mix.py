@@ -34,7 +34,7 @@ def beta(first, second, alpha):
 
 
 def expected(images, labels, indices, *, epoch, mixup_alpha=0.0, cutmix_alpha=0.0):
-    """One sample after the other, in numpy: pictures and targets of each with its partner."""
+    """One sample after the other, in numpy: images and targets of each with its partner."""
     images, labels = images.double().numpy(), labels.numpy()
     mixed, targets = images.copy(), np.zeros((len(images), NUM_CLASSES))
     for row in range(len(images)):
@@ -110,7 +110,7 @@ def test_mix_the_same_ghost_batches_in_other_microbatches_mix_alike(alphas):
 
 
 def test_mix_both_are_taken_equally_often():
-    """A black ghost batch with one white picture stays black and white under CutMix alone."""
+    """A black ghost batch with one white image stays black and white under CutMix alone."""
     count = 2000
     images = torch.zeros(count * 2, 1, 2, 2)
     images[::2] = 1

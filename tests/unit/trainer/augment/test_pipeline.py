@@ -32,7 +32,7 @@ def channels_last(images_BHWC):
 
 
 def batch(count=12):
-    """Smooth pictures, noise, a grey ramp, one colour, and a picture of two values."""
+    """Smooth images, noise, a grey ramp, one colour, and an image of two values."""
     rng = np.random.default_rng(0)
     images = np.stack([np.asarray(smooth_image(seed, WIDTH, HEIGHT)) for seed in range(count)])
     images[1] = rng.integers(0, 256, images[1].shape)
@@ -181,7 +181,7 @@ def test_apply_ops_none_are_the_identity():
 def test_augment_real_images_as_torchvision():
     paths = sorted(REAL_DATA.glob("val/*/*.JPEG"))[:4]
     if not paths:
-        pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
+        pytest.skip(f"no images at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
     images = [np.asarray(Image.open(path).convert("RGB").resize((WIDTH, HEIGHT))) for path in paths]
     images = channels_last(np.stack(images))
     shares = {op: compare_op(images, op, 9, 1.0) for op in Op}
@@ -257,7 +257,7 @@ def test_augmentations_of_a_config_are_those_that_it_asks_for():
 
 
 def test_augmentations_have_streams_of_their_own():
-    """Crop and flip have 0. Those that exist keep their numbers: another one is another picture."""
+    """Crop and flip have 0. Those that exist keep their numbers: another one is another image."""
     streams = [each.stream for each in AUGMENTATIONS]
     assert len({0, mix.STREAM, *streams}) == 2 + len(streams)
     assert (color_jitter.ColorJitter.stream, rand_augment.RandAugment.stream, Cutout.stream, mix.STREAM) == (1, 2, 3, 4)

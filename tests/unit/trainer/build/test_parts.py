@@ -53,7 +53,7 @@ def write_images(root: Path) -> None:
 
 def test_make_eval_split_opens_no_training_image(tmp_path: Path) -> None:
     write_images(tmp_path)
-    (tmp_path / "train" / "a" / "0.png").write_text("no picture")
+    (tmp_path / "train" / "a" / "0.png").write_text("no image")
     config, communicator = cifar10(tmp_path), one_rank()
     split = build_input.make_eval_split(config, communicator)
     batches = list(build_input.eval_batches(config, communicator, split))
@@ -111,7 +111,7 @@ def test_read_indices_agrees_on_classes_labels_and_sizes_not_on_counts_alone(
     texts = {folder.name: agreed_images(folder, monkeypatch) for folder in tmp_path.iterdir()}
     assert texts["copy"] == texts["set"]
     assert len(set(texts.values())) == len(texts) - 1 == 5
-    assert all(text.startswith("6 training pictures (") for text in texts.values())
+    assert all(text.startswith("6 training images (") for text in texts.values())
     halves = [texts[name].split(", ") for name in ("set", "relabelled")]
     assert halves[0][0] == halves[1][0]
     assert halves[0][1] != halves[1][1]
@@ -194,16 +194,16 @@ def test_digest_of_the_samples_is_that_of_classes_and_labels(tmp_path: Path) -> 
     """Packed copies count as the same. A new name within its class goes unseen: names are not in what is packed."""
     write_images(tmp_path / "set")
     pack(tmp_path / "set", tmp_path / "packed", recipe=PackRecipe())
-    for name in ("renamed picture", "renamed class", "moved", "added", "removed"):
+    for name in ("renamed image", "renamed class", "moved", "added", "removed"):
         shutil.copytree(tmp_path / "set", tmp_path / name)
     for split in ("train", "val"):
         (tmp_path / "renamed class" / split / "b").rename(tmp_path / "renamed class" / split / "c")
-    (tmp_path / "renamed picture/train/a/0.png").rename(tmp_path / "renamed picture/train/a/9.png")
+    (tmp_path / "renamed image/train/a/0.png").rename(tmp_path / "renamed image/train/a/9.png")
     (tmp_path / "moved/train/a/0.png").rename(tmp_path / "moved/train/b/9.png")
     (tmp_path / "removed/train/a/0.png").unlink()
     shutil.copy(tmp_path / "added/train/a/0.png", tmp_path / "added/train/a/9.png")
     digests = {folder.name: digest(folder) for folder in tmp_path.iterdir()}
-    assert digests["set"] == digests["packed"] == digests["renamed picture"]
+    assert digests["set"] == digests["packed"] == digests["renamed image"]
     assert len(set(digests.values())) == 5
     assert None not in digests.values()
 

@@ -1,4 +1,4 @@
-"""Own losses and metrics give what their formula says of each picture, or are refused with what is wrong."""
+"""Own losses and metrics give what their formula says of each image, or are refused with what is wrong."""
 
 import re
 
@@ -128,7 +128,7 @@ def test_loss_is_tried_without_a_draw_from_the_run() -> None:
         (f"{HERE}.breaks", "null", ("(4, 10)", "(4,)", "KeyError")),
         (f"{HERE}.depends_on_others", "null", ("beside it", "divided")),
         (f"{HERE}.without_gradient", "null", ("no gradient",)),
-        (f"{HERE}.per_class", "null", ("shape (4, 10)", "one number for each picture")),
+        (f"{HERE}.per_class", "null", ("shape (4, 10)", "one number for each image")),
         ("torch.nn.CrossEntropyLoss", "null", ("shape ()", "reduction: none")),
         ("torch.nn.functional.cross_entropy", "null", ("shape ()", "reduction: none")),
     ],

@@ -41,7 +41,7 @@ def test_global_batch_size_names_a_microbatch():
         message = refusal({"batch.global_batch_size": size})
         assert message.endswith(f"to {others}, or batch.microbatch_size and batch.bn_span to {together}")
         make_config({"batch.global_batch_size": size, "batch.microbatch_size": together, "batch.bn_span": together})
-    # batch norm of fewer than 8 pictures is no remedy
+    # batch norm of fewer than 8 images is no remedy
     assert refusal({"batch.global_batch_size": 101}).endswith("set batch.global_batch_size to 64 or 128")
     # nor of the ghost batch that two ranks share
     assert refusal({"batch.global_batch_size": 320, "batch.bn_span": 128}).endswith(
@@ -180,7 +180,7 @@ def test_batch_remedies_are_all_legal(span, microbatch_size, global_batch_size, 
     world_size=st.integers(1, 40),
 )
 def test_batch_remedy_that_is_the_second_is_legal_too(span, microbatch_size, global_batch_size, world_size):
-    """The one for whom nothing mixes pictures: ranks share ghost batches, and the update stays the same."""
+    """The one for whom nothing mixes images: ranks share ghost batches, and the update stays the same."""
     batch: Batch = {
         "batch.global_batch_size": global_batch_size,
         "batch.bn_span": span,

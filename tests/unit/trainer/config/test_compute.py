@@ -45,7 +45,7 @@ def test_compile_fallback_is_of_what_is_compiled():
 
 
 def test_compile_refuses_ranks_that_share_ghost_batches():
-    """BASE has microbatches of 64 pictures."""
+    """BASE has microbatches of 64 images."""
     shared = {"batch.bn_span": 128}
     text = refusal({"compute.compile": "default"} | shared)
     assert re.search(naming("compute.compile to null", "batch.bn_span to at most 64"), text)

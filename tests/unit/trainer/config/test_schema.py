@@ -393,7 +393,7 @@ def test_mixup_and_cutmix_need_another_image(key):
 def test_mixup_and_cutmix_are_of_one_rank(key):
     spread = {"batch.bn_span": 128}  # over 2 ranks of 64
     assert refusal({**spread, key: 0.2}).endswith(
-        "mix within a ghost batch, whose pictures batch.bn_span=128 spreads over ranks of batch.microbatch_size=64: "
+        "mix within a ghost batch, whose images batch.bn_span=128 spreads over ranks of batch.microbatch_size=64: "
         "set both to 0"
     )
     make_config({**spread, key: 0.0})

@@ -1,4 +1,4 @@
-"""`bigbatch data check` sees what is wrong with a data set, and judges a picture as the loaders do."""
+"""`bigbatch data check` sees what is wrong with a data set, and judges an image as the loaders do."""
 
 import csv
 import errno
@@ -72,7 +72,7 @@ def damaged_webp(data):
 
 
 def good_files():
-    """Three classes; 2 + 3 + 4 pictures in train, one each in val; all different."""
+    """Three classes; 2 + 3 + 4 images in train, one each in val; all different."""
     names = [f"train/{'abc'[label]}/{number}.JPEG" for label in range(3) for number in range(label + 2)]
     names += [f"val/{name}/0.JPEG" for name in "abc"]
     return {name: encoded(image(seed)) for seed, name in enumerate(names)}
@@ -98,7 +98,7 @@ def test_check_a_good_data_set(tmp_path, capsys):
     assert (val.short_side_pixels, val.long_side_pixels) == (Spread(8, 40.0, 40), Spread(9, 60.0, 60))
     assert train.forms == {"JPEG RGB": 9}
     assert main(["data", "check", str(tmp_path), "--workers", "1"]) == 0
-    assert "fit for training; 12 pictures decoded in " in capsys.readouterr().out.splitlines()[-1]
+    assert "fit for training; 12 images decoded in " in capsys.readouterr().out.splitlines()[-1]
 
 
 TRAITED = {  # (file name, content, its traits)
@@ -124,12 +124,12 @@ TRAITED = {  # (file name, content, its traits)
     "animated": (
         "0.webp",
         encoded(image(0), "WEBP", save_all=True, append_images=[image(1)]),
-        ["several pictures in one file"],
+        ["several images in one file"],
     ),
     "several": (
         "0.jpg",
         encoded(image(0), "MPO", save_all=True, append_images=[image(1)]),
-        ["several pictures in one file"],
+        ["several images in one file"],
     ),
 }
 
@@ -171,22 +171,22 @@ def test_check_16_bits_become_the_upper_8():
 
 BAD = {  # (content, kind, without decoding too)
     "empty": (b"", "empty file", True),
-    "html": (b"\n <!doctype html><title>404</title>", "HTML or XML instead of a picture", True),
-    "text": (b"no picture", "neither JPEG, PNG nor WebP", True),
+    "html": (b"\n <!doctype html><title>404</title>", "HTML or XML instead of an image", True),
+    "text": (b"no image", "neither JPEG, PNG nor WebP", True),
     "gif": (encoded(image(0), "GIF"), "neither JPEG, PNG nor WebP", True),
-    "cut off": (encoded(image(0))[:-200], "cut off picture", True),
-    "cut off png": (encoded(image(0), "PNG")[:-100], "cut off picture", True),
-    "PNG without its end": (encoded(image(0), "PNG")[:-12], "cut off picture", True),
-    "PNG without its last sum": (encoded(image(0), "PNG")[:-16], "cut off picture", True),
-    "PNG with a bad IEND": (encoded(image(0), "PNG")[:-1] + b"?", "cut off picture", True),
-    "bad tables": (with_bad_tables(encoded(image(0))), "damaged picture", False),
-    "PNG damaged inside": (damaged_png(encoded(image(0), "PNG")), "damaged picture", False),
-    "16 bit grey": (encoded(Image.new("I;16", (5, 5)), "PNG"), "unsupported picture", True),
-    "cut off webp": (encoded(image(0), "WEBP")[:-10], "cut off picture", True),
-    "webp header": (encoded(image(0), "WEBP")[:16], "cut off picture", True),
-    "damaged webp": (damaged_webp(encoded(image(0), "WEBP", lossless=True)), "damaged picture", False),
-    "only a header": (encoded(image(0))[:30], "cut off picture", True),
-    "far too large": (png(20_000, 20_000, b"", depth=8), "unsupported picture", True),
+    "cut off": (encoded(image(0))[:-200], "cut off image", True),
+    "cut off png": (encoded(image(0), "PNG")[:-100], "cut off image", True),
+    "PNG without its end": (encoded(image(0), "PNG")[:-12], "cut off image", True),
+    "PNG without its last sum": (encoded(image(0), "PNG")[:-16], "cut off image", True),
+    "PNG with a bad IEND": (encoded(image(0), "PNG")[:-1] + b"?", "cut off image", True),
+    "bad tables": (with_bad_tables(encoded(image(0))), "damaged image", False),
+    "PNG damaged inside": (damaged_png(encoded(image(0), "PNG")), "damaged image", False),
+    "16 bit grey": (encoded(Image.new("I;16", (5, 5)), "PNG"), "unsupported image", True),
+    "cut off webp": (encoded(image(0), "WEBP")[:-10], "cut off image", True),
+    "webp header": (encoded(image(0), "WEBP")[:16], "cut off image", True),
+    "damaged webp": (damaged_webp(encoded(image(0), "WEBP", lossless=True)), "damaged image", False),
+    "only a header": (encoded(image(0))[:30], "cut off image", True),
+    "far too large": (png(20_000, 20_000, b"", depth=8), "unsupported image", True),
 }
 
 
@@ -242,13 +242,13 @@ def test_check_the_same_image_twice(tmp_path):
     files["train/b/0.JPEG"] = files["train/c/0.JPEG"]  # two labels
     files["train/b/1.JPEG"] = files["train/b/2.JPEG"]
     report = check_dataset(write(tmp_path, files))
-    assert summary(report.problems) == [("train and val", "same picture in train and val", 1)]
+    assert summary(report.problems) == [("train and val", "same image in train and val", 1)]
     assert report.problems[0].cases == (
         f"{tmp_path}/train/a/0.JPEG = {tmp_path}/train/c/3.JPEG = {tmp_path}/val/b/0.JPEG",
     )
     assert {(finding.kind, finding.cases) for finding in report.remarks} == {
-        ("same picture in several classes", (f"{tmp_path}/train/b/0.JPEG = {tmp_path}/train/c/0.JPEG",)),
-        ("same picture twice", (f"{tmp_path}/train/b/1.JPEG = {tmp_path}/train/b/2.JPEG",)),
+        ("same image in several classes", (f"{tmp_path}/train/b/0.JPEG = {tmp_path}/train/c/0.JPEG",)),
+        ("same image twice", (f"{tmp_path}/train/b/1.JPEG = {tmp_path}/train/b/2.JPEG",)),
     }
 
 
@@ -279,8 +279,8 @@ def test_check_classes_that_differ_or_are_empty(tmp_path):
     assert {(finding.where, finding.kind, finding.cases) for finding in check_dataset(tmp_path).problems} == {
         ("train", "class that val lacks", (f"{tmp_path}/train/d",)),
         ("val", "class that train lacks", (f"{tmp_path}/val/e",)),
-        ("train", "class without pictures", (f"{tmp_path}/train/f",)),
-        ("val", "class without pictures", (f"{tmp_path}/val/f",)),
+        ("train", "class without images", (f"{tmp_path}/train/f",)),
+        ("val", "class without images", (f"{tmp_path}/val/f",)),
     }
 
 
@@ -305,7 +305,7 @@ def test_check_splits_that_are_not_there(tmp_path, capsys):
     report = check_dataset(tmp_path)
     assert summary(report.problems) == [(str(tmp_path), "missing split", 1), ("val", "no class folders", 1)]
     assert main(["data", "check", str(tmp_path)]) == 1
-    assert "NOT fit for training: 2 problem(s); 0 pictures" in capsys.readouterr().out
+    assert "NOT fit for training: 2 problem(s); 0 images" in capsys.readouterr().out
 
 
 def test_check_folders_that_cannot_be_listed(tmp_path, monkeypatch):
@@ -383,7 +383,7 @@ def test_check_classes_with_two_spellings_are_a_problem(tmp_path):
 
 
 def pack(folder, images, *, classes):
-    """A packed split written by tarfile and numpy; pictures are (label, bytes)."""
+    """A packed split written by tarfile and numpy; images are (label, bytes)."""
     folder.mkdir(parents=True)
     entries_N = np.zeros(len(images), ENTRY)
     with tarfile.open(folder / "shard-000000.tar", "w") as tar:
@@ -414,11 +414,11 @@ def test_check_packed_images(tmp_path):
     for name in ("problems", "remarks", "splits"):
         assert getattr(report, name) == getattr(reports[1], name)
     assert summary(report.problems) == [
-        ("val", "class without pictures", 1),
-        ("train", "damaged picture", 1),
-        ("train and val", "same picture in train and val", 1),
+        ("val", "class without images", 1),
+        ("train", "damaged image", 1),
+        ("train and val", "same image in train and val", 1),
     ]
-    assert report.problems[1].cases[0].startswith(f"{tmp_path}/train/shard-000000.tar: picture 00000005: cannot be")
+    assert report.problems[1].cases[0].startswith(f"{tmp_path}/train/shard-000000.tar: image 00000005: cannot be")
     assert [finding.cases for finding in report.remarks] == [(f"{tmp_path}/val/notes.txt",)]
     facts = report.splits["train"]
     assert (facts.num_images, facts.per_class) == (120, Spread(40, 60.0, 80))
@@ -432,7 +432,7 @@ def test_check_a_packed_image_that_was_overwritten(tmp_path):
     path.write_bytes(b"x" * path.stat().st_size)
     problems = check_dataset(tmp_path).problems
     assert summary(problems) == [("val", "unreadable file", 1)]
-    assert "shard-000000.tar: picture 00000000: " in problems[0].cases[0]
+    assert "shard-000000.tar: image 00000000: " in problems[0].cases[0]
 
 
 def test_check_a_packed_split_without_its_shard(tmp_path):
@@ -446,7 +446,7 @@ def test_check_a_packed_split_without_its_shard(tmp_path):
 
 @dataclass(frozen=True)
 class Fake:
-    """Pictures that never lay on a disk."""
+    """Images that never lay on a disk."""
 
     classes: tuple[str, ...]
     labels_N: np.ndarray
@@ -472,19 +472,19 @@ WNIDS = tuple(f"n{number:08d}" for number in range(1000))
         ("val", WNIDS, [50] * 1000, ()),
         ("train", WNIDS, [1281] * 999 + [1448], ()),  # 1,281,167
         ("val", WNIDS, [10] * 1000, ()),  # ImageNet-V2
-        ("train", WNIDS, [1281] * 1000, ("1,281,000 pictures instead of 1,281,167",)),
-        ("val", WNIDS, [11] * 1000, ("11,000 pictures instead of 50,000 or 10,000",)),
+        ("train", WNIDS, [1281] * 1000, ("1,281,000 images instead of 1,281,167",)),
+        ("val", WNIDS, [11] * 1000, ("11,000 images instead of 50,000 or 10,000",)),
         (
             "val",
             WNIDS,
             [50] * 998 + [49, 51],
-            tuple(f"n00000{n}: {count} pictures instead of 50" for n, count in ((998, 49), (999, 51))),
+            tuple(f"n00000{n}: {count} images instead of 50" for n, count in ((998, 49), (999, 51))),
         ),
         (
             "val",
             WNIDS,
             [10] * 998 + [9, 11],
-            ("n00000998: 9 pictures instead of 10", "n00000999: 11 pictures instead of 10"),
+            ("n00000998: 9 images instead of 10", "n00000999: 11 images instead of 10"),
         ),
         ("val", WNIDS[:999], [5] * 999, ()),
         ("val", ("dog", *WNIDS[:999]), [5] * 1000, ()),
@@ -525,11 +525,11 @@ def test_check_the_command_names_the_first_and_writes_all(tmp_path, capsys):
     assert main(["data", "check", str(tmp_path / "set"), "--workers", "1", "--no-decode", "--json", str(out)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["train", "val"]
-    assert re.match(r"pictures +9 +3$", lines[1])
+    assert re.match(r"images +9 +3$", lines[1])
     at = lines.index("problem  train: empty file (3)")
     assert lines[at + 1].startswith(f"         {tmp_path}/set/train/c/0.JPEG: ")
     assert lines[at + 1].endswith("   and 2 more")
-    assert "NOT fit for training: 3 problem(s); 12 pictures read, not decoded, in" in lines[-1]
+    assert "NOT fit for training: 3 problem(s); 12 images read, not decoded, in" in lines[-1]
     written = json.loads(out.read_text())
     assert [case.split(":")[0][-len("c/0.JPEG") :] for case in written["problems"][0]["cases"]] == [
         f"c/{number}.JPEG" for number in range(3)

@@ -246,7 +246,7 @@ def test_generated_linear_classifier_on_pixels_fails_here_and_succeeds_on_an_eas
     accuracy = _linear_accuracy(train_NP, train_labels_N, val_NP, val_labels_N)
     assert 0.12 < accuracy < 0.5  # 0.1 is chance
 
-    # the control: the same pictures, each class tinted at one place of its own
+    # the control: the same images, each class tinted at one place of its own
     for pixels_NP, labels_N in ((train_NP, train_labels_N), (val_NP, val_labels_N)):
         for label in range(10):
             pixels_NP[labels_N == label, label * 300 : label * 300 + 150] += 120

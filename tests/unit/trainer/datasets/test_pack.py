@@ -68,7 +68,7 @@ def source(tmp_path):
 
 
 def contents(root, *, but=("pack.json",)):
-    """pack.json knows when the pictures were written, all else only what they are."""
+    """pack.json knows when the images were written, all else only what they are."""
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name not in but}
 
 
@@ -284,7 +284,7 @@ def test_pack_an_index_that_is_gone_or_broken_is_made_anew(source, tmp_path, nam
 
 
 def pack_with_a_bad_image(source, target, *, recipe=RECIPE):
-    """Leaves the source as it was, but for the time of that picture."""
+    """Leaves the source as it was, but for the time of that image."""
     (source / "train/b/8.JPEG").write_bytes(b"<html>")
     try:
         pack(source, target, recipe=recipe)
@@ -294,7 +294,7 @@ def pack_with_a_bad_image(source, target, *, recipe=RECIPE):
 
 def test_pack_a_bad_image_that_is_replaced_is_packed_by_the_same_command(source, tmp_path):
     target = tmp_path / "packed"
-    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "picture")):
+    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
         pack_with_a_bad_image(source, target)
     assert len(identities(target)) > 2
     pack(source, target, recipe=RECIPE)
@@ -318,7 +318,7 @@ def repeat_first(path):
 def test_pack_a_shard_that_was_damaged_before_the_end_is_packed_again(source, tmp_path, damage):
     target = tmp_path / "packed"
     (source / "train/b/8.JPEG").write_bytes(b"<html>")
-    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "picture")):
+    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
         pack(source, target, recipe=RECIPE)
     (source / "train/b/8.JPEG").write_bytes(FILES["train/b/8.JPEG"])
     settings = json.loads((target / "train/pack.json").read_text())
@@ -349,9 +349,9 @@ def test_pack_a_set_of_an_older_version_is_read_and_not_packed_into(source, tmp_
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_pack_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tmp_path, monkeypatch, is_killed):
-    """With fewer pictures and another class in front: nothing of before fits, and the last shards are in excess."""
+    """With fewer images and another class in front: nothing of before fits, and the last shards are in excess."""
     target, whole_replacing = tmp_path / "packed", pack_module.new_shard_file
-    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "picture")):
+    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
         pack_with_a_bad_image(source, target)
     num_shards = len(identities(target / "train"))
     for split in ("train", "val"):
@@ -384,14 +384,14 @@ def insert_class(source):
 
 
 def insert_image(source):
-    """Small enough for the first shard: the others keep their pictures, but not the numbers of these."""
+    """Small enough for the first shard: the others keep their images, but not the numbers of these."""
     (source / "train/a/00.jpg").write_bytes(encoded(51, 1, 1, mode="L"))
 
 
 @pytest.mark.parametrize(("change", "shard_bytes"), [(insert_class, 1), (insert_image, 11_000)])
 def test_pack_images_that_stay_but_get_another_label_or_number_are_packed_again(source, tmp_path, change, shard_bytes):
     target, recipe = tmp_path / "packed", PackRecipe(shard_bytes=shard_bytes)
-    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "picture")):
+    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
         pack_with_a_bad_image(source, target, recipe=recipe)
     change(source)
     pack(source, target, recipe=recipe)
@@ -459,9 +459,9 @@ def test_pack_settings_that_cannot_be_read_are_refused(source, tmp_path):
 @pytest.mark.parametrize(
     ("data", "telling"),
     [
-        (b"<html>", "not a picture"),
+        (b"<html>", "not an image"),
         (encoded(0)[:-200], "decoded"),
-        (encoded(0, kind="GIF"), "not a picture in JPEG, PNG or WebP"),
+        (encoded(0, kind="GIF"), "not an image in JPEG, PNG or WebP"),
     ],
 )
 def test_pack_a_bad_image_ends_packing_with_its_path(source, tmp_path, data, telling, num_workers):
@@ -673,7 +673,7 @@ def test_pack_takes_nested_images_and_counts_what_it_leaves_out(source, tmp_path
         on_progress=lambda *at: said.append(at),
     )
     assert summary.num_images == 15
-    assert str(said[0]).startswith("1 file is left out: 1 in no class folder"), "before all pictures are packed"
+    assert str(said[0]).startswith("1 file is left out: 1 in no class folder"), "before all images are packed"
     packed, index = open_split(tmp_path / "packed", "train"), read_index(source, "train")
     assert index.name(index.paths.index(str(nested.relative_to(source / "train")))) == str(nested)
     assert [packed.read(i) for i in range(len(packed))] == [index.read(i) for i in range(len(index))]

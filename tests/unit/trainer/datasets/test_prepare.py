@@ -133,11 +133,11 @@ def test_prepare_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at)
     assert run(root, official) == ["train", "val"][stop_at > 9 :]
     assert images_below(root) == EXPECTED
     now = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in root.rglob("*.JPEG")}
-    assert all(now[path.name] == state for path, state in done.items()), "a picture was written twice"
+    assert all(now[path.name] == state for path, state in done.items()), "an image was written twice"
 
 
 def with_holes(data):
-    """A download of the full length of which the picture of the first class never came."""
+    """A download of the full length of which the image of the first class never came."""
     return data.replace(content("n01440764_1.JPEG"), bytes(len(content("n01440764_1.JPEG"))))
 
 
@@ -344,12 +344,12 @@ WRONG = {
     ),
     "no class": (TRAIN, lambda: tar_of({"readme.txt": b"hello"}), ("'readme.txt'", "class")),
     "class in a folder": (TRAIN, lambda: tar_of({"a/n01440764.tar": b""}), ("'a/n01440764.tar'", "class")),
-    "picture in a folder": (
+    "image in a folder": (
         TRAIN,
         lambda: tar_of({"n01440764.tar": tar_of({"a/b.JPEG": b"1"})}),
         ("'a/b.JPEG'", "top"),
     ),
-    "no picture": (TRAIN, lambda: tar_of({"n01440764.tar": tar_of({"b.txt": b"1"})}), ("'b.txt'", "top")),
+    "no image": (TRAIN, lambda: tar_of({"n01440764.tar": tar_of({"b.txt": b"1"})}), ("'b.txt'", "top")),
     "hidden file": (TRAIN, lambda: tar_of({"n01440764.tar": tar_of({".b.JPEG": b"1"})}), ("'.b.JPEG'", "top")),
     "val missing": (
         VAL,
@@ -366,7 +366,7 @@ WRONG = {
         lambda: tar_of({"ILSVRC2012_val_00000000.JPEG": b"1"}),
         ("'ILSVRC2012_val_00000000.JPEG'", "1 to 5"),
     ),
-    "val name": (VAL, lambda: tar_of({"picture.JPEG": b"1"}), ("'picture.JPEG'", "1 to 5")),
+    "val name": (VAL, lambda: tar_of({"image.JPEG": b"1"}), ("'image.JPEG'", "1 to 5")),
     "kit without classes": (KIT, lambda: devkit(**{"meta.mat": None}), (KIT, "meta.mat")),
     "kit without truth": (
         KIT,

@@ -14,7 +14,7 @@ def test_show_progress_a_line_at_every_tenth_without_a_terminal(capsys: pytest.C
     with show_progress("checking") as advance:
         for done in (50, 120, 199, 1000, 1000):
             advance(done, 1000)
-    lines = ["checking: 120 of 1,000 pictures", "checking: 1,000 of 1,000 pictures"]
+    lines = ["checking: 120 of 1,000 images", "checking: 1,000 of 1,000 images"]
     assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in lines))
 
 

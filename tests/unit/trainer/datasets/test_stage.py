@@ -495,7 +495,7 @@ def test_stage_the_help_teaches(capsys):
 
 @pytest.mark.long
 @pytest.mark.skipif(
-    not (sample_images.REAL_DATA / "train").is_dir(), reason=f"no real pictures in {sample_images.REAL_DATA}"
+    not (sample_images.REAL_DATA / "train").is_dir(), reason=f"no real images in {sample_images.REAL_DATA}"
 )
 def test_stage_real_images(tmp_path):
     pack(sample_images.REAL_DATA, tmp_path / "packed", recipe=PackRecipe(shard_bytes=1_000_000), splits=["train"])

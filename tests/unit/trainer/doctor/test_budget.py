@@ -117,7 +117,7 @@ def test_examination_ends_within_its_budget(name: str, seconds_per_image: float,
     assert machine.now <= 60
     assert findings.is_complete
     assert findings.rates is not None
-    assert findings.rates.together == pytest.approx(1 / seconds_per_image)  # however few pictures were measured
+    assert findings.rates.together == pytest.approx(1 / seconds_per_image)  # however few images were measured
     late = [each for each in findings.unmeasured if "no time left" in each.why]
     assert any(each.name == "compile" and "--only compile" in each.why for each in late)
     if start_seconds < 6:
@@ -155,7 +155,7 @@ def test_nothing_is_cut_or_left_out_without_a_budget() -> None:
 @pytest.mark.parametrize(
     ("used", "named"),
     [
-        (19.0, ("was ended; a step of 64 pictures took 9.0 s: 20 s are too few here", "--within")),
+        (19.0, ("was ended; a step of 64 images took 9.0 s: 20 s are too few here", "--within")),
         (1.0, ("was ended$",)),  # another reason than the budget's end
     ],
 )

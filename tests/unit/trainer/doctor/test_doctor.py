@@ -66,7 +66,7 @@ def test_limit_is_the_longest_wait(changes: dict[str, float], limit: str) -> Non
 def test_verdict_in_words() -> None:
     assert RATES.roofline_share == pytest.approx(0.25)  # 1,000 x 2e9 of 8e12
     text = "\n".join(verdict.explain(RATES))
-    assert "limited by the model's own work: 1.0% of a step waits for pictures, 2.0% for sums" in text
+    assert "limited by the model's own work: 1.0% of a step waits for images, 2.0% for sums" in text
     assert "the input alone 4,000, the model alone (on generated tensors) 1,000, together 900" in text
     assert "25.0% of the 8.0 TFLOP/s" in text
     assert "compete" not in text
@@ -76,7 +76,7 @@ def test_verdict_in_words() -> None:
     assert "4 times as fast as the model" in verdict.explain(replace(RATES, wait_share=0.06))[0]
     assert "compute.cpu_threads" in verdict.explain(replace(RATES, wait_share=0.06))[0]
     untold = verdict.explain(replace(RATES, exposed_share=None))[0]
-    assert "waits for pictures; how long for sums over ranks, a captured step does not tell" in untold
+    assert "waits for images; how long for sums over ranks, a captured step does not tell" in untold
     assert "the GPU works 40% of the time" in verdict.explain(replace(RATES, busy_share=0.4))[0]
 
 
@@ -436,9 +436,9 @@ def test_report_tells_what_is_always_on_and_what_found_no_time() -> None:
     text = " ".join(report(other).split())
     assert "fused update: not measured, muon has no other form" in text
     assert "3.0 MB to the device in 0.50 ms, from pageable memory, for which the host waits, in 2.00 ms" in text
-    assert "steps of 8 pictures instead of 512, microbatches of 8 instead of 128, ghost batches of 8" in text
+    assert "steps of 8 images instead of 512, microbatches of 8 instead of 128, ghost batches of 8" in text
     fewer = {**PART, "batch.global_batch_size": 128, "batch.microbatch_size": 128}
-    assert "steps of 128 pictures instead of 512, since slow ones" in report(replace(other, part=fewer))
+    assert "steps of 128 images instead of 512, since slow ones" in report(replace(other, part=fewer))
 
 
 PART = {"batch.global_batch_size": 8, "batch.microbatch_size": 8, "batch.bn_span": 8}

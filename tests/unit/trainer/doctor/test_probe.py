@@ -1,4 +1,4 @@
-"""What the doctor measures: syncs, arithmetic, a real probe of generated pictures, and the whole command."""
+"""What the doctor measures: syncs, arithmetic, a real probe of generated images, and the whole command."""
 
 import inspect
 import json
@@ -52,7 +52,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a config with 40 generated pictures, of which a step takes 16."""
+    """Of a config with 40 generated images, of which a step takes 16."""
     root = tmp_path_factory.mktemp("shapes") / "set"
     write_dataset(root, train_per_class=4, val_per_class=1, side_pixels=(32, 40))
     return ["--config", "quickstart", f"--data.root={root}", *(f"--{key}={value}" for key, value in SMALL.items())]
@@ -147,7 +147,7 @@ def test_flops_of_an_image_are_those_of_the_formula() -> None:
         images_BCHW=torch.ones(2, 3, 6, 6), targets=torch.tensor([1, 2]), labels_B=torch.tensor([1, 2])
     )
     convolution, matrix = 2 * 4 * 3 * 9 * 6 * 6, 2 * 4 * 6 * 6 * 5
-    # forward and the weights' gradients of both; the picture needs no gradient, what enters the matrix does
+    # forward and the weights' gradients of both; the image needs no gradient, what enters the matrix does
     parts: Any = SimpleNamespace(model=model, reducer=reducer, precision=SimpleNamespace(forward=nullcontext))
     assert flops_per_image(parts, prepared) == 2 * convolution + 3 * matrix  # type: ignore[arg-type]
     assert model.training
@@ -267,7 +267,7 @@ def test_probe_measures_the_steps_of_training(probe: _Probe) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in probe.parts.model.named_parameters())
     profile = probe.profile(batches="pictures", seconds=0.02)
     assert sum(profile["phases"].values()) == pytest.approx(profile["seconds"], rel=0.01)
-    assert {"wait for pictures", PREPARE, "forward", "backward", "update", REST} <= profile["phases"].keys()
+    assert {"wait for images", PREPARE, "forward", "backward", "update", REST} <= profile["phases"].keys()
     assert profile["operators"][0][1] > 0
     assert profile["busy_share"] is None
     assert profile["syncs"] == {}  # the hot path has none
@@ -297,7 +297,7 @@ def test_captured_step_tells_no_parts(probe: _Probe) -> None:
     probe.parts = replace(probe.parts, execution=Captured())
     probe.train_step = TrainStep(probe.plan, probe.parts)
     assert probe.steps(batches="pictures", seconds=0.02, flushes=False)["exposed_seconds"] is None
-    assert probe.profile(batches="pictures", seconds=0.02)["phases"].keys() == {"wait for pictures", REPLAYED}
+    assert probe.profile(batches="pictures", seconds=0.02)["phases"].keys() == {"wait for images", REPLAYED}
 
 
 def doctor(*words: str) -> list[str]:

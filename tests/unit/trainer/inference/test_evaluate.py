@@ -52,7 +52,7 @@ def evaluate(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, 
 
 
 def count_by_hand(model: nn.Module, data: Path, *, size: int, fraction: float, flip: bool) -> tuple[int, float]:
-    """Correct answers and mean loss, one picture at a time: the middle, resized by Pillow."""
+    """Correct answers and mean loss, one image at a time: the middle, resized by Pillow."""
     correct, losses = 0, []
     for label, folder in enumerate(sorted((data / "val").iterdir())):
         for path in sorted(folder.iterdir()):
@@ -108,7 +108,7 @@ def test_evaluate_any_resolution_and_crop(
     assert record["loss"] == pytest.approx(loss, rel=2e-2), "crops of odd sides are rounded by up to a pixel"
     assert abs(record["top1"] * 20 - correct) <= 1
     assert f"weights.pt at {size} x {size} pixels: evaluation: top-1 {100 * record['top1']:.2f}%  top-5 " in line
-    assert "(20 pictures in " in line
+    assert "(20 images in " in line
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""`bigbatch predict` answers as evaluation does, for pictures anywhere."""
+"""`bigbatch predict` answers as evaluation does, for images anywhere."""
 
 import json
 import re
@@ -137,9 +137,9 @@ def test_predict_in_python(run: Path) -> None:
         (["nowhere.jpg"], ("bigbatch: nowhere.jpg: ",)),
         (["."], ("bigbatch: .: ", "folder")),
         (["cut.jpg"], ("cut.jpg: ", "cannot")),
-        (["text.jpg"], ("text.jpg: ", "picture")),
+        (["text.jpg"], ("text.jpg: ", "image")),
         (["whole.jpg", "--data.max_megapixels=0.002"], ("whole.jpg: ", "0.002 megapixels")),
-        (["text.jpg", "--data.max_skipped=5"], ("text.jpg: ", "picture")),
+        (["text.jpg", "--data.max_skipped=5"], ("text.jpg: ", "image")),
         (["text.jpg", "--data.num_classes=11"], ("10 classes", "data.num_classes is 11")),
     ],
 )
@@ -155,7 +155,7 @@ def test_predict_one_line_for_what_cannot_be_classified(
     data = images_of(run)[0].read_bytes()
     (tmp_path / "cut.jpg").write_bytes(data[: len(data) // 2])
     (tmp_path / "whole.jpg").write_bytes(data)
-    (tmp_path / "text.jpg").write_text("no picture")
+    (tmp_path / "text.jpg").write_text("no image")
     assert main(["predict", str(run), *words]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert re.search(naming(*parts), lines[-1])
@@ -166,7 +166,7 @@ def test_predict_one_line_for_what_cannot_be_classified(
 def test_predict_impossible_command_lines(words: list[str], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["predict", str(run), *words])
-    assert ("pictures", "--top 0")[bool(words)] in capsys.readouterr().err.splitlines()[-1]
+    assert ("images", "--top 0")[bool(words)] in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_predict_what_it_does_not_work_with(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`bigbatch init` writes a recipe that trains on a folder of pictures, or says all that is wrong and writes nothing."""
+"""`bigbatch init` writes a recipe that trains on a folder of images, or says all that is wrong and writes nothing."""
 
 import io
 import json
@@ -31,7 +31,7 @@ IMAGES = [encoded(smooth_image(seed, 50, 40)) for seed in range(24)]
 
 
 def class_folders(root: Path, **counts: int) -> Path:
-    """Different pictures, so many of each class."""
+    """Different images, so many of each class."""
     names = [f"{name}/{number}.jpg" for name, count in counts.items() for number in range(count)]
     return write(root, dict(zip(names, IMAGES, strict=False)))
 
@@ -49,7 +49,7 @@ def test_init_class_folders_become_a_recipe_and_a_list(tmp_path: Path, capsys: p
     class_folders(tmp_path / "my pets", cat=10, dog=5, axolotl=1)
     assert init("my pets", "--val-share", "0.3") == 0
     said = capsys.readouterr().out
-    assert "class with one picture (1)" in said
+    assert "class with one image (1)" in said
     assert "axolotl" in said
     for line in ("data check my-pets.json", "train --config my-pets.yaml", "predict runs/my-pets "):
         assert f"  bigbatch {line}" in said
@@ -90,7 +90,7 @@ def test_init_leaves_splits_that_are_there(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "pets.json").exists()
     assert main(["data", "pack", "pets", "packed", "--workers", "1"]) == 0
     assert init("packed") == 0
-    assert "  bigbatch predict runs/packed PICTURE.jpg\n" in capsys.readouterr().out
+    assert "  bigbatch predict runs/packed IMAGE.jpg\n" in capsys.readouterr().out
     (tmp_path / "pets/val/dog/0.jpg").rename(tmp_path / "pets/train/dog/9.jpg")
     (tmp_path / "pets/val/dog").rmdir()
     capsys.readouterr()
@@ -99,14 +99,14 @@ def test_init_leaves_splits_that_are_there(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_init_tells_all_at_once_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(class_folders(tmp_path / "pets", cat=4), {f"cat/bad{i}.png": b"no picture" for i in range(5)})
+    write(class_folders(tmp_path / "pets", cat=4), {f"cat/bad{i}.png": b"no image" for i in range(5)})
     (tmp_path / "pets/dog").mkdir()
     (tmp_path / "pets.json").write_text("kept")
     assert init("pets") == 1
     said = capsys.readouterr().out
     for kind in (
-        "unusable picture",
-        "class without pictures (1)",
+        "unusable image",
+        "class without images (1)",
         "file that exists (1)",
         "nothing written: 7 problem",
     ):
@@ -116,7 +116,7 @@ def test_init_tells_all_at_once_and_writes_nothing(tmp_path: Path, capsys: pytes
 
 
 def test_init_leaves_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(class_folders(tmp_path / "pets", cat=6, dog=6), {f"cat/bad{i}.png": b"no picture" for i in range(5)})
+    write(class_folders(tmp_path / "pets", cat=6, dog=6), {f"cat/bad{i}.png": b"no image" for i in range(5)})
     assert init("pets", "--leave-out") == 0
     said = capsys.readouterr().out
     assert "left out" in said
@@ -125,7 +125,7 @@ def test_init_leaves_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert text.count(".jpg") == 12
     write(tmp_path / "pets", {"eel/bad.png": b"", "eel/worse.png": b""})
     assert init("pets", "--leave-out", "--force") == 1
-    assert "class without usable pictures (1)" in capsys.readouterr().out
+    assert "class without usable images (1)" in capsys.readouterr().out
 
 
 def test_init_names_images_that_no_loader_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,7 @@ def test_init_names_images_that_no_loader_reads(tmp_path: Path, capsys: pytest.C
     assert "image left out, .bmp (1): save it as JPEG, PNG or WebP" in said
     assert "image left out, .tiff (1)" in said
     assert init("pets", "--leave-out") == 0
-    assert "pictures 11 to train and 2 to validate" in capsys.readouterr().out
+    assert "images 11 to train and 2 to validate" in capsys.readouterr().out
     write(pets, {"labels.csv": b"".join(b"cat/%d,cat\ndog/%d,dog\n" % (i, i) for i in range(6))})
     assert init("pets", "--labels", "pets/labels.csv", "--force") == 1
     assert "image left out, .bmp (1)" in capsys.readouterr().out
@@ -178,9 +178,9 @@ def test_init_hostile_names_lead_nowhere_and_are_escaped(tmp_path: Path, capsys:
     (tmp_path / "pets/labels.csv").write_text("file,label\n" + "\n".join(lines) + "\n")
     assert init("pets") == 1
     said = capsys.readouterr().out
-    assert "label without a picture (4)" in said
-    assert "picture without a label (1)" in said
-    assert "picture with two labels (1)" in said
+    assert "label without an image (4)" in said
+    assert "image without a label (1)" in said
+    assert "image with two labels (1)" in said
     assert "\x1b" not in said
     assert "c\\n\\x1b[31m.jpg" in said
     (tmp_path / "pets/labels.csv").write_text("file,label\na.jpg,cat\x1b[31m\nb.jpg,dog\n")
@@ -199,7 +199,7 @@ def test_init_hostile_name_in_an_error_is_escaped(tmp_path: Path, capsys: pytest
 
 
 def test_init_refuses_an_output_before_it_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "pets", {"cat/bad.jpg": b"no picture"})
+    write(tmp_path / "pets", {"cat/bad.jpg": b"no image"})
     with pytest.raises(SystemExit) as ended:
         init("pets", "--out", "sub/no/pets.yaml")
     assert ended.value.code == 2
@@ -229,7 +229,7 @@ def test_init_next_line_is_what_a_shell_reads(
     "table",
     [
         "a.jpg,cat\nsub/b.png,dog\n",
-        "picture;class\na.jpg;cat\nb;dog\n",
+        "image;class\na.jpg;cat\nb;dog\n",
         "\ufeffname\tkind\r\na\tcat\r\n\r\nsub/b\tdog\r\n",
         'n,k\n"./a.jpg"," cat "\nb.png,dog\na.jpg,cat\n',
     ],
@@ -247,10 +247,10 @@ def test_labels_name_by_column_and_never_two_pictures_at_once(tmp_path: Path) ->
     found = read_labels(tmp_path / "t.csv", ["x/a.jpg", "y/a.jpg"], columns=("file", "kind"))
     assert found.labels == {"x/a.jpg": "cat"}
     assert {kind: len(cases) for kind, cases in found.faults.items()} == {
-        "label without a picture": 1,
-        "picture without a label": 1,
+        "label without an image": 1,
+        "image without a label": 1,
         "line without a label": 1,
-        "picture with two labels": 0,
+        "image with two labels": 0,
     }
 
 
@@ -299,7 +299,7 @@ def test_look_at_no_folder_and_at_an_empty_one(tmp_path: Path, capsys: pytest.Ca
             look(tmp_path / name, leave_out=False)
     (tmp_path / "empty").mkdir()
     assert init("empty") == 1
-    assert "no pictures (1)" in capsys.readouterr().out
+    assert "no images (1)" in capsys.readouterr().out
 
 
 def test_look_at_folders_that_cannot_be_listed(
@@ -343,7 +343,7 @@ def test_split_is_of_names_and_seed_alone() -> None:
         assert sorted(splits["train"][name] + splits["val"][name]) == sorted(paths)
     assert split_classes({k: v[::-1] for k, v in by_class.items()}, val_share=0.25, seed=0) == splits
     assert split_classes(by_class, val_share=0.25, seed=1) != splits
-    # four pictures more move at most one of the others out of the validation set
+    # four images more move at most one of the others out of the validation set
     more = split_classes({"a": [*by_class["a"], *(f"new/{i}" for i in range(4))]}, val_share=0.25, seed=0)
     assert len({*splits["val"]["a"]} - {*more["val"]["a"]}) <= 3
     assert {*more["train"]["a"]} >= {*splits["train"]["a"]} - {*more["val"]["a"]}
@@ -356,7 +356,7 @@ def png(*colours: tuple[int, int, int], side: int) -> bytes:
 
 
 def test_measure_against_a_closed_form(tmp_path: Path) -> None:
-    """Two pictures of other sizes count alike: red is 0, 1 in one and 0.2, 0.2 in the other."""
+    """Two images of other sizes count alike: red is 0, 1 in one and 0.2, 0.2 in the other."""
     write(tmp_path / "train", {"a/0.png": png((0, 51, 9), (255, 51, 9), side=2), "b/0.png": png((51, 51, 9), side=8)})
     write(tmp_path / "val", {"a/0.png": png((200, 200, 200), side=4), "b/0.png": b""})
     splits = {split: read_index(tmp_path, split) for split in ("train", "val")}
@@ -399,8 +399,8 @@ def test_unpack_shards_to_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture
         labels = {f"x__{i}_cls": str(9 + i % 2).encode() for i in range(8)}
         both = {name: data for pair in zip(images.items(), labels.items(), strict=True) for name, data in pair}
         shard(tmp_path / f"shards/{number}.tar", **both, y_json=b"{}")
-    assert init("shards", "--unpack", "pets") == 1  # a sample of each shard has no picture
-    assert "without one picture and one .cls (2)" in capsys.readouterr().out
+    assert init("shards", "--unpack", "pets") == 1  # a sample of each shard has no image
+    assert "without one image and one .cls (2)" in capsys.readouterr().out
     assert init("pets") == 0
     splits = [open_split(tmp_path / "pets.json", split) for split in ("train", "val")]
     found = {each.read(i): each.classes[each.labels_N[i]] for each in splits for i in range(len(each))}
@@ -458,7 +458,7 @@ def test_unpack_keeps_splits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("others", [("train-0",), ("train-0", "val-0")])
 def test_unpack_refuses_a_shard_of_neither_split(tmp_path: Path, others: tuple[str, ...]) -> None:
-    """A test set would end among the pictures that are trained on."""
+    """A test set would end among the images that are trained on."""
     shards = [shard(tmp_path / f"{name}.tar", a_jpg=IMAGES[0], a_cls=b"cat") for name in (*others, "test-0")]
     with pytest.raises(DataError, match=naming("test-0.tar", "train", "val")):
         unpack(shards, tmp_path / "t", on_progress=lambda *_: None, leave_out=False)
@@ -539,7 +539,7 @@ def test_recipe_from_weights_normalises_as_they_expect_and_says_whose_size_it_ha
 
 def facts(**changes: object) -> Facts:
     known: dict[str, object] = {
-        "root": "my pictures: all",
+        "root": "my images: all",
         "num_classes": 3,
         "num_train": 10**5,
         "num_val": 10,
@@ -583,7 +583,7 @@ def test_init_leaves_out_all_that_would_validate(tmp_path: Path, capsys: pytest.
     class_folders(tmp_path / "pets", cat=2, dog=2)
     assert init("pets") == 0
     for paths in json.loads((tmp_path / "pets.json").read_text())["val"].values():
-        write(tmp_path / "pets", dict.fromkeys(paths, b"no picture"))
+        write(tmp_path / "pets", dict.fromkeys(paths, b"no image"))
     capsys.readouterr()
     assert init("pets", "--leave-out", "--force") == 1
     assert "nothing to validate with (1)" in capsys.readouterr().out
@@ -595,22 +595,22 @@ def test_init_says_where_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureF
     assert "x.yaml: cannot be written (File name too long)" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no real pictures in {REAL_DATA}")
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no real images in {REAL_DATA}")
 def test_init_real_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     """ImageNet's own, which have a manifest beside both splits."""
     assert init(REAL_DATA, "--out", "mine.yaml", "--samples", "40") == 0
     said = capsys.readouterr().out
-    assert "65 classes, pictures 260 to train and 129 to validate" in said
+    assert "65 classes, images 260 to train and 129 to validate" in said
     data = load_config(["--config", "mine.yaml"]).data
     assert (data.root, data.num_classes) == (str(REAL_DATA), 65)
-    # no check of digits: these are 40 pictures of 1.28 million
+    # no check of digits: these are 40 images of 1.28 million
     assert data.mean == pytest.approx((0.485, 0.456, 0.406), abs=0.1)
     assert all(0.2 < value < 0.35 for value in data.std)
 
 
 @pytest.mark.long
 def test_init_to_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A flat folder and a table, one rank, and pictures that training has not seen."""
+    """A flat folder and a table, one rank, and images that training has not seen."""
     noise = np.random.default_rng(0).integers(0, 100, (70, 48, 40, 3), dtype=np.uint8)
     noise[::2, :, :, 0] += 150  # every second one is red, the others blue
     noise[1::2, :, :, 2] += 150

@@ -79,7 +79,7 @@ def test_tables_that_datasets_saved_become_a_recipe(tmp_path: Path, capsys: pyte
         look(tmp_path / "pets", leave_out=False)
     assert init("pets", "--unpack", "out") == 0
     said = capsys.readouterr().out
-    assert "pictures 4 to train and 2 to validate" in said
+    assert "images 4 to train and 2 to validate" in said
     assert "other splits (1)" in said
     assert load_config(["--config", "out.yaml"]).data.num_classes == 2
     assert unpacked(tmp_path / "out") == {

@@ -1,4 +1,4 @@
-"""Where others may stand in for bad pictures: which, where, how many; the oracle is torchvision's resized_crop."""
+"""Where others may stand in for bad images: which, where, how many; the oracle is torchvision's resized_crop."""
 
 import errno
 import os
@@ -34,12 +34,12 @@ KINDS = {name: data for name, (data, _) in BAD.items()} | {"bad tables": UNDECOD
 
 
 def whole(number):
-    """Pictures of different sizes, so that a box shows whose size it was drawn for."""
+    """Images of different sizes, so that a box shows whose size it was drawn for."""
     return encoded(smooth_image(number, 90 + 13 * (number % 9), 140 - 7 * (number % 11)))
 
 
 def split(root, bad, *, num_images=8):
-    """Two classes; bad gives what lies at some positions instead of a picture."""
+    """Two classes; bad gives what lies at some positions instead of an image."""
     names = [f"train/{'a' if n < num_images // 2 else 'b'}/{n:02d}.jpg" for n in range(num_images)]
     return read_index(write(root, {name: bad.get(n, whole(n)) for n, name in enumerate(names)}), "train")
 
@@ -61,7 +61,7 @@ def stand_in(position, bad, num_images):
 
 
 def expected_images(index, request, bad):
-    """The box that is drawn for each position asked for, in the size of the picture that stands in: (B, 3, S, S)."""
+    """The box that is drawn for each position asked for, in the size of the image that stands in: (B, 3, S, S)."""
     used = [stand_in(position, bad, len(index)) for position in request.indices_B.tolist()]
     stored = [Image.open(index.name(position)).convert("RGB") for position in used]
     boxes_B4, flips_B = CROP(request.epoch, request.indices_B, np.array([(i.height, i.width) for i in stored]))
@@ -122,7 +122,7 @@ def test_bad_images_several_in_a_row_and_around_the_end(make, tmp_path):
 
 
 def samples(loader, requests):
-    """Picture, label, validity and what was replaced of each request's samples, in order."""
+    """Image, label, validity and what was replaced of each request's samples, in order."""
     return [
         (batch.request.indices_B.tolist(), batch.images_BCHW.clone(), batch.labels_B.tolist(), batch.replaced)
         for batch in loader.load(requests)
@@ -225,7 +225,7 @@ def test_bad_images_more_than_may_be_skipped_end_the_load_every_time(make, tmp_p
         with pytest.raises(DataError) as caught:
             next(batches)
         text = str(caught.value)
-        assert text.startswith("3 pictures are bad, and data.max_skipped=2: see all by `bigbatch data check`; ")
+        assert text.startswith("3 images are bad, and data.max_skipped=2: see all by `bigbatch data check`; ")
         assert f"the last is {index.name(6)}: " in text
         assert "\n" not in text
         assert not isinstance(caught.value, StorageError)
@@ -255,7 +255,7 @@ def test_bad_images_storage_is_no_images_fault(make, tmp_path):
 
 
 def test_bad_images_packed_images(make, tmp_path):
-    """The packer lets no bad picture in: it was damaged later, behind its header."""
+    """The packer lets no bad image in: it was damaged later, behind its header."""
     index = split(tmp_path / "folder", {})
     write(tmp_path / "folder", {f"val/{name}/0.jpg": whole(0) for name in "ab"})
     pack(tmp_path / "folder", tmp_path / "packed", recipe=PackRecipe())
@@ -267,12 +267,12 @@ def test_bad_images_packed_images(make, tmp_path):
     loader = make(packed, max_skipped=1)
     for batch in loader.load([ask(0, 3, 4, 1), ask(3, 3, 2, 7)]):
         check(loader, Shadow(index, lambda n: packed.name(n) if n == 3 else index.name(n)), batch, {3})
-    with pytest.raises(DataError, match=naming("shard-000000.tar: picture 00000003: ", "decoded")):
+    with pytest.raises(DataError, match=naming("shard-000000.tar: image 00000003: ", "decoded")):
         list(make(packed).load([ask(0, 3, 4, 1)]))
 
 
 class Shadow:
-    """An index whose pictures are called otherwise."""
+    """An index whose images are called otherwise."""
 
     def __init__(self, index, full_path):
         self.name, self.labels_N, self._num_images = full_path, index.labels_N, len(index)
@@ -345,7 +345,7 @@ PILLOW_REFUSES = {
 @pytest.mark.parametrize("microbatch_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", PILLOW_REFUSES)
 def test_bad_images_what_dali_decodes_is_not_blamed_for_what_else_is_in_flight(tmp_path, kind, microbatch_size):
-    """Pillow refuses picture 0 and 3, DALI refuses 3 alone."""
+    """Pillow refuses image 0 and 3, DALI refuses 3 alone."""
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     with pytest.raises(DataError):
         open_image(PILLOW_REFUSES[kind], path="")

@@ -1,4 +1,4 @@
-"""A list of pictures is read as folders are, and names nothing outside of its folder."""
+"""A list of images is read as folders are, and names nothing outside of its folder."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SPLITS = {"train": {"b": ["x/3.jpg"], "a": ["2.jpg", "1.jpg"]}, "val": {"b": [],
 
 @pytest.fixture
 def listed(tmp_path: Path) -> Path:
-    """A list beside the folder of its pictures."""
+    """A list beside the folder of its images."""
     names = [path for by_class in SPLITS.values() for paths in by_class.values() for path in paths]
     write(tmp_path / "pictures", {name: encoded(smooth_image(i, 40, 30)) for i, name in enumerate(names)})
     write_list(tmp_path / "mine.json", tmp_path / "pictures", SPLITS, seed=3)
@@ -32,7 +32,7 @@ def test_listed_pictures_are_sorted_by_class_and_name(listed: Path) -> None:
     folder = listed.parent / "pictures"
     assert [train.name(i) for i in range(len(train))] == [f"{folder}/{name}" for name in ("1.jpg", "2.jpg", "x/3.jpg")]
     assert (train.classes, train.labels_N.tolist()) == (("a", "b"), [0, 0, 1])
-    # classes are those of both splits: a class of one picture has none to validate with
+    # classes are those of both splits: a class of one image has none to validate with
     assert (val.classes, val.labels_N.tolist()) == (("a", "b"), [0])
     assert read_classes(listed, "train") == ("a", "b")
     assert train.read(2) == (folder / "x/3.jpg").read_bytes()
@@ -91,7 +91,7 @@ def test_listed_class_with_two_spellings_is_refused(listed: Path) -> None:
         ({"train": ["1.jpg"]}, "no list"),
         ({"folder": 3}, "no list"),
         ({"folder": "gone"}, "gone"),
-        ({"val": {"a": []}}, "no picture for val"),
+        ({"val": {"a": []}}, "no image for val"),
     ],
 )
 def test_listed_wrongly_says_how(listed: Path, change: dict[str, Any], says: str) -> None:
@@ -103,12 +103,12 @@ def test_listed_wrongly_says_how(listed: Path, change: dict[str, Any], says: str
 @pytest.mark.parametrize("text", ["", "[]", "{}", "\xff", pytest.param("[" * 200_000, id="deep")])
 def test_listed_nothing_at_all(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=naming("mine.json", "no list of pictures")):
+    with pytest.raises(DataError, match=naming("mine.json", "no list of images")):
         open_split(tmp_path / "mine.json", "train")
 
 
 def test_listed_class_that_is_there_twice_is_refused(listed: Path) -> None:
-    """JSON's reader would keep the last, and lose the pictures of the first."""
+    """JSON's reader would keep the last, and lose the images of the first."""
     listed.write_text(listed.read_text().replace('"b": [', '"a": ['))
     with pytest.raises(DataError, match=naming(listed, "'a'", "2 times")):
         open_split(listed, "train")

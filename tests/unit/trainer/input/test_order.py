@@ -200,9 +200,9 @@ def test_read_index_refuses_two_spellings_of_a_class(tmp_path, one, other):
 
 def test_read_index_names_what_is_wrong(tmp_path):
     touch(tmp_path, "train/a/x.jpg", "train/b/x.txt", "empty/readme", *(f"val/{c}/x.jpg" for c in "acdef"))
-    with pytest.raises(DataError, match=naming(f"{tmp_path}/absent:", "absent/<class>/<picture>")):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/absent:", "absent/<class>/<image>")):
         read_index(tmp_path, "absent")
-    with pytest.raises(DataError, match=naming(f"{tmp_path}/empty:", "empty/<class>/<picture>")):
+    with pytest.raises(DataError, match=naming(f"{tmp_path}/empty:", "empty/<class>/<image>")):
         read_index(tmp_path, "empty")
     with pytest.raises(DataError, match=naming(f"{tmp_path}/train/b:", ".jpg, .jpeg, .png, .webp")):
         read_index(tmp_path, "train")

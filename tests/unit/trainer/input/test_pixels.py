@@ -1,4 +1,4 @@
-"""A picture that states too many pixels is never decoded, whoever reads it; other formats are not opened."""
+"""An image that states too many pixels is never decoded, whoever reads it; other formats are not opened."""
 
 import struct
 import zlib
@@ -93,13 +93,13 @@ def test_pixels_other_formats_are_not_opened(monkeypatch):
     monkeypatch.setattr(GifImagePlugin.GifImageFile, "_open", lambda self: pytest.fail("opened"))
     for kind in kinds:
         if kind in Image.SAVE:
-            with pytest.raises(DataError, match=naming("a: ", "not a picture in JPEG, PNG or WebP")):
+            with pytest.raises(DataError, match=naming("a: ", "not an image in JPEG, PNG or WebP")):
                 open_image(encoded(smooth_image(0), kind), path="a")
 
 
 @pytest.fixture
 def data(tmp_path):
-    """Four pictures of PIXELS in train, the third of which is larger by a row."""
+    """Four images of PIXELS in train, the third of which is larger by a row."""
     images = [smooth_image(n, 150, 111 if n == 2 else 110) for n in range(4)]
     files = {f"train/a/{n}.jpg": encoded(image) for n, image in enumerate(images)}
     return write(tmp_path / "data", files | {"val/a/0.jpg": encoded(smooth_image(9))})
@@ -138,7 +138,7 @@ def test_pixels_of_the_resident_loader(index):
 def test_pixels_of_a_check(data, decode):
     assert check_dataset(data, decode=decode, max_pixels=150 * 111).problems == ()
     (problem,) = check_dataset(data, decode=decode, max_pixels=PIXELS).problems
-    assert (problem.kind, len(problem.cases)) == ("unsupported picture", 1)
+    assert (problem.kind, len(problem.cases)) == ("unsupported image", 1)
     assert "150 x 111" in problem.cases[0]
 
 
@@ -149,7 +149,7 @@ def test_pixels_of_packing(data, tmp_path):
 
 
 def test_pixels_verified_are_those_that_were_packed(data, tmp_path):
-    """A picture that was let in by the option is verified without it."""
+    """An image that was let in by the option is verified without it."""
     large = encoded(Image.fromarray(np.zeros((6400, 8000), bool)), "PNG")
     write(data, {"train/a/0.jpg": large})
     pack(data, tmp_path / "packed", recipe=PackRecipe(max_pixels=52_000_000), splits=["train"])

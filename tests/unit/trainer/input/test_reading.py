@@ -1,4 +1,4 @@
-"""Storage that fails for a while, for good, or never answers; and pictures that come slowly."""
+"""Storage that fails for a while, for good, or never answers; and images that come slowly."""
 
 import errno
 import os
@@ -106,7 +106,7 @@ def clock(brisk, monkeypatch):
 
 
 class Storage:
-    """Pictures in memory; reading may fail for a number of times, take time, or wait until it is released."""
+    """Images in memory; reading may fail for a number of times, take time, or wait until it is released."""
 
     def __init__(self, num_images=8, *, failures=None, cause=STALE, seconds=0.0, silent=(), clock=None):
         self.clock = clock or Clock()
@@ -184,7 +184,7 @@ def test_reading_reads_that_fail_for_a_while_change_nothing(make, capsys):
     batches = [batch.images_BCHW.clone() for batch in make(storage).load(asked)]
     assert all(torch.equal(one, other) for one, other in zip(batches, expected, strict=True))
     assert storage.num_reads == [1, 3, 2, 1, 1, 1, 1, 2]
-    (line,) = capsys.readouterr().err.splitlines()  # one outage, though three pictures were met by it
+    (line,) = capsys.readouterr().err.splitlines()  # one outage, though three images were met by it
     assert re.fullmatch(rf"far/away/[12].jpg: .*{os.strerror(errno.ESTALE)}.* 60 s", line)
 
 
@@ -286,7 +286,7 @@ def slow(storage, microbatch_size, **changed):
 
 
 def test_reading_slow_reads_are_not_stuck(clock):
-    """Longer in all than one read may take; also where all are of one picture, as at the end of an evaluation."""
+    """Longer in all than one read may take; also where all are of one image, as at the end of an evaluation."""
     loader = slow(Storage(1, seconds=0.2, clock=clock), 4)
     assert len(list(loader.load([ask(*[0] * 4)]))) == 1
     assert clock.now > 0.4 + retry.GRACE_SECONDS
@@ -296,7 +296,7 @@ def test_reading_slow_reads_are_not_stuck(clock):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["slow", "failing"])
 def test_reading_a_batch_waits_for_slow_storage_for_twice_the_patience(how, clock):
-    """Each picture comes within the patience, and all together later than the other ranks wait."""
+    """Each image comes within the patience, and all together later than the other ranks wait."""
     trouble = {"seconds": 0.3} if how == "slow" else {"failures": dict.fromkeys(range(8), 2)}
     storage = Storage(8, **trouble, clock=clock)
     loader = slow(storage, 8)
@@ -304,7 +304,7 @@ def test_reading_a_batch_waits_for_slow_storage_for_twice_the_patience(how, cloc
         list(loader.load([ask(*range(8))]))
     assert clock.now < 2 * (0.4 + 1)
     found = re.fullmatch(
-        r"far/away/(\d).jpg: storage too slow: (\d) of 8 pictures after (.*) s; a batch may take twice "
+        r"far/away/(\d).jpg: storage too slow: (\d) of 8 images after (.*) s; a batch may take twice "
         r"data.patience_seconds=0.4: raise that, or lower batch.microbatch_size",
         str(caught.value),
     )
@@ -342,7 +342,7 @@ def test_reading_what_nobody_waits_for_may_be_slow(clock):
 
 
 class Down(Storage):
-    """From the first read of picture 8 on, all fail or never return."""
+    """From the first read of image 8 on, all fail or never return."""
 
     def __init__(self, *, is_silent, clock):
         super().__init__(16, clock=clock)
@@ -418,7 +418,7 @@ def test_reading_a_shard_that_does_not_open_is_named_and_keeps_nobody_from_closi
     index = open_split(tmp_path / "packed", "train")
     silent, clock.silent = as_pipe(tmp_path / "packed/train/shard-000001.tar"), {1}
     loader = make(Watched(index, clock), patience_seconds=0.1)
-    with pytest.raises(StorageError, match=naming(f"{silent}: picture 00000001: ", "data.patience_seconds=0.1")):
+    with pytest.raises(StorageError, match=naming(f"{silent}: image 00000001: ", "data.patience_seconds=0.1")):
         list(loader.load([ask(0, 1, 2, 3)]))
     loader.close()
     assert len(index.read(0)) > 0
@@ -517,6 +517,6 @@ def test_reading_a_run_ends_though_a_file_never_opens(tmp_path, split):
 
 
 def test_reading_storage_errors_are_data_errors():
-    """So the loop saves its state on them, as on bad pictures."""
+    """So the loop saves its state on them, as on bad images."""
     assert issubclass(retry.StuckError, StorageError)
     assert issubclass(StorageError, DataError)

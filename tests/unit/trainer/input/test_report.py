@@ -42,7 +42,7 @@ SETTINGS = InputSettings(
     pixels_left=0.5,
 )
 WAITED = Waited(wait_fraction=0.66, compute_images_per_second=2400.0, steps=1000)
-SHRINK = "shrink the pictures once by `bigbatch data pack --max-side 448` (50% of their pixels are left)"
+SHRINK = "shrink the images once by `bigbatch data pack --max-side 448` (50% of their pixels are left)"
 THREADS = "raise data.num_threads (4 now; each rank may use 16 cores)"
 CORES = "give each rank more cores (16 now)"
 
@@ -133,7 +133,7 @@ def test_input_report_hint_is_for_those_who_wait(wait: float, is_hinted: bool) -
 
 def test_input_report_hint_on_slow_decoding() -> None:
     assert told(WAITED, RATES) == [
-        "the input limits this run, steps wait 66% of their time for pictures: alone the input delivers 812 images/s, "
+        "the input limits this run, steps wait 66% of their time for images: alone the input delivers 812 images/s, "
         f"the model takes 2,400; decoding is its slowest stage (850): {THREADS}, or {SHRINK}"
     ]
 
@@ -157,7 +157,7 @@ def test_input_report_advice_on_decoding(changed: dict[str, object], expected: s
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({}, "pack the pictures into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"),
+        ({}, "pack the images into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"),
         (
             {"is_packed": True},
             "copy the shards near the GPU: name a folder of each node's own disk or memory in data.stage",
@@ -244,21 +244,19 @@ def test_input_report_what_limits_waiting_steps_is_a_stage_that_works_ahead() ->
 def test_input_report_parts_that_are_fast_alone_compete_for_cores(changed: dict[str, object], expected: str) -> None:
     waited = replace(WAITED, wait_fraction=0.12)
     assert told(waited, FAST, **changed) == [
-        "steps wait 12% of their time for pictures, though alone the input delivers 3,000 images/s, the model takes "
+        "steps wait 12% of their time for images, though alone the input delivers 3,000 images/s, the model takes "
         f"2,400: the two compete for the same cores: {expected}"
     ]
 
 
-STORAGE = (
-    ": the storage was slower during the run than while it was measured, when pictures may have come from memory: "
-)
+STORAGE = ": the storage was slower during the run than while it was measured, when images may have come from memory: "
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
         ({"is_packed": True, "stage": "/scratch/i"}, f"{STORAGE}name a faster folder than /scratch/i in data.stage"),
-        ({"num_threads": 15}, f"{STORAGE}pack the pictures into shards"),
+        ({"num_threads": 15}, f"{STORAGE}pack the images into shards"),
         ({"is_packed": True, "stage": "/dev/shm/i"}, f": {THREADS}"),
     ],
 )
@@ -278,12 +276,12 @@ def test_input_report_the_first_batch_of_a_short_run_is_no_reason_for_a_hint() -
     ("was_probed", "why"),
     [
         (False, "data.probe_seconds=1 does that"),
-        (True, "the measurement met a picture that cannot be used, which `bigbatch data check` names"),
+        (True, "the measurement met an image that cannot be used, which `bigbatch data check` names"),
     ],
 )
 def test_input_report_what_was_not_measured_is_not_explained(was_probed: bool, why: str) -> None:
     assert hints(WAITED, None, was_probed=was_probed) == [
-        f"steps wait 66% of their time for pictures; what limits the input was not measured: {why}"
+        f"steps wait 66% of their time for images; what limits the input was not measured: {why}"
     ]
 
 

@@ -76,7 +76,7 @@ def own(folder, tmp_path):
 
 
 def stored(split_folder):
-    """Pictures and labels as tarfile finds them, shard after shard."""
+    """Images and labels as tarfile finds them, shard after shard."""
     found = []
     for path in sorted(split_folder.glob("*.tar")):
         with tarfile.open(path) as tar:
@@ -153,7 +153,7 @@ def test_shards_evaluation_batches_are_those_of_the_folder(make, folder, packed)
 
 def test_shards_real_images(make, tmp_path):
     if not REAL_DATA.is_dir():
-        pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
+        pytest.skip(f"no images at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
     source = read_index(REAL_DATA, "val")
     few = ImageIndex(source.root, source.classes, source.paths[::3], source.labels_N[::3])
     for path in few.paths:
@@ -182,7 +182,7 @@ def test_shards_resident_images_are_those_of_the_folder(tmp_path):
 def test_shards_a_split_without_an_index_is_a_class_folder_tree(folder, packed, tmp_path):
     assert isinstance(open_split(folder, "train"), ImageIndex)
     assert isinstance(open_split(packed, "val", classes=["a", "b"]), PackedIndex)
-    with pytest.raises(DataError, match=naming("train:", "train/<class>/<picture>")):
+    with pytest.raises(DataError, match=naming("train:", "train/<class>/<image>")):
         open_split(tmp_path, "train")
 
 
@@ -273,8 +273,8 @@ DAMAGE = {
     "offset past the end": (restated(edit_entries("offset", 10**6)), r"outside of its shard"),
     "no length": (restated(edit_entries("length", 0)), r"outside of its shard"),
     "unknown label": (restated(edit_entries("label", 2)), r"a label is none of 2 classes"),
-    "no height": (restated(edit_entries("height", 0)), r"a picture has no pixels"),
-    "no width": (restated(edit_entries("width", 0)), r"a picture has no pixels"),
+    "no height": (restated(edit_entries("height", 0)), r"an image has no pixels"),
+    "no width": (restated(edit_entries("width", 0)), r"an image has no pixels"),
     "shard missing": (
         lambda split: (split / "shard-000001.tar").unlink(),
         r"shard-000001.tar: cannot be found \(No such",
@@ -315,7 +315,7 @@ def test_shards_damage_after_opening_names_shard_and_image(make, own, damage, pa
     position = in_shard(index, number=0)
     damage(own / "train/shard-000000.tar")
     asked = list(eval_requests(num_samples=len(index), microbatch_size=1, rank=0, world_size=1))
-    with pytest.raises(DataError, match=naming(f"shard-000000.tar: picture {position:08d}: ", *parts)) as caught:
+    with pytest.raises(DataError, match=naming(f"shard-000000.tar: image {position:08d}: ", *parts)) as caught:
         list(make(index, microbatch_size=1).load(asked))
     assert "\n" not in str(caught.value)
     assert len(index.read(in_shard(index, number=1))) > 0  # the others are as good as before
@@ -336,7 +336,7 @@ def test_shards_the_limit_of_open_files_is_named(packed, monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(DataError, match=naming("picture 00000000: ", "`ulimit -n ")):
+    with pytest.raises(DataError, match=naming("image 00000000: ", "`ulimit -n ")):
         index.read(0)
 
 
@@ -364,7 +364,7 @@ def test_shards_a_handle_that_went_stale_is_opened_anew(packed):
     folder = os.open(packed, os.O_RDONLY)  # reading it is an error
     os.dup2(folder, mine)
     os.close(folder)
-    with pytest.raises(DataError, match=naming("picture 00000000: ", os.strerror(errno.EISDIR))):
+    with pytest.raises(DataError, match=naming("image 00000000: ", os.strerror(errno.EISDIR))):
         index.read(0)
     assert index.read(0) == expected
     index.close()

@@ -32,7 +32,7 @@ def failing(batches: list[Batch]) -> Iterator[Batch]:
 
 
 def with_bad(batch: Batch, *positions: int) -> Batch:
-    return replace(batch, replaced=tuple(BadImage(n, f"{n}.JPEG: is not a picture") for n in positions))
+    return replace(batch, replaced=tuple(BadImage(n, f"{n}.JPEG: is not an image") for n in positions))
 
 
 def bits(value: Any) -> Any:
@@ -137,7 +137,7 @@ def test_stream_images_that_were_skipped_before_the_failure_are_told() -> None:
     first, *others = make_batches(ACCUMULATION)
     batches = failing([with_bad(first, 7), *others])
     recorder, _ = run(replace(STEPS, log_every_steps=3), batches, precision="fp32", optimizer="sgd")
-    assert recorder.events == [("skipped", 1, {7: "7.JPEG: is not a picture"}), ("save", 1, None)]
+    assert recorder.events == [("skipped", 1, {7: "7.JPEG: is not an image"}), ("save", 1, None)]
 
 
 def test_stream_skipped_images_are_told_at_the_report() -> None:
@@ -150,13 +150,13 @@ def test_stream_skipped_images_are_told_at_the_report() -> None:
 
 
 def too_many(done: int, images: dict[int, str]) -> None:
-    raise DataError("2 pictures are bad")
+    raise DataError("2 images are bad")
 
 
 def test_stream_too_many_skipped_images_end_the_run_with_a_checkpoint() -> None:
     recorder, batches = Recorder(), make_batches()
     batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3, 12)
-    with pytest.raises(DataError, match="2 pictures are bad"):
+    with pytest.raises(DataError, match="2 images are bad"):
         train(STEPS, make_parts(), replace(recorder.hooks(), skipped=too_many), iter(batches))
     assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
 
@@ -166,7 +166,7 @@ def test_stream_too_many_skipped_images_before_a_failure_save_once() -> None:
     batches = make_batches(ACCUMULATION)
     batches[0] = with_bad(batches[0], 3, 12)
     hooks = replace(recorder.hooks(), skipped=too_many)
-    with pytest.raises(DataError, match="2 pictures are bad"):
+    with pytest.raises(DataError, match="2 images are bad"):
         train(replace(STEPS, log_every_steps=2), make_parts(), hooks, failing(batches))
     assert recorder.events == [("save", 1, None)]
 
@@ -208,7 +208,7 @@ def test_stream_seconds_and_images_are_handed_out_once() -> None:
     stream.draw(step=0)
     assert stream.take_wait_seconds() > 0
     assert stream.take_wait_seconds() == 0
-    assert stream.take_replaced(before=1) == {3: "3.JPEG: is not a picture"}
+    assert stream.take_replaced(before=1) == {3: "3.JPEG: is not an image"}
     assert stream.take_replaced(before=1) == {}
 
 
@@ -243,7 +243,7 @@ def test_stream_images_of_steps_that_do_not_count_are_not_told() -> None:
     plan = replace(STEPS, log_every_steps=3)
     with pytest.raises(DataError, match=naming(LOST, "step 2 ")):
         train(plan, replace(other.parts, communicator=other), recorder.hooks(), iter(batches))  # type: ignore[arg-type]
-    told = {3: "3.JPEG: is not a picture", 5: "5.JPEG: is empty"}
+    told = {3: "3.JPEG: is not an image", 5: "5.JPEG: is empty"}
     assert recorder.events == [("skipped", 2, told), ("save", 2, None)]
 
 
@@ -293,7 +293,7 @@ def test_stream_evaluation_ends_at_the_next_exchange_after_a_failure_elsewhere()
             drawn.append(number)
             yield batch
 
-    name = "/data/\udcff.JPEG: is not a picture"
+    name = "/data/\udcff.JPEG: is not an image"
     with pytest.raises(DataError) as raised:
         evaluate_beside(OtherRank(["", name]), noted(), num_samples=20 * SPAN)
     assert raised.value.args == (name,)
@@ -329,7 +329,7 @@ def test_stream_bad_images_of_an_evaluation_are_told_once_by_position() -> None:
     told: list[dict[int, str]] = []
     batches = [with_bad(batch, 4) for batch in make_batches(2)]
     batches[0].valid_B[0] = False
-    record = evaluate_beside(OtherRank(["", "", [[4, "4.JPEG: is not a picture"]]]), iter(batches),
+    record = evaluate_beside(OtherRank(["", "", [[4, "4.JPEG: is not an image"]]]), iter(batches),
                              num_samples=2 * SPAN, skipped=told.append)  # fmt: skip
-    assert told == [{4: "4.JPEG: is not a picture"}]
+    assert told == [{4: "4.JPEG: is not an image"}]
     assert record["count"] == 2 * SPAN - 1

@@ -174,7 +174,7 @@ def test_out_of_memory_a_try_that_fails_early_keeps_nothing(place: str, monkeypa
             1,
             63,
             "with --batch.microbatch_size 32 --batch.bn_span 32 (16 accumulation steps) the global batch stays 512, "
-            "but batch norm takes its statistics over 32 pictures instead of 64",
+            "but batch norm takes its statistics over 32 images instead of 64",
         ),
     ],
 )

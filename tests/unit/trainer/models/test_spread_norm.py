@@ -84,7 +84,7 @@ def whole(inputs: Tensor, grads: Tensor) -> Result:
 
 
 def make_batch(num_ranks: int, dtype: torch.dtype, *, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Pictures whose mean and spread differ from rank to rank, and a gradient; channels-last, as in training."""
+    """Images whose mean and spread differ from rank to rank, and a gradient; channels-last, as in training."""
     generator = torch.Generator().manual_seed(num_ranks)
     shape = (num_ranks, PART, C, H, W)
     scale = torch.arange(1.0, num_ranks + 1).view(-1, 1, 1, 1, 1)
@@ -141,7 +141,7 @@ def test_spread_norm_large_mean_does_not_cancel_the_variance() -> None:
     expected = whole(inputs, grads)
     for result in results:
         torch.testing.assert_close(result.running_var.double(), expected.running_var, rtol=1e-5, atol=0)
-    # an output is as exact as its picture: 1000 has steps of 6e-5
+    # an output is as exact as its image: 1000 has steps of 6e-5
     assert_equal(results, expected, rtol=1e-3, atol=1e-3)
 
 

@@ -99,7 +99,7 @@ def test_whitening_before_it_is_fitted_has_a_pixel_in_each_channel() -> None:
     torch.testing.assert_close(channels[:, 9, 1:, 1:], images_BCHW[:, 1, :-1, :-1])
 
 
-# fitted to the training pictures of a run
+# fitted to the training images of a run
 
 
 @pytest.fixture

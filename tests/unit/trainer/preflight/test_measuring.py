@@ -98,7 +98,7 @@ def test_folder_that_the_system_refuses_is_told(tmp_path: Path) -> None:
 
 
 def test_storage_that_hangs_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two folders and the pictures at the same time."""
+    """Of two folders and the images at the same time."""
     end, usage = threading.Event(), facts.shutil.disk_usage
 
     def hangs(place: Path) -> Any:

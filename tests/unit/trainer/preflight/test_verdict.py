@@ -178,7 +178,7 @@ def test_remarks_are_told_beside_findings() -> None:
     assert remarks(cluster()) == []
     short = {"classes": 1000, "training": 2_561_034, "validation": 50_000}
     assert remarks([node("n0", images=short)]) == [
-        "1,000 classes, but 2,561,034 training and 50,000 validation pictures: ImageNet has 1,281,167 and 50,000"
+        "1,000 classes, but 2,561,034 training and 50,000 validation images: ImageNet has 1,281,167 and 50,000"
     ]
     cores = {"troubles": {"cores": ["1 cores for 2 ranks"]}}
     assert remarks([node("n0"), node("n1", **cores), node("n2", **cores)]) == [

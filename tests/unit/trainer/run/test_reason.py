@@ -25,7 +25,7 @@ OVER_TIME = "took longer than its time limit, and was ended"
         ("", 137, "killed, most likely by the kernel, out of memory"),
         ("last words", 7, "exit code 7: last words"),
         ("", None, "the job ended, and printed nothing"),
-        ("bigbatch: no such picture\nbigbatch: 2026-11-21 08:30:00 ended with exit code 1", None, "no such picture"),
+        ("bigbatch: no such image\nbigbatch: 2026-11-21 08:30:00 ended with exit code 1", None, "no such image"),
         (f"bigbatch: 2026-11-21 08:30:00 ended with exit code 130\n{TIME_LIMIT}", None, OVER_TIME),
     ],
 )

@@ -167,7 +167,7 @@ class Ranks:
         joules: float = float("nan"),
         before: Totals | None = None,
     ) -> tuple[dict[str, Any], Totals]:
-        """What a rank gets that had 40 pictures, and waited and exposed so many of its seconds."""
+        """What a rank gets that had 40 images, and waited and exposed so many of its seconds."""
         communicator = SimpleNamespace(
             rank=rank,
             world_size=self.barrier.parties,
@@ -240,7 +240,7 @@ def test_report_the_first_report_names_no_straggler() -> None:
 
 
 def test_report_what_ranks_wait_for_adds_up() -> None:
-    """Rank 1 is slow: the others wait 20 s for it and 5 s, as it does, for the wire; each waits 3 s for pictures."""
+    """Rank 1 is slow: the others wait 20 s for it and 5 s, as it does, for the wire; each waits 3 s for images."""
     ranks, exposed = Ranks(4), (25.0, 5.0, 25.0, 25.0)
     with ThreadPoolExecutor(4) as pool:
         results = [
@@ -391,14 +391,14 @@ def test_report_hints_of_a_run() -> None:
     size = config.batch.global_batch_size
     totals = Totals(steps=10, step_seconds=10 * size / 400, input_wait_seconds=5 * size / 400)  # 800 without waiting
     waits, augments = hints_of(totals, config, measured=measured_on(RATES))
-    assert "steps wait 50% of their time for pictures" in waits
+    assert "steps wait 50% of their time for images" in waits
     assert "alone the input delivers 500 images/s, the model takes 800" in waits
     assert "takes 100% of a step's time" in augments
     (unknown,) = hints_of(totals, config, measured=None)
     assert unknown.endswith("data.probe_seconds=1 does that")
     config = load_config(["--config", "quickstart", "--data.probe_seconds=1"])
     (unknown,) = hints_of(totals, config, measured=None)
-    assert "met a picture that cannot be used" in unknown
+    assert "met an image that cannot be used" in unknown
     assert hints_of(Totals(), config, measured=None) == []
 
 
@@ -574,7 +574,7 @@ def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines.close()
     printed = capsys.readouterr().out
     assert "step 3  loss 1.250  top-1 50.0%  lr 0.1  1,234 images/s  input wait 1.0%" in printed
-    assert "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 pictures in 0.5 s)" in printed
+    assert "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 images in 0.5 s)" in printed
     for line in ("98.77 %", "1,234.6 images/s", "1.50 %"):
         assert line in printed
     assert "\x1b" not in printed

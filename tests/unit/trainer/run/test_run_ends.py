@@ -27,7 +27,7 @@ from bigbatch.trainer.step import stop_request
 
 STEPS_PER_EPOCH = 2
 SMALL = {
-    "data.loader": "synthetic",  # labels that no picture tells: nothing can be learned
+    "data.loader": "synthetic",  # labels that no image tells: nothing can be learned
     "data.num_synthetic_samples": 64,
     "data.image_size": 8,
     "data.probe_seconds": 0,
@@ -106,7 +106,7 @@ def test_run_dry_says_what_it_would_be_and_writes_nothing(
     printed = capsys.readouterr().out
     assert "global batch 32 = 1 ranks x 2 microbatches x 16" in printed
     assert "\nbuffer 0: " in printed
-    # 64 pictures are 2 steps of 32, in each of 6 epochs, and each third is evaluated
+    # 64 images are 2 steps of 32, in each of 6 epochs, and each third is evaluated
     assert re.search(naming("dry run: 12 steps, 2 in an epoch, with 2 evaluations", run), printed)
     assert re.search(
         r"memory of a rank: .* MB .*; of a checkpoint: .* MB\ntime of an epoch's steps: not known yet", printed

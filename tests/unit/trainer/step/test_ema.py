@@ -103,7 +103,7 @@ def test_average_takes_the_place_of_weights_that_come_back_with_their_bits() -> 
     with contextlib.suppress(DataError), average.in_place_of_weights(2):
         assert torch.equal(weights, averaged)
         assert events == ["weights were exchanged"]
-        raise DataError("a picture is gone")
+        raise DataError("an image is gone")
     assert torch.equal(weights, own)
     assert events == ["weights were exchanged"] * 2
 
@@ -147,11 +147,11 @@ def with_average(precision: str) -> Parts:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_average_of_the_loop_stops_at_a_failed_input(precision: str) -> None:
-    """Of five steps the last has no picture: the average is that after four, and an evaluation has its numbers."""
+    """Of five steps the last has no image: the average is that after four, and an evaluation has its numbers."""
 
     def batches(count: int):
         yield from make_batches(count * ACCUMULATION)
-        raise DataError("the pictures are gone")
+        raise DataError("the images are gone")
 
     plan = replace(PLAN, num_steps=6, log_every_steps=6, eval_every_steps=6)
     ended, whole = with_average(precision), with_average(precision)

@@ -291,7 +291,7 @@ class BrokenCapture(RecordedCapture):
 @pytest.mark.parametrize(
     ("first", "told", "kind"),
     [
-        (DataError("bad picture"), "bad picture", DataError),
+        (DataError("bad image"), "bad image", DataError),
         (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory", torch.OutOfMemoryError),
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),

@@ -262,7 +262,7 @@ def evaluate_8(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
     parts = make_parts()
     with torch.no_grad():
         for weight in parts.model.parameters():
-            weight.mul_(3)  # or the outputs hardly depend on the picture yet
+            weight.mul_(3)  # or the outputs hardly depend on the image yet
     record = evaluate(
         parts.model,
         iter(make_batches(2)),
@@ -275,7 +275,7 @@ def evaluate_8(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def expected_loss(model: nn.Module, *, with_mirrored: bool) -> float:
-    """Mean cross-entropy of the mean logits, in float64, one picture at a time."""
+    """Mean cross-entropy of the mean logits, in float64, one image at a time."""
     model = copy.deepcopy(model).double().eval()
     losses = []
     for batch in make_batches(2):
@@ -307,7 +307,7 @@ def test_train_saves_the_evaluation_that_ends_it_and_it_is_the_last() -> None:
 
 
 def test_train_finds_the_first_step_without_a_number_between_reports() -> None:
-    """The pictures of the third step of four are none, of which one report tells."""
+    """The images of the third step of four are none, of which one report tells."""
     prepare, calls = make_parts().prepare, iter(range(99))
 
     def broken(batch: Batch) -> Any:

@@ -275,7 +275,7 @@ def test_autocast_gives_the_numbers_of_torchs_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", AUTOCAST_DTYPES)
 def test_ghost_batch_norm_keeps_its_statistics_in_fp32_under_autocast(name: str) -> None:
-    """Those of one ghost batch, in float64, of pictures that half precision holds exactly."""
+    """Those of one ghost batch, in float64, of images that half precision holds exactly."""
     norm = GhostBatchNorm2d(3, bn_span=4, ghosts_per_step=1)
     images = (torch.arange(4 * 3 * 64).view(4, 3, 8, 8) % 97).float()
     with make_precision(norm, name=name).forward():

@@ -10,7 +10,7 @@ from bigbatch.trainer.step.stragglers import straggler_hint, straggler_share
     [
         ((0.0,), (0.0,), 0.0),
         ((0.1, 0.1), (0.2, 0.2), 0.0),  # the wire alone
-        ((0.5, 0.0), (0.1, 0.6), 0.0),  # rank 0 waits for pictures, rank 1 for rank 0
+        ((0.5, 0.0), (0.1, 0.6), 0.0),  # rank 0 waits for images, rank 1 for rank 0
         ((0.0, 0.0), (0.1, 0.5), 0.2),  # rank 0 computes for longer
         ((0.5, 0.0), (0.1, 0.1), 0.0),  # no negative share where it does not add up
     ],

@@ -23,7 +23,7 @@ from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.replicas import digest, replicas
 
 RANK_SIZE = 4
-"""Pictures of a rank and step."""
+"""Images of a rank and step."""
 
 
 def batches() -> Iterator[Batch]:
@@ -96,7 +96,7 @@ def test_step_waits_for_what_it_must(gpu: RecordedGpu, tmp_path: Path, case: str
 
 
 COPIES = {
-    ("from the host", "copy"),  # the pictures' bytes
+    ("from the host", "copy"),  # the images' bytes
     ("from the host", "on_device"),  # their labels
     ("to the host", "submit"),  # how far the GPU has come
 }

@@ -1,4 +1,4 @@
-"""All loaders obey requests and boxes: compared with torchvision and numpy, on made and on real pictures."""
+"""All loaders obey requests and boxes: compared with torchvision and numpy, on made and on real images."""
 
 import errno
 import io
@@ -73,7 +73,7 @@ def requests(index, *, microbatch_size=4):
 
 
 def expected_images(index, request, crop=CROP, size=SIZE, decoded=vision.pil_to_tensor):
-    """torchvision's resized_crop of the stored picture, flipped where asked: (B, 3, size, size)."""
+    """torchvision's resized_crop of the stored image, flipped where asked: (B, 3, size, size)."""
     stored = [Image.open(index.name(position)) for position in request.indices_B]
     sizes_B2 = np.array([(image.height, image.width) for image in stored])
     boxes_B4, flips_B = crop(request.epoch, request.indices_B, sizes_B2)
@@ -99,7 +99,7 @@ def test_loaders_integers_are_resized_as_numbers_are():
 
 
 def difference(batch, expected):
-    """Mean absolute difference per picture, in grey levels."""
+    """Mean absolute difference per image, in grey levels."""
     return (batch.images_BCHW.int() - expected.int()).abs().double().mean((1, 2, 3))
 
 
@@ -132,7 +132,7 @@ def test_loaders_center_crop_through_a_loader(make, index):
 @pytest.mark.long
 def test_loaders_real_images(make):
     if not REAL_DATA.is_dir():
-        pytest.skip(f"no pictures at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
+        pytest.skip(f"no images at {REAL_DATA}; name a folder with val/<class>/ in BIGBATCH_REAL_DATA")
     index = read_index(REAL_DATA, "val")
     loader = make(index, image_size=224, microbatch_size=16)
     for request, batch in zip(
@@ -205,15 +205,15 @@ def with_bad_tables(data):
 
 
 BAD = {
-    "text": (b"<html>not found</html>", ("picture", "replace")),
-    "empty": (b"", ("picture", "replace")),
+    "text": (b"<html>not found</html>", ("image", "replace")),
+    "empty": (b"", ("image", "replace")),
     "cut off": (encoded(smooth_image(0))[:-300], ("decoded",)),
     "without its end": (encoded(smooth_image(0))[:-2], ("decoded",)),
     "cut off png": (encoded(smooth_image(0), "PNG")[:-900], ("decoded",)),
     "png without its end": (encoded(smooth_image(0), "PNG")[:-12], ("end mark", "replace")),
     "png with a bad end": (encoded(smooth_image(0), "PNG")[:-1] + b"?", ("end mark", "replace")),
-    "cut off webp": (encoded(smooth_image(0), "WEBP")[:-100], ("picture", "replace")),
-    "gif": (encoded(smooth_image(0), "GIF"), ("not a picture in JPEG, PNG or WebP", "replace")),
+    "cut off webp": (encoded(smooth_image(0), "WEBP")[:-100], ("image", "replace")),
+    "gif": (encoded(smooth_image(0), "GIF"), ("not an image in JPEG, PNG or WebP", "replace")),
     "16 bits": (encoded(Image.new("I;16", (50, 50)), "PNG"), ("PNG in mode I;16", "8-bit JPEG, PNG or WebP")),
 }
 

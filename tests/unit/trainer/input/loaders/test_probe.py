@@ -51,7 +51,7 @@ class Clock:
 
 
 class Parts:
-    """A loader of two stages, and what comes after it; each costs so many seconds per batch of B pictures."""
+    """A loader of two stages, and what comes after it; each costs so many seconds per batch of B images."""
 
     def __init__(self, *, read: float, decode: float, copy: float, augment: float, num_images: int = 4) -> None:
         self.costs = {"read": read, "decode": decode, "copy": copy, "augment": augment}
@@ -217,7 +217,7 @@ def quickstart(root: Path) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("stage", "advice"), [("read", "pack the pictures into shards"), ("decode", "raise data.num_threads (1 now")]
+    ("stage", "advice"), [("read", "pack the images into shards"), ("decode", "raise data.num_threads (1 now")]
 )
 def test_probe_a_slow_source_and_a_heavy_decoder_are_found(
     stage: str, advice: str, index: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -402,7 +402,7 @@ def test_probe_a_run_that_waits_says_and_logs_why(
     fast = pillow.decoded_box
 
     def slow(*arguments: Any) -> Any:
-        time.sleep(0.05)  # far longer than a step takes for a picture, on a busy machine too
+        time.sleep(0.05)  # far longer than a step takes for an image, on a busy machine too
         return fast(*arguments)
 
     monkeypatch.setattr(pillow, "decoded_box", slow)
