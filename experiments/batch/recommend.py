@@ -5,10 +5,8 @@ import dataclasses
 import json
 import shlex
 import signal
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
@@ -16,6 +14,7 @@ from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, 
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.experiments.batch.report import Answer, explain, make_answer, plot_answer
 from bigbatch.experiments.launching import parse_launch, split_launch, train_argv
+from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 from bigbatch.trainer.config.file import load_config
@@ -23,9 +22,10 @@ from bigbatch.trainer.config.short_run import differences, shorten
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 from bigbatch.trainer.run.noise_scale import FEWEST, measured
-from bigbatch.trainer.step.signals import STOP_SIGNALS, handling
 
 KEY = "run.noise_scale_every_steps"
+SIGNALLED = 128
+"""And the number of a signal: the exit code of a process that it ended."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -107,34 +107,15 @@ def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[s
     return train_argv(options, base=Path(arguments.what), launch=launch)
 
 
-def _train(command: Sequence[str]) -> int:
+def _train(command: list[str]) -> int:
     """Train, and pass on what asks to stop; 130 where it was stopped. Raises: TuneError where it failed."""
-    training: list[subprocess.Popen[bytes]] = []
-    asked: list[signal.Signals] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        # a training has no answer to the end of its terminal
-        asked.append(signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
-        for process in training:
-            process.send_signal(asked[-1])
-
-    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    with handling(STOP_SIGNALS if is_nohup else (*STOP_SIGNALS, signal.SIGHUP), pass_on):
-        # in a session of its own: by a terminal, Ctrl-C would reach it twice
-        training.append(
-            subprocess.Popen(command, env=without_identity(), stdin=subprocess.DEVNULL, start_new_session=True)
-        )
-        for number in asked:  # while it was started
-            training[0].send_signal(number)
-        code = training[0].wait()
-    # asked before it could answer, of which a launcher makes 128 + N; 130 is its own answer, and it said so
-    ended_by = [number.name for number in asked if code in (-number, 128 + number)]
-    if ended_by and code != INTERRUPTED:
-        tell(f"stopped by {ended_by[0]} before it trained; the same command starts it")
+    ended = run_in_foreground(command, environ=without_identity(), asks_to_stop=signal.SIGTERM)
+    if ended.was_asked and ended.code == SIGNALLED + signal.SIGTERM:  # before it could answer by INTERRUPTED
+        tell("stopped before it trained; the same command starts it")
         return INTERRUPTED
-    if code not in (0, INTERRUPTED):
-        raise TuneError(f"the training ended with exit code {code}; what it said stands above")
-    return code
+    if ended.code not in (0, INTERRUPTED):
+        raise TuneError(f"the training ended with exit code {ended.code}; what it said stands above")
+    return ended.code
 
 
 def _parser() -> argparse.ArgumentParser:

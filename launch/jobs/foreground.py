@@ -15,8 +15,8 @@ from types import FrameType
 from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.trainer.step.signals import handling
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; kill; the terminal was closed, which without us would leave the job running unseen."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Ctrl-C; kill; Slurm's warning before a time limit; the terminal was closed, which would leave the job running."""
 
 LOOK_SECONDS = 1.0
 """Between two looks whether what a launcher has started has ended without it."""

@@ -286,26 +286,20 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("number", "passed"),
-    [
-        *((number, number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)),
-        (signal.SIGHUP, signal.SIGTERM),
-    ],
-)
-def test_tune_batch_passes_on_what_asks_it_to_stop(
-    number: signal.Signals, passed: signal.Signals, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_tune_batch_passes_on_what_asks_it_to_stop(number: signal.Signals, tmp_path: Path) -> None:
     """A training does not outlive its command, and says by 130 that it stopped, which is the command's code, too."""
-    answer = f"signal.signal({int(passed)}, lambda *_: sys.exit(130))"
-    assert stop_the_training(number, answer=answer, mark=tmp_path / "mark") == (130, "")
+    answer = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))"
+    code, told = stop_the_training(number, answer=answer, mark=tmp_path / "mark")
+    assert (code, told) == (130, "\nbigbatch: asking all ranks to save a checkpoint and stop\n")
 
 
 @pytest.mark.parametrize("answer", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))"])
 def test_training_that_was_stopped_before_it_could_answer_has_not_failed(answer: str, tmp_path: Path) -> None:
     """As while it imports torch; where a launcher starts it, that ends with 128 and the signal."""
     code, told = stop_the_training(signal.SIGTERM, answer=answer, mark=tmp_path / "mark")
-    assert (code, told) == (130, "bigbatch: stopped by SIGTERM before it trained; the same command starts it\n")
+    assert code == 130
+    assert told.endswith("bigbatch: stopped before it trained; the same command starts it\n")
 
 
 def stop_the_training(number: signal.Signals, *, answer: str, mark: Path) -> tuple[int, str]:
