@@ -28,7 +28,16 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
         if base is not None and fitted is not None and point.config.model.name == base.config.model.name:
             question = replace(question, compute=fitted.compute)
         rows.append(_row(point, question, measured.get(point.number), base=base))
-    head: tuple[str, ...] = ("point", "ranks", "nodes", "measured", "predicted", "nine of ten", "error", "in doubt for")
+    head: tuple[str, ...] = (
+        "point",
+        "ranks",
+        "nodes",
+        "measured",
+        "predicted",
+        "90% interval",
+        "error",
+        "in doubt for",
+    )
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
     title = "Predicted beside measured" + (f"; by point {base.number}'s speed" if base else "")

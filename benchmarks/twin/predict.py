@@ -39,7 +39,7 @@ CORRECTED_DOUBT = 0.8
 
 @dataclass(frozen=True)
 class Prediction:
-    """Holds what is expected of a row; low and high are to hold nine of ten measurements."""
+    """Holds what is expected of a row; low and high are a 90% interval."""
 
     row: Row
     base: Row
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""
     )
     print_line(f"{len(answers.predictions)} rows predicted{more}")
-    print_line(f"written: {options.out} (milliseconds of a step; low to high is to hold nine of ten measurements)")
+    print_line(f"written: {options.out} (milliseconds of a step; low and high are a 90% interval)")
     return 0
 
 

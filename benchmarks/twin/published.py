@@ -146,7 +146,7 @@ def print_summary(title: str, summary: dict[str, Any]) -> None:
             f"{100 * each[key]:7.1f}" if each[key] is not None else "      -" for key in ("ours", "linear", "line")
         ]
         print(f"{name:28} {each['rows']:4}{''.join(shown)}")
-    print(f"held by the band of nine of ten: {100 * summary['held by the band']:.0f}%")
+    print(f"within the 90% interval: {100 * summary['held by the band']:.0f}%")
     print("worst:", "; ".join(f"{each['id']} {100 * each['error']:+.0f}%" for each in summary["worst"]))
 
 

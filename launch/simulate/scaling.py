@@ -63,7 +63,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Point:
-    """One number of devices, and what it comes to; low and high are to hold nine of ten measurements of a step."""
+    """One number of devices, and what it comes to; low and high are a 90% interval of a step."""
 
     num_devices: int
     num_nodes: int

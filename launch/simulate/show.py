@@ -79,7 +79,7 @@ def scaling_table(points: Sequence[Point], *, price: float | None) -> Table:
         "nodes",
         "per GPU",
         "step",
-        "nine of ten",
+        "90% interval",
         "images/s",
         "efficiency",
         "algorithm",
@@ -321,7 +321,7 @@ def draw(points: Sequence[Point], *, title: str) -> "Figure":
     lowest = [point.global_batch_size / point.high_seconds / point.num_devices for point in points]
     highest = [point.global_batch_size / point.low_seconds / point.num_devices for point in points]
     middle = [point.images_per_second / point.num_devices for point in points]
-    axes.fill_between(counts, lowest, highest, color=COLOURS[0], alpha=0.2, label="nine of ten measurements")
+    axes.fill_between(counts, lowest, highest, color=COLOURS[0], alpha=0.2, label="90% interval")
     axes.plot(counts, middle, marker="o", color=COLOURS[0], label="simulated")
     axes.axhline(middle[0], color="0.6", linewidth=1, label="perfect scaling")
     axes.set_xscale("log", base=2)

@@ -6,8 +6,8 @@ from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
 
 PRECISION = 1e-4
 """To which share the seconds of an image are found."""
-NINE_OF_TEN = 1.645
-"""Standard deviations on each side that hold nine of ten errors that are normal."""
+NORMAL_90 = 1.645
+"""Standard deviations on each side of the 90% interval of a normal distribution."""
 RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
 """Standard deviation of a device's images per second: between sizes of one system, between systems of one device
 (PUBLISHED: 3% of H100, to 20% of A100, between submitters), and where another device stands in its place."""
@@ -28,7 +28,7 @@ def fit_compute(
 
 
 def reach_of(step: SimulatedStep, *, fixed_seconds: float, rate: float, doubt: float = 1.0) -> float:
-    """Return the factor below and above a step's seconds that holds nine of ten measurements.
+    """Return the factor below and above a step's seconds of its 90% interval.
 
     rate: the spread of computing; doubt: of the model's own parts, 1 where no second row has checked them.
     """
@@ -38,4 +38,4 @@ def reach_of(step: SimulatedStep, *, fixed_seconds: float, rate: float, doubt: f
         doubt * FIXED_SPREAD * fixed_seconds / step.seconds,
         doubt * STRAGGLER_SPREAD * step.stragglers / step.seconds,
     )
-    return math.exp(NINE_OF_TEN * math.hypot(*parts))
+    return math.exp(NORMAL_90 * math.hypot(*parts))

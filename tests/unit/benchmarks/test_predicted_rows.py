@@ -271,7 +271,7 @@ def test_benchmark_prints_both_tables_and_draws(tmp_path, capsys, monkeypatch):
 
 
 PUBLISHED = Path(
-    os.environ.get("BIGBATCH_PUBLISHED_ROWS") or Path(__file__).resolve().parents[4].parent / "shared/twin/rows.csv"
+    os.environ.get("BIGBATCH_PUBLISHED_ROWS") or Path(__file__).resolve().parents[3].parent / "shared/twin/rows.csv"
 )
 
 
