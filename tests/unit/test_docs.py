@@ -183,9 +183,6 @@ SMALLER = {  # benchmark: the same with sizes for a test
         "comm.reducer_overhead --device cpu --repetitions 2 --out out.json"
     ),
     ".venv/bin/python -m benchmarks.comm.run --out benchmarks/results": "comm.run --list --out .",
-    ".venv/bin/python -m benchmarks.comm.run --only exact --out benchmarks/results": (
-        "comm.run --list --only exact --out ."
-    ),
     ".venv/bin/python -m benchmarks.comm.run --only scaling --out benchmarks/results": (
         "comm.run --only scaling --list --out ."
     ),
