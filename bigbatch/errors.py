@@ -15,7 +15,7 @@ class UserError(Exception):
     """A user can mend this; the message names the thing and what to do. Each argument is a line of it."""
 
     exit_code = FAILED
-    """Of the process that ends by it."""
+    """Exit code of a process that this error ends."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
@@ -127,7 +127,7 @@ class SchedulerError(UserError, RuntimeError):
 
 
 LEAST_LIKENESS = 0.6
-"""Of difflib: names less alike are no misspelling."""
+"""Least similarity for difflib: less similar names are not suggested."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -144,7 +144,7 @@ def open_named(path: Path) -> BinaryIO:
 
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of Linux's headers: names are as any other call reads them; both change places."""
+"""Constants of Linux's headers: paths relative to the working directory, and exchange both names."""
 
 
 def exchange(one: Path, other: Path) -> bool:

@@ -37,11 +37,11 @@ class MeasuredPoint:
     rates: tuple[float, ...]
     """Images per second of each report, over all repeats."""
     fewest_ranks: int
-    """Of the points with the same other values, with figures or without."""
+    """Fewest ranks of the points with the same other values, with figures or without."""
     joules_per_image: float | None
     """Over all ranks; None where a driver did not tell."""
     device: str
-    """Of a rank, with its threads on a CPU."""
+    """Device of a rank, with its threads on a CPU."""
 
     @property
     def rate(self) -> float:

@@ -22,7 +22,7 @@ from bigbatch.trainer.run.resume import changes
 
 KEY = "run.digest_every_steps"
 SEEN_TO = ("step", "config", "gradient_order", "sums", "classes")
-"""Of a checkpoint: what says how it was made, and is compared elsewhere."""
+"""Keys of a checkpoint that say how it was made, and are compared elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ CAUSES = {
 OF_SUMS = "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
 """The cause where gradients are equal before their sum, and not after it."""
 MOST_NAMED = 4
-"""Of layers, microbatches or ranks."""
+"""Most layers, microbatches or ranks that are named."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Parting:
     """In which a tensor differs, in a phase that tells."""
     num_microbatches: int = 0
     ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
-    """Of each run, those that computed these microbatches; none of a run of one rank."""
+    """Ranks of each run that computed these microbatches; none for a run of one rank."""
     places: "Places | None" = None
-    """Of images, where both runs tell."""
+    """Places of images, if both runs state them."""
 
     def __str__(self) -> str:
         """Say it in a line."""

@@ -142,7 +142,7 @@ class StreamQueue:
         self._number = 0
         self._enqueued: deque[Pending] = deque()
         self._lock = Lock()
-        """Of _enqueued: the thread that submits and those that watch all take out what is done."""
+        """Guards _enqueued, which the submitting thread and the watching threads all pop from."""
         self.is_closed = False
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:

@@ -151,4 +151,4 @@ class PlanSizes:
 
 
 DEFAULT_SIZES = PlanSizes(threshold_bytes=4_000_000, buffer_bytes=25_000_000)
-"""Of a plan that nobody has tuned: buffers about as large as DistributedDataParallel's."""
+"""Fusion plan without tuning: buffers about as large as DistributedDataParallel's."""

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 SUM_BITS = 62
-"""Of int64, without its sign, and one that the rounding of a limit to fp32 may take."""
+"""Bits of int64 without the sign and one bit for rounding a limit to fp32."""
 CPU_PORTION = 2**18
 """Elements, 1 MB of fp32: without, each pass of a sum on the grid would go through memory, at ten times the cost."""
 FRACTION_BITS = 50
-"""Of gradients: the smallest step is 2**-50, 9e-16, and a sum reaches up to 2**12 = 4,096."""
+"""Fraction bits for gradients: the smallest step is 2**-50, 9e-16, and the largest sum 2**12 = 4,096."""
 
 
 @dataclass(frozen=True)

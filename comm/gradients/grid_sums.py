@@ -24,7 +24,7 @@ class GridSums:
         self._reads_on_arrival = communicator.device.type == "cpu" and not scatter
         self._sums: list[Tensor] = []
         self._beyond: list[Tensor] = []
-        """Of each buffer, one element."""
+        """One element per buffer."""
         self._counts_B = self._new_counts(0)
         self._num_beyond_1 = self._new_counts(1)
         self.counts_underflow = False

@@ -35,7 +35,7 @@ class Outcome:
     """Holds what one way to sum gave, over all ranks and repetitions."""
 
     errors: Errors
-    """Of the first repetition."""
+    """Errors of the first repetition."""
     digest: str
     """SHA-256 of the first repetition's sums, as most ranks hold them."""
     ranks_agree: bool

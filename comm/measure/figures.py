@@ -77,7 +77,7 @@ class Limit:
 
     num_nodes: int
     bytes_per_second: float
-    """Of one node's link, in each direction."""
+    """Bandwidth of one node's link in each direction."""
     wire_bytes_per_byte: float = 1.0
 
     def seconds(self, num_bytes: int) -> float:

@@ -20,7 +20,7 @@ MOST_REPETITIONS = 400
 CONTENDER_RATIO = 1.5
 """Where time is short, an algorithm that is slower than the best by more than this is timed once."""
 FIRST_SHARE = 0.6
-"""Of the time goes to all sizes; the rest to where the choice is uncertain."""
+"""Share of the time for all sizes; the rest is for sizes where the choice is uncertain."""
 MOST_NOISE = 0.02
 """Two contenders at a size are told apart where their medians are known this well; two such errors stay below 4%."""
 NARROW = 1.5

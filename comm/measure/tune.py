@@ -26,7 +26,7 @@ from bigbatch.comm.measure.whole_steps import (
 )
 
 LINKS_SHARE, BACKWARD_SHARE, STEPS_SHARE = 0.05, 0.15, 0.4
-"""Of the time; the all-reduces by size get the rest."""
+"""Shares of the time; the all-reduces by size get the rest."""
 COMPUTING_SHARE = 1.5
 """A step before it is measured: of backward's seconds, forward with it."""
 NEAR = 2.0

@@ -52,7 +52,7 @@ class VerifyRow:
     pieces: int
     """In so many parts the tensor was summed."""
     largest_ulp: float | None
-    """Of an element's error, in units in the last place of fp32 at the exact sum; None if not finite."""
+    """Largest error of an element, in units in the last place of fp32 at the exact sum; None if not finite."""
     mean_ulp: float | None
     bound_share: float | None
     """Largest of error / bound."""

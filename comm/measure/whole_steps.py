@@ -17,9 +17,9 @@ from bigbatch.comm.measure.timing import slowest, wait_for
 BUFFER_BYTES = tuple(1 << power for power in (20, 22, 24, 26, 28))
 """Sizes of fusion buffers that are tried: 1, 4, 16, 64 and 256 MiB, as far as the gradients fill them."""
 LEAST_STEPS, MOST_STEPS = 3, 20
-"""Of one candidate in one turn: in the first one, and in any."""
+"""Steps of one candidate in one turn: in the first turn, and the most in any."""
 ENOUGH_STEPS = 60
-"""Of each candidate, however much time is left."""
+"""Steps of each candidate after which no more are measured, even if time is left."""
 DROP_RATIO = 1.1
 """Candidates slower than the fastest by more than this, and by more than noise, have no further turn."""
 LEAST_GAIN = 0.002

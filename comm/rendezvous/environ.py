@@ -29,7 +29,7 @@ COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile, whose own default lies in /tmp, where a reboot or a container's end wipes it out."""
 
 MAX_HOSTS = 100_000
-"""Of a host list: more than any cluster has, and few enough to be written out at once."""
+"""Most hosts in a host list: more than any cluster has, and few enough to expand at once."""
 
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 """Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""

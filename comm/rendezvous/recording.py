@@ -12,7 +12,7 @@ from bigbatch.comm.rendezvous.plain_pickle import load_plain
 from bigbatch.files import parse_json
 
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
-"""Of 'nccl:send 0->1' and 'nccl:recv 1<-0': what it is, and whose it is, then the peer, as numbers in the group."""
+"""Matches 'nccl:send 0->1' and 'nccl:recv 1<-0': kind, own number and peer's number in the group."""
 MOST_NUMBERS = 1 << 20
 """Sizes that a dump may hold besides those that its length accounts for: a pickle can refer to one list many times."""
 
@@ -35,7 +35,7 @@ class Operation:
     """Counted from the group's first collective; of messages: from this rank's first message in the group."""
     name: str
     sizes: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = ((), ())
-    """Of all inputs, and of all outputs."""
+    """Sizes of all inputs, and of all outputs."""
     types: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     state: str = "scheduled"
     """scheduled, started or completed, as the recorder found it; gloo's stay scheduled."""

@@ -22,7 +22,7 @@ HELLO_BYTES = _HELLO.size
 SHORTAGE_SECONDS = 0.01
 """Between two looks at callers while none can be let in."""
 NO_SECRET = b""
-"""Of a job that has none: everybody can prove it."""
+"""Secret of a job that has none: everybody can prove it."""
 
 
 class StrangerError(RuntimeError):

@@ -22,7 +22,7 @@ from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, le
 LENGTH = struct.Struct("!I")
 """Precedes each request, answer and part of one: its length in bytes."""
 MOST_BYTES = 64 << 20
-"""Of a request: larger ones end their connection."""
+"""Largest request: larger ones end their connection."""
 HELLO_SECONDS = 10.0
 """How long a caller may take to introduce itself."""
 MOST_STRANGERS = 256
@@ -61,7 +61,7 @@ class _Caller:
         self.door: Door | None = door
         self.since = awake_seconds()
         self.rank: int | None = None
-        """Of the job; None of a stranger."""
+        """Rank of the caller; None before authentication."""
         self.incoming, self.outgoing = bytearray(), bytearray(door.nonce)
         self.waits_for: set[bytes] = set()
         """Keys that must be there before its last request is answered."""

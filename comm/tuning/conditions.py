@@ -30,16 +30,16 @@ class Conditions:
     """UTC, to the second."""
     bigbatch: str
     commit: str | None
-    """Of the checkout, '+' if it was changed; None where it is not known."""
+    """Commit of the checkout, with '+' if it was changed; None if unknown."""
     torch: str
     python: str
     kernel: str
     hosts: tuple[str, ...]
-    """Of each rank."""
+    """Host of each rank."""
     groups: tuple[tuple[int, ...], ...]
     """The ranks of each node group."""
     cores: tuple[int, ...]
-    """Of each rank's host, for this process."""
+    """Cores of each rank's host that this process may use."""
     device: str
     """The kinds of device that ranks compute on."""
     launcher: str

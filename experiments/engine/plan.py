@@ -37,7 +37,7 @@ class Plan:
     """Describes a sweep; each field is a key of its file, and only config must be stated."""
 
     name: str
-    """Of its folder, runs/sweeps/NAME; without it the file's."""
+    """Name of its folder, runs/sweeps/NAME; by default the file's."""
     config: str
     """The experiment: a file, or the name of a packaged one."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Plan:
     seeds: int = 1
     """Runs of each combination, from the experiment's own seed on."""
     epochs: int | None = None
-    """Of each point, with its schedule in proportion; null: each point's own."""
+    """Epochs of each point, with its schedule in proportion; null: each point's own."""
     steps: int | None = None
     """Measure speed: so many steps of each point on generated tensors; null: train."""
     target_top1: float | None = None
@@ -63,7 +63,7 @@ class Plan:
     launch: dict[str, Any] = field(default_factory=dict)
     """Options of bigbatch launch there, such as partition; of emulated, link and delay."""
     ranks: int = 1
-    """Of a point, as long as cases and grid do not state it."""
+    """Ranks of a point, unless cases or grid state them."""
     ranks_per_node: int | None = None
     """Ranks on each node; fewer take one node; null: all on one."""
     timeout_minutes: float | None = None

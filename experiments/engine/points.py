@@ -21,7 +21,7 @@ from bigbatch.trainer.config.short_run import shorten
 EARLY = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
 """Keys that end a run early, which would compare runs of unlike length: they count where the sweep states them."""
 REPORTS = 8
-"""Of a point that measures speed, of which the first does not count."""
+"""Reports of a point that measures speed; the first one does not count."""
 SPEED = {
     "data.loader": "synthetic",
     "run.checkpoint_every_steps": 0,
@@ -30,7 +30,7 @@ SPEED = {
     "schedule.warmup_epochs": 0,
     "schedule.decay_epochs": None,
 }
-"""Of points that measure speed, unless the sweep states it."""
+"""Settings of points that measure speed, unless the sweep states them."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class SweepResults:
     folder: Path
     runs: tuple[TrainedRun, ...]
     measured: tuple[MeasuredPoint, ...]
-    """Of points on different numbers of ranks, for their efficiency; none where the number is the same in all."""
+    """Points on different numbers of ranks, for their efficiency; none if all have the same number."""
     unmeasured: tuple[tuple[str, str], ...]
     """Points without figures: their values, and why."""
     is_gpu: bool
@@ -45,7 +45,7 @@ class SweepResults:
     target: float | None
     conditions: dict[str, Any]
     numbers: dict[tuple[Variant, int], tuple[int, ...]]
-    """Of the points that have the same values, by these and their ranks."""
+    """Numbers of the points that have the same values, by these values and their ranks."""
 
     def again(self, point: MeasuredPoint) -> str:
         """Return the command that measures a point again."""

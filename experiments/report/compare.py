@@ -27,12 +27,12 @@ class Figures:
     seconds: float
     images_per_second: float
     top1: float | None
-    """Of the last evaluation; None of generated images."""
+    """Top-1 of the last evaluation; None for generated images."""
     loss: float | None
     reached_seconds: float | None
     """Until the first evaluation that had the target; None where none had, or none was named."""
     evaluation_seconds: float | None
-    """Of the last evaluation; None where its record does not tell."""
+    """Seconds of the last evaluation; None if its record does not state them."""
     resumed: int
     """How often it went on from a checkpoint: each start warms up anew, which its seconds have in them."""
 

@@ -7,7 +7,7 @@ from bigbatch.launch.efficiency import Efficiency, MeasuredPoint
 from bigbatch.launch.words import count, percent
 
 ENOUGH_REPORTS = 3
-"""Of a point; fewer have no spread that would show a disturbance."""
+"""Least reports of a point; fewer have no spread that would show a disturbance."""
 STEADY = 0.2
 """As a share of the median: how far apart the quartiles of a point's rates may lie."""
 PERFECT = 1.05

@@ -79,7 +79,7 @@ class Report:
     sweeps: list[SweepResults]
     runs: list[tuple[RunResults, ToAccuracy]]
     price: float | None = None
-    """Of an hour of a rank."""
+    """Price of a rank for an hour."""
     by: tuple[str, ...] = ()
     """Keys by which all runs are grouped; none: each sweep by what its points differ in."""
     more: tuple[Table, ...] = ()

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_TICKS = 4
-"""Of a range: so many numbers of up to eight characters fit side by side."""
+"""Ticks of a range: so many numbers of up to eight characters fit side by side."""
 TICK_CHARACTERS = 30
-"""Of all values of a grid; more do not fit side by side."""
+"""Characters of all values of a grid; more do not fit side by side."""
 
 
 def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric: Metric) -> "Figure":

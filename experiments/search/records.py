@@ -16,7 +16,7 @@ class TrialEnd:
     result: float | None
     reason: str
     seconds: float
-    """Of the process that ended it; an interrupted trial had others before."""
+    """Seconds of the process that finished the trial; an interrupted trial had earlier ones."""
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,10 @@ class Search:
     """A word for each --space."""
     folder: Path
     trials: int
-    """Of all rounds together."""
+    """Trials of all rounds together."""
     rounds: int
     epochs: int
-    """Of a trial."""
+    """Epochs of a trial."""
     metric: Metric
     prune: bool
     """Stop a trial that is worse than the median of the others."""

@@ -16,7 +16,7 @@ coarse to fine, without saying by how much."""
 EDGE_SHARE = 0.05
 """A best value within this share of a range's end may have a better one beyond it."""
 NUM_DIGITS = 4
-"""Of a sampled number: more than short runs can tell apart."""
+"""Digits of a sampled number: more than short runs can tell apart."""
 FORMS = "KEY=log:LOW:HIGH, KEY=linear:LOW:HIGH, KEY=log2:LOW:HIGH (LOW, doubled up to HIGH) or KEY=choice:A,B,..."
 SET_BY_SEARCH = ("run.directory", "run.epochs", "run.eval_every_epochs", "run.eval_offset_epochs", "run.resume")
 

@@ -53,7 +53,7 @@ class Site:
     mpirun: str = "mpirun"
     """Path of the program."""
     folder: Path = Path()
-    """Of the cluster, for what mpirun writes: hosts of several clusters have the same names."""
+    """Folder of the cluster for mpirun's files: hosts of several clusters have the same names."""
     terminal_columns: int = 0
     """Width of the terminal; 0 without one."""
     variables: tuple[str, ...] = ()

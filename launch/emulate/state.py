@@ -23,7 +23,7 @@ class EmulatedCluster:
     start_ticks: int
     """When the keeper started: another process may get its number later."""
     boot_id: str
-    """Of the kernel that ran it: ticks count from boot."""
+    """Boot ID of the kernel that ran it: ticks count from boot."""
 
 
 def state_root(environ: Mapping[str, str] | None = None) -> Path:

@@ -18,7 +18,7 @@ from bigbatch.launch.explain.verdict import headline, last_words, nothing_wrong,
 from bigbatch.paths import as_path
 
 MOST_BYTES = 1 << 26
-"""Of one dump: some fifty times what a recorder of 2,000 operations writes, with the lines that called them."""
+"""Largest dump: some fifty times what a recorder of 2,000 operations writes with stack traces."""
 MOST_SPOKEN = 4
 """Culprits whose last words are printed."""
 

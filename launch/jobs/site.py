@@ -44,7 +44,7 @@ FILLED_UP: dict[str, Callable[[str], str]] = {
 """Options that a file adds to, where the command line states other names; each says what a word names."""
 
 FIELDS = {flag.removeprefix("--"): field for field, flag in OPTIONS.items()}
-"""Of JobSpec, where an option has another name."""
+"""Fields of JobSpec by option, if the option has another name."""
 
 
 def read_file(path: Path, *, table: str | None = None) -> dict[str, Any]:

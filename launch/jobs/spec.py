@@ -50,10 +50,10 @@ class JobSpec:
     """What srun offers MPI libraries, such as pmix; None: as the cluster is set up."""
     gpus_per_node: int | None = None
     gpu_type: str | None = None
-    """Of these GPUs, as Slurm's administrator calls it, such as a100."""
+    """Type of these GPUs as Slurm's administrator calls it, such as a100."""
     cpus_per_rank: int | None = None
     memory: str | None = None
-    """Of each node, such as 200G."""
+    """Memory of each node, such as 200G."""
     image: str | None = None
     """Container in which the ranks run."""
     mounts: tuple[str, ...] = ()

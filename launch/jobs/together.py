@@ -22,7 +22,7 @@ class NodeProcess:
     """This is one process of a job, with variables on top of the environment."""
 
     node: int
-    """Of an emulated cluster; 0 is this machine itself elsewhere."""
+    """Node of an emulated cluster; otherwise 0, this machine."""
     argv: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()
     name: str = ""

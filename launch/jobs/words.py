@@ -23,11 +23,11 @@ SPAN = r"\d+(?:-\d+(?::\d+)?)?"
 
 LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 SUBDOMAIN = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
-"""Of Kubernetes: RFC 1123."""
+"""Name of a Kubernetes object: RFC 1123."""
 
 QUALIFIED = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 KEY = rf"(?:{SUBDOMAIN}/)?{QUALIFIED}"
-"""Of Kubernetes' labels, taints and resources."""
+"""Key of a Kubernetes label, taint or resource."""
 
 PATTERNS = {
     # field: (pattern, what that means, example); Slurm reads #SBATCH lines without a shell's quotes

@@ -29,7 +29,7 @@ REFUSED = {
 }
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""Option of prctl(2)."""
 
 
 def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:

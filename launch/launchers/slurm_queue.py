@@ -37,7 +37,7 @@ class QueuedJob:
     """Slurm knows this about a job."""
 
     facts: Mapping[str, str]
-    """Of `scontrol show job`, by its names."""
+    """Fields of `scontrol show job`, by their names."""
     script: str
 
     @property

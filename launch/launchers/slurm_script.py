@@ -79,7 +79,7 @@ newest >> "$starts"
 
 
 MOST_STARTS = 5
-"""Of a job that states no restarts, each from the queue."""
+"""Most starts of a job that states no restarts, each from the queue."""
 
 STARTED = """\
 ranks=$!

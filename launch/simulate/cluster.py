@@ -55,7 +55,7 @@ class Cluster:
     name: str
     device: str
     network: Network
-    """Of one node; of_devices makes it larger."""
+    """Network of one node; of_devices makes it larger."""
     rates: tuple[Rate, ...]
     is_replayed: bool
     price_per_device_hour: float | None

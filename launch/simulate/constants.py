@@ -10,7 +10,7 @@ GIGABIT = 1e9 / 8
 """Bytes per second."""
 
 BACKWARD_SHARE = 2 / 3
-"""Of computing: backward has two products for each of forward's. Source: the operations of a convolution."""
+"""Backward's share of computing: it has two products for each of forward's. Source: a convolution's operations."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Constants:
     """Of a link's stated rate that an all-reduce of large buffers reaches. PUBLISHED: NCCL's tests reach 0.74 to 0.9
     between nodes and 0.78 to 1 over NVLink (ANCHORS D3)."""
     inside_latency_seconds: float = 4e-6
-    """Of a hop between two GPUs of a node. PUBLISHED: NCCL's own tables of 2019 and later, 3.4 to 5.7 us."""
+    """Latency of a hop between two GPUs of a node. PUBLISHED: NCCL's own tables of 2019 and later, 3.4 to 5.7 us."""
     across_latency_seconds: float = 20e-6
-    """Of a hop between nodes. PUBLISHED: NCCL's own tables, 9.6 to 14 us and more over switches; ASSUMED 20."""
+    """Latency of a hop between nodes. PUBLISHED: NCCL's own tables, 9.6 to 14 us and more over switches; ASSUMED 20."""
     old_hop_seconds: float = 12e-6
-    """Of each hop of the rings that NCCL had before its trees (2.4, 2019). ASSUMED."""
+    """Time of each hop of the rings that NCCL had before its trees (2.4, 2019). ASSUMED."""
     launch_seconds: float = 40e-6
     """What each all-reduce takes from computing, hidden or not: its kernel's start and the GPU's share that it holds.
     ASSUMED, from one framework's rows with 25 and with 1 MiB buffers."""
     cycle_seconds: float = 2e-3
     """How long Horovod gathers gradients before each sum, at least. ASSUMED from its default cycle of 5 ms (2018)."""
     host_bytes_per_second: float = 2.5e9
-    """Of MPI's all-reduce in host memory. ASSUMED."""
+    """Bandwidth of MPI's all-reduce in host memory. ASSUMED."""
     host_tensor_seconds: float = 1.5e-4
     """What MPI in host memory takes for each gradient: negotiation and two copies. ASSUMED."""
     host_node_seconds: float = 4e-3
@@ -58,7 +58,7 @@ class Constants:
     most_servers: int = 8
     """Parameter servers of a job whose number is not stated. ASSUMED."""
     server_bytes_per_second: float = 1.85 * GIGABIT
-    """Of a small virtual machine's Ethernet whose rate is not stated. ASSUMED."""
+    """Bandwidth of a small virtual machine's Ethernet if its rate is not stated. ASSUMED."""
     straggler_share: float = 0.004
     """How much longer than one node the slowest of 2, 4, 8 nodes computes: this for each doubling. ASSUMED."""
     server_straggler_share: float = 0.022
@@ -66,7 +66,7 @@ class Constants:
     input_share: float = 0.02
     """What real images cost more across nodes than in one: their decoding disturbs the slowest node. ASSUMED."""
     unstated_gbit_per_device: float = 100.0
-    """Of a network that is not stated. ASSUMED: a card of 100 Gbit/s for each accelerator."""
+    """Rate of a network that is not stated. ASSUMED: a card of 100 Gbit/s for each accelerator."""
 
 
 DEFAULTS = Constants()

@@ -11,9 +11,9 @@ from bigbatch.trainer.config.sections import RunConfig
 EVALUATED = 50_000
 """Images of ImageNet's validation set."""
 FORWARD_SHARE = 1 / 3
-"""Of computing a training step: what an evaluation does of it."""
+"""Cost of evaluating an image as a share of training on it."""
 STATE_BYTES = 8
-"""Of a parameter in a checkpoint: its fp32 weight and its momentum."""
+"""Bytes of a parameter in a checkpoint: its fp32 weight and its momentum."""
 COPY_BYTES_PER_SECOND = 2.2e9
 """Of a checkpoint's copy on the first rank, for which training waits; the rest is written beside it. MEASURED on two
 busy cores: benchmarks.checkpoint, 205 MB in 92 ms."""

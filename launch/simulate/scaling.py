@@ -22,11 +22,11 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import READERS
 
 IMAGES = 1_281_167
-"""Of ImageNet's training set."""
+"""Images of ImageNet's training set."""
 HALF = ("fp16", "bf16")
 """Precisions whose gradients are halves."""
 WIRE_SHARES = {"float16": 0.5, "bfloat16": 0.5}
-"""Of fp32's bytes, by comm.wire_dtype."""
+"""Share of fp32's bytes that is sent, by comm.wire_dtype."""
 PAYS = 0.5
 """The knee: beyond it, further devices add less than this share of what the first ones do."""
 
@@ -74,7 +74,7 @@ class Point:
     low_seconds: float
     high_seconds: float
     run: RunTime
-    """Of the recipe's epochs."""
+    """Time of the recipe's epochs."""
     hours_to_759: float | None
     """Until ResNet-50 is at 75.9% top-1, by MLPerf's records of epochs at that batch; None where there are none."""
     beyond_checked: str | None

@@ -15,7 +15,7 @@ each parameter]]. `python -m benchmarks.twin.layers` makes it from torchvision's
 
 
 PIXELS = {"inception_v3": 299, "resnet9": 32}
-"""Of models that are not stored at 224."""
+"""Image sizes of models that are not stored at 224."""
 RESNET9_WIDTH = 64
 LEAST_SQUARE = 30_000
 """Elements of resnet9's tensors from which on they grow by the square of its width; the others by the width."""
@@ -32,9 +32,9 @@ class ModelShape:
     num_elements: tuple[int, ...]
     ready_shares: tuple[float, ...]
     operations: float
-    """Of one image's forward: multiplications and additions."""
+    """Operations of one image's forward: multiplications and additions."""
     pixels: int = 224
-    """Of a side of that image."""
+    """Pixels of a side of that image."""
 
     @property
     def num_parameters(self) -> int:

@@ -40,7 +40,7 @@ WORTH_NAMING = 0.005
 
 
 UNKNOWN = ""
-"""Of a library's messages, and of parameter servers."""
+"""Shown for the messages of a library and of parameter servers."""
 
 
 def assumptions(question: Question) -> list[str]:

@@ -12,9 +12,9 @@ from bigbatch.launch.simulate.plan_search import PlannedTransfer, simulate
 from bigbatch.launch.simulate.shapes import ModelShape
 
 WIDE_BYTES = 4
-"""Of an element of a partial sum in fp32."""
+"""Bytes of an element of a partial sum in fp32."""
 SLOW_SHARE = 0.1
-"""Of steps that are slower than slow_seconds."""
+"""Share of steps that are slower than slow_seconds."""
 EXACT_NODES = 100
 """Beyond which the sum of 1/n is a logarithm, to half a hundredth."""
 CYCLE_BYTES = 64 * 2**20
@@ -84,9 +84,9 @@ class Job:
     network: Network
     fusion: Fusion
     element_bytes: int = 4
-    """Of a gradient, by which a plan cuts."""
+    """Bytes of a gradient's element, by which a plan cuts."""
     wire_share: float = 1.0
-    """Of these bytes that travel: half, where fp32 gradients travel in half precision."""
+    """Share of these bytes that is sent: half if fp32 gradients are sent in half precision."""
     sums_in_fp32: bool = False
     """Whether what travels in half precision is summed in fp32: then doubling and a library's own sums send it so."""
     algorithm: str = "native"

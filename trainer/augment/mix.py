@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from bigbatch.trainer.augment.crops import uniforms
 
 STREAM = 4
-"""Of the draws of a ghost batch's first sample: those of the other augmentations have lower numbers."""
+"""Stream of the draws of a ghost batch's first sample; the other augmentations have lower numbers."""
 
 
 def symmetric_beta(draws_G2: np.ndarray, *, alpha: float) -> np.ndarray:

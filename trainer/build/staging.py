@@ -21,7 +21,7 @@ LINE_SECONDS = 10.0
 """Between two lines of progress."""
 NUM_WORKERS = 4
 State = dict[str, Any]
-"""Of a rank: its failure; or the seconds and summary of its copy; or share and progress of one that goes on."""
+"""State of a rank: its failure, or the seconds and summary of its copy, or share and progress of one in progress."""
 
 
 def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str | None]:

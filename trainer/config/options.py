@@ -21,7 +21,7 @@ FLAGS = {
     "--dry-run": "say what this run would be, with its steps and fusion buffers; train, stage and write nothing",
     "--quiet": "print nothing but errors; the run folder has it all",
 }
-"""Of `bigbatch train` alone: they are no part of the experiment."""
+"""Options of `bigbatch train` only: they are no part of the experiment."""
 TRAIN = "bigbatch train"
 
 

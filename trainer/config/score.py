@@ -8,7 +8,7 @@ from bigbatch.trainer.config.sections import OptimizerConfig, RunConfig
 
 CROSS_ENTROPY = "cross_entropy"
 ENTRY = ("name", "options")
-"""Of a metric that has options."""
+"""Keys of a metric that has options."""
 
 
 def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:

@@ -66,7 +66,7 @@ class Part:
 
     split: str
     rows_N: np.ndarray
-    """Of dtype IMAGE."""
+    """Array of dtype IMAGE."""
     faults: tuple[Fault, ...]
 
 

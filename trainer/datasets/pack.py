@@ -53,7 +53,7 @@ class PackRecipe:
     max_side: int | None = None
     """An image whose shorter side exceeds it is shrunk to it; None leaves all as they are."""
     quality: int = 90
-    """Of the JPEGs that shrunk images become."""
+    """Quality of the JPEGs of shrunk images."""
     max_pixels: int = MAX_PIXELS
     """An image that states more is refused; it decides no bytes."""
 

@@ -45,10 +45,10 @@ class DataSet:
 
     name: str
     archives: Mapping[str, Archive]
-    """Of each split by its name, or of all splits together; of neither: what every split needs."""
+    """Archives of each split by its name, or of all splits together; otherwise one that every split needs."""
     num_classes: int
     num_images: Mapping[str, int]
-    """Of each split."""
+    """Number of images of each split."""
     read: Callable[["DataSet", Mapping[str, Path], str], Iterator[StoredImage]]
     """(data set, archives, key of the archive to read) -> its images."""
 

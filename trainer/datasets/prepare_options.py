@@ -23,7 +23,7 @@ class _Help:
     summary: str
     details: str
     options: str
-    """Of the example."""
+    """Options of the example."""
     is_downloaded: bool = True
 
 

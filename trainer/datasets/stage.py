@@ -54,7 +54,7 @@ class StageSummary:
     num_shards: int
     bytes_copied: int
     bytes_kept: int
-    """Of an earlier call, whose SHA-256 was compared again; 0 where a look at the sizes was enough."""
+    """Bytes of an earlier call whose SHA-256 was compared again; 0 if comparing the sizes was enough."""
     seconds: float
     """Without the wait for another process."""
 
@@ -77,7 +77,7 @@ class _Split:
     source: Path
     target: Path
     index: bytes
-    """Of the source's index.json."""
+    """Bytes of the source's index.json."""
     facts: SplitIndex
     files: tuple[Shard, ...]
     """All that comes before index.json: the shards and index.npy."""

@@ -12,9 +12,9 @@ LEAST_SECONDS = 1.0
 STEPS_IN_BUDGET = 120
 """A step that takes longer than this part of a budget is measured in part."""
 LOOK_SHARE = 1 / 3
-"""Of what is left, for which the config as it is may be measured in as many turns as its speedups."""
+"""Share of the remaining time for the unchanged config, which may be measured in as many turns as its speedups."""
 WARM_STEPS = 3
-"""Of each process, before any is timed."""
+"""Steps of each process before any is timed."""
 PROFILE_STEPS = 4
 """Phases, operators and syncs, each by a step or more."""
 START_MARGIN = 1.25

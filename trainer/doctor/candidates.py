@@ -11,7 +11,7 @@ from bigbatch.trainer.config.schema import Config, with_values
 
 MOST_MICROBATCHES = 8
 FEWEST_IMAGES = 2
-"""Of a ghost batch that is cut for a slow machine: statistics need two."""
+"""Least images of a ghost batch that is cut for a slow machine: statistics need two."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Machine:
     device: str
     device_type: str
     capability: tuple[int, int] | None
-    """Of a CUDA device."""
+    """Compute capability of a CUDA device."""
     num_cores: int
     """That each rank may use."""
     world_size: int

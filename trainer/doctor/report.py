@@ -16,7 +16,7 @@ from bigbatch.trainer.input.remedies import InputSettings
 from bigbatch.trainer.input.report import MeasuredInput, Waited, hints
 
 WIDTH = 100
-"""Of a report that goes to a file."""
+"""Width of a report that goes to a file."""
 
 
 def print_report(findings: Findings, console: Console, *, config: Config, command: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ LEAST_PAIRS = 3
 RATE = 1e-6
 """Weights hardly move, so that no number grows until arithmetic with it takes another time."""
 GRADIENT = 1e-3
-"""Of each weight that has none yet."""
+"""Gradient of each weight that has none yet."""
 
 OF_TORCH = ("sgd", "adamw")
 """optimizer.name of those whose kernels torch also has as a loop."""

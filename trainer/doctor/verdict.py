@@ -5,7 +5,7 @@ from dataclasses import dataclass
 WAIT_FOR_IMAGES, WAIT_FOR_SUMS = "wait for images", "wait for the sums of gradients"
 """Phases of a step, as the table shows them."""
 LARGE_SHARE = 0.05
-"""Of a step: waiting for less than this limits nothing."""
+"""Share of a step: waiting for less than this limits nothing."""
 BUSY = 0.85
 """Share of the time in which a GPU works; below it the host that launches kernels is too slow."""
 FAST = 2.0
@@ -24,14 +24,14 @@ class DoctorRates:
     model_alone: float
     """On tensors that are generated once; sums over ranks included."""
     wait_share: float
-    """Of a step that waits for images."""
+    """Share of a step that waits for images."""
     exposed_share: float | None
-    """Of a step that waits for sums over ranks; None where a captured step does not tell."""
+    """Share of a step that waits for sums over ranks; None if a captured step does not state it."""
     busy_share: float | None
-    """Of a step in which the GPU works; None on a CPU."""
+    """Share of a step in which the GPU works; None on a CPU."""
     flops_per_image: float
     peak_flops: float
-    """Of all ranks, at their measured best."""
+    """Operations per second of all ranks, at their measured best."""
 
     @property
     def roofline_share(self) -> float:

@@ -27,9 +27,9 @@ class Measured:
     """All that were looked at, good or not."""
     num_averaged: int
     mean: tuple[float, ...]
-    """Of red, green and blue on the scale 0 to 1; each image counts alike, whatever its size."""
+    """Mean of red, green and blue on the scale 0 to 1; each image has the same weight, whatever its size."""
     std: tuple[float, ...]
-    """Of the pixels around that mean, in the same way."""
+    """Standard deviation of the pixels around that mean, with the same weights."""
     short_side_pixels: Spread
     long_side_pixels: Spread
     faults: dict[str, dict[int, str]]

@@ -31,7 +31,7 @@ class Facts:
     seed: int
     short_side_pixels: Spread
     max_megapixels: float = DataConfig.max_megapixels
-    """Of an image: what was asked for."""
+    """Limit of an image that was asked for."""
 
 
 def recipe_text(like: str, facts: Facts) -> str:

@@ -65,7 +65,7 @@ class Part:
     """Holds the images of one file, by their paths below the target; read as they are asked for."""
 
     num_bytes: int
-    """Of the file."""
+    """Size of the file."""
     images: Iterator[StoredImage]
 
 

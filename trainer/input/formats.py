@@ -16,7 +16,7 @@ PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 _ADVICE = "replace or remove it"
 _FORMATS = tuple(dict.fromkeys(FORMATS.values()))
 MAX_PIXELS = round(1e6 * DataConfig.max_megapixels)
-"""Of an image, where nothing else is said: half a megabyte of PNG may hold 600 million pixels, which take 2.4 GB."""
+"""Default limit of an image: half a megabyte of PNG may hold 600 million pixels, which take 2.4 GB."""
 
 
 class UnsupportedImageError(DataError):

@@ -32,7 +32,7 @@ class InputStatistics:
     def __init__(self) -> None:
         self._left = FIRST_BATCHES
         self._sums_3C: Tensor | None = None
-        """Of values, of their squares, and how many."""
+        """Sums of values and of their squares, and their number."""
 
     def add(self, images_BCHW: Tensor) -> None:
         """Count a normalised microbatch, as long as it is one of the first."""

@@ -95,7 +95,7 @@ class EncodedBatch:
 
     request: Request
     positions: list[int]
-    """Of the images in the split: those of the request, or what stands in for bad ones."""
+    """Positions of the images in the split: those of the request, or of what replaces bad ones."""
     images: list[bytes]
     names: list[str]
     """Where each lies, for messages."""
@@ -108,7 +108,7 @@ class EncodedBatch:
     """Height and width after decoding, in pixels."""
     replaced: tuple[BadImage, ...]
     max_pixels: int = MAX_PIXELS
-    """Of an image that may be decoded."""
+    """Largest image that may be decoded."""
 
 
 Found = tuple[int, bytes, Sequence[int]]

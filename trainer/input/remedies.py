@@ -91,7 +91,7 @@ def _augment_better(settings: InputSettings) -> list[str]:
 
 
 REMEDIES = {"read": _read_better, "decode": _decode_better, "copy": _copy_better, "augment": _augment_better}
-"""Of a slow stage."""
+"""Remedies of a slow stage."""
 
 
 def share_better(settings: InputSettings) -> list[str]:

@@ -47,7 +47,7 @@ class Outage:
 
 
 OUTAGE = Outage()
-"""Of the process: training and evaluation read from the same storage."""
+"""Outage of the process: training and evaluation read from the same storage."""
 
 
 class Draw:

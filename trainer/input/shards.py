@@ -53,7 +53,7 @@ class SplitIndex:
     classes: tuple[str, ...]
     num_images: int
     entries_sha256: str
-    """Of the file index.npy: it decides the labels."""
+    """SHA-256 of the file index.npy, which decides the labels."""
     shards: tuple[Shard, ...]
     made: dict[str, int | None]
     """The settings of the packer: max_side, quality, shard_bytes."""

@@ -16,7 +16,7 @@ ERROR_COUNTERS = (
     "local_link_integrity_errors",
     "excessive_buffer_overrun_errors",
 )
-"""Of a port: what a cable, a plug or a switch does wrong (the kernel's stable ABI, sysfs-class-infiniband)."""
+"""Error counters of a port: faults of a cable, a plug or a switch (the kernel's ABI, sysfs-class-infiniband)."""
 NO_GID = re.compile(r"[0:]*$|fe80:", re.I)
 """None at all, or the link-local one that each port has without an IP address, which NCCL does not use."""
 

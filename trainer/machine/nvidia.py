@@ -27,7 +27,7 @@ LOST = re.compile(r"unable to determine the device handle|GPU is lost", re.I)
 LINK = re.compile(r"^GPU (?P<gpu>\d+):|^\s+Link \d+: (?:(?P<active>[\d.]+ GB/s)|(?P<inactive><inactive>))")
 XID = re.compile(r"NVRM: Xid \(PCI:(?P<address>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
 HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 119, 120, 140)
-"""Of memory, NVLink, bus and the GPU's system processor; a program's own mistakes (13, 31, 43, 45) are none of them."""
+"""Faults of memory, NVLink, bus and system processor; a program's own mistakes (13, 31, 43, 45) are not among them."""
 MOST_LOG_BYTES = 16 << 20
 
 

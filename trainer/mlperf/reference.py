@@ -14,7 +14,7 @@ from bigbatch.errors import UserError
 RULESET = "4.0.0"
 """The last round of MLPerf training that had ResNet-50."""
 SIGNIFICANCE = 0.05
-"""Of the one-sided test, as in mlperf_logging/rcp_checker/rcp_checker.py."""
+"""Significance of the one-sided test, as in mlperf_logging/rcp_checker/rcp_checker.py."""
 INTERPOLATED_RUNS = 10
 """How many reference runs the RCP checker takes an interpolated record for: twice those of a submission."""
 
@@ -25,7 +25,7 @@ class Reference:
 
     name: str
     mean_epochs: float
-    """Of all runs but the fastest and the slowest."""
+    """Mean over all runs but the fastest and the slowest."""
     std_epochs: float
     """Over all runs, divided by their number, as the RCP checker takes it."""
     num_runs: int

@@ -37,7 +37,7 @@ class Host:
     """Counters of its ports' errors, before links were measured."""
     errors_after: Mapping[str, float] = field(default_factory=dict)
     link_gbit_per_second: float | None = None
-    """Of its best pair, as measured."""
+    """Measured rate of its best pair."""
 
     @property
     def crosses_nodes(self) -> bool:

@@ -46,9 +46,9 @@ class NodeFacts:
     gpus: tuple[str, ...]
     """What the driver writes of each."""
     free_gb: dict[str, float]
-    """Of each folder that a run writes to."""
+    """Free space of each folder that a run writes to."""
     disk_trouble: dict[str, str]
-    """Of those where it cannot be told."""
+    """Reason for those whose free space is unknown."""
     images: dict[str, int]
     """Classes, and images of each split."""
     complaint: str | None

@@ -7,11 +7,11 @@ from bigbatch.trainer.preflight.check import Check, Host
 LEAST_OPEN_FILES = 1024
 """For connections, shards and libraries: what Linux gives where nobody says otherwise."""
 FILES_PER_RANK = 4
-"""Of the process beside rank 0 that all ranks connect to; it raises its own limit as far as it may."""
+"""Open files per rank of the store process, to which all ranks connect; it raises its own limit as far as allowed."""
 LEAST_TASKS = 256
-"""Of a rank: NCCL's, the loader's and the libraries' threads."""
+"""Least tasks of a rank: threads of NCCL, the loader and libraries."""
 LEAST_MEMORY_BYTES = 1e9
-"""Of a rank: PyTorch alone."""
+"""Least memory of a rank: PyTorch alone."""
 
 
 def _open_files(host: Host) -> Iterator[str]:

@@ -25,7 +25,7 @@ class Attendee:
     """Says where a node is reached, and what its ranks compute on. All ranks know all of these, so they are short."""
 
     rank: int
-    """Of the first rank there."""
+    """First rank there."""
     host: str
     address: str
     port: int

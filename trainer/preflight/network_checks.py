@@ -8,7 +8,7 @@ from bigbatch.trainer.preflight.check import Check, Host
 LEAST_LOCKED_BYTES = 1 << 30
 """NCCL's buffers: 4 MiB of a channel and peer, up to 32 channels, for sending and receiving, of a few peers."""
 RDMA_SHARE = SOCKET_SHARE = 0.5
-"""Of a link's own rate, each way: far below what it reaches, and above what it falls back to."""
+"""Least share of a link's rate, each way: far below what it reaches, and above what it falls back to."""
 MOST_SOCKET_GBIT = 1.5
 """What one TCP connection carries at least, on however fast a card: more than a card of 1 Gbit/s does, and less than a
 busy core moves each way at once (2.0 between two emulated nodes on 2 cores at a load of 6); clouds hold one to 5."""

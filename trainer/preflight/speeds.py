@@ -6,7 +6,7 @@ from statistics import median_high
 from bigbatch.trainer.preflight.node import Node, NodeFinding
 
 SLOW_SHARE = 0.7
-"""Of the median node's rate, below which one is slow: well above half, and below what noise does to equal nodes."""
+"""Share of the median node's rate below which a node is slow: below the noise between equal nodes."""
 SLOW_LINK_SHARE = 0.6
 
 

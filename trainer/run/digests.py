@@ -26,12 +26,12 @@ from bigbatch.trainer.step.replicas import digest, replicas
 
 SUMMED = "gradients"
 PHASES = ("pictures", ACTIVATIONS, BEFORE_SUM, SUMMED, "weights and state")
-"""Of a step, in the order in which it makes them."""
+"""Phases of a step, in their order."""
 BY_MICROBATCH = (ACTIVATIONS, BEFORE_SUM)
 """Phases that hold a digest for each microbatch of the global batch, in its order, whichever rank computed it."""
 
 PLACE_LETTERS = 8
-"""Of the digest of one image: two that differ have the same once in 4e9, and the one of all images tells then."""
+"""Letters of one image's digest: two images have the same once in 4e9, and the digest of all images tells then."""
 
 
 def values_folder(values: Path, *, rank: int) -> Path:
@@ -65,7 +65,7 @@ class DigestRecorder:
         self._plan, self._parts = plan, parts
         self._every_steps, self._is_sharded, self._is_captured = every_steps, is_sharded, is_captured
         self._pictures: list[torch.Tensor] = []
-        """Of this step, for each microbatch the digests of its images (B)."""
+        """Digests of the images (B) of each microbatch of this step."""
         self._positions: list[int] = []
         chosen = chosen_layers(parts.model, layers)
         self._kept = chosen_values(parts.model, chosen, values)

@@ -37,12 +37,12 @@ from bigbatch.trainer.run.folder import RunDir, writing
 KEY = "run.memory_every_steps"
 NAME = re.compile(r"bigbatch-[0-9a-f]{16}-[0-9a-f]{16}")
 WRITE_SECONDS = 60.0
-"""Of a copy: memory that takes longer is none."""
+"""Time limit of a copy to memory."""
 LEAVE_SECONDS = 5.0
 """How long a rank that leaves waits for one."""
 PRIVATE = 0o700
 COPIES_IN_MEMORY = 3
-"""Of the state, while it is kept: the newest, the next one, and what that is written from."""
+"""Copies of the state in memory: the newest, the next one, and its source."""
 
 
 @dataclass(frozen=True)

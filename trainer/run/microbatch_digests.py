@@ -18,7 +18,7 @@ MIX = 0x9E3779B97F4A7C15 - MODULUS
 """An odd number without a pattern, so that two numbers that are digested together do not make up for each other."""
 ACTIVATIONS, BEFORE_SUM = "activations", "gradients before the sum"
 MOST_NAMES = 12
-"""Of layers, to choose from."""
+"""Most names of layers that an error lists."""
 Row = tuple[str, str, int, str]
 """Phase, name of the layer or the parameter, number of the microbatch in the step, digest."""
 

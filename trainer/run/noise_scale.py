@@ -14,7 +14,7 @@ from statistics import NormalDist
 from typing import Any, TypeGuard
 
 KIND = "noise"
-"""Of the records of single measurements."""
+"""Kind of the records of single measurements."""
 KEPT = 0.98
 """Share of a sum that stays as a measurement is added: the running figure is of about the last 50."""
 FEWEST = 5

@@ -47,7 +47,7 @@ class Claim:
     kernel: str
     """Where the number means something: the boot of a machine, and a namespace there; empty where nobody tells."""
     job: str
-    """Of Slurm; empty outside."""
+    """Job number of Slurm; empty outside of it."""
     restart: int
     """How often Slurm has put the job back into its queue."""
     folder: int = 0

@@ -19,13 +19,13 @@ class UpdateMemory:
     """States bytes of a rank, beside the model and its gradients: optimizer state, fp32 masters and their gradients."""
 
     whole_bytes: int
-    """Of all weights."""
+    """Bytes of all weights."""
     kept_bytes: int
-    """Of those that the rank updates: its parts of the fusion buffers, or all."""
+    """Bytes of the weights that the rank updates: its parts of the fusion buffers, or all."""
     gradient_bytes: int
-    """Of the gradients in the fusion buffers, which are whole on every rank."""
+    """Bytes of the gradients in the fusion buffers, which are whole on every rank."""
     summed_bytes: int
-    """Of those whose sums the rank gets."""
+    """Bytes of the gradients whose sums the rank gets."""
 
 
 def num_moments(config: Config) -> int:

@@ -50,7 +50,7 @@ class Start:
     sums: Mapping[str, str]
     """What else does, as describe_sums tells it; older checkpoints do not tell."""
     sha256: str | None
-    """Of the checkpoint's bytes: nodes that share no disk may hold others under the same name."""
+    """SHA-256 of the checkpoint: nodes without a shared disk may hold others under the same name."""
     damaged: Mapping[Path, str]
     """Newer checkpoints, newest first, which some rank finds damaged, and why."""
     kept_by: str = ""

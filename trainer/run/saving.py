@@ -57,7 +57,7 @@ class CheckpointSaver:
         self._checkpoints = RunDir(Path(config.run.directory)).checkpoints
         self._is_comparing = parts.communicator.world_size > 1 and config.run.compare_every_steps > 0
         self._step: int | None = None
-        """Of the checkpoint that is being written, on all ranks alike; None where all are on disk."""
+        """Step of the checkpoint that is being written, on all ranks alike; None if all are on disk."""
         self._write: BackgroundWrite | None = None
 
     def compare(self, *, done: int) -> None:

@@ -38,13 +38,13 @@ class GradientNoise:
         self._num_microbatches = plan.accumulation_steps * parts.communicator.world_size
         self._hooks: list[RemovableHandle] = []
         self._norms: list[Tensor] = []
-        """Of the gradients of the microbatch that is being computed, a parameter each."""
+        """Norms of the gradients of the current microbatch, one per parameter."""
         self._squares: list[Tensor] = []
-        """Of this rank's microbatches in this step."""
+        """Squared norms of this rank's microbatches in this step."""
         self._scale = torch.ones(())
         self._steps: list[int] = []
         self._packed: list[Tensor] = []
-        """Of each measured step since take(): a square for each microbatch, 0 for other ranks', and the global one."""
+        """Per measured step since take(): a square per microbatch, 0 for those of other ranks, and the global one."""
 
     def _is_due(self, done: int) -> bool:
         return self._every_steps > 0 and done % self._every_steps == 0

@@ -33,7 +33,7 @@ class ScaleState:
     clean_steps: Tensor
     """Without overflow, since the scale changed or the last overflow."""
     overflow_steps: Tensor
-    """Of the whole run: updates that were skipped."""
+    """Skipped updates of the whole run."""
     overflows_in_a_row: Tensor
 
 

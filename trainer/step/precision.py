@@ -70,7 +70,7 @@ class Precision:
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         is_decided_by_norm = scaling is not None or clip_norm is not None
         self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
-        """Of the last step's gradients, where it is needed: they stay until the next step, so a report can tell."""
+        """Norm of the last step's gradients, if it is needed: they stay until the next step, for reports."""
 
     @property
     def masters(self) -> Mapping[str, Tensor]:

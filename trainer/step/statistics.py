@@ -55,7 +55,7 @@ class StepStatistics:
 
 
 STATISTICS_BITS = 32
-"""Of running means and variances behind the point: steps of 2e-10, sums up to 2**30."""
+"""Fraction bits of running means and variances: steps of 2e-10, sums up to 2**30."""
 
 
 class GridStatistics(StepStatistics):

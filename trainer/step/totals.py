@@ -13,14 +13,14 @@ class Totals:
     steps: int = 0
     step_seconds: float = 0.0
     input_wait_seconds: float = 0.0
-    """Of the rank that waited longest between two reports."""
+    """Sum over reports of the longest input wait of any rank."""
     measures_waits: bool = True
     """What follows of ranks that waited for each other was measured."""
     exposed_seconds: float = 0.0
     first_report_seconds: float = 0.0
-    """Of step_seconds, those of the first report: what happens once in a run happens there."""
+    """Part of step_seconds in the first report, which contains what happens once in a run."""
     straggler_seconds: float = 0.0
-    """Of the exposed ones, those in which a rank waited for slower ones; as the next, but for the first report."""
+    """Part of the exposed seconds in which a rank waited for slower ones; without the first report, as the next."""
     lag_seconds_P: list[float] = field(default_factory=list)
     """How much longer than each rank the one waited, for sums and images, that waited longest."""
     num_lost: float = 0.0
@@ -28,7 +28,7 @@ class Totals:
     num_nonzero: float = 0.0
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     saved_step: int = 0
-    """Of the newest checkpoint; where the run started, as long as there is none."""
+    """Step of the newest checkpoint; the step at which the run started if there is none."""
     stopped_by: str | None = None
 
     @property

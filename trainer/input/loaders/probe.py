@@ -20,7 +20,7 @@ from bigbatch.trainer.input.reading import EncodedBatch
 T = TypeVar("T")
 
 FILL_SHARE = 0.25
-"""Of the time for a part, at most, that goes by before batches are counted."""
+"""Largest share of the time of a part that passes before batches are counted."""
 NUM_KEPT = 2
 """Batches that are read once more, to be decoded over and over."""
 

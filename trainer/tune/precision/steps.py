@@ -35,7 +35,7 @@ class Gradients:
     weights: Magnitudes = field(default_factory=Magnitudes)
     """Summed over ranks; of the weights that half precision rounds."""
     activations: Magnitudes = field(default_factory=Magnitudes)
-    """Of the outputs of convolutions and linear layers, on all ranks."""
+    """Magnitudes of the outputs of convolutions and linear layers, on all ranks."""
     losses: list[float] = field(default_factory=list)
 
 

@@ -14,7 +14,7 @@ SMOOTHING = 0.8
 EXPLODED = 4.0
 """Times the lowest smoothed loss: fastai's lr_find stops there."""
 WINDOW_SHARE = 0.05
-"""Of the steps, to each side of a point, over which its slope is taken; at least two steps."""
+"""Share of the steps to each side of a point over which its slope is taken; at least two steps."""
 MIN_STEPS = 20
 """Fewer leave no room for windows."""
 

@@ -28,7 +28,7 @@ from bigbatch.trainer.tune.range.curve import EXPLODED, MIN_STEPS, SmoothedLoss,
 from bigbatch.trainer.tune.range.report import explain, plot_range, range_record
 
 LINES = 20
-"""Of progress, over all steps."""
+"""Lines of progress over all steps."""
 
 
 def main(argv: Sequence[str]) -> int:
