@@ -10,7 +10,7 @@ import torch
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.climb import SUMS_PER_SIZE, climb
-from bigbatch.comm.measure.timing import Effort, Sums, slowest, time_sums
+from bigbatch.comm.measure.timing import Effort, Sums, loops_of, slowest, time_sums
 from bigbatch.errors import CommError
 
 SMALLEST_BYTES = 1024
@@ -148,12 +148,13 @@ class _Sweep:
         while (open_choice := next_open(self.times, granularity=self.tensor_N.itemsize)) is not None:
             size, names = open_choice
             left = self.left - self.words
-            each = sum(expected_seconds(self.times, size, name) for name in names)
-            # + 2: the check of the sum, and the pilot, come first
-            if (LEAST_REFINEMENT + 2) * each > left:
+            expected = [expected_seconds(self.times, size, name) for name in names]
+            each = sum(expected) * loops_of(min(expected))
+            # twice: the check of the sum, and pilots, come first
+            if 2 * LEAST_REFINEMENT * each > left:
                 break
-            # a quarter, so that several open choices get their turn
-            self.measure(size, names, Effort(REPETITIONS, left / 4))
+            # a quarter, so that several open choices get their turn, but enough for a look that tells something
+            self.measure(size, names, Effort(REPETITIONS, max(left / 4, LEAST_REFINEMENT * each)))
 
 
 def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:

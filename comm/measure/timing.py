@@ -81,7 +81,7 @@ def time_sums(
     pilots = _first(seconds, any_communicator)
     # no more than there is time for: where one algorithm is quick, others may be a hundred times slower
     affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
-    loops = max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(min(pilots.values()), 1e-9)), affordable))
+    loops = max(1, min(loops_of(min(pilots.values())), affordable))
     if loops > 1:  # then one sum alone is no repetition, and not even a sign of who is fast
         for name in communicators:
             seconds[name].clear()
@@ -102,6 +102,11 @@ def time_sums(
         name: Sums(Measured(tuple(_longest(everyone, name))), sum(each[_wrong_by(name)] for each in everyone))
         for name in communicators
     }
+
+
+def loops_of(seconds: float) -> int:
+    """Return how many sums in a row, of so many seconds each, are one repetition."""
+    return max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(seconds, 1e-9))))
 
 
 def _wrong_by(name: str) -> str:

@@ -97,8 +97,9 @@ def tune(
     )
     fastest = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
     say(f"algorithm by size: {fastest}")
-    if not times or num_bytes > max(times):
-        say(f"  above {max(times, default=0):,} bytes nothing was measured: give more --budget-seconds")
+    if num_bytes > max(times, default=0):
+        measured = f"no sum above {max(times):,} bytes" if times else "no sum"
+        say(f"  {measured} was measured in the time: give more --budget-seconds")
     findings = Findings(links, times, backward, tuple(tensors), fastest, stated)
     if communicator.world_size > 1:
         steps = measure_steps(
