@@ -93,6 +93,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; the process's exit code: 0, or one of bigbatch.exit_codes."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A message may name a file whose name is no UTF-8; and Python -u would write a line in parts, between which
@@ -113,6 +114,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # wait for its peers or for a dead file system.
         os._exit(code)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Open what the caller has closed (>&-, a daemon) on the null device: files would get these numbers, and prints."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _answer(arguments: list[str]) -> int:

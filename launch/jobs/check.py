@@ -1,8 +1,10 @@
 """What is known of a job on the host that starts or submits it: its command, its experiment, its files."""
 
 import os
+import re
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
@@ -60,8 +62,19 @@ def check_command(job: JobSpec) -> None:
                 "its options"
             )
     elif job.command and (unknown := find_unknown(job.command)):
-        hint = "; a script of your own takes --python before --" if job.command[0].endswith(".py") else ""
-        raise LaunchOptionError(f"{unknown}{hint}")
+        raise LaunchOptionError(f"{unknown}{_hint(job.command)}")
+
+
+def _hint(command: Sequence[str]) -> str:
+    """Say how a command is written that begins as it would elsewhere; nothing for others."""
+    word, rest = command[0], shlex.join(command[1:])
+    if re.fullmatch(r"(.*/)?python[\d.]*", word):
+        return (
+            f"; each rank is started by Python: leave {word} out, and put --python before --, as in --python -- {rest}"
+        )
+    if re.fullmatch(r"(.*/)?bigbatch", word):
+        return f"; leave {word} out, as in -- {rest}"
+    return "; a script of your own takes --python before --" if word.endswith(".py") else ""
 
 
 def check_experiment(job: JobSpec) -> None:

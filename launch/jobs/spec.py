@@ -186,16 +186,27 @@ def parse_master(text: str) -> tuple[str, int]:
 
 
 def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:
-    """Read lines 'n0 slots=8' (Open MPI, Kubernetes' operator), 'n0:8' or 'n0'. Raises: LaunchOptionError."""
+    """Read lines 'n0 slots=8' (Open MPI, whose max_slots is left out; Kubernetes' operator), 'n0:8' or 'n0'.
+
+    Raises: LaunchOptionError naming the file and the line.
+    """
     try:
-        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+        lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise LaunchOptionError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
-    words = [re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line]
-    if not words:
+    hosts: list[tuple[str, int]] = []
+    for number, line in enumerate(lines, start=1):
+        word = re.sub(r"\s+slots\s*=\s*", ":", re.sub(r"\s+max[-_]slots\s*=\s*\d+", "", line))
+        try:
+            hosts += parse_hosts(word) if word else ()
+        except LaunchOptionError as error:
+            raise LaunchOptionError(
+                f"--hostfile {str(path)!r}, line {number}: {line!r} is not of the form HOST slots=RANKS: n0 slots=8"
+            ) from error
+    if not hosts:
         raise LaunchOptionError(f"--hostfile {str(path)!r} names no host; write lines such as: n0 slots=8")
-    return tuple(host for word in words for host in parse_hosts(word))
+    return tuple(hosts)
 
 
 def make_job(

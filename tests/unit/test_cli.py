@@ -60,6 +60,18 @@ def test_words_that_nobody_can_read_change_nothing(program: list[str]) -> None:
     )
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_has_closed_are_opened_before_any_file(closed: str, tmp_path: Path) -> None:
+    """Else a file gets the number of standard output, and sys.stdout is None."""
+    program = (
+        "import os, sys; from bigbatch import cli; cli._run = lambda *_: print('told') or 0\n"
+        f"code = cli.main(['train']); file = open({str(tmp_path / 'a')!r}, 'w'); assert file.fileno() > 2\n"
+        "sys.exit(code)"
+    )
+    command = ["sh", "-c", f'exec "$@" {closed}', "-", sys.executable, "-c", program]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
 def test_exit_codes_are_all_on_their_page() -> None:
     page = Path(__file__).parents[2] / "docs" / "failure-model.md"
     explained = [int(code) for code in re.findall(r"^\| (\d+) \|", page.read_text(), re.M)]
