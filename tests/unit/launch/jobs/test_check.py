@@ -58,10 +58,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         (("slurm", "--", "comm", "bnech"), ("bnech", "nearest is bench", "tune")),
         (("slurm", "--", "train.py"), ("train.py", "--python")),
         (("local", "--", "python3", "-m", "own"), ("python3", "--python -- -m own")),
-        (
-            ("local", "--", "/usr/bin/bigbatch", "train", "--config", "x"),
-            ("leave /usr/bin/bigbatch out", "-- train --config x"),
-        ),
+        (("local", "--", "/usr/bin/bigbatch", "data", "check"), ("leave /usr/bin/bigbatch out", "-- data check")),
         (("slurm", "--array", "7-0", *TRAIN, "--run.directory", "r/{index}"), ("--array '7-0'", "0-7")),
         (("slurm", "--array", "1-3%0", *TRAIN, "--run.directory", "r/{index}"), ("--array '1-3%0'", "%1")),
         (("slurm", "--array", "0-7%00", *TRAIN, "--run.directory", "r/{index}"), ("--array '0-7%00'", "%1")),
