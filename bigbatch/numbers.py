@@ -23,3 +23,8 @@ def decimal(text: str) -> float:
     if not re.fullmatch(rf"{DECIMAL}|[-+]?inf|nan", text):
         raise NumberError(f"invalid float value: {text!r}")
     return float(text)
+
+
+def is_measure(value: object) -> bool:
+    """Tell whether a value that was read from a file is a finite number that a float holds exactly enough; no bool."""
+    return type(value) in (int, float) and abs(value) < 1e15  # type: ignore[arg-type]

@@ -1,10 +1,12 @@
 """What a run folder tells of a run afterwards, and the run as MLPerf logs it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from bigbatch.errors import RunFolderError
+from bigbatch.numbers import is_measure
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
@@ -41,12 +43,17 @@ def read_run(rundir: RunDir) -> FinishedRun:
         at = float(record["time"]) if at is None else at + seconds
         records.append(record | {"time": at})
     starts = [record for record in records if record["kind"] == "start"]
-    evaluations = tuple(record for record in records if record["kind"] == "eval")
+    evaluations = tuple(record for record in records if record["kind"] == "eval" and _is_whole(record))
     if not starts:
         raise RunFolderError(f"{rundir.metrics} does not say when the run started: train it with this version")
     if not evaluations:
         raise RunFolderError(f"{rundir.metrics} holds no evaluation yet: train on, at least for one")
     return FinishedRun(rundir, config, starts[0], evaluations)
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    """Tell whether an evaluation has its figures; one of a damaged file is left out."""
+    return all(is_measure(record.get(name)) for name in ("step", "epoch", "top1"))
 
 
 def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> list[Event]:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from bigbatch.numbers import is_measure
+
 ELAPSED = "elapsed_seconds"
 """Key of a record of metrics.jsonl: seconds since this start of the run, by a monotonic clock."""
 
@@ -23,10 +25,13 @@ def durations(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any
     """Yield each record of a metrics file with the seconds since the record before it; 0 for the first.
 
     Within a start of the run they are those of its monotonic clock. The time of day, which may be set meanwhile, counts
-    between two starts and for records of older releases, which hold nothing else.
+    between two starts and for records of older releases, which hold nothing else. Records of a damaged file
+    whose times are no numbers are left out.
     """
     before: dict[str, Any] = {}
     for record in records:
+        if not all(is_measure(record.get(name, 0.0)) for name in (ELAPSED, "time")) or "time" not in record:
+            continue
         is_timed = record["kind"] != "start" and ELAPSED in record and ELAPSED in before
         name = ELAPSED if is_timed else "time"
         yield record, max(0.0, record[name] - before.get(name, record[name]))

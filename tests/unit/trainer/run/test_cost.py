@@ -1,10 +1,11 @@
 """What a run has cost over all of its starts, by hand."""
 
+import math
 from typing import Any
 
 import pytest
 
-from bigbatch.trainer.run.cost import Spent, spent_in_all
+from bigbatch.trainer.run.cost import Spent, durations, spent_in_all
 
 HOUR = 3600.0
 
@@ -40,3 +41,10 @@ def passed(hour: float, joules: float | None) -> dict[str, Any]:
 )
 def test_cost_starts_add_up(records: list[dict[str, Any]], spent: Spent) -> None:
     assert spent_in_all(records) == spent
+
+
+@pytest.mark.parametrize("time", [None, "x", True, math.nan, math.inf, 10**400, {}])
+def test_records_without_a_time_that_is_one_are_left_out(time: object) -> None:
+    good = [{"kind": "start", "time": 1.0, "job": {}}, {"kind": "eval", "time": 3.0}]
+    damaged = {"kind": "eval", "time": time}
+    assert list(durations([good[0], damaged, {"kind": "eval"}, good[1]])) == [(good[0], 0.0), (good[1], 2.0)]
