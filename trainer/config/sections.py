@@ -7,6 +7,7 @@ from bigbatch.trainer.config.fields import (
     ABOVE_ZERO,
     BELOW_2_63,
     BELOW_ONE,
+    COUNT,
     MEGAPIXELS,
     NOT_NEGATIVE,
     PATH,
@@ -31,17 +32,17 @@ class RunConfig:
     """Run folder for config, metrics, checkpoints, plot and summary; {name} in it is the name of the config's file."""
     seed: Annotated[int, NOT_NEGATIVE, BELOW_2_63] = 0
     """Seed of weights, sample order and every draw of the input."""
-    epochs: Annotated[int, POSITIVE] = 90
+    epochs: Annotated[int, COUNT] = 90
     """Passes over the training set."""
-    log_every_steps: Annotated[int, POSITIVE] = 20
+    log_every_steps: Annotated[int, COUNT] = 20
     """Steps between two reports (sums over ranks, one host sync)."""
-    eval_every_epochs: Annotated[int, POSITIVE] = 1
+    eval_every_epochs: Annotated[int, COUNT] = 1
     """Epochs between two evaluations; the last epoch is always evaluated."""
     eval_offset_epochs: Annotated[int, NOT_NEGATIVE] = 0
     """Epoch of the first evaluation, below eval_every_epochs; 0 for the first after eval_every_epochs."""
     checkpoint_every_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between two checkpoints, besides the one after each evaluation; 0 for those alone."""
-    keep_checkpoints: Annotated[int, POSITIVE] = 2
+    keep_checkpoints: Annotated[int, COUNT] = 2
     """Newest checkpoints to keep, besides the best."""
     memory_every_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps, up to the next report, between two copies of the run's state in the memory of every node, in /dev/shm; 0
@@ -66,7 +67,7 @@ class RunConfig:
     noise_scale_every_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between two measurements of the gradient noise scale, which tells near which global batch more images in
     a step begin to save few steps; 0 for none. Needs two microbatches of whole ghost batches in a global batch."""
-    checkpoint_timeout_seconds: Annotated[float, POSITIVE] = 600.0
+    checkpoint_timeout_seconds: Annotated[float, COUNT] = 600.0
     """A checkpoint, or the plot at the end, that is not written after this long ends the job; comm.timeout_seconds does
     not count meanwhile."""
     resume: Annotated[str, PATH] = "auto"
@@ -85,9 +86,9 @@ class RunConfig:
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
     stop_metric: str | None = None
     """Figure of the evaluation that must go on improving: top1, top5 or loss; null for no early stopping."""
-    stop_after_evaluations: Annotated[int | None, POSITIVE] = None
+    stop_after_evaluations: Annotated[int | None, COUNT] = None
     """End the run after so many evaluations without a better stop_metric; null without one."""
-    divergence_steps: Annotated[int | None, POSITIVE] = None
+    divergence_steps: Annotated[int | None, COUNT] = None
     """End the run when its training loss was no better than a guess (ln of the number of classes) for so many steps
     after the warm-up; null to go on whatever the loss is, as long as it is a number. A run with fewer steps (a recipe
     tried for an epoch) is not watched."""
@@ -106,11 +107,11 @@ class DataConfig:
     root: Annotated[str, PATH] = "data/imagenet"
     """Folder with train/<class>/<image> and val/<class>/<image>, or a list of images by bigbatch init; unused by
     synthetic."""
-    num_classes: Annotated[int, POSITIVE] = 1000
+    num_classes: Annotated[int, COUNT] = 1000
     """Classes of the data set and outputs of the model."""
-    num_synthetic_samples: Annotated[int | None, POSITIVE, OnlyFor("loader", ("synthetic",))] = None
+    num_synthetic_samples: Annotated[int | None, COUNT, OnlyFor("loader", ("synthetic",))] = None
     """Size of the generated training set and of the validation set; null for every other loader."""
-    image_size: Annotated[int, POSITIVE] = 224
+    image_size: Annotated[int, COUNT] = 224
     """Height and width of the images that the model sees, in pixels; in training, as long as train_sizes is null."""
     train_sizes: tuple[tuple[int, int], ...] | None = None
     """Progressive resizing: pairs of an epoch and the size of training images from it on; null for image_size."""
@@ -132,11 +133,11 @@ class DataConfig:
     """Bad images for which others stand in, counted and listed in the summary; null to end at the first one."""
     max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
     """An image of more million pixels is bad, by what its header states: decoded, each takes 4 MB, in every thread."""
-    num_threads: Annotated[int, POSITIVE] = 4
+    num_threads: Annotated[int, COUNT] = 4
     """Decoding threads per rank."""
-    prefetch_batches: Annotated[int, POSITIVE] = 2
+    prefetch_batches: Annotated[int, COUNT] = 2
     """Microbatches prepared ahead of use."""
-    patience_seconds: Annotated[float, POSITIVE] = 20.0
+    patience_seconds: Annotated[float, COUNT] = 20.0
     """An image that cannot be read is tried again for so long; then the run saves a checkpoint and ends."""
     hardware_share: Annotated[float, SHARE] = 0.65
     """Share of JPEGs that a GPU's decoding engine takes, where there is one, in [0, 1]; the rest is decoded by its
@@ -180,7 +181,7 @@ class ModelConfig:
     timm:NAME, or the dotted name of any other torch.nn.Module, such as mypackage.models.Net."""
     options: dict[str, Any] | None = None
     """Further arguments of a model of torchvision, timm or another package; null for the others."""
-    width: Annotated[int | None, POSITIVE, OnlyFor("name", ("resnet9",))] = 64
+    width: Annotated[int | None, COUNT, OnlyFor("name", ("resnet9",))] = 64
     """Channels of resnet9's first layer; null for every other model."""
     pool_first: Annotated[bool | None, OnlyFor("name", ("resnet9",))] = True
     """Max-pool before norm and activation, which then have a quarter of the pixels; null for models but resnet9."""
@@ -221,14 +222,14 @@ class ModelConfig:
 class BatchConfig:
     """The batch is global: any number of ranks gives the same update."""
 
-    global_batch_size: Annotated[int, POSITIVE] = 256
+    global_batch_size: Annotated[int, COUNT] = 256
     """Samples per update, over all ranks and accumulation steps."""
-    microbatch_size: Annotated[int, POSITIVE] = 32
+    microbatch_size: Annotated[int, COUNT] = 32
     """Samples per rank per forward pass; accumulation steps follow from it."""
-    bn_span: Annotated[int, POSITIVE] = 32
+    bn_span: Annotated[int, COUNT] = 32
     """Samples over which batch norm takes its statistics (a ghost batch): divides microbatch_size, or is a multiple of
     it, which then counts over neighbouring ranks."""
-    virtual_ranks: Annotated[int | None, POSITIVE] = None
+    virtual_ranks: Annotated[int | None, COUNT] = None
     """Ranks whose updates to replay, by accumulation, on the ranks of the job; null for those of the job."""
 
 
@@ -248,7 +249,7 @@ class ComputeConfig:
     """Images and weights in NHWC memory, which tensor cores and oneDNN take as they are."""
     cudnn_benchmark: bool = True
     """Let cuDNN try its algorithms on each new shape and keep the fastest; without effect on a CPU."""
-    cpu_threads: Annotated[int | None, POSITIVE] = None
+    cpu_threads: Annotated[int | None, COUNT] = None
     """Threads with which a rank computes on a CPU, which decide how its sums are rounded; null for its share of the
     machine's cores, or 1 with run.reproducible."""
     recomputed_blocks: Annotated[int, NOT_NEGATIVE] = 0
@@ -286,13 +287,13 @@ class OptimizerConfig:
     vector_lr_factor: Annotated[float | None, POSITIVE, OnlyFor("name", ("muon",))] = 1.0
     """Muon: the learning rate of what is no matrix (bias, batch norm), which goes by SGD, is the schedule's times this;
     null but for muon."""
-    newton_schulz_steps: Annotated[int | None, POSITIVE, OnlyFor("name", ("muon",))] = 5
+    newton_schulz_steps: Annotated[int | None, COUNT, OnlyFor("name", ("muon",))] = 5
     """Muon: steps of the iteration that makes an update orthogonal; null but for muon."""
     newton_schulz_precision: Annotated[Literal["fp32", "bf16"] | None, OnlyFor("name", ("muon",))] = "fp32"
     """Muon: in what these steps compute. bf16 is the source's, for GPUs; null but for muon."""
-    block_size: Annotated[int | None, POSITIVE, OnlyFor("name", ("shampoo",))] = 1024
+    block_size: Annotated[int | None, COUNT, OnlyFor("name", ("shampoo",))] = 1024
     """Shampoo: rows and columns that a block of a matrix has at most; null but for shampoo."""
-    root_every_steps: Annotated[int | None, POSITIVE, OnlyFor("name", ("shampoo",))] = 10
+    root_every_steps: Annotated[int | None, COUNT, OnlyFor("name", ("shampoo",))] = 10
     """Shampoo: updates from one computation of the inverse roots to the next; null but for shampoo."""
     factor_decay: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("shampoo",))] = 0.95
     """Shampoo: share of the running means of G Gᵀ and Gᵀ G that is kept, in [0, 1); null but for shampoo."""
@@ -306,7 +307,7 @@ class OptimizerConfig:
     ema_decay: Annotated[float | None, BELOW_ONE] = None
     """Share of the moving average of the weights that is kept at each of its steps, in [0, 1), and at most
     (1 + n) / (10 + n) at the n-th: the average is what is evaluated. null for no average."""
-    ema_every_steps: Annotated[int | None, POSITIVE] = None
+    ema_every_steps: Annotated[int | None, COUNT] = None
     """Steps between two steps of the average; null without one."""
     loss: str = "cross_entropy"
     """cross_entropy, or the dotted name of an own loss that gives a number for each image, such as
@@ -321,7 +322,7 @@ class OptimizerConfig:
     loss_scale: Annotated[float | None, POSITIVE, OnlyFor("precision", SCALED)] = 65536.0
     """The loss is multiplied by this power of two, against underflow; null but for fp16 and fp16_autocast. A scale that
     changes is this one at first, and in a resumed run the one of its checkpoint."""
-    loss_scale_growth_steps: Annotated[int | None, POSITIVE, OnlyFor("precision", SCALED, or_null=True)] = 2000
+    loss_scale_growth_steps: Annotated[int | None, COUNT, OnlyFor("precision", SCALED, or_null=True)] = 2000
     """Double the loss scale after so many steps without overflow, halve it at each overflow; null for a static one."""
 
 
@@ -381,7 +382,7 @@ class CommConfig:
     Tables change how sums are rounded."""
     table: Annotated[str | None, PATH] = None
     """File that `bigbatch comm tune` made for this cluster and model; null for none."""
-    group_size: Annotated[int | None, POSITIVE] = None
+    group_size: Annotated[int | None, COUNT] = None
     """Ranks per node group; null for one group per host."""
     wire_dtype: Literal["float16", "bfloat16"] | None = None
     """Precision of fp32 gradients between ranks: float16 and bfloat16 halve the bytes; null for their own."""
@@ -395,18 +396,18 @@ class CommConfig:
     """Largest fusion buffer; null for what table says. The default is that of PyTorch's DistributedDataParallel."""
     first_buffer_bytes: Annotated[int | None, POSITIVE] = None
     """Size of the first buffer; null for what table says, or the same as the others."""
-    max_ctas: Annotated[int | None, POSITIVE] = None
+    max_ctas: Annotated[int | None, COUNT] = None
     """With NCCL, the most thread blocks of one of its kernels: fewer leave backward more of the GPU; null for its own
     choice. Not measured yet."""
     buffers: Literal["torch", "registered", "symmetric"] = "torch"
     """With NCCL, the memory of fusion buffers. registered: NCCL's own, registered with it, which it sums without a copy
     where the hardware allows; symmetric: at the same place on all ranks, too, for its kernels over NVLink. Not measured
     yet."""
-    warn_seconds: Annotated[float, POSITIVE] = 20.0
+    warn_seconds: Annotated[float, COUNT] = 20.0
     """Ranks that others have waited for so long are named."""
-    timeout_seconds: Annotated[float, POSITIVE] = 300.0
+    timeout_seconds: Annotated[float, COUNT] = 300.0
     """A peer that does not answer for this long ends the job."""
-    meeting_seconds: Annotated[float, POSITIVE] = 900.0
+    meeting_seconds: Annotated[float, COUNT] = 900.0
     """How long the ranks wait for the last one at the start, where that is longer than timeout_seconds: an image may
     still be pulled, or a file system be cold."""
     timeline_steps: Annotated[tuple[int, int] | None, NOT_NEGATIVE] = None

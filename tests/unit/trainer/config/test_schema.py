@@ -188,12 +188,20 @@ SHARES = [
 
 @pytest.mark.parametrize(
     ("key", "value", "legal"),
-    [(*case, "positive and finite") for case in POSITIVE]
-    + [(*case, "0 or more, and finite") for case in NOT_NEGATIVE]
+    [(*case, "positive and at most ") for case in POSITIVE]
+    + [(*case, "0 or more, and at most 3.4e38") for case in NOT_NEGATIVE]
     + SHARES,
 )
 def test_config_ranges(key, value, legal):
-    assert refusal({key: value}) == f"{key}={value} must be {legal}"
+    assert refusal({key: value}).startswith(f"{key}={value} must be {legal}")
+
+
+@pytest.mark.parametrize("key", ["data.patience_seconds", "comm.timeout_seconds", "data.image_size", "run.epochs"])
+def test_config_numbers_that_no_run_can_have_are_refused(key):
+    """A clock overflows, or memory does; of fp32 what it cannot hold."""
+    value = 10**9 + 1 if KEYS[key].kind is int else 1e9 + 1
+    assert refusal({key: value}) == f"{key}={value} must be positive and at most 1e9"
+    assert refusal({"model.norm_scale": 3.5e38}) == "model.norm_scale=3.5e+38 must be positive and at most 3.4e38"
 
 
 def test_config_comm_choices_that_contradict_each_other():
@@ -206,10 +214,10 @@ def test_config_comm_choices_that_contradict_each_other():
 
 def test_config_ranges_of_keys_that_base_leaves_out():
     synthetic = {"data.loader": "synthetic", "data.num_synthetic_samples": 0}
-    assert refusal(synthetic) == "data.num_synthetic_samples=0 must be positive and finite"
-    assert refusal({**STEP, "schedule.gamma": 0.0}) == "schedule.gamma=0.0 must be positive and finite"
+    assert refusal(synthetic) == "data.num_synthetic_samples=0 must be positive and at most 1e9"
+    assert refusal({**STEP, "schedule.gamma": 0.0}) == "schedule.gamma=0.0 must be positive and at most 3.4e38"
     negative = {**STEP, "schedule.milestone_epochs": (-1.0, 4.0)}
-    assert refusal(negative) == "schedule.milestone_epochs=(-1.0, 4.0) must be 0 or more, and finite"
+    assert refusal(negative) == "schedule.milestone_epochs=(-1.0, 4.0) must be 0 or more, and at most 3.4e38"
 
 
 def test_config_ranges_leave_no_number_unchecked():
