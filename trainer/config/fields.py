@@ -1,6 +1,7 @@
 """What the field of a section says of its key: type, default, legal numbers, and the choices that it is for."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
@@ -17,9 +18,9 @@ class Range:
     holds: Callable[[float], bool]
 
 
-FP32_MAX = 3.4e38
-POSITIVE = Range("positive and at most 3.4e38", lambda v: 0 < v <= FP32_MAX)
-NOT_NEGATIVE = Range("0 or more, and at most 3.4e38", lambda v: 0 <= v <= FP32_MAX)
+POSITIVE = Range("positive and finite", lambda v: 0 < v < math.inf)
+NOT_NEGATIVE = Range("0 or more, and finite", lambda v: 0 <= v < math.inf)
+FP32 = Range("positive and at most 3.4e38", lambda v: 0 < v <= 3.4e38)
 COUNT = Range("positive and at most 1e9", lambda v: 0 < v <= 1e9)  # whole numbers, and seconds: clocks overflow
 SHARE = Range("at least 0 and at most 1", lambda v: 0 <= v <= 1)
 ABOVE_ZERO = Range("above 0 and at most 1", lambda v: 0 < v <= 1)

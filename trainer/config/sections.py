@@ -8,6 +8,7 @@ from bigbatch.trainer.config.fields import (
     BELOW_2_63,
     BELOW_ONE,
     COUNT,
+    FP32,
     MEGAPIXELS,
     NOT_NEGATIVE,
     PATH,
@@ -185,9 +186,9 @@ class ModelConfig:
     """Channels of resnet9's first layer; null for every other model."""
     pool_first: Annotated[bool | None, OnlyFor("name", ("resnet9",))] = True
     """Max-pool before norm and activation, which then have a quarter of the pixels; null for models but resnet9."""
-    celu_alpha: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",), or_null=True)] = None
+    celu_alpha: Annotated[float | None, FP32, OnlyFor("name", ("resnet9",), or_null=True)] = None
     """CELU with this alpha instead of ReLU; null for ReLU, and for models but resnet9."""
-    norm_scale: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",), or_null=True)] = None
+    norm_scale: Annotated[float | None, FP32, OnlyFor("name", ("resnet9",), or_null=True)] = None
     """Batch norm's scales stay at this value; null to learn them, and for models but resnet9."""
     logit_scale: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",))] = 0.125
     """Factor on the logits; null for models but resnet9."""
