@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
     "data.image_size": 16,
     "data.num_threads": 1,
     "data.probe_seconds": 0,
-    "model.width": 4,
+    "model.options.width": 4,
     "batch.global_batch_size": 16,
     "batch.microbatch_size": 16,
     "batch.bn_span": 16,

@@ -61,9 +61,8 @@ class Communicator:
     inspector: StallInspector | None = None
     registered: RegisteredMemory | None = None
     """Where allocate() takes memory, for NCCL to sum without copies."""
-    max_ctas: int | None = None
     buffers: str = "torch"
-    """As connect() was given them: measured times hold for these."""
+    """As connect() was given it: measured times hold for it."""
     why: str = ""
     """What chose the algorithm, where nobody named it."""
     calibration: str = ""

@@ -113,7 +113,6 @@ def connect(
     wire_dtype: str | None = None,
     predivide: float = 1.0,
     reduce_dtype: str = "fp32",
-    max_ctas: int | None = None,
     buffers: str = "torch",
     table: HybridTable | None = None,
     interface: str | None = None,
@@ -132,7 +131,7 @@ def connect(
     group_size cuts hosts into smaller node groups;
     wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
     reduce_dtype "fp32" sums what travels in half precision in fp32, "wire" rounds partial sums at each hop;
-    max_ctas bounds the thread blocks of one of NCCL's kernels; buffers "registered" or "symmetric" has it sum fusion
+    buffers "registered" or "symmetric" has it sum fusion
     buffers without a copy (see RegisteredMemory);
     interface names the network interface of hosts that have several; one that the launcher has named goes before it.
     Without a device it is choose_device's, and ranks that have the same GPU are refused.
@@ -160,7 +159,7 @@ def connect(
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
     _require_device(backend, device)
-    _require_nccl(backend, max_ctas=max_ctas, buffers=buffers)
+    _require_buffers(backend, buffers)
     control = Control(
         env,
         timeout_seconds=timeout_seconds,
@@ -172,7 +171,7 @@ def connect(
     nodes = [place.node for place in meet(env, control, gpu=gpu)]
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)
     transport, inspector = _connect_watched(
-        env, control, backend, device=device, interface=interface, max_ctas=max_ctas, warn_seconds=warn_seconds
+        env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds
     )
     met = _assemble(
         env,
@@ -184,7 +183,7 @@ def connect(
         table=table,
         inspector=inspector,
     )
-    met = replace(met, max_ctas=max_ctas, buffers=buffers)
+    met = replace(met, buffers=buffers)
     try:
         if inspector is not None and buffers != "torch":
             with inspector.during("registration of a first buffer"):
@@ -250,16 +249,11 @@ def _require_own_interface(backend: str, interface: str | None) -> None:
         )
 
 
-def _require_nccl(backend: str, *, max_ctas: int | None, buffers: str) -> None:
+def _require_buffers(backend: str, buffers: str) -> None:
     if buffers not in BUFFERS:
         raise ValueError(f"buffers {buffers!r} is unknown; choose one of {', '.join(BUFFERS)}")
-    if max_ctas is not None and max_ctas < 1:
-        raise ValueError(f"max_ctas={max_ctas} must be positive, or null for NCCL's own choice")
-    for name, value, default in (("max_ctas", max_ctas, None), ("buffers", buffers, "torch")):
-        if backend != "nccl" and value != default:
-            raise ValueError(
-                f"{name} {value!r} is a setting of NCCL's, and the backend here is {backend}: leave it out"
-            )
+    if backend != "nccl" and buffers != "torch":
+        raise ValueError(f"buffers {buffers!r} is a setting of NCCL's, and the backend here is {backend}: leave it out")
 
 
 def _require_device(backend: str, device: torch.device) -> None:
@@ -290,7 +284,6 @@ def _connect_watched(
     *,
     device: torch.device,
     interface: str | None,
-    max_ctas: int | None,
     warn_seconds: float,
 ) -> tuple[Backend, StallInspector | None]:
     """Connect the transport under the inspector's eyes.
@@ -302,7 +295,7 @@ def _connect_watched(
     inspector = StallInspector(control, warn_seconds=warn_seconds, ends_job=backend == "nccl")
     try:
         with inspector.during(f"connection of {env.world_size} ranks by {backend}"):
-            transport = _connect(env, control, backend, device=device, interface=interface, max_ctas=max_ctas)
+            transport = _connect(env, control, backend, device=device, interface=interface)
     except BaseException:
         inspector.close()
         raise
@@ -324,7 +317,6 @@ def _connect(
     *,
     device: torch.device,
     interface: str | None,
-    max_ctas: int | None,
 ) -> Backend:
     if backend == "tcp":
         from bigbatch.comm.backends.tcp import TcpBackend
@@ -340,4 +332,4 @@ def _connect(
         return HorovodBackend(env, control, device=device)
     from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 
-    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface, max_ctas=max_ctas)
+    return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface)

@@ -29,7 +29,7 @@ SMALL = {
     "data.num_synthetic_samples": 128,
     "data.image_size": 16,
     "data.probe_seconds": 0,
-    "model.width": 4,
+    "model.options.width": 4,
     "batch.global_batch_size": 32,
     "batch.microbatch_size": 8,
     "batch.bn_span": 8,

@@ -130,7 +130,7 @@ def plan_of(recipe: str) -> tuple[BufferPlan, ...]:
     config = load_config(["--config", recipe])
     with torch.device("meta"):
         # what else a recipe says of its model changes no gradient's size
-        width = {} if config.model.width is None else {"width": config.model.width}
+        width = {name: value for name, value in (config.model.options or {}).items() if name == "width"}
         model = build_model(config.model.name, num_classes=config.data.num_classes, norm=nn.BatchNorm2d, **width)
         to_half_(model, COMPUTE_DTYPES[config.optimizer.precision])
     sizes = {name: getattr(config.comm, name) for name in asdict(DEFAULT_SIZES)}

@@ -175,7 +175,6 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
             "data.probe_seconds": 0,
             "data.image_size": options.image_size,
             "model.name": "resnet18",
-            "model.width": "null",
             "batch.global_batch_size": options.batch * options.nodes,
             "batch.microbatch_size": options.batch,
             "batch.bn_span": options.batch,

@@ -26,14 +26,6 @@ from bigbatch.trainer.machine.host import keep_freed_memory
 from bigbatch.trainer.memory.largest_batch import fits_memory, largest_fitting, run_steps
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, set_tf32
 
-RESNET = {
-    "model.width": "null",
-    "model.pool_first": "null",
-    "model.logit_scale": "null",
-    "model.zero_gamma": "true",
-    "model.blurpool": "false",
-}
-"""What makes a ResNet of the recipe cifar10."""
 SPAN = 32
 OCTAVES, PER_OCTAVE = 12, 4
 """Of microbatches to try: 32 to 131072, each at most a fifth larger than the one before, in whole ghost batches."""
@@ -74,7 +66,6 @@ def settings(model: str, precision: str) -> dict[str, Any]:
     unscaled = {"optimizer.loss_scale": "null", "optimizer.loss_scale_growth_steps": "null"}
     return {
         "model.name": model,
-        **RESNET,
         "batch.bn_span": SPAN,
         "optimizer.precision": precision,
         **({} if precision in SCALED else unscaled),

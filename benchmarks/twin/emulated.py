@@ -36,7 +36,7 @@ from bigbatch.launch.simulate.step import Compute, Job
 from bigbatch.launch.simulate.traffic import Traffic, node_traffic
 from bigbatch.trainer.config.sections import ModelConfig
 
-SHAPE = shape_of(ModelConfig(name="resnet9", width=24))
+SHAPE = shape_of(ModelConfig(name="resnet9", options={"width": 24}))
 """Whose gradients travel: 0.93 million in fp32. Links bound their step, where two cores could not carry larger ones."""
 SIZES = PlanSizes(threshold_bytes=500_000, buffer_bytes=500_000)
 STEP_SECONDS = 0.3

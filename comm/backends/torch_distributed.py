@@ -47,7 +47,6 @@ class TorchDistributedBackend:
         library: str,
         device: torch.device,
         interface: str | None = None,
-        max_ctas: int | None = None,
     ) -> None:
         self.name = library
         self.rank = env.rank
@@ -56,7 +55,6 @@ class TorchDistributedBackend:
         self.capabilities = Capabilities(("cuda",) if is_nccl else ("cpu",), in_place=is_nccl, sums_half_in_fp32=False)
         self._control = control
         self._made: list[Any] = []
-        self._max_ctas = max_ctas
         self._gpus = [device.index] if library == "nccl" else None
         # NCCL's own watchdog comes after our verdict
         grace = VERDICT_SECONDS if library == "nccl" else 0.0
@@ -132,10 +130,6 @@ class TorchDistributedBackend:
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # where messages run
         options._timeout = self._timeout
-        if self._max_ctas is not None:
-            if not hasattr(options, "config"):
-                raise CommError(f"torch {torch.__version__} cannot tell its NCCL comm.max_ctas: set it to null")
-            options.config.max_ctas = self._max_ctas
         return options
 
     def register(self, device: torch.device, *, is_symmetric: bool) -> RegisteredMemory:

@@ -21,7 +21,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.measure.sizes import make_table, measure_times, sizes_below
 from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
-from bigbatch.comm.tuning.tuned import BEFORE, CHANGES
+from bigbatch.comm.tuning.tuned import CHANGES, complete_cluster
 from bigbatch.files import parse_json, read_own, write_own
 
 FORMAT = "bigbatch calibration 1"
@@ -145,7 +145,7 @@ def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -
     record = parse_json(data)
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"it is not of the form {FORMAT!r}")
-    if difference := _difference({**record, "cluster": {**BEFORE, **record["cluster"]}}, facts):
+    if difference := _difference({**record, "cluster": complete_cluster(record["cluster"])}, facts):
         raise ValueError(f"it is of another cluster, or of other settings: {difference}")
     datetime.fromisoformat(record["date"])  # it is shown
     if not set(_table_of(record).algorithms) <= set(algorithms):

@@ -19,7 +19,6 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     add("--backend", choices=BACKENDS, default="auto", help="what carries the bytes (default: %(default)s)")
     add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="of half precision's sums (default: %(default)s)")
     add("--group-size", type=whole, help="ranks per node group (default: all of a host)")
-    add("--max-ctas", type=whole, help="most thread blocks of one of NCCL's kernels (default: its own choice)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
     add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
     add("--timeout-seconds", type=decimal, default=60.0, help="a silent peer ends the job (default: %(default)s)")
@@ -51,7 +50,6 @@ def connect_as_told(arguments: argparse.Namespace) -> Communicator:
             warn_seconds=arguments.timeout_seconds,  # a large sum may take long
             timeout_seconds=arguments.timeout_seconds,
             interface=arguments.interface,
-            max_ctas=arguments.max_ctas,
             buffers=arguments.buffers,
             wire_dtype=arguments.wire_dtype,
             reduce_dtype=arguments.reduce_dtype,

@@ -47,7 +47,6 @@ class Conditions:
     wire_dtype: str | None
     predivide: float
     reduce_dtype: str
-    max_ctas: int | None
     buffers: str
 
     @property
@@ -97,7 +96,6 @@ def _settings(communicator: Communicator) -> dict[str, Any]:
     return {
         "wire_dtype": dtype_name(wire.dtype) if wire.dtype else None,
         "reduce_dtype": "fp32" if wire.in_fp32 else "wire",
-        "max_ctas": communicator.max_ctas,
         "buffers": communicator.buffers,
     }
 

@@ -38,13 +38,12 @@ class ClusterFacts:
     wire_dtype: str | None
     device: str
     reduce_dtype: str
-    max_ctas: int | None
     buffers: str
 
 
-SETTINGS = ("wire_dtype", "reduce_dtype", "max_ctas", "buffers")
+SETTINGS = ("wire_dtype", "reduce_dtype", "buffers")
 """Those of the facts that are keys of comm, not of the machines."""
-BEFORE = {"reduce_dtype": "wire", "max_ctas": None, "buffers": "torch"}
+BEFORE = {"reduce_dtype": "wire", "buffers": "torch"}
 """What held when files did not state these."""
 
 
@@ -55,7 +54,6 @@ def make_cluster(
     wire_dtype: str | None,
     device: str,
     reduce_dtype: str = "fp32",
-    max_ctas: int | None = None,
     buffers: str = "torch",
 ) -> ClusterFacts:
     """Describe a cluster, and what comm is set to there; groups: the ranks of each node."""
@@ -68,9 +66,13 @@ def make_cluster(
         wire_dtype=wire_dtype,
         device=device,
         reduce_dtype=reduce_dtype,
-        max_ctas=max_ctas,
         buffers=buffers,
     )
+
+
+def complete_cluster(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete what an older file states of a cluster, and leave out what is no setting any more."""
+    return {name: value for name, value in {**BEFORE, **stated}.items() if name != "max_ctas"}
 
 
 def fingerprint(tensors: Sequence[TensorSpec]) -> str:
@@ -215,7 +217,7 @@ def parse_tuned(text: str, *, path: Path) -> Tuned:
 
 
 def _parse(record: Mapping[str, Any]) -> Tuned:
-    cluster = {**BEFORE, **record["cluster"]}
+    cluster = complete_cluster(record["cluster"])
     tensors = tuple(TensorSpec(*fields) for fields in record["tensors"])
     if fingerprint(tensors) != record["fingerprint"]:
         raise ValueError("its tensors are not those of its fingerprint")

@@ -14,6 +14,7 @@ from bigbatch.launch.jobs.words import NAME, option
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
+from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known, typed
 from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml
@@ -264,7 +265,7 @@ def _check_value(plan: Plan, key: str, value: Any, *, where: str, special: tuple
     elif key in special:
         if value not in SCALINGS:
             yield f"{where}: scaling {value!r} must be one of {', '.join(SCALINGS)}"
-    elif key not in KEYS:
+    elif key not in KEYS and not is_option(key):
         yield _unknown(key, (*special, *KEYS), where=where)
     elif key in ours:
         yield f"{where}: {key}: {ours[key]} sets it: leave it out"

@@ -133,7 +133,7 @@ class _Maker:
             machine = {"compute.cpu_threads": self._cores}
         overrides = {**self._defaults(total), **stated, **own, **machine}
         held = {key: typed(key, each) for key, each in overrides.items()}
-        config = self._experiment.without_idle(held).with_values(held).config
+        config = self._experiment.with_values(held).config
         accumulation_steps(config.batch, world_size=ranks)
         if plan.steps is None:
             config = self._whole(config, stated)

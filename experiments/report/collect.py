@@ -18,6 +18,7 @@ from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_
 from bigbatch.files import parse_json, read_plain
 from bigbatch.launch.efficiency import MeasuredPoint, Step, Variant, median_step
 from bigbatch.trainer.config.file import flatten
+from bigbatch.trainer.config.kinds import spread
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.noise_scale import NOT_YET
@@ -200,7 +201,7 @@ def _trained(
     name: str, config: Mapping[str, Any], records: Iterator[dict[str, Any]], *, values: Any, target: float | None
 ) -> TrainedRun:
     """Raises: what reading damaged files raises."""
-    flat = flatten(config)
+    flat = spread(flatten(config))
     is_generated = flat["data.loader"] == "synthetic"
     size = flat["batch.global_batch_size"]
     figures = read_figures(records, global_batch_size=size, target=target, is_generated=is_generated)

@@ -79,10 +79,9 @@ def load_shape(name: str) -> ModelShape:
 def shape_of(config: ModelConfig) -> ModelShape:
     """Return the shape of an experiment's model. Raises: SimulationError for one that is not known."""
     shape = load_shape(config.name)
-    if config.name != "resnet9" or config.width in (None, RESNET9_WIDTH):
+    if config.name != "resnet9" or not config.options:
         return shape
-    assert config.width is not None
-    factor = config.width / RESNET9_WIDTH
+    factor = config.options["width"] / RESNET9_WIDTH
     elements = tuple(round(n * (factor**2 if n >= LEAST_SQUARE else factor)) for n in shape.num_elements)
     return replace(shape, num_elements=elements, operations=shape.operations * factor**2)
 

@@ -48,7 +48,7 @@ SLOW_LINK = "1mbit"
 LONG: dict[str, object] = {
     "data.loader": "torchvision",
     "batch.global_batch_size": 16,
-    "model.width": 8,
+    "model.options.width": 8,
     "run.epochs": 4,
 }
 """STEPS steps on two ranks."""
@@ -207,7 +207,7 @@ def test_sweep_is_an_array_for_each_number_of_ranks(slurm: EmulatedCluster, shap
         "where": "slurm",
         "launch": {},
         "ranks_per_node": 1,
-        "grid": {"ranks": [1, 2], "run.seed": [0, 1], "model.width": [4]},
+        "grid": {"ranks": [1, 2], "run.seed": [0, 1], "model.options.width": [4]},
         "seeds": 1,
         "timeout_minutes": 5,
     }

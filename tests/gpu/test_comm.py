@@ -105,16 +105,6 @@ def test_closed_connection_leaves_the_default_group_to_others() -> None:
     first.close()
 
 
-def test_nccl_sums_with_few_thread_blocks() -> None:
-    device = torch.device("cuda", 0)
-    alone = connect(env=ALONE, device=device)
-    backend = TorchDistributedBackend(ALONE, alone.control, library="nccl", device=device, max_ctas=2)
-    tensor_N = torch.arange(1000.0, device=device)
-    backend.all_reduce_(tensor_N, backend.world)
-    assert torch.equal(tensor_N, torch.arange(1000.0, device=device))
-    backend.close()
-
-
 def test_step_with_nccl_is_captured_as_a_cuda_graph(nccl: Communicator) -> None:
     model, inputs_BC = make_model(), torch.randn(16, 64, device="cuda")
     reducer = GradientReducer(model.named_parameters(), nccl, **SMALL)

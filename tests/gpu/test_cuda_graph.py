@@ -32,7 +32,13 @@ CASES: dict[str, dict[str, str]] = {
     "lars sharded fp16": {"sharded": "true", **FP16},
     "sgd fp16": {**OF_LARS, "name": "sgd", "eps": "null", "bias_lr_factor": "4.0", "clip_norm": "1.0", **FP16},
     "lamb bf16": {**ADAPTIVE, "name": "lamb", "precision": "bf16"},
-    "muon bf16": {**OF_LARS, "name": "muon", "eps": "null", "newton_schulz_precision": "bf16", "precision": "bf16"},
+    "muon bf16": {
+        **OF_LARS,
+        "name": "muon",
+        "eps": "null",
+        "options.newton_schulz_precision": "bf16",
+        "precision": "bf16",
+    },
     "adamw fp32": {**ADAPTIVE, "name": "adamw", "ema_decay": "0.5", "ema_every_steps": "3"},
 }
 LARGEST_DIFFERENCE = 0.02

@@ -54,7 +54,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model = MODELS["resnet9"](width=4).eval()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
-    keys = ["--model.width=4", f"--data.root={tmp_path / 'shapes'}", "--data.loader=torchvision"]
+    keys = ["--model.options.width=4", f"--data.root={tmp_path / 'shapes'}", "--data.loader=torchvision"]
     start = ["--config", "quickstart", "--weights", str(tmp_path / "weights.pt"), *keys]
     found = []
     for options in ([], ["--fold", "--compile", "--optimizer.precision=bf16"]):

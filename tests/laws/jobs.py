@@ -32,7 +32,7 @@ TINY = {
     "data.probe_seconds": 0,
     "data.image_size": 32,
     "data.eval_crop_fraction": 1.0,
-    "model.width": 4,
+    "model.options.width": 4,
     "batch.global_batch_size": 32,
     "batch.microbatch_size": 8,
     "batch.bn_span": 8,

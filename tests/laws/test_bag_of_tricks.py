@@ -25,10 +25,10 @@ from tests.laws.jobs import (
 
 BAG = {
     "data.loader": "torchvision",
-    "model.celu_alpha": 0.3,
-    "model.norm_scale": 1.0,
-    "model.logit_scale": 0.0625,
-    "model.whitening_eps": 0.01,
+    "model.options.celu_alpha": 0.3,
+    "model.options.norm_scale": 1.0,
+    "model.options.logit_scale": 0.0625,
+    "model.options.whitening_eps": 0.01,
     "optimizer.bias_lr_factor": 64,
     "optimizer.exclude_bias_and_norm": "false",
 }

@@ -23,14 +23,13 @@ from tests.laws.jobs import (
     train_command,
 )
 
-NULLS = dict.fromkeys(("model.width", "model.pool_first", "model.logit_scale"), "null")
 TIMM = "timm:test_resnet"
 """With all that its ResNets have, and 374,000 weights."""
 NORMED, ATTENTION = (f"tests.laws.foreign_models.{name}" for name in ("WithBatchNorm", "WithAttention"))
 
 
 def settings(name: str, **changes: object) -> dict[str, object]:
-    return {**SGD, **NULLS, "model.name": name, **{key.replace("__", "."): value for key, value in changes.items()}}
+    return {**SGD, "model.name": name, **{key.replace("__", "."): value for key, value in changes.items()}}
 
 
 @pytest.fixture(

@@ -19,7 +19,7 @@ SMALL = {
     "run.checkpoint_every_steps": 0,
     "data.loader": "torchvision",
     "data.image_size": 16,
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 64,
     "schedule.base_lr": 1e-3,
 }

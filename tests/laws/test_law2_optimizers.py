@@ -25,16 +25,14 @@ NULLS = {f"optimizer.{key}": "null" for key in ("momentum", "nesterov", "trust_c
 CONSTANT = {
     "schedule.name": "step",
     "schedule.base_lr": 0.01,
-    "schedule.milestone_epochs": "[]",
-    "schedule.gamma": 0.1,
+    "schedule.options.milestone_epochs": "[]",
+    "schedule.options.gamma": 0.1,
     "schedule.end_lr": "null",
-    "schedule.power": "null",
 }
 CYCLIC = {
     "schedule.name": "cyclic",
-    "schedule.power": "null",
     "schedule.warmup_epochs": 0,
-    "schedule.cycle_epochs": 0.7,
+    "schedule.options.cycle_epochs": 0.7,
     "schedule.low_momentum": 0.5,
 }
 """The end of an epoch is amid a cycle of the rate and of the momentum."""
@@ -52,8 +50,8 @@ SHAMPOO = {
     **MUON,
     "optimizer.name": "shampoo",
     "optimizer.eps": 1e-4,
-    "optimizer.root_every_steps": 3,
-    "optimizer.block_size": 48,
+    "optimizer.options.root_every_steps": 3,
+    "optimizer.options.block_size": 48,
 }
 SCHEDULE_FREE = {
     **NULLS,

@@ -167,10 +167,9 @@ def test_another_world_size_goes_on_with_the_same_samples(data: Path, tmp_path: 
     constant = {
         **SGD,
         "schedule.name": "step",
-        "schedule.milestone_epochs": "[]",
-        "schedule.gamma": 0.1,
+        "schedule.options.milestone_epochs": "[]",
+        "schedule.options.gamma": 0.1,
         "schedule.end_lr": "null",
-        "schedule.power": "null",
     }
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     run(alone(train_command(data, whole, {**constant, "run.epochs": 2})))
@@ -192,11 +191,8 @@ def test_the_layout_of_the_gradients_is_resumed_with_them(data: Path, tmp_path: 
         **SGD,
         "schedule.base_lr": 0.01,
         "model.name": "resnet18",
-        "model.width": "null",
-        "model.pool_first": "null",
-        "model.logit_scale": "null",
-        "model.zero_gamma": "true",
-        "model.blurpool": "false",
+        "model.options.zero_gamma": "true",
+        "model.options.blurpool": "false",
         "batch.global_batch_size": 24,
         "run.epochs": 1,
         "schedule.warmup_epochs": 0,

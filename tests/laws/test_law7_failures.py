@@ -167,7 +167,7 @@ def test_used_folder_is_not_overwritten(data: Path, tmp_path: Path) -> None:
 def test_checkpoint_of_another_experiment_is_refused(data: Path, tmp_path: Path) -> None:
     run(alone(train_command(data, tmp_path, {"run.epochs": 2})))
     for overrides, words in (
-        ({"model.width": 8}, "is of another model: "),
+        ({"model.options.width": 8}, "is of another model: "),
         ({**SGD, "run.epochs": 3}, "holds the state of optimizer.name=lars, which is not that of sgd"),
         (
             {"run.epochs": 1, "schedule.warmup_epochs": 0},
@@ -175,7 +175,7 @@ def test_checkpoint_of_another_experiment_is_refused(data: Path, tmp_path: Path)
         ),
     ):
         assert words in fails(alone(train_command(data, tmp_path, overrides)))
-    assert "is of another model" in fails(alone(["evaluate", str(tmp_path), "--model.width=8"]))
+    assert "is of another model" in fails(alone(["evaluate", str(tmp_path), "--model.options.width=8"]))
     assert "no run folder" in fails(alone(["evaluate", str(tmp_path / "nowhere")]))
 
 

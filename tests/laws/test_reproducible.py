@@ -105,10 +105,9 @@ MUON = {
     "schedule.base_lr": 0.02,
     "schedule.end_lr": 0.0,
 }
-SHAMPOO = {**MUON, "optimizer.name": "shampoo", "optimizer.eps": 1e-4, "optimizer.root_every_steps": 2}
+SHAMPOO = {**MUON, "optimizer.name": "shampoo", "optimizer.eps": 1e-4, "optimizer.options.root_every_steps": 2}
 
 
-FOREIGN = dict.fromkeys(("model.width", "model.pool_first", "model.logit_scale"), "null")
 RESIDENT = {"data.loader": "resident", "data.crop": "padded", "data.crop_area_min": "null"}
 AVERAGED = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 1}
 
@@ -119,8 +118,8 @@ AVERAGED = {"optimizer.ema_decay": 0.9, "optimizer.ema_every_steps": 1}
     [
         {**RESIDENT, **AVERAGED},
         {"optimizer.name": "adamw", **ADAPTIVE, **AVERAGED},
-        {"model.name": "timm:test_resnet", **FOREIGN},
-        {"model.name": "tests.laws.foreign_models.WithAttention", **FOREIGN},
+        {"model.name": "timm:test_resnet"},
+        {"model.name": "tests.laws.foreign_models.WithAttention"},
     ],
     ids=["resident", "adamw", "timm", "attention"],
 )
@@ -182,7 +181,7 @@ HALF = {
     "optimizer.ema_every_steps": 1,
     "augment.mixup_alpha": 0.2,
     "augment.color_jitter": 0.4,
-    "model.whitening_eps": 5e-4,
+    "model.options.whitening_eps": 5e-4,
 }
 
 
@@ -253,7 +252,6 @@ def test_resnet18_on_real_pictures(tmp_path: Path) -> None:
         **EXACT,
         **dict.fromkeys(("batch.microbatch_size", "batch.bn_span"), 6),  # each microbatch sums 11.7 million weights
         "model.name": "resnet18",
-        "model.width": "null",
         "data.image_size": 64,
         "data.num_classes": len(list((REAL_DATA / "train").iterdir())),
         "data.crop": "resized",

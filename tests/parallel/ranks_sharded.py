@@ -39,8 +39,8 @@ HEAVY = {"momentum": 0.9, "nesterov": True}
 LARS = {**HEAVY, "trust_coefficient": 0.02, "eps": 0.0, "momentum_form": "lr_inside"}
 OPTIMIZERS = {"lars": (LARS, 1.0), "lamb": (ADAPTIVE, 0.01), "sgd": (HEAVY, 2.0), "adamw": (ADAPTIVE, 0.01)}
 """Settings and learning rate."""
-ORTHOGONAL = {"vector_lr_factor": 2.0, "newton_schulz_steps": 5, "newton_schulz_precision": "fp32"}
-ROOTS = {"block_size": 40, "root_every_steps": 2, "factor_decay": 0.9, "eps": 1e-3}
+ORTHOGONAL = {"options": {"vector_lr_factor": 2.0, "newton_schulz_steps": 5, "newton_schulz_precision": "fp32"}}
+ROOTS = {"options": {"block_size": 40, "root_every_steps": 2, "factor_decay": 0.9}, "eps": 1e-3}
 WHOLE = {"muon": ({**HEAVY, **ORTHOGONAL}, 0.05), "shampoo": ({**HEAVY, **ROOTS}, 1.0)}
 """The same of those that need whole matrices."""
 ROUNDING = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
@@ -110,7 +110,7 @@ def start(
 
     def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         groups = param_groups(model, weight_decay=0.01, substitute=masters)
-        of_config: Any = SimpleNamespace(name=name, **settings)
+        of_config: Any = SimpleNamespace(**{"name": name, "options": None, **settings})
         return make_native(of_config, groups, lr=lr)
 
     if sharded:

@@ -12,7 +12,7 @@ from test_parallel import fork_job
 
 TINY = (
     *("--config", "quickstart", "--data.loader", "synthetic", "--data.num_synthetic_samples", "32"),
-    *("--data.probe_seconds", "0", "--data.image_size", "16", "--model.width", "2", "--run.epochs", "1"),
+    *("--data.probe_seconds", "0", "--data.image_size", "16", "--model.options.width", "2", "--run.epochs", "1"),
     *("--batch.global_batch_size", "16", "--batch.microbatch_size", "8", "--batch.bn_span", "8"),
     *("--schedule.warmup_epochs", "0"),
 )

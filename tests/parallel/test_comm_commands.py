@@ -185,7 +185,7 @@ def test_tune_then_train_with_it_and_evaluate_anywhere(tmp_path: Path) -> None:
     """The options that tune prints, then a run folder that another number of ranks evaluates, without the table."""
     write_dataset(tmp_path / "shapes", train_per_class=32, val_per_class=7, side_pixels=(36, 48))
     table, run = tmp_path / "tuned.json", tmp_path / "run"
-    tiny = ("--model.width", "4", "--batch.global_batch_size", "64", "--batch.microbatch_size", "16")
+    tiny = ("--model.options.width", "4", "--batch.global_batch_size", "64", "--batch.microbatch_size", "16")
     tiny += ("--batch.bn_span", "16")
     tiny += ("--schedule.warmup_epochs", "1", "--data.root", str(tmp_path / "shapes"), "--data.loader", "torchvision")
     code, text = launch(
@@ -225,7 +225,7 @@ def test_tune_then_train_with_it_and_evaluate_anywhere(tmp_path: Path) -> None:
 def test_train_counts_survive_a_narrow_wire(tmp_path: Path) -> None:
     """fp16 knows only every fourth number beyond 4,096: evaluation and reports must not travel as gradients do."""
     write_dataset(tmp_path / "shapes", train_per_class=16, val_per_class=411, side_pixels=(36, 48))
-    train = ("train", "--config", "quickstart", "--model.width", "4", "--batch.global_batch_size", "32")
+    train = ("train", "--config", "quickstart", "--model.options.width", "4", "--batch.global_batch_size", "32")
     train += ("--batch.microbatch_size", "16", "--batch.bn_span", "16", "--schedule.warmup_epochs", "1")
     train += ("--run.epochs", "1", "--data.loader", "torchvision")
     train += ("--data.root", str(tmp_path / "shapes"), "--run.directory", str(tmp_path / "run"))

@@ -22,7 +22,7 @@ OPTIONS = {
     "data.loader": "torchvision",
     "data.image_size": 16,
     "data.probe_seconds": 0,
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 32,
     "batch.microbatch_size": 32,
     "batch.bn_span": 16,
@@ -30,9 +30,9 @@ OPTIONS = {
     "run.log_every_steps": 1,
 }
 STEPS = {
-    "baseline": {"model.pool_first": False},
+    "baseline": {"model.options.pool_first": False},
     "seven classes": {"data.num_classes": 7},  # there are ten: only the run can tell
-    "whitening": {"data.num_classes": 10, "model.whitening_eps": 0.01, "model.norm_scale": 0.25},
+    "whitening": {"data.num_classes": 10, "model.options.whitening_eps": 0.01, "model.options.norm_scale": 0.25},
 }
 
 

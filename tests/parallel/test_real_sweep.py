@@ -29,7 +29,7 @@ SWEEP = {
     "where": "mpirun",
     "launch": {},
     "ranks_per_node": 2,
-    "grid": {"ranks": [2], "model.width": [4, 200_000]},  # the last one's weights take terabytes
+    "grid": {"ranks": [2], "model.options.width": [4, 200_000]},  # the last one's weights take terabytes
     "seeds": 1,
     "timeout_minutes": 10,
 }
@@ -65,7 +65,11 @@ sys.exit(main(["train", *sys.argv[2:]]))
 def test_sweep_by_an_own_script_is_measured_as_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(SCRIPT)
-    sweep = SWEEP | {"script": ["mine.py", "--mine"], "where": "local", "grid": {"ranks": [1], "model.width": [4]}}
+    sweep = SWEEP | {
+        "script": ["mine.py", "--mine"],
+        "where": "local",
+        "grid": {"ranks": [1], "model.options.width": [4]},
+    }
     Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
     assert main(["sweep", "sweep.yaml"]) == 0
     folder = SweepFolder(Path("runs/sweeps/memory"))

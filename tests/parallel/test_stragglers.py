@@ -33,7 +33,7 @@ SETTINGS = {
     "data.num_synthetic_samples": 16 * 12,
     "data.image_size": 32,
     "data.probe_seconds": 0,
-    "model.width": 4,
+    "model.options.width": 4,
     "batch.global_batch_size": 16,
     "batch.microbatch_size": 8,
     "batch.bn_span": 8,

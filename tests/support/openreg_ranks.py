@@ -28,7 +28,7 @@ def train(communicator: Communicator, data: Path, *settings: str) -> list[Tensor
     """Some steps as a config makes them; the weights that come of them."""
     microbatch_size = BATCH_SIZE // communicator.world_size // 2
     arguments = [
-        *("--config", "quickstart", f"--data.root={data}", "--model.width=2", "--data.bind_numa=false"),
+        *("--config", "quickstart", f"--data.root={data}", "--model.options.width=2", "--data.bind_numa=false"),
         *(f"--batch.global_batch_size={BATCH_SIZE}", f"--batch.microbatch_size={microbatch_size}"),
         *("--batch.bn_span=4", "--comm.threshold_bytes=8192", "--comm.buffer_bytes=8192", *settings),
     ]

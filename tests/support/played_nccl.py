@@ -25,7 +25,6 @@ class PlayedOptions:
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
         self._timeout = timedelta(minutes=10)
-        self.config = SimpleNamespace(max_ctas=None)
 
 
 class PlayedNccl:

@@ -25,7 +25,7 @@ from bigbatch.trainer.run.class_names import to_keep
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "x\x1b]0;owned\x07\nforged\r\x9b2J\u202e[red]"
 """Sets a terminal's title, begins a line, goes back to its start, clears the screen, turns the text around."""
-KEYS = ("--model.width=4", "--data.image_size=32", "--data.loader=torchvision", "--data.num_threads=1")
+KEYS = ("--model.options.width=4", "--data.image_size=32", "--data.loader=torchvision", "--data.num_threads=1")
 Make = Callable[[Path], list[str]]
 
 

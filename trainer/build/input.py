@@ -180,7 +180,6 @@ def _image_split(
         num_threads=data.num_threads,
         prefetch_batches=data.prefetch_batches,
         device_id=communicator.device.index,
-        hardware_share=data.hardware_share,
         pin_memory=communicator.device.type == "cuda",
         patience_seconds=data.patience_seconds,
         max_skipped=data.max_skipped,

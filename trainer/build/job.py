@@ -50,7 +50,6 @@ def join_job(
             wire_dtype=config.comm.wire_dtype,
             predivide=config.comm.predivide,
             reduce_dtype=config.comm.reduce_dtype,
-            max_ctas=config.comm.max_ctas,
             buffers=config.comm.buffers,
             interface=config.comm.interface,
             warn_seconds=config.comm.warn_seconds,

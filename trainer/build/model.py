@@ -72,15 +72,9 @@ def _build_model(config: Config, norm: NormFactory) -> nn.Module:
     model = config.model
     if is_foreign_model(model.name):
         return make_foreign(model.name, num_classes=config.data.num_classes, norm=norm, options=model.options or {})
-    options = {
-        "width": model.width,
-        "pool_first": model.pool_first,
-        "celu_alpha": model.celu_alpha,
-        "norm_scale": model.norm_scale,
-        "logit_scale": model.logit_scale,
-        "is_whitened": None if model.whitening_eps is None else True,
-        "zero_init_residual": model.zero_gamma,
-        "blurpool": model.blurpool,
-    }
-    stated = {name: value for name, value in options.items() if value is not None}
-    return build_model(model.name, num_classes=config.data.num_classes, norm=norm, **stated)
+    options = dict(model.options or {})
+    if "whitening_eps" in options:
+        options["is_whitened"] = options.pop("whitening_eps") is not None
+    if "zero_gamma" in options:
+        options["zero_init_residual"] = options.pop("zero_gamma")
+    return build_model(model.name, num_classes=config.data.num_classes, norm=norm, **options)

@@ -55,15 +55,16 @@ def make_schedule_of(config: Config, plan: Plan) -> Schedule:
     """Make the schedule of the rate, in steps. Raises: ConfigError."""
     schedule = config.schedule
     steps = plan.steps_per_epoch
-    milestones = schedule.milestone_epochs
+    options = schedule.options or {}
+    milestones, cycle_epochs = options.get("milestone_epochs"), options.get("cycle_epochs")
     optional = {
         "end_lr": schedule.end_lr,
-        "power": schedule.power,
-        "gamma": schedule.gamma,
+        "power": options.get("power"),
+        "gamma": options.get("gamma"),
         "milestones": None if milestones is None else [round(epoch * steps) for epoch in milestones],
         "total_steps": None if schedule.name in ("step", "cyclic") else _schedule_steps(config, plan),
-        "cycle_steps": None if schedule.cycle_epochs is None else schedule.cycle_epochs * steps,
-        "factor": schedule.cycle_factor,
+        "cycle_steps": None if cycle_epochs is None else cycle_epochs * steps,
+        "factor": options.get("cycle_factor"),
         "warmup_steps": None if schedule.name == "cyclic" else _warmup_steps(config, steps_per_epoch=steps),
     }
     try:

@@ -22,11 +22,11 @@ NUM_IMAGES = 10_000
 
 @torch.no_grad()
 def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicator: Communicator) -> None:
-    """Set the weights of model.whitening_eps, in place, to the same bits on all ranks; nothing where it is null.
+    """Set the weights of the whitening convolution, in place, to the same bits on all ranks; nothing without one.
 
     Weights that model.weights gave stay as they are. Collective. Raises: DataError.
     """
-    eps = config.model.whitening_eps
+    eps = (config.model.options or {}).get("whitening_eps")
     if eps is None or config.model.weights is not None:
         return
     sums = torch.zeros(PATCH + 1, PATCH + 1, dtype=torch.float64, device=communicator.device)

@@ -9,6 +9,8 @@ from typing import Any
 from bigbatch.errors import ConfigError, nearest, tell
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
+from bigbatch.trainer.config.kinds import fold, spread
+from bigbatch.trainer.config.older import modernize_
 from bigbatch.trainer.config.options import parse_options
 from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
 from bigbatch.trainer.config.range_test import suggested_rate
@@ -18,8 +20,9 @@ from bigbatch.trainer.config.schema import (
     KEYS,
     SECTIONS,
     Config,
-    idle_keys,
+    key_of,
     make_config,
+    overlay,
     require_known,
     typed,
     with_defaults,
@@ -31,13 +34,6 @@ PACKAGED = Path(__file__).resolve().parents[2] / "configs"
 """The experiments that come with bigbatch, in a checkout and in a wheel alike."""
 BASES = "bases"
 """Folder of packaged YAML that others extend, and which make no experiment alone."""
-
-
-REPLACED = {
-    ("comm", "wire_dtype", "int8"): "bfloat16",
-    ("run", "loggers", "csv"): None,
-}
-"""Section, key and value of older run folders: what takes its place; None: nothing, in a list."""
 
 
 @dataclass(frozen=True)
@@ -119,29 +115,24 @@ class Experiment:
         if "schedule.base_lr" in overrides:  # goes before the rate that a file takes from a range test
             stated.pop(RANGE_TEST, None)
             origins.pop(RANGE_TEST, None)
-        values = with_defaults(stated | overrides)
+        stated = overlay(stated, overrides)
+        values = with_defaults(stated)
         values["run.directory"] = values["run.directory"].replace("{name}", self.path.stem)
         try:
             config = make_config(values)
         except ConfigError as error:
-            epochs = stated.get("run.epochs", KEYS["run.epochs"].default)
-            shorter = in_proportion(values, epochs=epochs, kept=overrides)
+            epochs = self.stated.get("run.epochs", KEYS["run.epochs"].default)
+            shorter = in_proportion(spread(values), epochs=epochs, kept=overrides)
             raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
-        origins |= dict.fromkeys(overrides, "command line")
+        origins |= dict.fromkeys(overrides := fold(overrides), "command line")
         of_runs = {key: file for key, file in self.of_runs.items() if key not in overrides}
         if config.schedule.range_test is not None:  # the run then states a number, and needs no file to go on
-            rate = suggested_rate(values, read_recipe=read_dumped, is_rate_stated="schedule.base_lr" in overrides)
+            is_stated = "schedule.base_lr" in overrides
+            rate = suggested_rate(spread(values), read_recipe=read_dumped, is_rate_stated=is_stated)
             origins["schedule.base_lr"] = f"range test {config.schedule.range_test}"
             schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
             config = dataclasses.replace(config, schedule=schedule)
-        return Resolved(config, {key: origins.get(key, "default") for key in KEYS}, of_runs)
-
-    def without_idle(self, overrides: Mapping[str, Any]) -> "Experiment":
-        """Drop what the files state for other choices than these, such as LARS's trust coefficient for SGD."""
-        values = with_defaults({**self.stated, **overrides})
-        changed = (key for key, value in overrides.items() if value != self.stated.get(key, KEYS[key].default))
-        idle = idle_keys(values, deciders=set(changed))
-        return dataclasses.replace(self, stated={key: value for key, value in self.stated.items() if key not in idle})
+        return Resolved(config, {key: origins[key] if key in stated else "default" for key in KEYS}, of_runs)
 
 
 def read_experiment(name: str) -> Experiment:
@@ -181,34 +172,27 @@ def read_stated(
         content = _read(following)
         base = content.pop("base", None)
         is_run = is_run or is_of_run(following)
-        if is_run:
-            _replace_old_(content, path=following)
+        for line in modernize_(content, is_run=is_run):
+            tell(f"{following}: {line}")
         chain.append((following, content, is_run))
         if base is None:
             break
         below = following.parent
         following = _find(str(base), below=below, what=f"{following}: base")
         is_run = is_run or following == below / str(base) / RUN_CONFIG
-    values, origins = {}, {}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
     of_runs: dict[str, Path] = {}
     # the furthest base first, so that each file overrides what it extends
     for each, content, is_each_run in reversed(chain):
-        for key, value in _flatten_checked(content, path=each, refusals=refusals).items():
-            values[key], origins[key] = value, f"{'recipe' if each is path else 'base'} {_short(each)}"
+        stated = _flatten_checked(content, path=each, refusals=refusals)
+        values = overlay(values, stated)
+        for key in stated:
+            origins[key] = f"{'recipe' if each is path else 'base'} {_short(each)}"
             of_runs.pop(key, None)
             if is_each_run:
                 of_runs[key] = each
     return values, origins, of_runs
-
-
-def _replace_old_(content: dict[str, Any], *, path: Path) -> None:
-    """Replace the values of an older run's config that are there no more, and say so."""
-    for (section, key, old), new in REPLACED.items():
-        values = content.get(section)
-        stated = values.get(key) if isinstance(values, dict) else None
-        if isinstance(values, dict) and (stated == old or (isinstance(stated, list) and old in stated)):
-            values[key] = new if stated == old else [each for each in stated if each != old]
-            tell(f"{path}: {section}.{key}={old} is there no more{f', and {new} takes its place' if new else ''}")
 
 
 def read_dumped(text: str) -> dict[str, Any]:
@@ -216,9 +200,10 @@ def read_dumped(text: str) -> dict[str, Any]:
 
     But for comm.reduce_dtype, where it tells: half precision was rounded at each hop before there was that key.
     """
-    stated = flatten(parse_yaml(text))
-    # stated once more: also the keys that this version does not know
-    values = with_defaults(stated) | stated
+    content = parse_yaml(text)
+    modernize_(content, is_run=True)
+    stated = fold(flatten(content))
+    values = spread(stated | with_defaults(stated))  # with the keys that this version does not know
     sums_half = values["comm.wire_dtype"] in ("float16", "bfloat16") or values["optimizer.precision"] in (
         "bf16",
         "fp16",
@@ -291,7 +276,8 @@ def _flatten_checked(content: dict[str, Any], *, path: Path, refusals: Refusals)
 
 def _value_of(key: str, word: str) -> Any:
     """Read what an option's word states: YAML, but for text, which needs no quotes. Raises: ConfigError."""
-    kind = KEYS[key].kind
+    known = key_of(key)
+    kind = known.kind if known else Any
     try:
         value = parse_yaml(word)
     except ValueError as error:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from bigbatch.errors import or_nearest
 from bigbatch.trainer.config.dotted import is_dotted
+from bigbatch.trainer.config.kinds import check_options
 from bigbatch.trainer.config.sections import MODELS, ModelConfig
 
 LIBRARIES = ("torchvision:", "timm:")
@@ -41,8 +42,8 @@ def check_model_name(name: str) -> Iterator[str]:
 
 def check_model(model: ModelConfig) -> Iterator[str]:
     """Refuse settings that contradict each other."""
-    if model.options is not None and not is_foreign_model(model.name):
-        yield f"model.options={model.options} has no meaning with model.name={model.name}: set it to null"
+    if not is_foreign_model(model.name):
+        yield from check_options("model", model.name, model.options)
     for argument, key in STATED_ELSEWHERE.items():
         if is_foreign_model(model.name) and argument in (model.options or {}):
             yield f"model.options must not give {argument}: {key} does"

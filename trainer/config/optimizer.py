@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from bigbatch.errors import or_nearest
 from bigbatch.trainer.config.dotted import is_dotted
+from bigbatch.trainer.config.kinds import check_options
 from bigbatch.trainer.config.sections import OPTIMIZERS, CommConfig, OptimizerConfig
 
 STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_decay"}
@@ -37,8 +38,8 @@ def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
     name = optimizer.name
     if is_foreign(name):
         yield from _check_foreign(optimizer)
-    elif optimizer.options is not None:
-        yield f"optimizer.options={optimizer.options} has no meaning with optimizer.name={name}: set it to null"
+    else:
+        yield from check_options("optimizer", name, optimizer.options)
     if optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov=True has no meaning with optimizer.momentum=0: set it to false"
     for pattern, factor in (optimizer.lr_factors or {}).items():

@@ -4,13 +4,15 @@ import argparse
 import ast
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, tell
 from bigbatch.paths import expand_path
-from bigbatch.trainer.config import sections
+from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
+from bigbatch.trainer.config.kinds import HOLDERS, KINDS, OPTION_KEYS, is_option
+from bigbatch.trainer.config.older import MOVED
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
@@ -42,7 +44,8 @@ def parse_options(
         raise ConfigError(f"{nothing[0]}: state a value behind =")
     # to read and parse the sources for their texts pays for a help alone
     for_help = not {"-h", "--help"}.isdisjoint(argv)
-    parsed, others = _make_parser(prog, packaged, for_help=for_help).parse_known_args(argv)
+    options = dict.fromkeys(name for word in argv if is_option(name := word.partition("=")[0][2:]))
+    parsed, others = _make_parser(prog, packaged, options, for_help=for_help).parse_known_args(argv)
     # a command that takes its experiment otherwise has given it by now
     known = (*KEYS, *(() if "config" in parsed else ("config",)))
     for word in others:
@@ -52,7 +55,11 @@ def parse_options(
     # words between unknown options may be their values
     if others and not others[0].startswith("--"):
         raise ConfigError(_stray(others, is_named="config" in parsed))
-    words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS)}
+    words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS, *options)}
+    for old, new in MOVED.items():
+        if (word := getattr(parsed, old, "null")) != "null":
+            tell(f"{old} is {new} now")
+            words.setdefault(new, word)
     return words.pop("config", []), words
 
 
@@ -75,7 +82,10 @@ def join_values(argv: Sequence[str]) -> list[str]:
     return joined
 
 
-def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argparse.ArgumentParser:
+def _make_parser(
+    prog: str, packaged: Sequence[str], options: Iterable[str], *, for_help: bool
+) -> argparse.ArgumentParser:
+    """options: those of a model or an optimizer that the command line states, ours and others'."""
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
@@ -103,6 +113,17 @@ def _make_parser(prog: str, packaged: Sequence[str], *, for_help: bool) -> argpa
         for key in (key for key in KEYS.values() if key.section == section):
             text = f"{texts.get((holder.__name__, key.name), '')} ({_facts(key)})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
+        for key in (key for key in OPTION_KEYS.values() if key.section == f"{section}.options"):
+            owners = [name for name, own in KINDS[section].items() if key.name in own]
+            text = (
+                f"{' '.join(owners)}: {texts.get((HOLDERS[section][owners[0]].__name__, key.name), '')} ({_facts(key)})"
+            )
+            group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
+    for option in options:
+        if option not in OPTION_KEYS:
+            parser.add_argument(f"--{option}", help=argparse.SUPPRESS)
+    for old in MOVED:
+        parser.add_argument(f"--{old}", help=argparse.SUPPRESS)
     for alias, name in ALIASES.items():
         parser.add_argument(alias, dest=name, help=argparse.SUPPRESS)
     return parser
@@ -118,7 +139,7 @@ def _facts(key: Key) -> str:
 def _docstrings() -> dict[tuple[str, str], str]:
     """Map class and field to the text under it in the sources, in one line; to none where there are no sources."""
     try:
-        source = inspect.getsource(sections)
+        source = "\n".join(map(inspect.getsource, (sections, kinds)))
     except OSError:
         return {}
     return {

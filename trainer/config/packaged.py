@@ -1,7 +1,9 @@
 """`bigbatch config list`: the experiments that come with bigbatch."""
 
 import argparse
+import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 from bigbatch.errors import print_line
 from bigbatch.trainer.config.file import find_config, packaged_configs
@@ -15,6 +17,12 @@ def main(argv: Sequence[str]) -> int:
         epilog="example: bigbatch config list",
     ).parse_args(argv)
     for name in packaged_configs():
-        first = find_config(name).read_text().partition("\n")[0]
-        print_line(f"{name:32} {first.removeprefix('# ')}")
+        print_line(f"{name:32} {_first_sentence(find_config(name).read_text())}")
     return 0
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of the comment with which a config begins."""
+    comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+    words = " ".join(line.removeprefix("#").strip() for line in comment)
+    return re.split(r"(?<! al)\.(?: |$)", words)[0]

@@ -15,7 +15,7 @@ FILE = "range.json"
 OF_A_RECIPE = ("data.", "augment.", "model.", "batch.", "optimizer.")
 """Sections whose keys decide what a learning rate does."""
 WHEREVER = (
-    *("data.loader", "data.num_threads", "data.prefetch_batches", "data.patience_seconds", "data.hardware_share"),
+    *("data.loader", "data.num_threads", "data.prefetch_batches", "data.patience_seconds"),
     *("data.resident_on", "data.stage", "data.keep_staged", "data.bind_numa", "data.probe_seconds", "data.max_skipped"),
     *("data.max_megapixels", "data.eval_crop_fraction", "data.eval_flip"),
     *("batch.microbatch_size", "batch.virtual_ranks"),

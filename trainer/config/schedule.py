@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
+from bigbatch.trainer.config.kinds import check_options
 from bigbatch.trainer.config.sections import ComputeConfig, OptimizerConfig, RunConfig, ScheduleConfig
 
 
@@ -23,12 +24,12 @@ def in_proportion(values: Mapping[str, Any], *, epochs: int, kept: Container[str
     for key in (
         "schedule.warmup_epochs",
         "schedule.decay_epochs",
-        "schedule.milestone_epochs",
-        "schedule.cycle_epochs",
+        "schedule.options.milestone_epochs",
+        "schedule.options.cycle_epochs",
         "data.train_sizes",
     ):
-        value = values[key]
-        if value is None or key in kept:
+        value = values.get(key)
+        if not value or key in kept:
             continue
         if key == "data.train_sizes":
             shorter: Any = list({int(first * share): size for first, size in value}.items())
@@ -85,22 +86,25 @@ def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute
 
 def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
     """Say where the schedule contradicts itself or a run of so many epochs."""
-    warmup = schedule.warmup_epochs
+    warmup, options = schedule.warmup_epochs, schedule.options or {}
+    if refusals := list(check_options("schedule", schedule.name, options)):
+        yield from refusals
+        return
     if schedule.name == "cyclic":
         if warmup:
             yield (
                 f"schedule.warmup_epochs={warmup:g} has no meaning with schedule.name=cyclic, whose cycles begin by "
                 "rising: set it to 0"
             )
-        if schedule.cycle_epochs is not None and schedule.cycle_epochs > epochs:
-            yield f"schedule.cycle_epochs={schedule.cycle_epochs:g} exceeds run.epochs={epochs}: give at most that"
+        if (cycle := options.get("cycle_epochs", 0)) > epochs:
+            yield f"schedule.options.cycle_epochs={cycle:g} exceeds run.epochs={epochs}: give at most that"
     if warmup > epochs:
         yield f"schedule.warmup_epochs={warmup} is longer than run.epochs={epochs}: give at most that"
     else:
         yield from _check_decay(schedule, epochs=epochs)
     if schedule.end_lr is not None and schedule.end_lr > schedule.base_lr:
         yield f"schedule.end_lr={schedule.end_lr} exceeds schedule.base_lr={schedule.base_lr}: give at most that"
-    yield from _check_milestones(schedule.milestone_epochs or (), warmup=warmup, epochs=epochs)
+    yield from _check_milestones(options.get("milestone_epochs", ()), warmup=warmup, epochs=epochs)
 
 
 def _check_decay(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
@@ -120,13 +124,13 @@ def _check_milestones(milestones: tuple[float, ...], *, warmup: float, epochs: i
     rising = tuple(sorted({m for m in milestones if m >= warmup}))
     if milestones != rising:
         yield (
-            f"schedule.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs={warmup} on: "
+            f"schedule.options.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs={warmup} on: "
             f"{list(rising)} does"
         )
         return
     within = [m for m in milestones if m < epochs]
     if len(within) < len(milestones):
         yield (
-            f"schedule.milestone_epochs={list(milestones)} reaches past the end of run.epochs={epochs}: {within} does "
-            "not"
+            f"schedule.options.milestone_epochs={list(milestones)} reaches past the end of run.epochs={epochs}: "
+            f"{within} does not"
         )

@@ -1,6 +1,6 @@
 """What an experiment is: its keys, their defaults, and all checks."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
@@ -14,10 +14,12 @@ from bigbatch.trainer.config.compute import check_compute, check_cuda_graph
 from bigbatch.trainer.config.data import check_loader, check_patience, check_train_sizes
 from bigbatch.trainer.config.digests import check_digests
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
+from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, check_ranges, complete, fold, is_option
 from bigbatch.trainer.config.loggers import check_loggers
 from bigbatch.trainer.config.model import check_model, check_model_name
 from bigbatch.trainer.config.names import ELSEWHERE, meant_name
 from bigbatch.trainer.config.noise_scale import check_noise_scale
+from bigbatch.trainer.config.older import MOVED, REMOVED
 from bigbatch.trainer.config.optimizer import check_optimizer, check_optimizer_name, check_sharded
 from bigbatch.trainer.config.precision import check_average, check_precision
 from bigbatch.trainer.config.refusals import Refusals
@@ -70,9 +72,10 @@ def all_keys() -> tuple[str, ...]:
 
 
 def lookup(config: Config, key: str) -> object:
-    """Return the value of a dotted key."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    """Return the value of a dotted key, also of an option, which is None where it is not stated."""
+    section, name, *option = key.split(".", 2)
+    value = getattr(getattr(config, section), name)
+    return (value or {}).get(option[0]) if option else value
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -97,26 +100,51 @@ def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
 
     A key that is for some choices only is null with the others, as long as nobody states it.
     """
+    stated = fold(stated)
     values = {name: stated.get(name, key.default) for name, key in KEYS.items()}
+    for section in KINDS:
+        options = f"{section}.options"
+        values[options] = complete(section, values[f"{section}.name"], values[options])
     return {name: None if name not in stated and _is_idle(key, values) else values[name] for name, key in KEYS.items()}
 
 
-def idle_keys(values: Mapping[str, Any], *, deciders: Set[str]) -> set[str]:
-    """Name the keys to which these deciders leave no meaning."""
-    return {name for name, key in KEYS.items() if key.decider in deciders and _is_idle(key, values)}
+def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay what is stated later over what was before, both by dotted key.
+
+    Options of a model or an optimizer are merged. Where another choice is made, such as another optimizer, what was
+    stated before for the former one alone goes.
+    """
+    later = fold(later)
+    values = with_defaults({**stated, **later})
+    changed = {name for name, value in later.items() if value != stated.get(name, KEYS[name].default)}
+    kept = {
+        name: value
+        for name, value in stated.items()
+        if not (KEYS[name].decider in changed and _is_idle(KEYS[name], values))
+    }
+    for section in KINDS:
+        options = f"{section}.options"
+        if f"{section}.name" in changed:
+            kept.pop(options, None)
+        if kept.get(options) and later.get(options):
+            later[options] = {**kept[options], **later[options]}
+    return {**kept, **later}
 
 
 def typed(name: str, value: Any) -> Any:
     """Give the value as the field of that key holds it, a path expanded.
 
-    Raises: ConfigError, also for a number out of range.
+    An option that is none of ours is left as it is. Raises: ConfigError, also for a number out of range.
     """
-    kind = KEYS[name].kind
+    key = key_of(name)
+    if key is None:
+        return value
+    kind = key.kind
     try:
         held = conform(value, kind)
     except TypeError:
         raise ConfigError(f"{name}={_shown(value)} must be {describe(kind)}{_or_plain(value, kind)}") from None
-    if KEYS[name].is_path and isinstance(held, str):
+    if key.is_path and isinstance(held, str):
         if not held:
             raise ConfigError(f"{name}='' is an empty path: a variable behind it may have no value")
         try:
@@ -132,12 +160,18 @@ def require_known(
     name: str, *, known: tuple[str, ...], where: str, refusals: Refusals, prog: str = "bigbatch train"
 ) -> None:
     """Refuse a name that is not known, with the one that was meant, or else the command whose help has all."""
-    if name not in known:
+    if name not in known and not is_option(name):
         near = meant_name(name, known)
         hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
         hint = ELSEWHERE.get(name.replace("-", "_"), hint)
+        hint = f"it is {MOVED[name]} now" if name in MOVED else REMOVED.get(name, hint)  # a sweep's, or a --by's
         with refusals.of(near):
             raise ConfigError(f"{where}: unknown key {name}; {hint}")
+
+
+def key_of(name: str) -> Key | None:
+    """Find a key, or an option of ours, by its dotted name; None for an option of another package."""
+    return KEYS.get(name) or OPTION_KEYS.get(name)
 
 
 def _shown(value: Any) -> str:
@@ -166,10 +200,8 @@ def _check_values(config: Config) -> Iterator[str]:
 
 
 def _check_value(name: str, value: Any) -> Iterator[str]:
-    numbers = value if isinstance(value, tuple) else (value,)
-    for legal in KEYS[name].ranges:
-        if value is not None and not all(map(legal.holds, numbers)):
-            yield f"{name}={value} must be {legal.legal}"
+    if key := key_of(name):
+        yield from check_ranges(name, value, key)
     if name == "optimizer.name":
         yield from check_optimizer_name(value)
     if name == "model.name":

@@ -8,7 +8,6 @@ from bigbatch.trainer.config.fields import (
     BELOW_2_63,
     BELOW_ONE,
     COUNT,
-    FP32,
     MEGAPIXELS,
     NOT_NEGATIVE,
     PATH,
@@ -80,9 +79,6 @@ class RunConfig:
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     """What else gets the numbers of metrics.jsonl: tensorboard, wandb (Weights & Biases). One that fails, or finds no
     network, is said once, and the run goes on. [] for none."""
-    wandb_options: dict[str, Any] | None = None
-    """Arguments of wandb.init: project, entity, group, name, job_type, tags, notes, and mode, which is online or
-    offline, such as {project: imagenet, mode: offline}. null for wandb's own settings, and without it."""
     target_top1: Annotated[float | None, ABOVE_ZERO] = None
     """End the run at the evaluation that reaches this top-1, in (0, 1]; null to run all epochs."""
     stop_metric: str | None = None
@@ -140,9 +136,6 @@ class DataConfig:
     """Microbatches prepared ahead of use."""
     patience_seconds: Annotated[float, COUNT] = 20.0
     """An image that cannot be read is tried again for so long; then the run saves a checkpoint and ends."""
-    hardware_share: Annotated[float, SHARE] = 0.65
-    """Share of JPEGs that a GPU's decoding engine takes, where there is one, in [0, 1]; the rest is decoded by its
-    other cores. Ignored but for dali."""
     stage: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True)] = None
     """Folder of each node into which packed data are copied before the run, such as one on a local disk or in
     /dev/shm; null to read from root."""
@@ -181,25 +174,8 @@ class ModelConfig:
     """resnet18, resnet34, resnet50, resnet101, resnet152 (v1.5), alexnet_bn, resnet9 (David Page's), torchvision:NAME,
     timm:NAME, or the dotted name of any other torch.nn.Module, such as mypackage.models.Net."""
     options: dict[str, Any] | None = None
-    """Further arguments of a model of torchvision, timm or another package; null for the others."""
-    width: Annotated[int | None, COUNT, OnlyFor("name", ("resnet9",))] = 64
-    """Channels of resnet9's first layer; null for every other model."""
-    pool_first: Annotated[bool | None, OnlyFor("name", ("resnet9",))] = True
-    """Max-pool before norm and activation, which then have a quarter of the pixels; null for models but resnet9."""
-    celu_alpha: Annotated[float | None, FP32, OnlyFor("name", ("resnet9",), or_null=True)] = None
-    """CELU with this alpha instead of ReLU; null for ReLU, and for models but resnet9."""
-    norm_scale: Annotated[float | None, FP32, OnlyFor("name", ("resnet9",), or_null=True)] = None
-    """Batch norm's scales stay at this value; null to learn them, and for models but resnet9."""
-    logit_scale: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",))] = 0.125
-    """Factor on the logits; null for models but resnet9."""
-    whitening_eps: Annotated[float | None, POSITIVE, OnlyFor("name", ("resnet9",), or_null=True)] = None
-    """Whiten 3x3 patches of the input, with this added to the variances, before a learned 1x1 convolution; null not
-    to, and for models but resnet9."""
-    zero_gamma: Annotated[bool | None, OnlyFor("name", RESNETS)] = True
-    """Start the last norm scale of every residual block at 0; null for models but the ResNets."""
-    blurpool: Annotated[bool | None, OnlyFor("name", RESNETS)] = False
-    """Blur before every strided convolution but the first (Zhang 2019, arXiv 1904.11486); null for models but the
-    ResNets."""
+    """Settings of resnet9 and the ResNets, or arguments of a model of another package, such as {width: 32}; also one by
+    one, as --model.options.width 32. null for none."""
     init: Literal["fan_in", "fan_out", "xavier"] | None = None
     """Start of the weights of convolutions and linear layers, normal of standard deviation sqrt(2 / fan_in), sqrt(2 /
     fan_out) or sqrt(2 / (fan_in + fan_out)), with biases of 0; null for the model's own."""
@@ -285,21 +261,9 @@ class OptimizerConfig:
     eigenvalue counts, as a share of the largest; null for the others."""
     momentum_form: Annotated[Literal["lr_inside", "lr_outside"] | None, OnlyFor("name", ("lars",))] = "lr_inside"
     """lr_inside: the MLPerf reference; lr_outside: NVIDIA's; null but for lars."""
-    vector_lr_factor: Annotated[float | None, POSITIVE, OnlyFor("name", ("muon",))] = 1.0
-    """Muon: the learning rate of what is no matrix (bias, batch norm), which goes by SGD, is the schedule's times this;
-    null but for muon."""
-    newton_schulz_steps: Annotated[int | None, COUNT, OnlyFor("name", ("muon",))] = 5
-    """Muon: steps of the iteration that makes an update orthogonal; null but for muon."""
-    newton_schulz_precision: Annotated[Literal["fp32", "bf16"] | None, OnlyFor("name", ("muon",))] = "fp32"
-    """Muon: in what these steps compute. bf16 is the source's, for GPUs; null but for muon."""
-    block_size: Annotated[int | None, COUNT, OnlyFor("name", ("shampoo",))] = 1024
-    """Shampoo: rows and columns that a block of a matrix has at most; null but for shampoo."""
-    root_every_steps: Annotated[int | None, COUNT, OnlyFor("name", ("shampoo",))] = 10
-    """Shampoo: updates from one computation of the inverse roots to the next; null but for shampoo."""
-    factor_decay: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("shampoo",))] = 0.95
-    """Shampoo: share of the running means of G Gᵀ and Gᵀ G that is kept, in [0, 1); null but for shampoo."""
     options: dict[str, Any] | None = None
-    """Further arguments of an optimizer that is named by its dotted name; null for the others."""
+    """Settings of muon and shampoo, or arguments of a class of another package, such as {block_size: 512}; also one by
+    one, as --optimizer.options.block_size 512. null for none."""
     sharded: bool = False
     """Each rank updates a share of the weights and keeps the optimizer's state of that share alone. Gradients then
     travel by the backend's own reduce-scatter, whatever comm.algorithm is."""
@@ -348,16 +312,9 @@ class ScheduleConfig:
     step."""
     end_lr: Annotated[float | None, NOT_NEGATIVE, OnlyFor("name", WITH_END_LR)] = 0.0
     """Learning rate at the last step; of cyclic, at the end of each cycle; null for step."""
-    power: Annotated[float | None, POSITIVE, OnlyFor("name", ("polynomial",))] = 2.0
-    """Exponent of the polynomial; null for every other form."""
-    milestone_epochs: Annotated[tuple[float, ...] | None, NOT_NEGATIVE, OnlyFor("name", ("step",))] = None
-    """Epochs at which step multiplies the rate by gamma; null for every other form."""
-    gamma: Annotated[float | None, POSITIVE, OnlyFor("name", ("step",))] = 0.1
-    """Factor at each milestone; null for every form but step."""
-    cycle_epochs: Annotated[float | None, POSITIVE, OnlyFor("name", ("cyclic",))] = 2.0
-    """Length of a cycle, half of it up and half down, in epochs; null for every form but cyclic."""
-    cycle_factor: Annotated[float | None, ABOVE_ZERO, OnlyFor("name", ("cyclic",))] = 1.0
-    """Height of each cycle, over that of the one before, in (0, 1]; null for every form but cyclic."""
+    options: dict[str, Any] | None = None
+    """Settings of polynomial, step and cyclic, such as {power: 1.0}; also one by one, as --schedule.options.power 1.0.
+    null for none."""
     low_momentum: Annotated[float | None, POSITIVE, BELOW_ONE] = None
     """The momentum mirrors the learning rate: optimizer.momentum where that is 0 (of cyclic: end_lr), and this where it
     is base_lr, for lars, sgd, muon and shampoo. null to keep optimizer.momentum."""
@@ -397,9 +354,6 @@ class CommConfig:
     """Largest fusion buffer; null for what table says. The default is that of PyTorch's DistributedDataParallel."""
     first_buffer_bytes: Annotated[int | None, POSITIVE] = None
     """Size of the first buffer; null for what table says, or the same as the others."""
-    max_ctas: Annotated[int | None, COUNT] = None
-    """With NCCL, the most thread blocks of one of its kernels: fewer leave backward more of the GPU; null for its own
-    choice. Not measured yet."""
     buffers: Literal["torch", "registered", "symmetric"] = "torch"
     """With NCCL, the memory of fusion buffers. registered: NCCL's own, registered with it, which it sums without a copy
     where the hardware allows; symmetric: at the same place on all ranks, too, for its kernels over NVLink. Not measured

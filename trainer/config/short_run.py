@@ -42,15 +42,18 @@ def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path
 
 
 def _shorten_schedule(schedule: ScheduleConfig, *, epochs: int, share: float) -> ScheduleConfig:
-    milestones = schedule.milestone_epochs
+    options = dict(schedule.options or {})
+    if "milestone_epochs" in options:
+        options["milestone_epochs"] = tuple(each * share for each in options["milestone_epochs"])
+    if "cycle_epochs" in options:
+        options["cycle_epochs"] = min(options["cycle_epochs"] * share, epochs)
     warmup = min(schedule.warmup_epochs * share, epochs)
     rest = epochs - warmup  # rounding lets products reach past the end by the last digit of a float
     return dataclasses.replace(
         schedule,
         warmup_epochs=warmup,
         decay_epochs=None if schedule.decay_epochs is None else min(schedule.decay_epochs * share, rest),
-        milestone_epochs=None if milestones is None else tuple(each * share for each in milestones),
-        cycle_epochs=None if schedule.cycle_epochs is None else min(schedule.cycle_epochs * share, epochs),
+        options=options or None,
     )
 
 
@@ -67,4 +70,6 @@ def differences(base: Config, other: Config) -> list[str]:
 
 def plain(value: Any) -> Any:
     """Return a value of a config as YAML holds it: tuples are lists."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, tuple) else value

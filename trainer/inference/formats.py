@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bigbatch.errors import ExportError
 from bigbatch.files import is_stream
 from bigbatch.trainer.build.model import make_plain_model
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.models.exchange import plain_tensors
 from bigbatch.trainer.run.weights import write_safetensors
@@ -46,9 +46,9 @@ def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Forma
         raise ExportError(f"--out {out} is a device or a pipe: name a file")
     if chosen.only_resnets and config.model.name not in RESNETS:
         raise ExportError(f"{name} has no {config.model.name}: choose --format safetensors, onnx or torch_export")
-    if chosen.only_resnets and config.model.blurpool:
+    if chosen.only_resnets and lookup(config, "model.options.blurpool"):
         raise ExportError(
-            f"{name}'s {config.model.name} does not blur and this one does (model.blurpool): choose --format "
+            f"{name}'s {config.model.name} does not blur and this one does (model.options.blurpool): choose --format "
             "safetensors, onnx or torch_export"
         )
     if fold and not chosen.takes_folded:

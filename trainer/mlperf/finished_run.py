@@ -92,7 +92,7 @@ def _lars_facts(run: FinishedRun) -> dict[str, Any]:
     return {
         "lars_opt_base_learning_rate": schedule.base_lr,
         "lars_opt_end_learning_rate": schedule.end_lr,
-        "lars_opt_learning_rate_decay_poly_power": schedule.power,
+        "lars_opt_learning_rate_decay_poly_power": (schedule.options or {}).get("power"),
         "lars_opt_learning_rate_decay_steps": round(
             decay_epochs(schedule, epochs=run_config.epochs) * run.job["steps_per_epoch"]
         ),

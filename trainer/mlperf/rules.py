@@ -22,7 +22,7 @@ FIXED = {
     "optimizer.name": "lars",
     "optimizer.eps": 0.0,
     "schedule.name": "polynomial",
-    "schedule.power": 2.0,
+    "schedule.options.power": 2.0,
     "schedule.end_lr": 1e-4,
 }
 """Fixed by the rules."""
@@ -35,7 +35,7 @@ REFERENCE = {
     "data.eval_flip": False,
     **{key: off for key, off in with_defaults({}).items() if key.startswith("augment.")},
     "model.name": "resnet50",
-    "model.blurpool": False,
+    "model.options.blurpool": False,
     "model.weights": None,
     "model.frozen": None,
     "optimizer.loss": "cross_entropy",

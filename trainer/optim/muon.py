@@ -121,16 +121,14 @@ def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) 
     """Make a config's Muon: what has fewer than two dimensions, or does not adapt, in groups of their own rate."""
     assert settings.momentum is not None
     assert settings.nesterov is not None
-    assert settings.vector_lr_factor is not None
-    assert settings.newton_schulz_steps is not None
-    assert settings.newton_schulz_precision is not None
+    options = dict(settings.options or {})
+    factor = options.pop("vector_lr_factor", 1.0)
     return Muon(
-        [part for group in groups for part in apart(group, vector_lr_factor=settings.vector_lr_factor)],
+        [part for group in groups for part in apart(group, vector_lr_factor=factor)],
         lr=lr,
         momentum=settings.momentum,
         nesterov=settings.nesterov,
-        newton_schulz_steps=settings.newton_schulz_steps,
-        newton_schulz_precision=settings.newton_schulz_precision,
+        **options,
     )
 
 

@@ -210,8 +210,8 @@ def root_cost(size: int) -> float:
 
 def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list[tuple[float, int]]:
     """List cost and elements of each of the roots that ranks share out, by weights' shapes."""
-    assert settings.block_size is not None
-    sizes = (size for each in shapes for block in block_shapes(each, block_size=settings.block_size) for size in block)
+    size = (settings.options or {})["block_size"]
+    sizes = (side for each in shapes for block in block_shapes(each, block_size=size) for side in block)
     return [(root_cost(size), size**2) for size in sizes]
 
 
@@ -220,16 +220,11 @@ def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) 
     assert settings.momentum is not None
     assert settings.nesterov is not None
     assert settings.eps is not None
-    assert settings.block_size is not None
-    assert settings.root_every_steps is not None
-    assert settings.factor_decay is not None
     return Shampoo(
         [part for group in groups for part in apart(group)],
         lr=lr,
         momentum=settings.momentum,
         nesterov=settings.nesterov,
-        block_size=settings.block_size,
-        root_every_steps=settings.root_every_steps,
-        factor_decay=settings.factor_decay,
         eps=settings.eps,
+        **(settings.options or {}),
     )

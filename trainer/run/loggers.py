@@ -98,8 +98,6 @@ def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) ->
     """Open the loggers of run.loggers, in order."""
     makers: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoard(rundir, from_step=from_step),
-        "wandb": lambda: WeightsAndBiases(
-            rundir, stated=asdict(config), options=config.run.wandb_options or {}, from_step=from_step, say=say
-        ),
+        "wandb": lambda: WeightsAndBiases(rundir, stated=asdict(config), from_step=from_step, say=say),
     }
     return [Guarded(name, makers[name], say=say) for name in config.run.loggers]

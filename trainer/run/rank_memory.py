@@ -7,7 +7,7 @@ import torch
 
 from bigbatch.comm.gradients.fusion import round_up
 from bigbatch.trainer.config.optimizer import WHOLE, is_foreign
-from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.step.divided_work import gathered_elements, share_out
 from bigbatch.trainer.step.plan import Parts
 
@@ -85,7 +85,9 @@ def gather_bytes(config: Config, parts: Parts) -> int:
     costs, num_elements = zip(*work, strict=True)
     world_size = parts.communicator.world_size
     shares = share_out(costs, num_elements, world_size=world_size)
-    element_bytes = FP32_BYTES // 2 if config.optimizer.newton_schulz_precision == "bf16" else FP32_BYTES
+    element_bytes = (
+        FP32_BYTES // 2 if lookup(config, "optimizer.options.newton_schulz_precision") == "bf16" else FP32_BYTES
+    )
     return wholes + element_bytes * gathered_elements(shares, num_elements, world_size=world_size)
 
 

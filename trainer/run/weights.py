@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
 from bigbatch.files import parse_json, write_whole
-from bigbatch.trainer.config.file import read_dumped
+from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.kinds import OPTION_KEYS
 from bigbatch.trainer.config.model import LIBRARIES
-from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.models.exchange import from_foreign, names_head, partly_from_foreign
 from bigbatch.trainer.models.libraries import cached_weights
@@ -25,15 +26,8 @@ from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint
 from bigbatch.trainer.run.class_names import kept_names, require_names
 from bigbatch.trainer.step.ema import evaluated_weights
 
-DECIDING = tuple(
-    f"model.{name}"
-    for name in ("name", "options", "width", "pool_first", "celu_alpha", "norm_scale", "logit_scale", "blurpool")
-)
-"""Keys of the model section that decide what weights mean."""
-
-
-OF_DEPTH = ("model.name", "model.options")
-"""Those in which a network that gives a part of its weights may differ."""
+OF_THE_START = ("model.options.zero_gamma", "model.options.whitening_eps")
+"""Options of a model that say how weights start, and not what they mean."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +53,7 @@ def load_weights_(
     state = _read(path)
     names = _class_names(state, path)
     if _is_ours(state):
-        differs = OF_DEPTH if partial else ()
-        require_same_model(state["config"], config, source=str(path), but=differs)
+        require_same_model(state["config"], config, source=str(path), is_partial=bool(partial))
         state = evaluated_weights(state)
     told = ""
     if partial is None:
@@ -181,14 +174,15 @@ def _is_ours(state: object) -> bool:
     return isinstance(state, Mapping) and isinstance(state.get("config"), str) and "model" in state
 
 
-def require_same_model(text: str, config: Config, *, source: str, but: Sequence[str] = ()) -> None:
+def require_same_model(text: str, config: Config, *, source: str, is_partial: bool = False) -> None:
     """Raise CheckpointError where source, which has weights of the config in text, is of another model than config.
 
-    but: keys in which they may differ.
+    is_partial: a part of them is taken, and the models may have other names, and options of other packages.
     """
-    values = read_dumped(text)
-    for key in (key for key in DECIDING if key not in but):
-        there, here = values[key], lookup(config, key)
+    values, own = read_dumped(text), read_dumped(dump_config(config))
+    options = sorted({key for key in (*values, *own) if key.startswith("model.options.")} - {*OF_THE_START})
+    for key in filter(OPTION_KEYS.__contains__, options) if is_partial else ("model.name", *options):
+        there, here = values.get(key), own.get(key)
         # false and null mean the same: an option that is off
         if (there or None) != (here or None):
             raise CheckpointError(

@@ -1,5 +1,6 @@
 """Weights & Biases: the one door to wandb, which a run knocks on from a thread of its own."""
 
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ class WeightsAndBiases:
     """Sends figures to a run of Weights & Biases, or keeps them on disk for `wandb sync`; a resumed run goes on in it.
 
     wandb is spoken to by a thread alone, so neither network nor server holds a step up. Where it cannot be reached the
-    figures are kept as with mode: offline, and say is told so.
+    figures are kept as with WANDB_MODE=offline, and say is told so.
     """
 
     def __init__(
@@ -38,7 +39,6 @@ class WeightsAndBiases:
         rundir: RunDir,
         *,
         stated: Mapping[str, Any],
-        options: Mapping[str, Any],
         from_step: int,
         say: Callable[[str], None],
     ) -> None:
@@ -47,9 +47,8 @@ class WeightsAndBiases:
         self._rundir = rundir
         rundir.make_folder(rundir.path / "wandb")  # in which wandb keeps its own files
         self._arguments = {
-            "project": "bigbatch",
-            "name": rundir.path.name,
-            **options,
+            "project": os.environ.get("WANDB_PROJECT", "bigbatch"),
+            "name": os.environ.get("WANDB_NAME", rundir.path.name),
             "id": _run_id(rundir, is_new=from_step == 0),
             "resume": "allow",
             "dir": str(rundir.path),
@@ -78,7 +77,7 @@ class WeightsAndBiases:
         # quiet, or it would ask a terminal for a key, and take standard output over
         settings = wandb.Settings(console="off", silent=True, init_timeout=REACH_SECONDS)
         wandb.setup(settings)
-        is_offline = self._arguments.get("mode") == "offline"
+        is_offline = os.environ.get("WANDB_MODE") == "offline"
         try:
             run = wandb.init(**self._arguments, settings=settings)
         except Exception as error:  # no network, no key, no answer

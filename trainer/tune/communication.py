@@ -30,7 +30,6 @@ from bigbatch.trainer.build.parts import make_precision
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.models.norm import flatten_running_statistics
 
 MODEL_CONFIG = "imagenet/resnet50_8k"
@@ -91,8 +90,6 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
         )
     if arguments.model:
         named = ["--config", MODEL_CONFIG, "--model.name", arguments.model]
-        if arguments.model not in RESNETS:
-            named += ["--model.zero_gamma", "null", "--model.blurpool", "null"]
     backend = ["--comm.backend", arguments.backend] if arguments.backend else []
     return [*named, *backend, *overrides]
 

@@ -25,7 +25,7 @@ SCRIPTS = ("legacy/airbench94.py", "airbench94.py")
 CHILD = Path(__file__).with_name("airbench_child.py")
 TINY = {
     "run.epochs": 9,
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 10,
     "batch.microbatch_size": 10,
     "batch.bn_span": 10,

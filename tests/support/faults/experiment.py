@@ -41,7 +41,7 @@ TRAINING: Mapping[str, object] = {
     "data.image_size": 16,
     "data.eval_crop_fraction": 1.0,
     "data.probe_seconds": 0,
-    "model.width": 4,
+    "model.options.width": 4,
     "batch.global_batch_size": 24,
     "batch.microbatch_size": 2,
     "batch.bn_span": 2,

@@ -16,7 +16,7 @@ TINY = {
     "data.image_size": 32,
     "data.loader": "torchvision",
     "data.probe_seconds": 0.1,
-    "model.width": 4,
+    "model.options.width": 4,
     "batch.global_batch_size": 16,
     "batch.microbatch_size": 8,
     "batch.bn_span": 8,

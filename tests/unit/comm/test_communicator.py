@@ -186,9 +186,7 @@ def test_sum_refuses_what_cannot_be_summed(tensor: torch.Tensor, named: tuple[st
     ("setting", "named"),
     [
         ({"buffers": "symmetric"}, ("buffers", "symmetric", "NCCL", "tcp")),
-        ({"max_ctas": 4}, ("max_ctas", "4", "NCCL", "tcp")),
         ({"buffers": "pinned"}, ("buffers", "pinned", "torch, registered, symmetric")),
-        ({"max_ctas": 0}, ("max_ctas=0", "positive")),
     ],
 )
 def test_settings_of_nccl_are_refused_where_it_cannot_follow(setting: dict[str, Any], named: tuple[str, ...]) -> None:

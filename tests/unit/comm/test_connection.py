@@ -452,22 +452,18 @@ def test_settings_of_nccl_reach_it_and_what_it_has_not_is_refused_by_all(monkeyp
         capabilities=capabilities, oldest=lambda: None, abandon=lambda: asked.append("abandoned"), name="nccl"
     )
 
-    def make(*_: Any, max_ctas: int, **__: Any) -> Any:
-        asked.append(max_ctas)
-        return transport
-
     def register(backend: Any, device: torch.device, *, is_symmetric: bool) -> None:
         asked.append((backend, device, is_symmetric))
         raise CommError("comm.buffers is not to be had")
 
     places_of_two = [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
     monkeypatch.setattr(connection, "meet", lambda env, met, gpu: places_of_two)
-    monkeypatch.setattr(connection, "_connect", make)
+    monkeypatch.setattr(connection, "_connect", lambda *_, **__: transport)
     monkeypatch.setattr(connection, "_register", register)
     gpu = torch.device("cuda", 0)
     with pytest.raises(CommError, match=re.escape("comm.buffers")):
-        connect(backend="nccl", env=TWO, device=gpu, timeout_seconds=1, max_ctas=4, buffers="symmetric")
-    assert asked == [4, (transport, gpu, True), "abandoned"]
+        connect(backend="nccl", env=TWO, device=gpu, timeout_seconds=1, buffers="symmetric")
+    assert asked == [(transport, gpu, True), "abandoned"]
 
 
 def test_inspector_watches_until_the_transport_is_closed() -> None:

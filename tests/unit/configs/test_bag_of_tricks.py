@@ -31,7 +31,7 @@ def _one_thread() -> None:
 
 
 def config_of(*words: str) -> Config:
-    return load_config(["--config", "cifar10", "--model.width=2", *(f"--{word}" for word in words)])
+    return load_config(["--config", "cifar10", "--model.options.width=2", *(f"--{word}" for word in words)])
 
 
 def test_celu_is_its_formula() -> None:
@@ -100,7 +100,11 @@ def test_biases_move_by_the_factor_and_decay_as_the_others(excluded: bool) -> No
     """A step of plain SGD: w - lr * (g + decay * w), and of a bias b - factor * lr * (g + decay / factor * b)."""
     config = config_of(
         *("optimizer.momentum=0", "optimizer.nesterov=false", f"optimizer.weight_decay={DECAY}"),
-        *(f"optimizer.bias_lr_factor={FACTOR}", f"optimizer.exclude_bias_and_norm={excluded}", "model.norm_scale=0.25"),
+        *(
+            f"optimizer.bias_lr_factor={FACTOR}",
+            f"optimizer.exclude_bias_and_norm={excluded}",
+            "model.options.norm_scale=0.25",
+        ),
     )
     model = _build_model(config, nn.BatchNorm2d)
     for parameter in model.parameters():
@@ -152,10 +156,10 @@ def test_lr_factor_of_a_resumed_run_is_that_of_its_config() -> None:
 @pytest.mark.parametrize(
     ("here", "named"),
     [
-        (("model.pool_first=false",), ("model.pool_first", " true there", " false here")),
-        (("model.celu_alpha=0.3",), ("model.celu_alpha", " null there", " 0.3 here")),
-        (("model.norm_scale=0.25",), ("model.norm_scale", " null there", " 0.25 here")),
-        (("model.logit_scale=1",), ("model.logit_scale", " 0.125 there", " 1.0 here")),
+        (("model.options.pool_first=false",), ("model.options.pool_first", " true there", " false here")),
+        (("model.options.celu_alpha=0.3",), ("model.options.celu_alpha", " null there", " 0.3 here")),
+        (("model.options.norm_scale=0.25",), ("model.options.norm_scale", " null there", " 0.25 here")),
+        (("model.options.logit_scale=1",), ("model.options.logit_scale", " 0.125 there", " 1.0 here")),
     ],
 )
 @pytest.mark.parametrize("is_old", [False, True])

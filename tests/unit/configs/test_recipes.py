@@ -188,7 +188,7 @@ def test_recipes_of_the_lars_in_pytorch(name: str) -> None:
     )
     assert config.schedule.base_lr == pytest.approx(base_lr, rel=1e-6)
     assert (config.schedule.warmup_epochs, config.optimizer.eps) == (warmup, eps)
-    assert (config.schedule.name, config.schedule.power, config.schedule.end_lr) == ("polynomial", 2, 0)
+    assert (config.schedule.name, config.schedule.options["power"], config.schedule.end_lr) == ("polynomial", 2, 0)
     assert (config.run.epochs, config.optimizer.weight_decay, config.optimizer.name) == (90, 1e-4, "lars")
     assert f"published: {top1:.2f}% top-1 after 90 epochs. Not run here." in words_of(name)
 
@@ -209,7 +209,7 @@ def test_recipes_that_are_fast_are_ffcvs(name: str) -> None:
     assert config.run.epochs == epochs
     assert config.batch.global_batch_size == 8 * 512
     assert (config.data.image_size, config.data.eval_crop_fraction, config.data.eval_flip) == (256, 224 / 256, True)
-    assert (config.model.name, config.model.blurpool) == ("resnet50", True)
+    assert (config.model.name, config.model.options["blurpool"]) == ("resnet50", True)
     optimizer = config.optimizer
     assert (optimizer.name, optimizer.momentum, optimizer.nesterov) == ("sgd", 0.9, False)
     assert (optimizer.weight_decay, optimizer.exclude_bias_and_norm, optimizer.label_smoothing) == (1e-4, True, 0.1)
@@ -243,7 +243,7 @@ def test_recipes_of_jia_et_al(name: str) -> None:
     assert (config.batch.global_batch_size, config.run.epochs) == (65536, epochs)
     assert (config.optimizer.name, config.optimizer.precision) == ("lars", "fp16")
     assert config.optimizer.exclude_bias_and_norm
-    assert config.model.zero_gamma is (None if "alexnet" in name else True)
+    assert config.model.options == (None if "alexnet" in name else {"zero_gamma": True, "blurpool": False})
     assert config.batch.bn_span in (32, 64)
     assert f"published: {top1}% top-1 after {epochs} epochs" in words_of(name)
 

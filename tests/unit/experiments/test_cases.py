@@ -18,7 +18,7 @@ from bigbatch.trainer.config.schema import all_keys, lookup
 
 STEPS: dict[str, Any] = {
     "config": "quickstart",
-    "options": {"data.probe_seconds": 0, "run.seed": 5, "model.width": 4},
+    "options": {"data.probe_seconds": 0, "run.seed": 5, "model.options.width": 4},
     "cumulative": True,
     "cases": {
         "plain": {"run.epochs": 12, "optimizer.label_smoothing": 0.0},

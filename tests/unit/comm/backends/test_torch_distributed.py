@@ -6,7 +6,6 @@ played; that the real one does as it is told is tests/gpu's affair.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
-from bigbatch.errors import CommError, PeerLostError
+from bigbatch.errors import PeerLostError
 
 GPU = torch.device("cuda", 2)
 
@@ -86,29 +85,14 @@ def test_messages_of_nccl_go_before_the_kernels_of_backward(is_in_script: bool, 
     assert (made.is_high_priority_stream, made._timeout) == (True, backend._timeout)  # torch warns where they differ
 
 
-def test_nccl_takes_at_most_so_many_thread_blocks(library: PlayedNccl) -> None:
-    backend_of("nccl")
-    backend_of("nccl", max_ctas=4)
-    assert [options.config.max_ctas for options in library.of("options")] == [None, 4]
-
-
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
 def test_settings_are_those_that_torchs_own_nccl_has() -> None:
     """What is played here and in test_registered_memory.py exists, by these names; it takes no GPU to ask."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = 2
-    assert (options.is_high_priority_stream, options.config.max_ctas) == (True, 2)
+    assert options.is_high_priority_stream
     assert isinstance(dist.ProcessGroupNCCL.mem_allocator, property)
     assert "symm: bool" in dist.ProcessGroupNCCL.register_mem_pool.__doc__
     assert dist.ProcessGroupNCCL.deregister_mem_pool.__doc__
-
-
-def test_thread_blocks_of_a_torch_that_cannot_tell_them_are_refused(
-    library: PlayedNccl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda **_: SimpleNamespace()))
-    with pytest.raises(CommError, match=naming("comm.max_ctas", "null", torch.__version__)):
-        backend_of("nccl", max_ctas=4)
 
 
 def test_gloo_is_made_as_it_is(library: PlayedNccl) -> None:

@@ -106,7 +106,7 @@ def test_calibration_of_another_cluster_is_not_taken(
     assert (len(measured), len(list(tmp_path.iterdir()))) == (2, 2)
     calibrate(one_rank(), interface="eth7", folder=tmp_path)
     assert (len(measured), len(list(tmp_path.iterdir()))) == (3, 3)
-    calibrate(dataclasses.replace(one_rank(), max_ctas=8), folder=tmp_path)
+    calibrate(dataclasses.replace(one_rank(), buffers="registered"), folder=tmp_path)
     assert (len(measured), len(list(tmp_path.iterdir()))) == (4, 4)
     calibrate(one_rank(), folder=tmp_path)  # the first one's is still there
     assert len(measured) == 4
@@ -119,7 +119,7 @@ def test_calibration_of_other_settings_does_not_go_on_with_a_run(tmp_path: Path,
     assert naming_all(found.source, "is not taken", "settings", "reduce_dtype 'wire' there, 'fp32' here")
     assert len(measured) == 2
     record = json.loads(only_file(tmp_path).read_text())
-    for name in ("reduce_dtype", "max_ctas", "buffers"):  # as files were before they stated these
+    for name in ("reduce_dtype", "buffers"):  # as files were before they stated these
         del record["cluster"][name]
     only_file(tmp_path).write_text(json.dumps(record))
     assert calibrate(before, folder=tmp_path).source.startswith(str(only_file(tmp_path)))

@@ -279,7 +279,7 @@ TINY = {
     "data.num_synthetic_samples": 96,
     "data.image_size": 16,
     "data.probe_seconds": 0,
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 16,
     "batch.microbatch_size": 4,
     "batch.bn_span": 4,

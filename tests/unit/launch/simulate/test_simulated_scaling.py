@@ -316,7 +316,7 @@ def test_resnet9_grows_with_its_width():
     from bigbatch.trainer.models.resnet9 import resnet9
 
     for width in (16, 64, 128):
-        config = load_config(["--config", "quickstart", "--model.width", str(width)])
+        config = load_config(["--config", "quickstart", "--model.options.width", str(width)])
         held = sum(p.numel() for p in resnet9(num_classes=10, width=width).parameters())
         assert shape_of(config.model).num_parameters == pytest.approx(held, rel=0.02)
 
@@ -516,8 +516,6 @@ def test_arguments_are_read_and_refused():
                 "dgx_a100",
                 "--model.name",
                 "timm:resnet18",
-                "--model.zero_gamma",
-                "null",
             ],
             ("timm",),
         ),

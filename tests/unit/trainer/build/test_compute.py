@@ -265,7 +265,7 @@ def quickstart(*words: str) -> Config:
     synthetic = ("--data.loader=synthetic", "--data.num_synthetic_samples=64", "--data.image_size=16")
     batch = ("--batch.global_batch_size=24", "--batch.microbatch_size=4", "--batch.bn_span=2")
     options = [f"--compute.{word}" for word in words]
-    return load_config(["--config", "quickstart", "--model.width=2", *synthetic, *batch, *options])
+    return load_config(["--config", "quickstart", "--model.options.width=2", *synthetic, *batch, *options])
 
 
 def parts_of(config: Config) -> Any:

@@ -31,19 +31,17 @@ SGDScheduleFree = pytest.importorskip("schedulefree").SGDScheduleFree
 
 LR = 0.1
 MUON = {"vector_lr_factor": 0.5, "newton_schulz_steps": 3, "newton_schulz_precision": "fp32"}
-SHAMPOO = {"block_size": 3, "root_every_steps": 2, "factor_decay": 0.9, "eps": 1e-4}
-OF_ALL = {**MUON, **SHAMPOO}
+SHAMPOO = {"block_size": 3, "root_every_steps": 2, "factor_decay": 0.9}
+OF_ALL = {**MUON, **SHAMPOO, "eps": 1e-4}
 """Settings of the whole optimizer, not of a group."""
-NULLS = dict.fromkeys(
-    ("momentum", "nesterov", "trust_coefficient", "momentum_form", "betas", "options", *MUON, *SHAMPOO)
-)
+NULLS = dict.fromkeys(("momentum", "nesterov", "trust_coefficient", "momentum_form", "betas", "eps", "options"))
 SETTINGS: dict[str, dict[str, Any]] = {
     "lars": {"momentum": 0.9, "nesterov": True, "trust_coefficient": 0.01, "momentum_form": "lr_outside", "eps": 0.1},
     "lamb": {"betas": (0.8, 0.9), "eps": 1e-5},
     "sgd": {"momentum": 0.9, "nesterov": False},
     "adamw": {"betas": (0.8, 0.9), "eps": 1e-5},
-    "muon": {"momentum": 0.9, "nesterov": True, **MUON},
-    "shampoo": {"momentum": 0.9, "nesterov": True, **SHAMPOO},
+    "muon": {"momentum": 0.9, "nesterov": True, "options": MUON},
+    "shampoo": {"momentum": 0.9, "nesterov": True, "eps": 1e-4, "options": SHAMPOO},
     "schedulefree.SGDScheduleFree": {"options": {"momentum": 0.8, "warmup_steps": 3}},
     "torch.optim.Adagrad": {"options": {"lr_decay": 0.01}},
 }
@@ -89,7 +87,7 @@ def test_make_optimizer_hands_shampoos_settings_on() -> None:
 
 
 def test_make_optimizer_hands_muons_settings_on() -> None:
-    optimizer: Any = make("muon", nesterov=False, newton_schulz_precision="bf16")[0]
+    optimizer: Any = make("muon", nesterov=False, options={**MUON, "newton_schulz_precision": "bf16"})[0]
     assert (optimizer._steps, optimizer._precision) == (3, "bf16")
     assert [group["nesterov"] for group in optimizer.param_groups] == [False, False]
 
@@ -100,7 +98,8 @@ def test_make_optimizer_hands_settings_on(name: str) -> None:
     decaying, other = optimizer.param_groups
     assert (decaying["weight_decay"], other["weight_decay"]) == (0.01, 0.0)
     assert decaying["names"] == ["0.weight", "2.weight"]
-    stated = SETTINGS[name].get("options") or SETTINGS[name]
+    stated = {**SETTINGS[name], **SETTINGS[name].get("options", {})}
+    stated.pop("options", None)
     for group in (decaying, other):
         assert group["lr"] == LR
         of_groups = {key: value for key, value in stated.items() if key not in OF_ALL or key in group}

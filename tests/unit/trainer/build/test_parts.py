@@ -140,7 +140,7 @@ def test_make_plan_takes_a_run_that_is_at_its_end(tmp_path: Path) -> None:
 def test_make_schedule_may_end_its_decay_before_the_run(decay: str, num_decaying: int, tmp_path: Path) -> None:
     """24 epochs of 8 steps, of which 2 warm up; then a straight line down, and end_lr from there on."""
     config = cifar10(tmp_path)
-    line = {"name": "polynomial", "base_lr": 0.5, "warmup_epochs": 2.0, "end_lr": 0.1, "power": 1.0}
+    line = {"name": "polynomial", "base_lr": 0.5, "warmup_epochs": 2.0, "end_lr": 0.1, "options": {"power": 1.0}}
     decay_epochs = None if decay == "null" else float(decay)
     config = replace(config, schedule=replace(config.schedule, **line, decay_epochs=decay_epochs))
     plan = make_plan(config, one_rank(), num_samples=32, first_step=0)
@@ -209,7 +209,7 @@ def test_digest_of_the_samples_is_that_of_classes_and_labels(tmp_path: Path) -> 
 
 
 def quickstart(*words: str) -> Config:
-    return load_config(["--config", "quickstart", "--model.width=2", *(f"--{word}" for word in words)])
+    return load_config(["--config", "quickstart", "--model.options.width=2", *(f"--{word}" for word in words)])
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,6 @@ def quickstart(*words: str) -> Config:
         (
             [
                 "model.name=torchvision:resnet18",
-                *(f"model.{key}=null" for key in ("width", "pool_first", "logit_scale")),
             ],
             False,
         ),
@@ -276,8 +275,8 @@ def test_resident_pictures_lie_where_the_config_states(
 @pytest.mark.parametrize("zero_gamma", [True, False])
 @pytest.mark.parametrize("blurpool", [True, False])
 def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> None:
-    words = ["model.name=resnet18", "model.width=null", "model.pool_first=null", "model.logit_scale=null"]
-    words += [f"model.zero_gamma={zero_gamma}", f"model.blurpool={blurpool}"]
+    words = ["model.name=resnet18"]
+    words += [f"model.options.zero_gamma={zero_gamma}", f"model.options.blurpool={blurpool}"]
     config = load_config(["--config", "quickstart", *(f"--{word}" for word in words)])
     model = make_model(config, one_rank())
     scales = [block.bn2.weight for stage in (model.layer1, model.layer4) for block in stage]  # type: ignore[union-attr]
@@ -287,7 +286,7 @@ def test_options_of_the_resnets_reach_them(zero_gamma: bool, blurpool: bool) -> 
 
 def test_start_of_the_weights_is_the_one_that_the_config_names() -> None:
     """Of the resnet9: a convolution of 3 x 3 from 32 channels to 64, and the classifier."""
-    words = ["model.width=16", "model.init=xavier", "model.linear_std=0.5", "data.num_classes=100"]
+    words = ["model.options.width=16", "model.init=xavier", "model.linear_std=0.5", "data.num_classes=100"]
     model = make_model(load_config(["--config", "quickstart", *(f"--{word}" for word in words)]), one_rank())
     convolution = next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.weight.shape[:2] == (64, 32))
     head = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))

@@ -233,7 +233,7 @@ def test_a_run_removes_its_copy_if_it_is_asked_to(tmp_path: Path, keep: bool) ->
     target, root = tmp_path / "local", packed(tmp_path)
     words = {"data.root": root, "data.stage": target, "data.keep_staged": str(keep).lower(), "data.num_classes": 1}
     words |= {f"batch.{name}": 1 for name in ("global_batch_size", "microbatch_size", "bn_span")}
-    words |= {"data.loader": "torchvision", "data.image_size": 16, "data.probe_seconds": 0, "model.width": 4}
+    words |= {"data.loader": "torchvision", "data.image_size": 16, "data.probe_seconds": 0, "model.options.width": 4}
     words |= {"run.epochs": 1, "schedule.warmup_epochs": 0.5, "run.directory": tmp_path / "run"}
     options = (f"--{key}={value}" for key, value in words.items())
     done = subprocess.run(

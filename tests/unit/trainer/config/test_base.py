@@ -111,7 +111,8 @@ def test_load_config_takes_a_run_folder_by_another_algorithm(tmp_path):
         ({"optimizer.name": "adamw"}, {"optimizer.momentum": None, "optimizer.betas": (0.9, 0.999)}),
         ({"optimizer.name": "a.B"}, {"optimizer.momentum": None, "optimizer.eps": None}),
         ({"optimizer.precision": "fp16"}, {"optimizer.loss_scale": 65536.0, "optimizer.loss_scale_growth_steps": 2000}),
-        ({"model.name": "resnet9"}, {"model.width": 64, "model.celu_alpha": None, "model.zero_gamma": None}),
+        ({"model.name": "resnet50"}, {"model.options": {"zero_gamma": True, "blurpool": False}}),
+        ({"model.name": "timm:resnet18"}, {"model.options": None}),
         ({"optimizer.name": "adamw", "optimizer.momentum": 0.5}, {"optimizer.momentum": 0.5}),
         ({"optimizer.momentum": None}, {"optimizer.momentum": None}),
     ],
@@ -123,11 +124,47 @@ def test_with_defaults_gives_them_where_their_key_has_a_meaning(stated, expected
     assert tuple(values) == tuple(KEYS)
 
 
-def test_load_config_refuses_a_key_without_a_meaning_wherever_it_is_stated(tmp_path):
-    recipe = write(tmp_path / "recipe.yaml", "optimizer:\n  trust_coefficient: 0.001\n")
-    message = refusal("--config", recipe, "--optimizer.name", "sgd")
-    assert re.search(naming("optimizer.trust_coefficient=0.001 ", "optimizer.name=sgd"), message)
-    assert load_config(["--config", recipe]).optimizer.trust_coefficient == 0.001
+def test_load_config_drops_what_a_file_states_for_another_choice(tmp_path):
+    """A recipe of LARS, trained by SGD: its trust coefficient goes. What one file states of its own choice stays."""
+    recipe = write(tmp_path / "recipe.yaml", "optimizer:\n  trust_coefficient: 0.002\n")
+    assert load_config(["--config", recipe]).optimizer.trust_coefficient == 0.002
+    assert load_config(["--config", recipe, "--optimizer.name", "sgd"]).optimizer.trust_coefficient is None
+    message = refusal("--config", recipe, "--optimizer.name", "sgd", "--optimizer.trust_coefficient", "0.1")
+    assert re.search(naming("optimizer.trust_coefficient=0.1 ", "optimizer.name=sgd"), message)
+
+
+def test_load_config_merges_options_of_one_choice_and_drops_those_of_another(tmp_path):
+    base = write(tmp_path / "base.yaml", "model:\n  name: resnet9\n  options:\n    width: 16\n")
+    recipe = write(tmp_path / "recipe.yaml", "base: base.yaml\nmodel:\n  options:\n    pool_first: false\n")
+    held = load_config(["--config", recipe, "--model.options.celu_alpha", "0.3"]).model.options
+    assert (held["width"], held["pool_first"], held["celu_alpha"]) == (16, False, 0.3)
+    resolved = resolve(["--config", recipe, "--model.name", "resnet18"])
+    assert resolved.config.model.options == {"zero_gamma": True, "blurpool": False}
+    assert resolved.origins["model.options"] == "default"
+    assert load_config(["--config", base, "--model.options", "null"]).model.options["width"] == 64
+
+
+def test_load_config_takes_keys_that_became_options_and_says_so(tmp_path, capsys):
+    recipe = write(tmp_path / "recipe.yaml", "model:\n  name: resnet9\n  width: 16\n")
+    config = load_config(["--config", recipe, "--model.pool_first", "false", "--model.celu_alpha", "null"])
+    assert (config.model.options["width"], config.model.options["pool_first"]) == (16, False)
+    told = capsys.readouterr().err
+    assert "model.width is model.options.width now" in told
+    assert "model.pool_first is model.options.pool_first now" in told
+
+
+def test_load_config_of_an_older_run_folder(tmp_path):
+    """It states keys that became options, null for other models', and keys that are no more."""
+    older = yaml.safe_load(dump_config(load_config(["--config", "quickstart"])))
+    del older["model"]["options"], older["schedule"]["options"]
+    older["model"] |= {"options": None, "width": 8, "zero_gamma": None, "logit_scale": 0.5, "whitening_eps": None}
+    older["schedule"] |= {"power": 1.0, "gamma": None}
+    older["comm"]["max_ctas"] = None
+    older["run"]["wandb_options"] = {"project": "p"}
+    write(tmp_path / config_file.RUN_CONFIG, yaml.safe_dump(older))
+    config = load_config(["--config", str(tmp_path)])
+    assert config.model.options | {"width": 8, "logit_scale": 0.5} == config.model.options
+    assert config.schedule.options == {"power": 1.0}
 
 
 def test_load_config_asks_for_a_key_that_a_choice_needs_and_that_has_no_default(tmp_path):
@@ -154,7 +191,9 @@ def test_recipe_states_what_makes_it_that_recipe(path):
     held |= {key: value for key, value in with_defaults(below).items() if key in deciders}
     for section, values in content.items():
         for name in values:
-            commented = re.search(rf"^  {name}: .* # |^ +#.*\n  {name}: ", text[text.index(f"\n{section}:") :], re.M)
+            commented = re.search(
+                rf"^  {name}:.* # |^ +#.*\n  {name}: |^  {name}:\n    .* # ", text[text.index(f"\n{section}:") :], re.M
+            )
             assert commented or stated[f"{section}.{name}"] != held[f"{section}.{name}"], f"{section}.{name}"
 
 
@@ -167,9 +206,6 @@ def test_resolve_names_origins_that_exist():
             assert (
                 kind != "default"
                 or key == "run.directory"
-                or lookup(resolved.config, key)
-                in (
-                    None,
-                    KEYS[key].default,
-                )
+                or key.endswith(".options")
+                or lookup(resolved.config, key) in (None, KEYS[key].default)
             )

@@ -14,6 +14,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import file as config_file
 from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.file import dump_config, find_config, flatten, load_config, packaged_configs, resolve
+from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, spread
 from bigbatch.trainer.config.names import ELSEWHERE, OTHERS_NAMES
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.config.schema import KEYS, all_keys, lookup, with_defaults
@@ -108,7 +109,7 @@ def test_load_config_of_a_packaged_one_is_complete_and_comes_back(name, write_te
     config = load_config(["--config", name])
     stated = yaml.safe_load((config_file.PACKAGED / f"{name}.yaml").read_text())
     stated.pop("base", None)
-    for key, value in flatten(stated).items():
+    for key, value in spread(flatten(stated)).items():
         assert json.loads(json.dumps(lookup(config, key))) == value, key  # with lists for tuples
     dumped = flatten(yaml.safe_load(dump_config(config)))
     assert tuple(dumped) == all_keys()
@@ -155,15 +156,14 @@ def test_load_config_takes_options_of_every_form():
         "--comm.group_size": "2",
         "--schedule.name": "step",
         "--schedule.end_lr": "null",
-        "--schedule.power": "null",
-        "--schedule.gamma": "1e-1",
-        "--schedule.milestone_epochs": "[3, 4.5]",
+        "--schedule.options.gamma": "1e-1",
+        "--schedule.options.milestone_epochs": "[3, 4.5]",
     }
     config = load_config(["--config", "quickstart", *(word for pair in options.items() for word in pair)])
     assert config.data.mean == (0.1, 0.2, 0.3)
     assert config.data.flip is False
     assert config.comm.group_size == 2
-    assert (config.schedule.gamma, config.schedule.milestone_epochs) == (0.1, (3.0, 4.5))
+    assert config.schedule.options == {"gamma": 0.1, "milestone_epochs": (3.0, 4.5)}
 
 
 @pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.0e-4", "1.e-4", "0.0001", ".0001"])
@@ -181,7 +181,6 @@ def test_load_config_reads_numbers_that_yaml_1_1_reads_as_text(number, write):
         ("batch.microbatch_size", "1e6", "1000000.0", "int"),
         ("optimizer.weight_decay", "small", "small", "float"),
         ("data.flip", "maybe", "maybe", "bool"),
-        ("model.width", "wide", "wide", "int or null"),
         ("model.partial_weights", "conv1.*", "conv1.*", "[str, ...] or null"),
         ("data.mean", "[0.5, 0.5]", "[0.5, 0.5]", "[float, float, float]"),
         (
@@ -270,7 +269,7 @@ def test_load_config_leads_from_the_names_of_others(option, words):
 
 def test_names_of_others_lead_to_keys():
     assert not set(ELSEWHERE) & {*OTHERS_NAMES, *(key.name for key in KEYS.values())}
-    assert set(OTHERS_NAMES.values()) <= set(KEYS)
+    assert set(OTHERS_NAMES.values()) <= {*KEYS, *OPTION_KEYS}
     assert not set(OTHERS_NAMES) & {key.name for key in KEYS.values()}
 
 
@@ -298,7 +297,9 @@ def test_load_config_refuses_an_unknown_key_in_yaml(write_text):
     assert re.search(naming(f"{path}: ", " optimiser;", " optimizer"), refusal("--config", path))
 
 
-@pytest.mark.parametrize("key", sorted(set(all_keys()) - {key.decider for key in KEYS.values()}))
+@pytest.mark.parametrize(
+    "key", sorted(set(all_keys()) - {key.decider for key in KEYS.values()} - {f"{section}.name" for section in KINDS})
+)
 def test_load_config_from_before_a_key_takes_its_default(key, write_text):
     sections = yaml.safe_load(dump_config(load_config(["--config", "quickstart"])))
     section, _, field = key.partition(".")
@@ -414,7 +415,7 @@ def test_load_config_wants_exactly_one():
     [
         ("--batch.bn_span", "7", "batch.bn_span=7 "),
         ("--run.epochs", "-1", "run.epochs=-1 "),
-        ("--model.width", "null", "model.width is null, "),
+        ("--comm.buffer_bytes", "null", "comm.buffer_bytes is null, "),
     ],
 )
 def test_load_config_gives_the_checks_as_they_are(option, value, expected, write):
@@ -432,6 +433,7 @@ def test_help_names_every_key_and_its_docstring(capsys, monkeypatch):
         assert f" --{key} " in text
     docstrings = inspect.getsource(config_sections).split('"""')[3::2]  # [1] is the module's
     assert len(docstrings) == len(all_keys()) + 9
+    assert all(f" --{option} " in text for option in OPTION_KEYS)
     for docstring in docstrings:
         assert " ".join(docstring.split()).rstrip(".") in text
     assert "bigbatch train --config NAME_OR_FILE" in text
@@ -457,7 +459,9 @@ def test_help_offers_nothing_that_is_refused(capsys):
         load_config(["--config", "quickstart", "--help"])
     options = capsys.readouterr().out.split("options:")[1].split("example:")[0]
     offered = {word.rstrip(",") for word in options.split() if word.startswith("--")}
-    assert offered == {"--config", "--help", "--trust-code", *FLAGS} | {f"--{key}" for key in all_keys()}
+    assert offered == {"--config", "--help", "--trust-code", *FLAGS} | {
+        f"--{key}" for key in (*all_keys(), *OPTION_KEYS)
+    }
 
 
 def test_find_config_takes_a_file_here_before_a_packaged_name(monkeypatch, tmp_path):

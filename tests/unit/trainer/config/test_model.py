@@ -10,8 +10,7 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.sections import MODELS
 from tests.unit.trainer.config.test_schema import make_config, refusal
 
-NULLS = dict.fromkeys(("width", "pool_first", "logit_scale", "zero_gamma", "blurpool"))
-FOREIGN = {**{f"model.{key}": None for key in NULLS}, "model.name": "no_such_package.models.Net"}
+FOREIGN = {"model.name": "no_such_package.models.Net"}
 
 
 @pytest.mark.parametrize("name", ["no_such_package.Net", "timm:resnet50.a1_in1k", "torchvision:resnet18"])
@@ -34,11 +33,6 @@ def test_model_name_is_not_foreign_by_a_sign_alone(name: str) -> None:
     assert " timm:resnet18, " in message
 
 
-def test_model_options_are_those_of_foreign_ones() -> None:
-    named = naming("model.options={'width': 3} ", "model.name=", "null")
-    assert re.search(named, refusal({"model.options": {"width": 3}}))
-
-
 @pytest.mark.parametrize(
     ("argument", "key"),
     [
@@ -59,7 +53,7 @@ def test_model_of_another_package_has_no_known_blocks() -> None:
 
 
 def test_model_options_go_through_a_command_line_and_a_file(tmp_path) -> None:
-    words = [f"--model.{key}=null" for key in NULLS] + ["--model.name=own.Net", '--model.options={"a": null, "b": [1]}']
+    words = ["--model.name=own.Net", '--model.options={"a": null}', "--model.options.b=[1]"]
     config = load_config(["--config", "quickstart", *words])
     assert config.model.options == {"a": None, "b": [1]}
     (tmp_path / "saved.yaml").write_text(dump_config(config))

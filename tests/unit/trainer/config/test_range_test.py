@@ -15,7 +15,7 @@ from bigbatch.trainer.tune.range.curve import Suggestion
 from bigbatch.trainer.tune.range.report import range_record
 
 RESIDENT = ("--data.loader=resident", "--data.crop=padded", "--data.crop_area_min=null")
-ONE_CYCLE = ("--config", "quickstart", "--schedule.name=one_cycle", "--schedule.power=null")
+ONE_CYCLE = ("--config", "quickstart", "--schedule.name=one_cycle")
 
 
 def write_test(folder: Path, *overrides: str, rate: float | None = 2.5) -> Path:
@@ -42,7 +42,10 @@ def test_the_peak_is_what_the_range_test_suggests(place: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["--model.width=8"], ("another recipe", "model.width=8 there and 16 here", "repeat bigbatch tune range")),
+        (
+            ["--model.options.width=8"],
+            ("another recipe", "model.options.width=8 there and 16 here", "repeat bigbatch tune range"),
+        ),
         (["--data.mean=[0, 0, 0]"], ("data.mean=[0.0, 0.0, 0.0] there and [0.5, 0.5, 0.5] here",)),
         (["--optimizer.momentum=0.5"], ("optimizer.momentum=0.5 there and 0.9 here",)),
         (["--batch.global_batch_size=1024"], ("batch.global_batch_size=1024 there and 512 here",)),
@@ -115,15 +118,15 @@ def test_a_pipe_that_nobody_writes_to_is_no_range_test(tmp_path: Path) -> None:
         load_config([*ONE_CYCLE, f"--schedule.range_test={tmp_path}"])
 
 
-CYCLIC = ("--schedule.name=cyclic", "--schedule.power=null", "--schedule.warmup_epochs=0")
+CYCLIC = ("--schedule.name=cyclic", "--schedule.warmup_epochs=0")
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ([*CYCLIC[:2]], ("schedule.warmup_epochs=2 has no meaning", "set it to 0")),
+        ([CYCLIC[0]], ("schedule.warmup_epochs=2 has no meaning", "set it to 0")),
         ([*CYCLIC, "--schedule.decay_epochs=3"], ("schedule.decay_epochs=3 ", "schedule.name=cyclic")),
-        ([*CYCLIC, "--schedule.cycle_epochs=13"], ("schedule.cycle_epochs=13 exceeds run.epochs=12",)),
+        ([*CYCLIC, "--schedule.options.cycle_epochs=13"], ("schedule.options.cycle_epochs=13 exceeds run.epochs=12",)),
         (["--schedule.low_momentum=0.9"], ("schedule.low_momentum=0.9 must be below optimizer.momentum=0.9",)),
         (["--schedule.low_momentum=0.5", "--compute.cuda_graph=true"], ("set compute.cuda_graph to false",)),
         (

@@ -73,7 +73,7 @@ def test_refusals_come_all_at_once(tmp_path: Path) -> None:
         ("mine.yaml", "run.epochz", "run.epochs"),
         ("run.seed=-1", "0 or more"),
         ("mine.yaml", "optimiser", "optimizer"),
-        ("model.width=wide", "int"),
+        ("model.options.width=wide", "int"),
         ("batch.global_batch_size=96", "batch.microbatch_size=128"),
         ("schedule.end_lr=100", "schedule.base_lr=8"),
     )

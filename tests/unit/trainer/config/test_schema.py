@@ -9,6 +9,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
+from error_texts import naming
 
 import bigbatch.trainer
 from bigbatch.comm.algorithms import ALGORITHMS
@@ -17,6 +18,7 @@ from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.augment import SMALLEST_IMAGE
+from bigbatch.trainer.config.kinds import KINDS, complete, fold
 from bigbatch.trainer.config.schema import KEYS, Config, all_keys, lookup, with_defaults
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.models.resnet import ResNet
@@ -46,11 +48,10 @@ BASE = with_defaults(
         "data.prefetch_batches": 1,
         "data.patience_seconds": 0.25,
         "data.max_megapixels": 178.0,
-        "data.hardware_share": 0.5,
         "data.bind_numa": False,
         "data.probe_seconds": 0.0,
         "model.name": "resnet9",
-        "model.width": 8,
+        "model.options.width": 8,
         "batch.microbatch_size": 64,
         "optimizer.weight_decay": 0.0,
         "schedule.warmup_epochs": 2.0,
@@ -61,14 +62,10 @@ BASE = with_defaults(
         "comm.timeout_seconds": 2.5,
     }
 )
-ALEXNET = "model.name=alexnet_bn"
-NOT_RESNET9 = {"model.width": None, "model.pool_first": None, "model.logit_scale": None}
 STEP = {
     "schedule.name": "step",
     "schedule.end_lr": None,
-    "schedule.power": None,
-    "schedule.gamma": 0.1,
-    "schedule.milestone_epochs": (4.0, 8.0),
+    "schedule.options": {"gamma": 0.1, "milestone_epochs": (4.0, 8.0)},
 }
 TUNED = {
     "comm.table": "tuned.json",
@@ -81,7 +78,12 @@ RESIDENT = {"data.loader": "resident", "data.resident_on": "device", "data.crop"
 
 
 def make_config(changes: dict[str, object] | None = None) -> Config:
-    values = {**BASE, **(changes or {})}
+    changes = fold(changes or {})
+    values = {**BASE, **changes}
+    for section in KINDS:
+        name, options = f"{section}.name", f"{section}.options"
+        own = BASE[options] if values[name] == BASE[name] else changes.get(options)
+        values[options] = complete(section, values[name], {**(own or {}), **(changes.get(options) or {})})
     sections: dict[str, dict[str, object]] = {name: {} for name in SECTIONS}
     for key, value in values.items():
         section, _, name = key.partition(".")
@@ -126,11 +128,11 @@ POSITIVE = [
     ("data.prefetch_batches", 0),
     ("data.patience_seconds", 0.0),
     ("data.patience_seconds", float("inf")),
-    ("model.width", 0),
-    ("model.celu_alpha", 0.0),
-    ("model.norm_scale", -0.25),
-    ("model.logit_scale", 0.0),
-    ("model.whitening_eps", 0.0),
+    ("model.options.width", 0),
+    ("model.options.celu_alpha", 0.0),
+    ("model.options.norm_scale", -0.25),
+    ("model.options.logit_scale", 0.0),
+    ("model.options.whitening_eps", 0.0),
     ("batch.global_batch_size", 0),
     ("batch.microbatch_size", 0),
     ("batch.bn_span", 0),
@@ -140,13 +142,12 @@ POSITIVE = [
     ("schedule.base_lr", float("inf")),
     ("schedule.base_lr", float("nan")),
     ("schedule.decay_epochs", 0.0),
-    ("schedule.power", 0.0),
+    ("schedule.options.power", 0.0),
     ("comm.group_size", 0),
     ("comm.threshold_bytes", 0),
     ("comm.buffer_bytes", 0),
     ("comm.first_buffer_bytes", 0),
     ("comm.predivide", 0.0),
-    ("comm.max_ctas", 0),
     ("comm.warn_seconds", 0.0),
     ("comm.timeout_seconds", float("inf")),
 ]
@@ -173,9 +174,7 @@ NOT_NEGATIVE = [
     ("comm.timeline_steps", (-1, 3)),
 ]
 SHARES = [
-    ("data.hardware_share", -0.1, "at least 0 and at most 1"),
     ("data.mean", (0.5, 0.5, -0.5), "at least 0 and at most 1"),
-    ("data.hardware_share", 1.1, "at least 0 and at most 1"),
     ("data.crop_area_min", 0.0, "above 0 and at most 1"),
     ("data.crop_area_min", 1.5, "above 0 and at most 1"),
     ("data.eval_crop_fraction", 0.0, "above 0 and at most 1"),
@@ -201,7 +200,8 @@ def test_config_numbers_that_no_run_can_have_are_refused(key):
     """A clock overflows, or memory does; of fp32 what it cannot hold."""
     value = 10**9 + 1 if KEYS[key].kind is int else 1e9 + 1
     assert refusal({key: value}) == f"{key}={value} must be positive and at most 1e9"
-    assert refusal({"model.norm_scale": 3.5e38}) == "model.norm_scale=3.5e+38 must be positive and at most 3.4e38"
+    too_large = {"model.options.norm_scale": 3.5e38}
+    assert refusal(too_large) == "model.options.norm_scale=3.5e+38 must be positive and at most 3.4e38"
 
 
 def test_config_comm_choices_that_contradict_each_other():
@@ -215,9 +215,9 @@ def test_config_comm_choices_that_contradict_each_other():
 def test_config_ranges_of_keys_that_base_leaves_out():
     synthetic = {"data.loader": "synthetic", "data.num_synthetic_samples": 0}
     assert refusal(synthetic) == "data.num_synthetic_samples=0 must be positive and at most 1e9"
-    assert refusal({**STEP, "schedule.gamma": 0.0}) == "schedule.gamma=0.0 must be positive and finite"
-    negative = {**STEP, "schedule.milestone_epochs": (-1.0, 4.0)}
-    assert refusal(negative) == "schedule.milestone_epochs=(-1.0, 4.0) must be 0 or more, and finite"
+    assert refusal({**STEP, "schedule.options.gamma": 0.0}) == "schedule.options.gamma=0.0 must be positive and finite"
+    negative = {**STEP, "schedule.options.milestone_epochs": (-1.0, 4.0)}
+    assert refusal(negative) == "schedule.options.milestone_epochs=(-1.0, 4.0) must be 0 or more, and finite"
 
 
 def test_config_ranges_leave_no_number_unchecked():
@@ -237,22 +237,11 @@ def test_config_ranges_leave_no_number_unchecked():
     [
         ({"data.loader": "synthetic"}, "data.num_synthetic_samples", "data.loader=synthetic"),
         ({"data.crop_area_min": None}, "data.crop_area_min", "data.crop=resized"),
-        ({"model.width": None}, "model.width", "model.name=resnet9"),
-        ({"model.pool_first": None}, "model.pool_first", "model.name=resnet9"),
-        ({"model.name": "resnet18", **NOT_RESNET9}, "model.zero_gamma", "model.name=resnet18"),
-        (
-            {"model.name": "resnet152", **NOT_RESNET9, "model.zero_gamma": False},
-            "model.blurpool",
-            "model.name=resnet152",
-        ),
         ({"optimizer.trust_coefficient": None}, "optimizer.trust_coefficient", "optimizer.name=lars"),
         ({"optimizer.eps": None}, "optimizer.eps", "optimizer.name=lars"),
         ({"optimizer.momentum_form": None}, "optimizer.momentum_form", "optimizer.name=lars"),
         ({"schedule.end_lr": None}, "schedule.end_lr", "schedule.name=polynomial"),
         ({"schedule.name": "cosine", "schedule.end_lr": None}, "schedule.end_lr", "schedule.name=cosine"),
-        ({"schedule.power": None}, "schedule.power", "schedule.name=polynomial"),
-        ({**STEP, "schedule.milestone_epochs": None}, "schedule.milestone_epochs", "schedule.name=step"),
-        ({**STEP, "schedule.gamma": None}, "schedule.gamma", "schedule.name=step"),
     ],
 )
 def test_config_key_that_the_choice_needs(changes, key, decider):
@@ -264,15 +253,7 @@ def test_config_key_that_the_choice_needs(changes, key, decider):
     [
         ({"data.num_synthetic_samples": 5}, "data.num_synthetic_samples=5", "data.loader=torchvision"),
         ({**RESIDENT, "data.crop_area_min": 0.5}, "data.crop_area_min=0.5", "data.crop=padded"),
-        ({"model.name": "resnet50"}, "model.width=8", "model.name=resnet50"),
-        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.celu_alpha": 0.3}, "model.celu_alpha=0.3", ALEXNET),
-        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.norm_scale": 0.25}, "model.norm_scale=0.25", ALEXNET),
-        ({"model.name": "alexnet_bn", **NOT_RESNET9, "model.whitening_eps": 0.01}, "model.whitening_eps=0.01", ALEXNET),
-        ({"model.zero_gamma": False}, "model.zero_gamma=False", "model.name=resnet9"),
-        ({"model.blurpool": True}, "model.blurpool=True", "model.name=resnet9"),
         ({"optimizer.name": "sgd"}, "optimizer.trust_coefficient=0.001", "optimizer.name=sgd"),
-        ({"schedule.gamma": 0.5}, "schedule.gamma=0.5", "schedule.name=polynomial"),
-        ({"schedule.name": "one_cycle"}, "schedule.power=2.0", "schedule.name=one_cycle"),
         ({**STEP, "schedule.end_lr": 0.1}, "schedule.end_lr=0.1", "schedule.name=step"),
     ],
 )
@@ -299,11 +280,6 @@ def test_warning_comes_before_the_time_limit():
     assert len(told) == 2
     assert "comm.warn_seconds=15.5" in " ".join(told)
     make_config({"comm.warn_seconds": 15.0, "comm.timeout_seconds": 15.0, "data.patience_seconds": 5.0})
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_hardware_share_may_be_none_or_all(share):
-    assert make_config({"data.hardware_share": share}).data.hardware_share == share
 
 
 SYNTHETIC = {"data.loader": "synthetic", "data.num_synthetic_samples": 64}
@@ -389,6 +365,31 @@ def test_cutout_has_a_middle(size):
     make_config({"augment.cutout_size": size + 1})
 
 
+@pytest.mark.parametrize(
+    ("changes", "option", "choice"),
+    [
+        (
+            {"model.name": "alexnet_bn", "data.image_size": 63, "model.options.width": 8},
+            "model.options.width",
+            "takes no options",
+        ),
+        ({"model.name": "resnet50", "model.options.width": 8}, "model.options.width", "takes zero_gamma, blurpool"),
+        ({"model.options.blurpool": True}, "model.options.blurpool", "takes width, pool_first"),
+        ({"optimizer.options": {"block_size": 8}}, "optimizer.options.block_size", "takes no options"),
+        ({"schedule.options.gamma": 0.5}, "schedule.options.gamma", "takes power"),
+    ],
+)
+def test_config_option_of_another_choice_is_refused(changes, option, choice):
+    assert re.search(naming(f"{option} has no meaning with {option.partition('.')[0]}.name=", choice), refusal(changes))
+
+
+def test_config_option_that_is_misspelt_or_of_another_type_is_refused():
+    assert refusal({"model.options.widht": 8}).endswith("; the nearest is width")
+    assert refusal({"model.options.width": "wide"}) == "model.options.width=wide must be int"
+    assert refusal({"model.options.width": None}) == "model.options.width=None must be int"
+    assert make_config({"model.options.logit_scale": 1}).model.options["logit_scale"] == 1.0
+
+
 @pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
 def test_mixup_and_cutmix_need_another_image(key):
     message = refusal({key: 0.2, "batch.bn_span": 1})
@@ -416,15 +417,17 @@ def test_schedule_fits_the_run():
 
 @pytest.mark.parametrize("milestones", [(8.0, 4.0), (4.0, 4.0), (1.0, 4.0)])
 def test_milestones_rise_and_the_ones_named_are_legal(milestones):
-    message = refusal({**STEP, "schedule.milestone_epochs": milestones})
-    assert message.startswith(f"schedule.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs=2.0")
+    message = refusal({**STEP, "schedule.options.milestone_epochs": milestones})
+    assert message.startswith(
+        f"schedule.options.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs=2.0"
+    )
     named = re.search(r"on: \[(.*)\] does", message)
-    make_config({**STEP, "schedule.milestone_epochs": tuple(float(m) for m in named.group(1).split(", "))})
+    make_config({**STEP, "schedule.options.milestone_epochs": tuple(float(m) for m in named.group(1).split(", "))})
 
 
 @pytest.mark.parametrize("name", ["polynomial", "cosine", "one_cycle"])
 def test_decay_epochs_end_within_the_run(name):
-    form = {"schedule.name": name, "schedule.power": 2.0 if name == "polynomial" else None}
+    form = {"schedule.name": name}
     make_config({**form, "schedule.decay_epochs": 8.0})  # after the 2 of warm-up
     make_config({**form, "schedule.decay_epochs": 0.5})
     assert refusal({**form, "schedule.decay_epochs": 8.5}) == (
@@ -441,10 +444,11 @@ def test_decay_epochs_are_not_of_steps():
 
 def test_milestones_lie_within_the_run():
     """The first step at a milestone has the lower rate: one at the last epoch's end comes too late."""
-    assert refusal({**STEP, "schedule.milestone_epochs": (4.0, 8.0, 10.0, 12.0)}) == (
-        "schedule.milestone_epochs=[4.0, 8.0, 10.0, 12.0] reaches past the end of run.epochs=10: [4.0, 8.0] does not"
+    assert refusal({**STEP, "schedule.options.milestone_epochs": (4.0, 8.0, 10.0, 12.0)}) == (
+        "schedule.options.milestone_epochs=[4.0, 8.0, 10.0, 12.0] reaches past the end of run.epochs=10: [4.0, 8.0] "
+        "does not"
     )
-    make_config({**STEP, "schedule.milestone_epochs": (4.0, 9.9)})
+    make_config({**STEP, "schedule.options.milestone_epochs": (4.0, 9.9)})
 
 
 @pytest.mark.parametrize(("every", "offset"), [(1, 1), (4, 4), (4, 7)])
@@ -467,11 +471,8 @@ def test_resnets_are_those_that_are_built_as_such():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_smallest_image_is_the_smallest_that_the_model_takes(name):
-    changes = {} if name == "resnet9" else dict(NOT_RESNET9)
-    if name in config_sections.RESNETS:
-        changes |= {"model.zero_gamma": True, "model.blurpool": False}
     smallest = SMALLEST_IMAGE.get(name, 1)
-    make_config({"model.name": name, "data.image_size": smallest, **changes})
+    make_config({"model.name": name, "data.image_size": smallest})
     model = MODELS[name](num_classes=3).eval()
     with torch.no_grad():
         model(torch.zeros(1, 3, smallest, smallest))
@@ -479,16 +480,13 @@ def test_smallest_image_is_the_smallest_that_the_model_takes(name):
             return
         with pytest.raises(RuntimeError, match="too small"):
             model(torch.zeros(1, 3, smallest - 1, smallest - 1))
-    too_small = refusal({"model.name": name, "data.image_size": smallest - 1, **changes})
+    too_small = refusal({"model.name": name, "data.image_size": smallest - 1})
     assert too_small.endswith(f"is too small for model.name={name}: give at least {smallest}")
 
 
 def test_randaugment_needs_a_few_pixels():
     ops = {
         "model.name": "resnet18",
-        **NOT_RESNET9,
-        "model.zero_gamma": True,
-        "model.blurpool": False,
         "augment.randaugment_ops": 2,
         "augment.randaugment_magnitude": 9,
     }

@@ -12,14 +12,21 @@ def test_short_run_shrinks_what_is_stated_in_epochs(tmp_path):
     long = load_config(
         [
             *("--config", "imagenette", "--run.epochs", "20", "--data.train_sizes", "[[0,128],[1,144],[15,160]]"),
-            *("--schedule.name", "step", "--schedule.milestone_epochs", "[10,15]", "--schedule.gamma", "0.1"),
-            *("--schedule.end_lr", "null", "--schedule.power", "null", "--schedule.warmup_epochs", "2"),
+            *(
+                "--schedule.name",
+                "step",
+                "--schedule.options.milestone_epochs",
+                "[10,15]",
+                "--schedule.options.gamma",
+                "0.1",
+            ),
+            *("--schedule.end_lr", "null", "--schedule.warmup_epochs", "2"),
         ]
     )
     short = shorten(long, epochs=4, evaluate_each=True, directory=tmp_path)
     assert (short.run.epochs, short.run.eval_every_epochs, short.run.directory) == (4, 1, str(tmp_path))
     assert short.schedule.warmup_epochs == pytest.approx(0.4)
-    assert short.schedule.milestone_epochs == pytest.approx((2, 3))
+    assert short.schedule.options["milestone_epochs"] == pytest.approx((2, 3))
     assert short.data.train_sizes == ((0, 144), (3, 160))  # the second size falls on epoch 0.2
     assert shorten(long, epochs=4, evaluate_each=False, directory=tmp_path).run.eval_every_epochs == 4
 

@@ -15,7 +15,7 @@ from bigbatch.trainer.in_python import train
 from bigbatch.trainer.models.foreign import make_foreign
 
 KEYS: dict[str, Callable[[str], list[str]]] = {
-    "model.name": lambda name: [f"--model.name={name}", "--model.width=null"],
+    "model.name": lambda name: [f"--model.name={name}"],
     "optimizer.name": lambda name: [f"--optimizer.name={name}", "--optimizer.trust_coefficient=null"],
     "optimizer.loss": lambda name: [
         f"--optimizer.loss={name}",

@@ -43,7 +43,7 @@ SMALL = {
     "data.loader": "torchvision",
     "data.image_size": 16,
     "data.bind_numa": False,
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 16,
     "batch.microbatch_size": 4,
     "batch.bn_span": 4,

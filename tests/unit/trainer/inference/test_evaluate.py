@@ -22,13 +22,12 @@ from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
 from bigbatch.trainer.models import MODELS
 
-NOT_RESNET9 = {"model.width": None, "model.pool_first": None, "model.logit_scale": None}
-RESNET = {**NOT_RESNET9, "model.zero_gamma": True, "model.blurpool": False}
+RESNET = {"model.options.zero_gamma": True, "model.options.blurpool": False}
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # model: (its keys, what its function takes)
     "resnet18": (RESNET, {}),
-    "alexnet_bn": (NOT_RESNET9, {}),
-    "resnet9": ({"model.width": 4}, {"width": 4}),
+    "alexnet_bn": ({}, {}),
+    "resnet9": ({"model.options.width": 4}, {"width": 4}),
 }
 
 

@@ -28,24 +28,28 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SIZE = 32
 SMALL = ["--data.root=none", "--data.image_size=32"]
-NOT_RESNET9 = ["--model.width=null", "--model.pool_first=null", "--model.logit_scale=null"]
 MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "resnet9": ({"width": 2}, ["--model.width=2"]),
+    "resnet9": ({"width": 2}, ["--model.options.width=2"]),
     "resnet18": (
         {},
-        ["--model.name=resnet18", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=false"],
+        ["--model.name=resnet18", "--model.options.zero_gamma=true", "--model.options.blurpool=false"],
     ),
     "resnet50": (
         {},
-        ["--model.name=resnet50", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=false"],
+        ["--model.name=resnet50", "--model.options.zero_gamma=true", "--model.options.blurpool=false"],
     ),
     "bag of tricks": (
         {"width": 2, "celu_alpha": 0.3, "norm_scale": 1.0, "is_whitened": True},
-        ["--model.width=2", "--model.celu_alpha=0.3", "--model.norm_scale=1", "--model.whitening_eps=0.01"],
+        [
+            "--model.options.width=2",
+            "--model.options.celu_alpha=0.3",
+            "--model.options.norm_scale=1",
+            "--model.options.whitening_eps=0.01",
+        ],
     ),
     "blurred": (
         {"blurpool": True},
-        ["--model.name=resnet18", *NOT_RESNET9, "--model.zero_gamma=true", "--model.blurpool=true"],
+        ["--model.name=resnet18", "--model.options.zero_gamma=true", "--model.options.blurpool=true"],
     ),
 }
 
@@ -221,7 +225,12 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("resnet9", "torchvision", "a.pth", "torchvision has no resnet9: choose --format safetensors, onnx or "),
         ("resnet9", "timm", "a.pth", "timm has no resnet9: choose --format safetensors, onnx or torch_export"),
-        ("blurred", "timm", "a.pth", "timm's resnet18 does not blur and this one does (model.blurpool): choose "),
+        (
+            "blurred",
+            "timm",
+            "a.pth",
+            "timm's resnet18 does not blur and this one does (model.options.blurpool): choose ",
+        ),
         ("resnet9", "onnx", "a.pth", "onnx writes .onnx; name it "),
         ("resnet9", "torch_export", "a", "torch_export writes .pt2; name it "),
         ("resnet9", "safetensors", "a.pth", "safetensors writes .safetensors; name it "),

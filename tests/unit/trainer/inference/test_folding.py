@@ -194,7 +194,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(data: Path, tmp_path: Path) -> list[str]:
     """The words that name a model's weights, and the data."""
     torch.save(trained("resnet9").state_dict(), tmp_path / "weights.pt")
-    keys = ["--model.width=4", f"--data.root={data}", "--data.loader=torchvision", "--data.image_size=32"]
+    keys = ["--model.options.width=4", f"--data.root={data}", "--data.loader=torchvision", "--data.image_size=32"]
     sizes = ["--batch.microbatch_size=8", "--batch.bn_span=8"]
     return ["--config", "quickstart", "--weights", str(tmp_path / "weights.pt"), *keys, *sizes]
 
@@ -261,7 +261,6 @@ def test_folding_export_folds(form: str, suffix: str, start: list[str], tmp_path
 def test_folding_libraries_models_are_not_folded(
     form: str, start: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["--model.name=resnet18", "--model.zero_gamma=true", "--model.blurpool=false"]
-    keys += [f"--model.{key}=null" for key in ("width", "pool_first", "logit_scale")]
+    keys = ["--model.name=resnet18", "--model.options.zero_gamma=true", "--model.options.blurpool=false"]
     assert main(["export", *start, *keys, "--fold", "--format", form, "--out", str(tmp_path / "a.pth")]) == 1
     assert re.search(naming(form, "resnet18", "--fold", "--format onnx"), capsys.readouterr().err)

@@ -19,7 +19,7 @@ from bigbatch.trainer.models import build_model
 from bigbatch.trainer.run.checkpoint import load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.class_names import to_keep
 
-KEYS = ["--model.width=4", "--data.image_size=32", "--data.loader=torchvision"]
+KEYS = ["--model.options.width=4", "--data.image_size=32", "--data.loader=torchvision"]
 
 
 @pytest.fixture(scope="module")

@@ -620,7 +620,7 @@ def test_init_to_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     write(tmp_path / "paint", files | {"t.csv": table.encode()})
     write(tmp_path, {f"new{i}.webp": data for i, data in enumerate(unseen)})
     assert init("paint") == 0
-    keys = ["--model.width=8", "--data.loader=torchvision", "--run.epochs=12", "--run.eval_every_epochs=12"]
+    keys = ["--model.options.width=8", "--data.loader=torchvision", "--run.epochs=12", "--run.eval_every_epochs=12"]
     assert main(["train", "--config", "paint.yaml", *keys]) == 0
     capsys.readouterr()
     assert main(["predict", "runs/paint", "--json", *(f"new{i}.webp" for i in range(6))]) == 0

@@ -482,7 +482,7 @@ TINY = {
     "data.loader": "torchvision",
     "data.patience_seconds": 0.5,
     "data.prefetch_batches": 1,
-    "model.width": 4,
+    "model.options.width": 4,
     "batch.global_batch_size": 8,
     "batch.microbatch_size": 8,
     "batch.bn_span": 8,

@@ -59,7 +59,12 @@ def test_threads_are_stated_or_follow_the_promise_of_bits(
 @pytest.mark.long
 def test_host_a_run_does_not_import_the_compiler(tmp_path: Path) -> None:
     """Nor where it saves and resumes: in a process of its own, as others' imports are here already."""
-    settings = {"data.loader": "synthetic", "data.num_synthetic_samples": 32, "data.image_size": 8, "model.width": 2}
+    settings = {
+        "data.loader": "synthetic",
+        "data.num_synthetic_samples": 32,
+        "data.image_size": 8,
+        "model.options.width": 2,
+    }
     settings |= {f"batch.{key}": 16 for key in ("global_batch_size", "microbatch_size", "bn_span")}
     settings |= {"schedule.warmup_epochs": 0, "run.directory": tmp_path / "run"}
     words = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]

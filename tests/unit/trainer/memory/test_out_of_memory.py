@@ -42,7 +42,7 @@ OF_GPU = (
 
 def quickstart(global_batch_size: int, microbatch_size: int, bn_span: int, *words: str) -> Config:
     batch = {"global_batch_size": global_batch_size, "microbatch_size": microbatch_size, "bn_span": bn_span}
-    settings = {"data.image_size": 32, "model.width": 4}
+    settings = {"data.image_size": 32, "model.options.width": 4}
     settings |= {f"batch.{key}": value for key, value in batch.items()}
     return load_config(["--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items()), *words])
 
@@ -279,7 +279,7 @@ def test_out_of_memory_a_run_without_memory_ends_in_one_line_and_loses_nothing(t
             "data.num_synthetic_samples": 512,
             "data.image_size": 32,
             "data.probe_seconds": 0,
-            "model.width": 16,
+            "model.options.width": 16,
             "batch.global_batch_size": 512,
             "batch.microbatch_size": microbatch_size,
             "batch.bn_span": 32,

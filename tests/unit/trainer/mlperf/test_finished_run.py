@@ -105,7 +105,7 @@ def test_finished_run_what_a_training_leaves_can_be_verified(
         "run.eval_every_epochs": 1,
         "data.loader": "synthetic",
         "data.num_synthetic_samples": 48,
-        "model.width": 2,
+        "model.options.width": 2,
         "batch.global_batch_size": 16,
         "batch.microbatch_size": 8,
         "batch.bn_span": 8,

@@ -113,7 +113,12 @@ def root(tmp_path: Path) -> Path:
 
 
 def config_of(root: Path, **words: object) -> Config:
-    settings = {"data.num_classes": 2, "batch.global_batch_size": 4, "batch.bn_span": 4, "model.whitening_eps": EPS}
+    settings = {
+        "data.num_classes": 2,
+        "batch.global_batch_size": 4,
+        "batch.bn_span": 4,
+        "model.options.whitening_eps": EPS,
+    }
     settings |= {"data.root": root, "batch.microbatch_size": 4, **words}
     return load_config(["--config", "cifar10", *(f"--{key}={value}" for key, value in settings.items())])
 
@@ -154,4 +159,4 @@ def test_whitening_ranks_share_the_images(root: Path, monkeypatch: pytest.Monkey
 def test_whitening_given_weights_bring_their_own(root: Path) -> None:
     unfitted = PatchWhitening().weight
     assert torch.equal(fitted(config_of(root, **{"model.weights": "some.pt"})), unfitted)
-    assert torch.equal(fitted(config_of(root, **{"model.whitening_eps": "null"})), unfitted)
+    assert torch.equal(fitted(config_of(root, **{"model.options.whitening_eps": "null"})), unfitted)

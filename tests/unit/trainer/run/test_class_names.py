@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {
     "data.image_size": 32,
     "data.loader": "torchvision",
     "data.probe_seconds": 0,
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 10,
     "batch.microbatch_size": 10,
     "batch.bn_span": 10,
@@ -173,7 +173,10 @@ def test_class_names_are_agreed_on_by_all_ranks(run: Path, tmp_path: Path, monke
 @pytest.mark.slow
 def test_class_names_of_weights_bind_the_last_layer_alone(run: Path, shapes: Path, tmp_path: Path) -> None:
     weights = newest(run)
-    more = {"data.root": renamed(shapes, tmp_path / "other"), "model.weights": weights, "model.whitening_eps": None}
+    more = {
+        "data.root": renamed(shapes, tmp_path / "other"),
+        "model.weights": weights,
+    }
 
     def tune(name: str, **keys: object) -> Path:
         train(run, {**more, "run.directory": tmp_path / name, **keys}, quiet=True)
@@ -202,6 +205,10 @@ def test_class_names_are_not_asked_of_older_checkpoints(
         keys = {"data.root": root, "run.directory": tmp_path / f"resumed{lines}", "run.resume": old}
         train(run, keys)
         assert capsys.readouterr().out.count("keeps no class names") == lines
-    keys = {"data.root": other, "run.directory": tmp_path / "tuned", "model.weights": old, "model.whitening_eps": None}
+    keys = {
+        "data.root": other,
+        "run.directory": tmp_path / "tuned",
+        "model.weights": old,
+    }
     train(run, keys)
     assert capsys.readouterr().out.count("keeps no class names") == 1

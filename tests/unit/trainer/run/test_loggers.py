@@ -1,6 +1,7 @@
 """TensorBoard, CSV, and Weights & Biases by a package that plays it: what each gets, and that none ends a run."""
 
 import math
+import os
 import sys
 import threading
 import time
@@ -47,7 +48,7 @@ class PlayedWandb(ModuleType):
         return SimpleNamespace(
             id=arguments["id"],
             dir=str(folder),
-            offline=arguments.get("mode") == "offline",
+            offline="offline" in (arguments.get("mode"), os.environ.get("WANDB_MODE")),
             disabled=self.disabled,
             url="https://wandb.invalid/run",
             define_metric=lambda name, *, step_metric: None,
@@ -68,15 +69,12 @@ def play(monkeypatch: pytest.MonkeyPatch, played: PlayedWandb) -> PlayedWandb:
     return played
 
 
-def send(rundir: RunDir, *, from_step: int = 0, options: Mapping[str, Any] | None = None) -> list[str]:
+def send(rundir: RunDir, *, from_step: int = 0) -> list[str]:
     """Open wandb as a run does, send a report and an evaluation, and close it; what was said."""
     said: list[str] = []
 
     def make() -> WeightsAndBiases:
-        options_ = options or {}
-        return WeightsAndBiases(
-            rundir, stated={"run": {"seed": 3}}, options=options_, from_step=from_step, say=said.append
-        )
+        return WeightsAndBiases(rundir, stated={"run": {"seed": 3}}, from_step=from_step, say=said.append)
 
     guarded = Guarded("wandb", make, say=said.append)
     guarded.write("train", from_step + 1, {"loss": 2.5})
@@ -153,15 +151,16 @@ def test_loggers_wandb_gets_config_and_figures_and_a_resumed_run_goes_on_in_it(
     rundir = RunDir(tmp_path / "night")
     rundir.path.mkdir()
     played = play(monkeypatch, PlayedWandb())
-    options = {"project": "imagenet", "mode": "offline", "tags": ["64k"]}
+    monkeypatch.setenv("WANDB_PROJECT", "imagenet")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     for from_step in (0, 7, 0):
-        said = send(rundir, from_step=from_step, options=options)
+        said = send(rundir, from_step=from_step)
         assert len(said) == 1
         assert naming_all(said[0], "wandb sync", rundir.path / "wandb/run-1")
     first, resumed, anew = played.inits
     assert first["id"] == resumed["id"] != anew["id"]
     for call in played.inits:
-        assert {key: call[key] for key in options} == options
+        assert call["project"] == "imagenet"
         assert (call["name"], call["config"], call["resume"]) == ("night", {"run": {"seed": 3}}, "allow")
     assert played.logged[2:4] == [{"step": 8, "train/loss": 2.5}, {"step": 8, "eval/top1": 0.5}]
     assert played.finished == 3
@@ -185,19 +184,20 @@ def test_loggers_wandb_without_network_is_logged_offline_and_said_once(
 
 
 @pytest.mark.parametrize(
-    ("played", "options", "named"),
+    ("played", "mode", "named"),
     [
-        (PlayedWandb(failing_inits=2), {}, "no route to host"),
-        (PlayedWandb(failing_inits=1), {"mode": "offline"}, "no route to host"),
-        (PlayedWandb(log=lambda: math.sqrt(-1)), {}, "math domain"),
-        (PlayedWandb(log=lambda: sys.exit("out of here")), {}, "out of here"),
+        (PlayedWandb(failing_inits=2), "online", "no route to host"),
+        (PlayedWandb(failing_inits=1), "offline", "no route to host"),
+        (PlayedWandb(log=lambda: math.sqrt(-1)), "online", "math domain"),
+        (PlayedWandb(log=lambda: sys.exit("out of here")), "online", "out of here"),
     ],
 )
 def test_loggers_wandb_that_fails_is_said_once(
-    played: PlayedWandb, options: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    played: PlayedWandb, mode: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play(monkeypatch, played)
-    failures = [text for text in send(RunDir(tmp_path), options=options) if "failed" in text]
+    monkeypatch.setenv("WANDB_MODE", mode)
+    failures = [text for text in send(RunDir(tmp_path)) if "failed" in text]
     assert len(failures) == 1
     assert naming_all(failures[0], "run.loggers", "wandb", named, "goes on without it")
 
@@ -262,7 +262,7 @@ def test_loggers_of_a_whole_run_whose_wandb_is_away_or_missing(
         "data.num_synthetic_samples": 64,
         "data.image_size": 8,
         "data.probe_seconds": 0,
-        "model.width": 2,
+        "model.options.width": 2,
         "batch.global_batch_size": 32,
         "batch.microbatch_size": 16,
         "batch.bn_span": 16,

@@ -19,7 +19,7 @@ LAMB += tuple(f"--optimizer.{key}=null" for key in ("momentum", "nesterov", "tru
 
 
 MUON = ("--optimizer.name=muon", *SGD[1:])
-SHAMPOO = ("--optimizer.name=shampoo", "--optimizer.block_size=4", "--optimizer.eps=1e-6", SGD[1], SGD[3])
+SHAMPOO = ("--optimizer.name=shampoo", "--optimizer.options.block_size=4", "--optimizer.eps=1e-6", SGD[1], SGD[3])
 
 
 def make(*words: str, num_ranks: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Config, Any]:
@@ -103,7 +103,7 @@ def test_memory_of_work_on_matrices_that_ranks_share_out() -> None:
     assert rank_bytes(*make_matrices(*SGD, num_ranks=2)) == plain
     # a matrix each: 48 numbers are gathered, in half precision of half the bytes; alone there is no gather
     assert rank_bytes(*make_matrices(*MUON, num_ranks=2)) == plain + 48 * 4
-    in_half = (*MUON, "--optimizer.newton_schulz_precision=bf16")
+    in_half = (*MUON, "--optimizer.options.newton_schulz_precision=bf16")
     assert rank_bytes(*make_matrices(*in_half, num_ranks=2)) == plain + 48 * 2
     assert rank_bytes(*make_matrices(*MUON, num_ranks=1)) == plain
     # sharded, a rank has 27 of 54 places of the state, and a buffer of all 54 for whole matrices

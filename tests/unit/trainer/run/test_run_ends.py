@@ -31,7 +31,7 @@ SMALL = {
     "data.num_synthetic_samples": 64,
     "data.image_size": 8,
     "data.probe_seconds": 0,
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 32,
     "batch.microbatch_size": 16,
     "batch.bn_span": 16,

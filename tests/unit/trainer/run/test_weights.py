@@ -26,8 +26,7 @@ from bigbatch.trainer.run.weights import digest, load_weights_
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
-NOT_RESNET9 = ("model.width=null", "model.pool_first=null", "model.logit_scale=null")
-RESNET = ("model.name=resnet18", *NOT_RESNET9, "model.zero_gamma=true", "model.blurpool=false")
+RESNET = ("model.name=resnet18", "model.options.zero_gamma=true", "model.options.blurpool=false")
 
 
 def config_of(*words: str) -> Config:
@@ -35,7 +34,7 @@ def config_of(*words: str) -> Config:
 
 
 def small(*words: str) -> Config:
-    return config_of("model.width=2", *words)
+    return config_of("model.options.width=2", *words)
 
 
 def random_model(config: Config, seed: int = 1) -> nn.Module:
@@ -142,9 +141,9 @@ def test_weights_half_precision_weights_become_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("there", "here", "named"),
     [
-        (("model.width=2",), ("model.width=4",), ("model.width ", " 2 there", " 4 here")),
-        (RESNET, ("model.width=2",), ("model.name ", " resnet18 there", " resnet9 here")),
-        (RESNET, (*RESNET, "model.blurpool=true"), ("model.blurpool ", " false there", " true here")),
+        (("model.options.width=2",), ("model.options.width=4",), ("model.options.width ", " 2 there", " 4 here")),
+        (RESNET, ("model.options.width=2",), ("model.name ", " resnet18 there", " resnet9 here")),
+        (RESNET, (*RESNET, "model.options.blurpool=true"), ("model.options.blurpool ", " false there", " true here")),
     ],
 )
 def test_weights_checkpoint_of_another_model(
@@ -157,7 +156,7 @@ def test_weights_checkpoint_of_another_model(
 @pytest.mark.long
 def test_weights_zero_gamma_is_of_the_start_and_not_of_the_model(tmp_path: Path) -> None:
     path, weights = checkpoint_of(config_of(*RESNET), tmp_path)
-    assert_equal(loaded(path, config_of(*RESNET, "model.zero_gamma=false")), weights)
+    assert_equal(loaded(path, config_of(*RESNET, "model.options.zero_gamma=false")), weights)
 
 
 @pytest.mark.slow
@@ -317,7 +316,7 @@ def test_part_of_weights_by_a_list_that_does_not_fit_is_refused(tmp_path: Path) 
 
     assert re.search(naming("model.partial_weights", "'prap.*'", "prep.0.weight"), refused("prap.*"))
     assert re.search(naming("b.pt", "1 of the ", "prep.0.weight"), refused("prep.*", without="prep.0.weight"))
-    wide = random_model(config_of("model.width=4"))
+    wide = random_model(config_of("model.options.width=4"))
     assert re.search(naming("b.pt", "prep.0.weight", "[2, 3, 3, 3]", "[4, 3, 3, 3]"), refused("prep.0.*", model=wide))
 
 

@@ -40,7 +40,13 @@ CASES: dict[str, dict[str, str]] = {
     "lamb bf16": {**ADAPTIVE, "name": "lamb", "precision": "bf16", "clip_norm": "0.5"},
     "adamw fp32": {**ADAPTIVE, "name": "adamw", "ema_decay": "0.5", "ema_every_steps": "3"},
     "adamw fp16": {**ADAPTIVE, "name": "adamw", **FP16},
-    "muon bf16": {**OF_LARS, "name": "muon", "eps": "null", "newton_schulz_precision": "bf16", "precision": "bf16"},
+    "muon bf16": {
+        **OF_LARS,
+        "name": "muon",
+        "eps": "null",
+        "options.newton_schulz_precision": "bf16",
+        "precision": "bf16",
+    },
 }
 
 
@@ -48,7 +54,13 @@ def make_run(tmp_path: Path, settings: dict[str, str], *, num_microbatches: int 
     """The rates of the schedule, of 4 steps up and 4 down, have few digits: fp32 holds them as fp64 does."""
     schedule = {"name": "one_cycle", "base_lr": "0.25", "warmup_epochs": "4", "power": "null", "end_lr": "0.0"}
     arguments = [
-        *("--config", "quickstart", f"--run.directory={tmp_path}", "--model.width=2", "--comm.algorithm=native"),
+        *(
+            "--config",
+            "quickstart",
+            f"--run.directory={tmp_path}",
+            "--model.options.width=2",
+            "--comm.algorithm=native",
+        ),
         *(f"--run.epochs={NUM_STEPS}", "--run.log_every_steps=3", "--run.eval_every_epochs=4"),
         *(f"--batch.global_batch_size={8 * num_microbatches}", "--batch.microbatch_size=8", "--batch.bn_span=4"),
         "--data.bind_numa=false",

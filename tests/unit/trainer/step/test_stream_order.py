@@ -46,7 +46,13 @@ def run(
     """Some steps of the first of four ranks, as a config makes them; what building them copied is not counted."""
     with first_rank(algorithm="native", library=library) as communicator:
         arguments = [
-            *("--config", "quickstart", f"--run.directory={folder}", "--model.width=2", "--data.bind_numa=false"),
+            *(
+                "--config",
+                "quickstart",
+                f"--run.directory={folder}",
+                "--model.options.width=2",
+                "--data.bind_numa=false",
+            ),
             *(f"--batch.global_batch_size={4 * RANK_SIZE}", f"--batch.microbatch_size={RANK_SIZE}"),
             *("--batch.bn_span=4", "--comm.threshold_bytes=8192", "--comm.buffer_bytes=8192"),
             *(f"--{key}={value}" for key, value in settings.items()),

@@ -284,7 +284,7 @@ def corrupt(data: bytes) -> bytes:
 TINY = {
     "data.image_size": 32,
     "data.bind_numa": "false",
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 32,
     "batch.microbatch_size": 8,
     "batch.bn_span": 8,

@@ -136,7 +136,7 @@ SYNTHETIC = {
     "data.num_synthetic_samples": 64,
     "data.image_size": 16,
     "data.probe_seconds": 0,
-    "model.width": 2,
+    "model.options.width": 2,
     "batch.global_batch_size": 16,
     "batch.microbatch_size": 8,
     "batch.bn_span": 8,

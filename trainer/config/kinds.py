@@ -1,0 +1,182 @@
+"""Options of our own models, optimizers and schedules: what the key options of a section holds for each of them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from bigbatch.errors import or_nearest
+from bigbatch.trainer.config.fields import (
+    ABOVE_ZERO,
+    BELOW_ONE,
+    COUNT,
+    FP32,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Key,
+    conform,
+    describe,
+    read_keys,
+)
+from bigbatch.trainer.config.sections import RESNETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNet9Options:
+    """Options of resnet9."""
+
+    width: Annotated[int, COUNT] = 64
+    """Channels of the first layer."""
+    pool_first: bool = True
+    """Max-pool before norm and activation, which then have a quarter of the pixels."""
+    celu_alpha: Annotated[float | None, FP32] = None
+    """CELU with this alpha instead of ReLU; null for ReLU."""
+    norm_scale: Annotated[float | None, FP32] = None
+    """Batch norm's scales stay at this value; null to learn them."""
+    logit_scale: Annotated[float, POSITIVE] = 0.125
+    """Factor on the logits."""
+    whitening_eps: Annotated[float | None, POSITIVE] = None
+    """Whiten 3x3 patches of the input, with this added to the variances, before a learned 1x1 convolution; null for no
+    whitening."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetOptions:
+    """Options of the ResNets."""
+
+    zero_gamma: bool = True
+    """Start the last norm scale of every residual block at 0."""
+    blurpool: bool = False
+    """Blur before every strided convolution but the first (Zhang 2019, arXiv 1904.11486)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonOptions:
+    """Options of muon."""
+
+    vector_lr_factor: Annotated[float, POSITIVE] = 1.0
+    """Factor on the schedule's rate for what is no matrix (bias, batch norm), which SGD updates."""
+    newton_schulz_steps: Annotated[int, COUNT] = 5
+    """Steps of the iteration that makes an update orthogonal."""
+    newton_schulz_precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of these steps; bf16 is the source's, for GPUs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShampooOptions:
+    """Options of shampoo."""
+
+    block_size: Annotated[int, COUNT] = 1024
+    """Most rows and columns of a block of a matrix."""
+    root_every_steps: Annotated[int, COUNT] = 10
+    """Updates from one computation of the inverse roots to the next."""
+    factor_decay: Annotated[float, BELOW_ONE] = 0.95
+    """Share of the running means of G Gᵀ and Gᵀ G that is kept, in [0, 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolynomialOptions:
+    """Options of polynomial."""
+
+    power: Annotated[float, POSITIVE] = 2.0
+    """Exponent of the polynomial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of step."""
+
+    milestone_epochs: Annotated[tuple[float, ...], NOT_NEGATIVE] = ()
+    """Epochs at which the rate is multiplied by gamma."""
+    gamma: Annotated[float, POSITIVE] = 0.1
+    """Factor at each milestone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CyclicOptions:
+    """Options of cyclic."""
+
+    cycle_epochs: Annotated[float, POSITIVE] = 2.0
+    """Length of a cycle, half of it up and half down, in epochs."""
+    cycle_factor: Annotated[float, ABOVE_ZERO] = 1.0
+    """Height of each cycle, over that of the one before, in (0, 1]."""
+
+
+HOLDERS: dict[str, dict[str, type]] = {
+    "model": {"resnet9": ResNet9Options, **dict.fromkeys(RESNETS, ResNetOptions)},
+    "optimizer": {"muon": MuonOptions, "shampoo": ShampooOptions},
+    "schedule": {"polynomial": PolynomialOptions, "step": StepOptions, "cyclic": CyclicOptions},
+}
+"""Section -> name of a model, optimizer or schedule -> its options."""
+KINDS = {
+    section: {name: {key.name: key for key in read_keys(f"{section}.options", holder)} for name, holder in own.items()}
+    for section, own in HOLDERS.items()
+}
+"""The same by the name of each option."""
+OPTION_KEYS = {str(key): key for own in KINDS.values() for keys in own.values() for key in keys.values()}
+"""Every option of our own by its dotted key, such as model.options.width."""
+
+
+def is_option(name: str) -> bool:
+    """Tell whether a dotted key is an option of a model, an optimizer or a schedule, ours or another's."""
+    return any(name.startswith(f"{section}.options.") for section in KINDS)
+
+
+def fold(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather options that are stated apart: {'model.options.width': 4} -> {'model.options': {'width': 4}}."""
+    folded = {name: value for name, value in values.items() if not is_option(name)}
+    for name in filter(is_option, values):
+        section, key, option = name.split(".", 2)
+        folded[f"{section}.{key}"] = {**(folded.get(f"{section}.{key}") or {}), option: values[name]}
+    return folded
+
+
+def spread(values: Mapping[str, Any]) -> dict[str, Any]:
+    """State options apart, each by its dotted key: what fold takes back."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in SPREAD and isinstance(value, Mapping):
+            found |= {f"{name}.{option}": each for option, each in value.items()}
+        elif name not in SPREAD:
+            found[name] = value
+    return found
+
+
+SPREAD = tuple(f"{section}.options" for section in KINDS)
+
+
+def complete(section: str, name: str, stated: Any) -> Any:
+    """Return all options of that model, optimizer or schedule, with defaults; as stated where it is not ours."""
+    keys = KINDS[section].get(name)
+    if keys is None or not isinstance(stated, Mapping | None):
+        return stated or None
+    held = {option: key.default for option, key in keys.items()} | dict(stated or {})
+    for option in held.keys() & keys.keys():
+        with suppress(TypeError):  # which check_options refuses
+            held[option] = conform(held[option], keys[option].kind)
+    return held
+
+
+def check_options(section: str, name: str, stated: Mapping[str, Any] | None) -> Iterator[str]:
+    """Refuse what is no option of that model, optimizer or schedule of ours, or has no legal value."""
+    keys = KINDS[section].get(name, {})
+    for option, value in (stated or {}).items():
+        named = f"{section}.options.{option}"
+        if option not in keys:
+            legal = f"takes {', '.join(keys)}" if keys else "takes no options"
+            yield f"{named} has no meaning with {section}.name={name}, which {legal}{or_nearest(option, keys)}"
+            continue
+        try:
+            held = conform(value, keys[option].kind)
+        except TypeError:
+            yield f"{named}={value} must be {describe(keys[option].kind)}"
+            continue
+        yield from check_ranges(named, held, keys[option])
+
+
+def check_ranges(name: str, value: Any, key: Key) -> Iterator[str]:
+    """Refuse numbers that are none of the key's legal ones."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    for legal in key.ranges:
+        if value is not None and not all(map(legal.holds, numbers)):
+            yield f"{name}={value} must be {legal.legal}"
