@@ -1,10 +1,6 @@
 """Effective training time of courses that are known, and who is struck."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,54 +35,6 @@ def test_failure_costs_its_seconds_away_and_the_steps_that_were_lost() -> None:
     ((seconds, lost),) = course.costs()
     assert (seconds, lost) == (pytest.approx(8 + 0.5 * 6), 6)
     assert course.has_made_good
-
-
-def test_failure_that_was_not_made_good_has_no_cost_of_its_own() -> None:
-    course = walked(until=52, fails=40, down=8, lost=20)
-    assert list(course.costs()) == []
-    assert not course.has_made_good, "it steps again, and is to be followed until it has"
-    assert course.effective(52) == pytest.approx((80 - 20 + 8) * 0.5 / 52)
-
-
-def test_moments_are_the_same_for_each_way_and_of_the_stated_mean() -> None:
-    options = effective.parse(["--seconds", "100000", "--mean-seconds", "10", "--seed", "3"])
-    first, second = (list(effective.moments(effective.random.Random(3), options)) for _ in range(2))
-    assert first == second
-    assert len(first) == pytest.approx(10_000, rel=0.05)  # five standard deviations of a Poisson count
-    assert {rank for _, rank in first} == {0, 1}
-
-
-@pytest.mark.parametrize(("text", "word"), [("", None), ('{"kind": "train", "time": 5.0, "step": 7}\n{"kin', (5.0, 7))])
-def test_look_takes_the_last_whole_report(tmp_path: Path, text: str, word: tuple[float, int] | None) -> None:
-    assert effective.look_at_run(tmp_path) is None
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"kind": "start", "time": 1.0, "step": 0}\n' + text)
-    assert effective.look_at_run(tmp_path) == word
-
-
-def test_strike_takes_the_rank_and_neither_its_agent_nor_its_child() -> None:
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    mark = f"mark-{os.getpid()}"
-    agent = subprocess.Popen([*sleep, "torch.distributed.run"], env=os.environ | {effective.MARK: mark, "RANK": "1"})
-    other = subprocess.Popen(sleep, env=os.environ | {effective.MARK: mark, "RANK": "0"})
-    rank = subprocess.Popen(sleep, env=os.environ | {effective.MARK: mark, "RANK": "1"})
-    time.sleep(0.02)  # younger by a tick of the kernel's clock
-    child = subprocess.Popen(sleep, env=os.environ | {effective.MARK: mark, "RANK": "1"})
-    try:
-        assert effective.strike(mark, 1)
-        assert rank.wait(30) == -9
-        assert [process.poll() for process in (agent, other, child)] == [None] * 3
-        assert not effective.strike(mark, 2)
-    finally:
-        for process in (agent, other, rank, child):
-            process.kill()
-            process.wait()
-
-
-def test_way_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["effective", "horovod"])
-    with pytest.raises(SystemExit, match="no way 'horovod' here: choose among memory, disk"):
-        effective.run(effective.main)
 
 
 def test_ways_that_were_measured_are_recorded_where_another_fails(

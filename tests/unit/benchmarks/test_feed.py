@@ -1,15 +1,11 @@
 """The benchmarks that train or evaluate: what they run, and the figures they make of it."""
 
 import json
-import re
 
 import pytest
 from benchmark_process import run_benchmark
-from error_texts import naming
 
 from benchmarks.input import feed
-from bigbatch.errors import DataError
-from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 
 TINY = {
@@ -45,32 +41,6 @@ def test_feed_compares_runs_of_one_repetition():
     assert found["real / generated"] == {"n": 3, "median": 0.9, "min": 0.5, "q1": 0.7, "q3": 0.95, "max": 1.0}
     assert found["real"]["images_per_second"]["median"] == 50.0
     assert found["generated_images_per_second"]["max"] == 100.0
-
-
-def test_feed_leaves_out_what_was_not_measured():
-    summary = {
-        "device": "cpu",
-        "precision": "fp32",
-        "loader": "dali",
-        "world_size": 1,
-        **dict.fromkeys(feed.UNITS, 1.0),
-    }
-    unmeasured = summary | {"loader_images_per_second": None}
-    found = feed.describe({"real": [summary, unmeasured], "generated": [summary, summary]})
-    assert set(found["real"]) == {"input_wait_fraction", "images_per_second", "compute_images_per_second"}
-
-
-def test_commands_of_the_docstring_are_complete():
-    options = re.search(r"-- \\\n(.*?)\n\n", feed.__doc__, re.DOTALL)[1].replace("\\\n", " ").split()
-    config = load_config([*options, "--data.loader=synthetic", "--data.num_synthetic_samples=512"])
-    assert (config.run.epochs, config.schedule.warmup_epochs) == (1, 1)
-
-
-@pytest.mark.long
-def test_feed_names_a_run_that_fails(shapes):
-    options = feed.parse([str(shapes), "--ranks", "1", "--", "--config", "nonesuch"])
-    with pytest.raises(DataError, match=naming("train --config nonesuch ", "code 1:", "bigbatch: ")):
-        feed.train(options, [])
 
 
 @pytest.mark.long

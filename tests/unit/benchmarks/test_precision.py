@@ -1,7 +1,6 @@
 """benchmarks.gpu.precision: its arithmetic by hand, and all of it at a tiny size."""
 
 import json
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ import pytest
 from benchmark_process import run_benchmark
 
 from benchmarks.gpu import precision
-from benchmarks.record import write_record_and_table
-from bigbatch.errors import RunFolderError
 from bigbatch.trainer.datasets.generated import write_dataset
 
 TINY = [
@@ -36,38 +33,6 @@ TINY = [
 
 def measured(what: str, precision: str, turn: int, **figures: Any) -> dict[str, Any]:
     return {"what": what, "model": "resnet18", "precision": precision, "turn": turn, **figures}
-
-
-def test_data_that_is_not_there_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        precision.parse(["--out", str(tmp_path / "o.json"), "--data", str(tmp_path)])
-    assert f"--data: {tmp_path / 'train'} " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--batch", "--steps", "--repeats", "--epochs", "--train-batch", "--memory-mb"])
-def test_precision_measures_nothing_of_nothing(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        precision.parse(["--out", "o.json", option, "0"])
-    assert f"{option}: '0'" in capsys.readouterr().err
-
-
-def test_record_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "file/below.json"):
-        with pytest.raises(RunFolderError, match=re.escape(f"cannot write {path}: ")):
-            write_record_and_table(path, {}, "")
-    (tmp_path / "o.md").mkdir()
-    with pytest.raises(RunFolderError, match=re.escape(f"cannot write {tmp_path / 'o.md'}: ")):
-        write_record_and_table(tmp_path / "o.json", {}, "")
-
-
-def test_search_for_the_largest_batch_can_be_left_out() -> None:
-    options = precision.parse(["--out", "o.json", "--models", "resnet18", "--repeats", "1", "--no-largest"])
-    asked = list(precision.plan(options, left_out={"fp16": "slow"}))
-    assert {each["what"] for each in asked} == {"speed"}
-    assert len(asked) == len(options.precisions) - 1
 
 
 def test_rows_by_hand() -> None:

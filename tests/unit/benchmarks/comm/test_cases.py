@@ -1,11 +1,9 @@
 """Cases of the benchmarks and their commands."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from error_texts import naming
 
 from benchmarks.comm import (
     cases,
@@ -17,27 +15,6 @@ from benchmarks.comm import (
     step,
     ways,
 )
-
-
-def test_cases_have_names_of_their_own_and_cover_the_issue() -> None:
-    for group in (cases.CASES, cases.QUICK):
-        assert len({case.name for case in group}) == len(group)
-        for case in group:
-            assert find_spec(f"benchmarks.comm.{case.module}")
-    plain = cases.choose_cases(quick=False, long=False, only=[])
-    names = " ".join(case.name for case in plain)
-    for part in ("4x2-200mbit", "4x2-1gbit", "500us", "cyclic", "8x1", "2x4", "3+2+2+1", "resnet50", "alexnet_bn"):
-        assert part in names
-    assert sum(case.seconds for case in cases.choose_cases(quick=True, long=False, only=[])) <= 240
-
-
-def test_cases_are_chosen() -> None:
-    assert {c.name for c in cases.choose_cases(quick=False, long=False, only=["exchange-8x1"])} == {
-        "exchange-8x1-1gbit",
-        "exchange-8x1-200mbit",
-    }
-    with pytest.raises(ValueError, match=naming("--only moon", "exchange-4x2-200mbit")):
-        cases.choose_cases(quick=False, long=False, only=["moon"])
 
 
 def test_command_of_a_case(tmp_path: Path) -> None:

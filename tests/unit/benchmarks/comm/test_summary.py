@@ -3,16 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-from benchmark_process import run_benchmark
-
 from benchmarks.comm import (
-    cases,
-    plot,
     summary,
     targets,
 )
-from benchmarks.comm import run as driver
 from benchmarks.record import write_record
 
 SETTING = {"ranks_per_node": "2,2,2,2", "link": "1gbit", "delay": "0", "place": "block"}
@@ -90,38 +84,6 @@ def test_verdicts_of_an_exchange() -> None:
     assert list(verdicts({"x": once})) == [("wrong values, all contestants", "x")]
 
 
-def test_verdicts_of_gradients_and_placement() -> None:
-    block = gradients_record(ours_tuned=1.0, ours_fp16=0.5, ddp=1.3, horovod=1.2)
-    cyclic = gradients_record(place="cyclic", ours_tuned=1.02, ours_fp16=0.6, ddp=2.1)
-    found = verdicts({"r": block, "r-cyclic": cyclic})
-    assert found[("ours tuned against ddp", "r")]
-    assert not found[("ours tuned against horovod", "r")]
-    assert found[("ours fp16 against ddp", "r")]
-    assert found[("ours tuned against ddp", "r-cyclic")]
-    assert found[("ours tuned, cyclic against block placement", "r-cyclic")]
-    assert not found[("ours fp16, cyclic against block placement", "r-cyclic")]
-
-
-def test_verdicts_of_steps_and_the_reducer() -> None:
-    def exposed(ratio: float, limit: float) -> dict[str, Any]:
-        both = {"exposed_over_limit": {"median": ratio}, "limit_exposed_seconds": {"median": limit}}
-        return both | {"bytes_seconds": 1.0}
-
-    record = {
-        "benchmark": "step",
-        "conditions": FACTS,
-        "rows": [row("ours", 1.0, **exposed(1.06, 0.5)), row("ours fp16", 1.0, **exposed(9, 0.5))],
-    }
-    hidden = record | {"rows": [row("ours", 1.0, **exposed(9, 0.05))]}
-    assert verdicts({"s": hidden}) == {}
-    tuned = record | {"rows": [*record["rows"], row("ours tuned", 1.0, **exposed(1.04, 0.5))]}
-    assert verdicts({"s": tuned}) == {("ours tuned: exposed communication", "s"): True}
-    assert verdicts({"s": record}) == {("ours: exposed communication", "s"): False}
-    overhead = {"benchmark": "reducer_overhead", "results": {"CUDA graph": {"ratio": {"median": 1.009}}}}
-    assert list(verdicts({"o": overhead}).values()) == [True]
-    assert verdicts({"o": {"benchmark": "reducer_overhead", "results": {"eager": {}}}}) == {}
-
-
 def test_summary_has_every_case_and_verdict(tmp_path: Path) -> None:
     facts = {"size": 10**7, "limit_share": 0.94}
     records = {
@@ -143,77 +105,3 @@ def test_summary_has_every_case_and_verdict(tmp_path: Path) -> None:
     assert text.count("Commit abc, 2026-01-02, an EPYC.") == 2, "of each case: they may differ"
     assert "mpi4py 4" in text
     assert "horovod" not in text.split("## Targets")[0]
-
-
-def test_summary_names_every_machine_and_day() -> None:
-    later = {**FACTS, "machine": "a Xeon", "date": "2026-01-09T03:04:05", "versions": {"horovod": "0.28"}}
-    records = {str(n): {**exchange_record(), "conditions": facts} for n, facts in enumerate((later, FACTS))}
-    head = summary.summarise(records).split("## Targets")[0]
-    assert "2 cores of a Xeon, 24 GiB, 2 cores of an EPYC, 24 GiB" in head
-    assert "horovod 0.28, mpi4py 4" in head
-    assert "2026-01-02 to 2026-01-09." in head
-
-
-def test_sizes_to_read() -> None:
-    assert [targets.show_size(n) for n in (4, 1000, 300_000, 10**7, 256_000_000)] == [
-        "4 B",
-        "1 KB",
-        "300 KB",
-        "10 MB",
-        "256 MB",
-    ]
-    assert plot.far_apart([1000, 3000, 10_000, 30_000, 100_000, 256_000]) == [1000, 10_000, 100_000]
-
-
-@pytest.mark.slow
-def test_image(tmp_path: Path) -> None:
-    facts = {"limit_share": 0.5}
-    rows = [row(name, 0.1, size=size, **facts) for name in ("hybrid", "gloo") for size in (1000, 10**6)]
-    sets = {
-        "gradients-resnet50-1gbit": gradients_record(ours_tuned=1.0, ours_fp16=0.5, ddp=1.3, horovod=3),
-        "gradients-resnet50-1gbit-cyclic": gradients_record(place="cyclic", ours_tuned=1.0, ddp=2.5),
-    }
-    chosen = plot.chosen_sets(sets)
-    assert list(chosen) == ["ResNet-50, 100 MB\n1 Gbit/s", "ResNet-50, 100 MB\n1 Gbit/s, cyclic ranks"]
-    plot.draw([exchange_record(*rows)] * 2, chosen, tmp_path / "docs/comm.png")
-    assert (tmp_path / "docs/comm.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_case_that_fails_leaves_no_earlier_record(tmp_path: Path) -> None:
-    case = cases.Case("broken", "no_such_module", seconds=10)
-    path = cases.record_path(tmp_path, case, quick=False)
-    path.write_text("{}")
-    assert not driver.run_case(case, out=tmp_path, quick=False)
-    assert not path.exists()
-
-
-def test_driver_lists_its_cases() -> None:
-    listed = run_benchmark("comm.run", "--list", "--only", "paced", check=True, timeout=60).stdout
-    assert [line.split()[0] for line in listed.splitlines()] == [
-        "step-resnet50-1gbit-paced",
-        "step-resnet50-200mbit-paced",
-    ]
-    wrong = run_benchmark("comm.run", "--only", "moon", timeout=60)
-    assert wrong.returncode == 2
-    assert "no case has such a name" in wrong.stderr
-
-
-def test_ways_are_summarised() -> None:
-    quartiles = {"n": 5, "median": 2.0, "q1": 1.9, "q3": 2.1}
-    row = {
-        "way": "int8",
-        "num_wrong": 0,
-        "seconds": quartiles,
-        "node_bytes": 4e7,
-        "times_as_fast": quartiles,
-        "cores_used": 1.5,
-    }
-    record = {
-        "benchmark": "ways",
-        "conditions": FACTS | {"load_average_at_start": 7.25},
-        "goodput_bits_per_second": [956e6, 955e6],
-        "model": "resnet50",
-        "rows": [row],
-    }
-    assert [verdict.is_met for verdict in targets.judge({"a": record})] == [True]
-    assert "| int8 | 2.000 | 40.0 | 2.00 (1.90 to 2.10) | 1.50 | 5 |" in summary.ways_table(record)
