@@ -2,9 +2,11 @@
 
 import os
 import sys
+from contextlib import suppress
 
-if sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # -m puts it there
+with suppress(FileNotFoundError):  # the folder was deleted: the command says so
+    if sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # -m puts it there
 
 from bigbatch.cli import main
 

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A message may name a file whose name is no UTF-8; and Python -u would write a line in parts, between which
             # those of other ranks come.
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
-    code = _answer(arguments)
+    code = _write_out(_answer(arguments))
     if code:
         _tell_the_others()
     worker = _worker()
@@ -127,7 +128,45 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
+def _write_out(code: int) -> int:
+    """Write what is still buffered; return the exit code, PIPE_CLOSED if all went well but nobody reads the output.
+
+    What cannot be written is dropped: the interpreter would try again as it ends, and exit with a code of its own.
+    """
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            if number == 1 and not code:
+                code = _code_of(error)
+    return code
+
+
 def _answer(arguments: list[str]) -> int:
+    """Do what the command line says; return the exit code, also of what was raised."""
+    try:
+        return _dispatch(arguments)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich has found it
+            return PIPE_CLOSED
+        if not ended.code:  # argparse has printed its help, and takes no notice of a broken pipe
+            if _is_pipe_closed():
+                return PIPE_CLOSED
+            _record_end(0)
+        raise
+    except (KeyboardInterrupt, Exception) as error:
+        return _code_of(error)
+
+
+def _is_pipe_closed() -> bool:
+    """Tell whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _dispatch(arguments: list[str]) -> int:
     """Print help or version, refuse, or run a subcommand; return the exit code."""
     if not arguments or arguments[0] in HELP:
         print(usage())
@@ -141,6 +180,7 @@ def _answer(arguments: list[str]) -> int:
     if valueless := next((word for word in before_separator(arguments) if NO_VALUE.fullmatch(word)), None):
         tell(f"{valueless}: -- is no value: give another, or leave the option out")
         return REFUSED
+    _require_work_folder()
     return _run(arguments[0], arguments[1:])
 
 
@@ -189,31 +229,36 @@ def usage() -> str:
     )
 
 
-def _run(command: str, arguments: list[str]) -> int:
+def _require_work_folder() -> None:
+    """Raise UserError if the work folder was deleted: torch's libraries do not load there."""
     try:
-        home = load_command(COMMANDS[command][0])
-        run = home.GROUPS[command].main if home.__name__ == GROUP else home.main
-        return int(run(arguments))  # to import torch takes long enough for a Ctrl-C
-    except KeyboardInterrupt:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the work folder is not there any more ({error.strerror}): cd to one that is") from error
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    home = load_command(COMMANDS[command][0])
+    run = home.GROUPS[command].main if home.__name__ == GROUP else home.main
+    return int(run(arguments))
+
+
+def _code_of(error: BaseException) -> int:
+    """Tell what was raised: a line where the user can mend it, else a traceback; return the exit code."""
+    if isinstance(error, KeyboardInterrupt):  # to import torch takes long enough for a Ctrl-C
         tell("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError):
         return PIPE_CLOSED
-    except UserError as error:
+    if isinstance(error, UserError):
         tell(*error.args)
         return error.exit_code
-    except SystemExit as ended:
-        if not ended.code:  # argparse has printed its help
-            _record_end(0)
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in NOT_LOOKED_AT and error.filename:
-            path = printable(os.fsdecode(error.filename))
-            advice = "name another path, or check its permissions"
-            tell(f"{path}: cannot be used ({error.strerror}); {advice}")
-            return FAILED
-        traceback.print_exc()  # show where, and still leave as a rank must
-        return CRASHED
+    if isinstance(error, OSError) and error.errno in NOT_LOOKED_AT and error.filename:
+        path = printable(os.fsdecode(error.filename))
+        tell(f"{path}: cannot be used ({error.strerror}); name another path, or check its permissions")
+        return FAILED
+    traceback.print_exception(error)  # show where, and still leave as a rank must
+    return CRASHED
 
 
 def _tell_the_others() -> None:

@@ -1,5 +1,6 @@
 """The command's own behaviour: its help, its exit codes, what it shows of an error."""
 
+import os
 import re
 import socket
 import subprocess
@@ -70,6 +71,44 @@ def test_streams_that_the_caller_has_closed_are_opened_before_any_file(closed: s
     )
     command = ["sh", "-c", f'exec "$@" {closed}', "-", sys.executable, "-c", program]
     assert subprocess.run(command, check=False).returncode == 0
+
+
+UNENDED = "cli._run = lambda *_: print('no line end', end='') or 0"
+"""In place of a command, whose words stay in the buffer."""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "argv"),
+    [("", ["--help"]), ("", ["--version"]), ("", ["launch", "local", "--help"]), (UNENDED, ["train"])],
+)
+def test_output_that_nobody_reads_ends_every_command_alike(prepare: str, argv: list[str]) -> None:
+    program = f"import sys; from bigbatch import cli; {prepare}\nsys.exit(cli.main(sys.argv[1:]))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", program, *argv]
+    with os.fdopen(writer, "wb") as unread:
+        done = subprocess.run(command, stdout=unread, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (exit_codes.PIPE_CLOSED, b"")
+
+
+def test_main_takes_rich_s_word_for_a_pipe_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> int:
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            raise SystemExit(1)  # noqa: B904  # as rich's Console.on_broken_pipe
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli.main(["report"]) == exit_codes.PIPE_CLOSED
+
+
+@pytest.mark.parametrize("argv", [["launch", "local", "--", "train"], ["train", "--config", "/a.yaml"]])
+def test_main_refuses_a_work_folder_that_was_deleted(argv: list[str], tmp_path: Path) -> None:
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "-", sys.executable, "-m", "bigbatch", *argv]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == exit_codes.FAILED
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("bigbatch: the work folder is not there any more (")
 
 
 def test_exit_codes_are_all_on_their_page() -> None:
