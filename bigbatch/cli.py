@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from bigbatch import __version__
-from bigbatch.errors import UserError, or_nearest, printable, tell
+from bigbatch.errors import FULL, UserError, or_nearest, printable, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
 from bigbatch.load_command import load_command
 
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     code = _write_out(_answer(arguments))
     if code:
-        _tell_the_others()
+        _tell_the_others(code)
     worker = _worker()
     _record_end(code)
     if worker is not None or _is_held():
@@ -257,14 +257,18 @@ def _code_of(error: BaseException) -> int:
         path = printable(os.fsdecode(error.filename))
         tell(f"{path}: cannot be used ({error.strerror}); name another path, or check its permissions")
         return FAILED
+    if isinstance(error, OSError) and error.errno in FULL:
+        where = printable(os.fsdecode(error.filename)) if error.filename else "a file, or the output,"
+        tell(f"{where} cannot be written ({error.strerror}): free some disk")
+        return FAILED
     traceback.print_exception(error)  # show where, and still leave as a rank must
     return CRASHED
 
 
-def _tell_the_others() -> None:
+def _tell_the_others(code: int) -> None:
     """Say to the ranks that this one is connected to that it fails, so that none waits for it until its time limit."""
     if communicator := sys.modules.get("bigbatch.comm.communicator"):
-        communicator.abort_all()
+        communicator.abort_all(code)
 
 
 def _worker() -> "ProcessEnv | None":

@@ -1,14 +1,17 @@
 """The root of all errors whose one-line message is for the user, not for a developer; what they suggest."""
 
 import difflib
+import errno
 import re
 import reprlib
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
-from bigbatch.exit_codes import DIFFERENT, FAILED, LOST, REFUSED
+from bigbatch.exit_codes import CRASHED, DIFFERENT, FAILED, LOST, REFUSED
 
 
 class UserError(Exception):
@@ -19,6 +22,11 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that this error ends; CRASHED for one that is not for a user."""
+    return error.exit_code if isinstance(error, UserError) else CRASHED
 
 
 class ConfigError(UserError, ValueError):
@@ -189,3 +197,24 @@ def first_line(error: BaseException) -> str:
     """Cut an error's text to its first line, without the place in the C++ sources where it was raised."""
     text = str(error).strip() or type(error).__name__
     return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a disk, or of a user's share of it, that is full."""
+
+
+def find_os_error(error: BaseException) -> OSError | None:
+    """Return the system's error behind that of a library which writes; None if there is none."""
+    if isinstance(error, OSError) or error.__context__ is None:
+        return error if isinstance(error, OSError) else None
+    return find_os_error(error.__context__)
+
+
+def why_unwritten(path: Path, error: Exception) -> str:
+    """Return the reason why path was not written, the system's if there is one, and the free space of a full disk."""
+    system = find_os_error(error)
+    reason = first_line(error) if system is None else system.strerror or str(system)
+    if system is not None and system.errno in FULL:
+        with suppress(OSError):
+            reason += f", {shutil.disk_usage(path.parent).free / 1e6:.3g} MB are free there"
+    return reason

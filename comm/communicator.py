@@ -26,8 +26,8 @@ from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline, merge
-from bigbatch.errors import CommError, tell
-from bigbatch.exit_codes import FAILED
+from bigbatch.errors import CommError, exit_code_of, tell
+from bigbatch.exit_codes import CRASHED, FAILED
 
 Collective = Callable[[Tensor], None]
 """Works on a flat tensor in place, together with the other ranks."""
@@ -292,10 +292,10 @@ class Communicator:
 
             finalize_mpi()
 
-    def abort(self) -> None:
+    def abort(self, exit_code: int = CRASHED) -> None:
         """Tell the other ranks that this one fails, so that their waits end and name it. Takes at most a few seconds.
 
-        What is on its way here ends with the process.
+        exit_code: with which this process is about to end. What is on its way here ends with the process.
         """
         open_connections.pop(self.control, None)
         _aborted.append(self.backend)
@@ -303,7 +303,7 @@ class Communicator:
             self.inspector.close()  # which would answer their roll call
         # without its store they have noticed
         with suppress(RuntimeError):
-            self.control.report_own_failure()
+            self.control.report_own_failure(exit_code)
 
     def __enter__(self) -> "Communicator":
         return self
@@ -314,7 +314,7 @@ class Communicator:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
-            self.abort()
+            self.abort(exit_code_of(error))
 
     def abandon(self) -> None:
         """Leave nothing behind of a connection that was refused, on all ranks alike."""
@@ -341,10 +341,10 @@ def close_at_exit(communicator: Communicator) -> Communicator:
     return communicator
 
 
-def abort_all() -> None:
-    """Tell the other ranks, through every connection that is open, that this one fails."""
+def abort_all(exit_code: int) -> None:
+    """Tell the other ranks, through every connection that is open, that this one ends with exit_code."""
     for communicator in list(open_connections.values()):
-        communicator.abort()
+        communicator.abort(exit_code)
 
 
 def _close_all() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, exit_code_of
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.config.trust import TRUST
@@ -46,8 +46,10 @@ def train(
         job = join(experiment, env)
         try:
             summary = lead(experiment, job, watchers=hooks, is_quiet=quiet)
-        except BaseException:
-            job.communicator.abort()  # or the others would wait for this rank, whose process may go on
+        except BaseException as error:
+            job.communicator.abort(
+                exit_code_of(error)
+            )  # or the others would wait for this rank, whose process may go on
             raise
     if summary is None:
         raise SystemExit(leave_stopped(env))

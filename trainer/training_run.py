@@ -13,7 +13,7 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
-from bigbatch.errors import ReplicasDiffer
+from bigbatch.errors import ReplicasDiffer, exit_code_of
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.input_rates import measure_input
 from bigbatch.trainer.build.optimizer import stated_settings
@@ -191,9 +191,9 @@ class TrainingRun:
                 what="plot and summary",
                 timeout_seconds=self.config.run.checkpoint_timeout_seconds,
             )
-        except BaseException:
+        except BaseException as error:
             with suppress(Exception):  # what ended the run tells more
-                self._close()
+                self._close(exit_code_of(error))
             raise
         self._close()
         if self.copies:  # what they are of is on disk
@@ -245,8 +245,8 @@ class TrainingRun:
         ):
             self.output.say(line)
 
-    def _close(self) -> None:
-        self.saver.close()
+    def _close(self, exit_code: int = 0) -> None:
+        self.saver.close(exit_code)
         if self.copies:
             self.copies.settle()
         self.parts.close()

@@ -10,6 +10,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.meeting import GRACE_SECONDS, FindMaster, open_store
 from bigbatch.comm.rendezvous.roll_call import LATE, LOST, ROLL_CALL_SECONDS, RollCall, host_of
 from bigbatch.errors import CommError, PeerLostError, first_line
+from bigbatch.exit_codes import CRASHED, FAILED, PIPE_CLOSED
 
 T = TypeVar("T")
 
@@ -237,17 +238,20 @@ class Control:
         # a holder that has not answered for so long is not asked again
         is_silent = isinstance(error, NoAnswerError)
         who = self.roll_call.lose_holder() if is_silent else self.roll_call.call(LATE if is_late else LOST)
-        return PeerLostError(
+        failure = PeerLostError(
             f"rank {self.rank}: {label} failed after {seconds:.1f} s; {who} ({self.library}: {first_line(error)})"
         )
+        failure.exit_code = self.roll_call.exit_code or failure.exit_code
+        return failure
 
-    def report_own_failure(self) -> None:
+    def report_own_failure(self, exit_code: int = CRASHED) -> None:
         """Let the others' waits end, and their roll call miss this rank; a failure reported before stays.
 
+        If this rank's exit_code says that the same command would fail again, the others end with it, too.
         The rank that holds the rendezvous stays until the others know, or have had the time to.
         """
         self._has_failed = True
-        self.roll_call.report_own_failure()
+        self.roll_call.report_own_failure(exit_code if exit_code in (FAILED, PIPE_CLOSED) else None)
 
     def has_met(self, rank: int) -> bool:
         """Tell whether a rank has come to the rendezvous, whatever it does now."""

@@ -46,11 +46,13 @@ class RollCall:
     """Answers the others' roll call after a failure, or calls it. Any thread of a rank may.
 
     verdict: who is missed, or that nobody is; "" while this rank does not know. It is the same on all ranks.
+    exit_code: with which the first rank that failed by itself ends, if it has said so.
     """
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self.verdict = ""
+        self.exit_code: int | None = None
         self._cause = ""
         self._has_answered = self._has_told_heard = self._has_parted = False
         self._calling, self._parting = Lock(), Lock()
@@ -72,7 +74,7 @@ class RollCall:
         if not self._cause:
             if not store.check([_FAILED]):
                 return
-            self._cause = _failures(store)[0][0]
+            self._read_failures(store)
         tell()
         if is_waiting or self._cause == LOST:
             self._say_alive(store)
@@ -96,13 +98,16 @@ class RollCall:
             self.verdict = f"no answer from {self._member.holder}, which holds the rendezvous"
         return self.verdict
 
-    def report_own_failure(self) -> None:
-        """Let the others' waits end, and their roll call miss this rank; a failure reported before stays. part()."""
+    def report_own_failure(self, exit_code: int | None = None) -> None:
+        """Let the others' waits end, and their roll call miss this rank; a failure reported before stays. part().
+
+        exit_code: with which they are to end, too, instead of that of ranks that lost another one.
+        """
         with self._calling:
             if not self.verdict:
                 self._has_answered = True
                 store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
-                store.append(_FAILED, f"{LOST} ")
+                store.append(_FAILED, f"{LOST} " if exit_code is None else f"{LOST}::{exit_code} ")
                 self.verdict = "this rank has failed by itself"
         self.part()
 
@@ -150,8 +155,18 @@ class RollCall:
         store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
         store.append(_FAILED, f"{cause}:{self._member.rank} ")
         self._say_alive(store)
-        caller = next(int(rank) for _, rank in _failures(store) if rank)
+        caller = next(int(rank) for rank in self._read_failures(store) if rank)
         return self._count(store) if caller == self._member.rank else self._listen(store, caller)
+
+    def _read_failures(self, store: KeyValue) -> list[str]:
+        """Keep what the first failure was; return the ranks that failed, in turn.
+
+        "" for one that failed by itself, which does not call the roll.
+        """
+        failures = [(*word.split(":"), "", "")[:3] for word in store.get(_FAILED).decode().split()]
+        self._cause, _, code = failures[0]
+        self.exit_code = int(code) if code else None
+        return [rank for _, rank, _ in failures]
 
     def _count(self, store: KeyValue) -> str:
         """Read who answers, and publish who does not."""
@@ -216,12 +231,6 @@ def host_of(rank: int, store: KeyValue) -> str:
     """Say where a rank runs."""
     key = f"bigbatch/host/{rank}"
     return store.get(key).decode() if store.check([key]) else "a host that has not met"
-
-
-def _failures(store: KeyValue) -> list[tuple[str, str]]:
-    """Return causes and ranks, in turn; no rank for one that failed by itself, which does not call the roll."""
-    words = [word.partition(":") for word in store.get(_FAILED).decode().split()]
-    return [(cause, rank) for cause, _, rank in words]
 
 
 def _ranks(key: str, store: KeyValue) -> set[int]:

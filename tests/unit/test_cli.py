@@ -1,5 +1,6 @@
 """The command's own behaviour: its help, its exit codes, what it shows of an error."""
 
+import errno
 import os
 import re
 import socket
@@ -109,6 +110,20 @@ def test_main_refuses_a_work_folder_that_was_deleted(argv: list[str], tmp_path: 
     assert done.returncode == exit_codes.FAILED
     (line,) = done.stderr.splitlines()
     assert line.startswith("bigbatch: the work folder is not there any more (")
+
+
+@pytest.mark.parametrize("of_file", [(), ("/there/is/x.npy",)])
+def test_main_takes_a_full_disk_for_no_defect(
+    of_file: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *of_file)
+
+    monkeypatch.setattr(cli, "_run", fill)
+    assert cli.main(["train"]) == exit_codes.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("cannot be written (No space left on device): free some disk")
+    assert "".join(of_file) in line
 
 
 def test_exit_codes_are_all_on_their_page() -> None:

@@ -22,7 +22,6 @@ ALLOWED = {
     "launch/emulate/slurm_start.py": "a key, with its mode, in a folder that is new and private",
     "launch/jobs/exit_file.py": "a new file",
     "trainer/inference/formats.py": "the hidden file of replacing, by its name",
-    "trainer/run/checkpoint.py": "a file in a folder that is new and hidden",
     "trainer/run/loggers.py": "TensorBoard's own files, in a folder that is no link, under names with time and process",
     "trainer/run/output.py": "/dev/null",
     "trainer/run/owner.py": "a hard link to a file of its own",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import __version__
-from bigbatch.errors import ExportError, print_line
+from bigbatch.errors import ExportError, find_os_error, print_line, why_unwritten
 from bigbatch.files import replacing, write_whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.build.model import make_plain_model
@@ -23,8 +23,6 @@ TRACED_BATCH, COMPARED_BATCH = 2, 3
 """Images: two numbers, since the batch must stay free."""
 TOLERANCE = 1e-4
 """Share of the largest logit. Sums in another order were seen to move fp32 logits by 1e-6 of it."""
-STREAM_WRITER = "inline_container.cc"
-"""What a RuntimeError of torch.save names where the disk is full."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _explain(error: OSError | RuntimeError, out: Path, *, form: str) -> str:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    if isinstance(error, OSError) or STREAM_WRITER in reason:
+    reason = why_unwritten(out, error)
+    if find_os_error(error):
         return f"cannot write {out}: {reason}; free some disk or name another --out"
     return f"this model cannot be written as {form}: {reason}; choose another --format, and please report it"
 

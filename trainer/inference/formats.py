@@ -61,7 +61,8 @@ def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Forma
 
 
 def _write_state(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mapping[str, Any]) -> None:
-    torch.save(plain_tensors(model.state_dict()), path)
+    with open(path, "wb") as file:  # by its path torch would not say why it cannot write
+        torch.save(plain_tensors(model.state_dict()), file)
 
 
 def _read_torchvision(path: Path, config: Config) -> Classify:

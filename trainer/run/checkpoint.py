@@ -15,8 +15,17 @@ from typing import Any
 import torch
 
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError
-from bigbatch.files import exchange, flush, make_folder, open_plain, parse_json, read_plain, write_new
+from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError, why_unwritten
+from bigbatch.files import (
+    exchange,
+    flush,
+    make_folder,
+    open_anew,
+    open_plain,
+    parse_json,
+    read_plain,
+    write_new,
+)
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -66,7 +75,8 @@ def save_checkpoint(
         make_folder(directory, within=within or directory.parent)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        torch.save(state, aside / STATE_FILE)
+        with open_anew(aside / STATE_FILE) as file:  # by its path torch would not say why it cannot write
+            torch.save(state, file)
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -87,8 +97,8 @@ def save_checkpoint(
     except (OSError, RuntimeError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise CheckpointError(
-            f"cannot write checkpoint {path}: {str(error).splitlines()[0]}; put that right and start again, the "
-            "run goes on from the newest checkpoint"
+            f"cannot write checkpoint {path}: {why_unwritten(path, error)}; put that right and start again, the run "
+            "goes on from the newest checkpoint"
         ) from error
     _drop_old(directory, keep=keep)
     return path

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from bigbatch.errors import RunFolderError, first_line
+from bigbatch.errors import RunFolderError, first_line, why_unwritten
 from bigbatch.files import make_folder, open_plain, parse_json, read_plain, replacing
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
@@ -118,8 +118,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunFolderError(
-            f"cannot write {path}: {error.strerror or error}; put that right, or name another folder where this one "
-            "was named; a run goes on from its newest checkpoint"
+            f"cannot write {path}: {why_unwritten(path, error)}; put that right, or name another folder where this "
+            "one was named; a run goes on from its newest checkpoint"
         ) from error
 
 

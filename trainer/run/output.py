@@ -22,7 +22,7 @@ from bigbatch.trainer.run.checkpoint import (
     set_damaged_aside,
 )
 from bigbatch.trainer.run.cost import spent_in_all
-from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary
+from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
 from bigbatch.trainer.run.progress import Reporter, Silent, make_reporter
@@ -81,14 +81,17 @@ class RunOutput:
         rundir.write_text(rundir.config, dump_config(config))
         if self._communicator.calibration:
             rundir.write_text(rundir.calibration, self._communicator.calibration)
-        damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
+        with writing(rundir.checkpoints):
+            damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
+            abandoned = set_aside_after(rundir.checkpoints, step=self._plan.first_step)
         for path, why in damaged.items():
             self.say(f"{why}: set aside as {path}, and the run goes on from {start.path}")
-        for path in set_aside_after(rundir.checkpoints, step=self._plan.first_step):
+        for path in abandoned:
             self.say(f"set aside as {path}: it is of a run that went on from an older checkpoint")
         if self._plan.first_step < self._plan.num_steps:
             # a summary says that a run is finished, which one with steps left is not
-            rundir.summary.unlink(missing_ok=True)
+            with writing(rundir.summary):
+                rundir.summary.unlink(missing_ok=True)
         self._log = MetricsLog(rundir, from_step=self._plan.first_step)
         self._log.loggers = open_loggers(config, rundir, from_step=self._plan.first_step, say=self.say)
         for path, why in damaged.items():

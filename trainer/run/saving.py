@@ -146,10 +146,10 @@ class CheckpointSaver:
         self._step = self._write = None
         return Saved(step, self._path(step), float(told))
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Let what is being written end, for LEAVE_SECONDS at most, where the run ends by a failure. Not collective."""
         if self._write and self._write.is_awaited:
-            self._parts.communicator.abort()  # first, as the others are not to wait for it
+            self._parts.communicator.abort(exit_code)  # first, as the others are not to wait for it
             if not self._write.ends_within(LEAVE_SECONDS):
                 self._write.abandon()
 

@@ -497,7 +497,7 @@ class Leaving:
     def end_well(self) -> None:
         self.noted.append("ended")
 
-    def report_own_failure(self) -> None:
+    def report_own_failure(self, exit_code: int) -> None:
         self.noted.append("reported")
 
 

@@ -26,7 +26,9 @@ from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, Line
 from bigbatch.comm.rendezvous.meeting import listen, rendezvous
 from bigbatch.comm.rendezvous.places import meet
+from bigbatch.comm.rendezvous.roll_call import RollCall
 from bigbatch.errors import CommError, PeerLostError, first_line
+from bigbatch.exit_codes import CRASHED, FAILED, LOST
 
 SECONDS = timedelta(seconds=60)
 
@@ -122,6 +124,21 @@ def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
     job.roll_call.answer(is_waiting=True)
     assert not job.store.check(["bigbatch/alive"])
     job.heed_others("buffer 0", 1.0)  # its own
+
+
+@pytest.mark.parametrize(("code", "expected"), [(FAILED, FAILED), (CRASHED, LOST)])
+def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
+    code: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the job would be started again, and fail again."""
+    hurry_roll_call(monkeypatch)
+    job = half_a_job()
+    other = copy.copy(job)
+    other.rank, other.roll_call = 1, RollCall(other)
+    job.report_own_failure(code)
+    with pytest.raises(PeerLostError) as raised:
+        other.heed_others("buffer 0", 1.0)
+    assert raised.value.exit_code == expected
 
 
 def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection() -> None:

@@ -238,6 +238,28 @@ def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock:
     assert {ranks[number].verdict for number in (0, 2)} == {"no answer from rank 1 on node1"}
 
 
+def test_ranks_end_with_the_code_of_the_first_rank_that_failed_by_itself(clock: Clock) -> None:
+    _, ranks = job_of(4)
+
+    def fails_by_itself() -> None:
+        ranks[0].report_own_failure(1)
+
+    waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.7) for number in (1, 2)]
+    clock.run([fails_by_itself, partial(looks_on, ranks[3], clock, after=0.2), *waiting])
+    assert [rank.exit_code for rank in ranks[1:]] == [1, 1, 1]
+
+
+def test_ranks_that_lost_another_one_are_not_told_what_comes_of_it(clock: Clock) -> None:
+    _, ranks = job_of(3)
+
+    def fails_afterwards() -> None:
+        clock.sleep(0.5)
+        ranks[1].report_own_failure(1)
+
+    clock.run([fails_afterwards, partial(fails_in_the_sum, ranks[0], clock, after=0.1)])
+    assert ranks[0].exit_code is None
+
+
 def test_holder_that_fails_by_itself_stays_until_the_others_have_the_verdict(clock: Clock) -> None:
     store, ranks = job_of(4)
 

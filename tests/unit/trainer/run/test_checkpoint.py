@@ -1,6 +1,5 @@
 """Checkpoints: whole or not there, kept and dropped by rule, verified, loaded without executing code."""
 
-import errno
 import io
 import json
 import math
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -79,12 +79,10 @@ def test_checkpoint_same_step_is_replaced(tmp_path: Path) -> None:
 def test_checkpoint_failed_write_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
 
-    def no_space(state: object, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module.torch, "save", no_space)
-    with pytest.raises(CheckpointError, match=naming(tmp_path / "step-00000002", "No space left")):
+    # unbuffered, so that torch meets it, whose own words for it tell nothing
+    monkeypatch.setattr(module, "open_anew", lambda path: open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+    said = naming(tmp_path / "step-00000002", "No space left on device, ", "MB are free there")
+    with pytest.raises(CheckpointError, match=said):
         save(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     load_checkpoint(tmp_path / "step-00000001")
@@ -204,17 +202,17 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, *, die_before: int | None) -> l
 
         return stepped
 
-    def save_in_pieces(state: object, path: Path) -> None:
-        file = io.BytesIO()
-        torch_save(state, file)
-        step("create")
-        with path.open("wb", buffering=0) as written:
-            for piece in (file.getvalue()[:100], file.getvalue()[100:]):
-                step("write")
-                written.write(piece)
+    def save_in_pieces(state: object, file: BinaryIO) -> None:
+        whole = io.BytesIO()
+        torch_save(state, whole)
+        for piece in (whole.getvalue()[:100], whole.getvalue()[100:]):
+            step("write")
+            file.write(piece)
+            file.flush()
 
     torch_save = torch.save
     monkeypatch.setattr(module.torch, "save", save_in_pieces)
+    monkeypatch.setattr(module, "open_anew", stepping("create", module.open_anew))
     monkeypatch.setattr(module, "exchange", stepping("exchange", module.exchange))
     for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
         counted = stepping(name, getattr(os, name))

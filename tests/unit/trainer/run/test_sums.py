@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from error_texts import naming
 from small_run import PLAN, make_parts
 
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
@@ -15,6 +16,7 @@ from bigbatch.comm.gradients.fusion import FusionPlan, TensorSpec, plan_fusion
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
+from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.checkpoint import load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir
@@ -124,6 +126,17 @@ def test_sums_of_a_run_that_goes_on_are_told_unless_it_is_reproducible(
     output.open_folder(parts, replace(ANEW, sums=sums))
     output.close()
     assert capsys.readouterr().out.count(SAID) == lines
+
+
+def test_output_names_a_folder_in_place_of_its_files(tmp_path: Path) -> None:
+    output = RunOutput(
+        config_of(tmp_path), make_parts().communicator, plan=PLAN, terminal_columns=None, ask_to_stop=print
+    )
+    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(RunFolderError, match=naming(tmp_path / name)):
+            output.open_folder(make_parts(), ANEW)
+        (tmp_path / name).rmdir()
 
 
 def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
