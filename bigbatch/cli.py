@@ -101,10 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # those of other ranks come.
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     code = _write_out(_answer(arguments))
+    _record_end(code)  # before this rank waits for the others, in which mpirun may end it
     if code:
         _tell_the_others(code)
     worker = _worker()
-    _record_end(code)
     if worker is not None or _is_held():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -57,3 +57,13 @@ def test_front_door_waits_for_nobody_where_all_went_well_or_mpirun_is_not_there(
     assert leave(0, **openmpi(3, 8)) == (0, [])
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
     assert leave(4, **torchrun, MASTER_ADDR="localhost", MASTER_PORT="29500") == (4, [])
+
+
+def test_front_door_records_the_end_before_it_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun may be ended meanwhile, and the job's exit code is then that of the record."""
+    done: list[tuple[str, int]] = []
+    monkeypatch.setattr(cli, "_run", lambda module, arguments: 1)
+    monkeypatch.setattr(cli, "_record_end", lambda code: done.append(("recorded", code)))
+    monkeypatch.setattr(cli, "_tell_the_others", lambda code: done.append(("told", code)))
+    assert cli.main(["train"]) == 1
+    assert done == [("recorded", 1), ("told", 1)]
