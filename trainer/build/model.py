@@ -9,6 +9,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.trainer.build.compute import memory_format
+from bigbatch.trainer.build.refusal import explain_refusal_
 from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.schema import Config
@@ -44,6 +45,8 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     initialize_(model, config.model.init, linear_std=config.model.linear_std)
     if is_foreign_model(config.model.name):
         require_logits_(model, name=config.model.name, num_classes=config.data.num_classes)
+    if config.compute.compile is None:  # else it is tried before the first step, and a failure is told then
+        explain_refusal_(model, name=config.model.name)
     freeze_(model, config.model.frozen or ())
     return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
 

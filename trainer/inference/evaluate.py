@@ -15,6 +15,7 @@ from bigbatch.errors import print_line, print_lines, tell
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
 from bigbatch.trainer.build.model import make_plain_model
+from bigbatch.trainer.build.refusal import explain_refusal_
 from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.schema import Config
@@ -54,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
         fold=arguments.fold,
         channels_last=config.compute.channels_last,
     )
+    if not arguments.compile:
+        explain_refusal_(model, name=config.model.name)
     speed = {
         "model_images_per_second": _model_rate(model, config, communicator, is_compiled=arguments.compile),
         "precision": precision,

@@ -18,6 +18,7 @@ from bigbatch.numbers import whole
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
 from bigbatch.trainer.build.model import make_plain_model
+from bigbatch.trainer.build.refusal import explain_refusal_
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference import accuracy as evaluation
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser
@@ -61,6 +62,7 @@ class Classifier:
             dtype=COMPUTE_DTYPES[config.optimizer.precision],
             channels_last=config.compute.channels_last,
         )
+        explain_refusal_(self._model, name=config.model.name)
 
     def __call__(self, images: Sequence[Path | str], *, top: int = 5) -> Iterator[Prediction]:
         """Return the top classes of each image, in order. Raises: DataError naming an image that cannot be read."""
