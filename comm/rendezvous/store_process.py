@@ -306,7 +306,7 @@ def main() -> None:
     # rank 0's signals are not meant for this process, which ends when that one has: not Ctrl-C, and not what stops a
     # group of processes. In the same session: the kernel lets a stopped group go on whose parent there has ended
     os.setpgid(0, 0)
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(each, signal.SIG_IGN)
     descriptor, parent, world_size = map(int, sys.argv[1:])
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -25,10 +25,10 @@ from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.plan import Plan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import make_folder, refuse_link
-from bigbatch.launch.jobs.foreground import handling_stops
 from bigbatch.trainer.run.child import ChildProcess
 from bigbatch.trainer.run.folder import read_records, writing
 from bigbatch.trainer.run.owner import require_free
+from bigbatch.trainer.step.signals import handling_stops
 
 POLL_SECONDS = 0.1
 DISK_IS_FULL = ("No space left on device", "Disk quota exceeded")

@@ -30,7 +30,7 @@ from bigbatch.launch.emulate.slurm import (
 )
 from bigbatch.launch.emulate.state import EmulatedCluster
 from bigbatch.launch.jobs.foreground import shell_code
-from bigbatch.trainer.step.signals import handling
+from bigbatch.trainer.step.signals import handling_stops
 
 START_SECONDS = 180
 """How long nodes may take to be idle; one second where the machine is."""
@@ -165,5 +165,5 @@ def run_on_login_node(argv: Sequence[str], *, cluster: EmulatedCluster, root: Pa
         if number != signal.SIGINT:
             process.send_signal(number)
 
-    with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), pass_on):
+    with handling_stops(pass_on):
         return shell_code(process.wait())

@@ -38,13 +38,14 @@ from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
 from bigbatch.launch.jobs.findings import Findings
-from bigbatch.launch.jobs.foreground import STOP_SIGNALS, Ended
+from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
 from bigbatch.launch.jobs.restarts import run_healing
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
+from bigbatch.trainer.step.signals import STOP_SIGNALS
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:

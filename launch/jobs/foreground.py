@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,7 @@ from time import monotonic
 from types import FrameType
 
 from bigbatch.errors import LaunchOptionError, tell
-from bigbatch.trainer.step.signals import handling
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Ctrl-C; kill; Slurm's warning before a time limit; the terminal was closed, which would leave the job running."""
+from bigbatch.trainer.step.signals import handling_stops
 
 LOOK_SECONDS = 1.0
 """Between two looks whether what a launcher has started has ended without it."""
@@ -40,14 +37,6 @@ class Stopper:
             with suppress(OSError, RuntimeError):  # the terminal may be gone; within a print Python prints no more
                 print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
         self._send(self._steps[min(self.asked, len(self._steps)) - 1])
-
-
-@contextmanager
-def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Send STOP_SIGNALS to the handler meanwhile; under nohup a closed terminal changes nothing."""
-    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    with handling((number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)), handler):
-        yield
 
 
 def shell_code(returncode: int) -> int:

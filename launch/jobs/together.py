@@ -9,7 +9,8 @@ from functools import partial
 
 from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
-from bigbatch.launch.jobs.foreground import Ended, Stopper, handling_stops, shell_code
+from bigbatch.launch.jobs.foreground import Ended, Stopper, shell_code
+from bigbatch.trainer.step.signals import handling_stops
 
 LOOK_SECONDS = 0.05
 """Between two looks at who has ended."""

@@ -38,7 +38,7 @@ from bigbatch.trainer.doctor.probes import Measuring, Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS
 from bigbatch.trainer.run.folder import writing
-from bigbatch.trainer.step.signals import handling
+from bigbatch.trainer.step.signals import handling_stops
 
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
 """Each: usually, and with --quick."""
@@ -95,7 +95,7 @@ def _report(
             "machine"
         )
     try:
-        with handling((signal.SIGTERM,), signal.default_int_handler):  # no probe and no folder outlives it either
+        with handling_stops(signal.default_int_handler):  # no probe and no folder outlives it either
             _examine(arguments, findings, console, config=config, whole=whole, budget=budget)
     except KeyboardInterrupt:
         code = INTERRUPTED

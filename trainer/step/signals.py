@@ -5,8 +5,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Ctrl-C; scancel and preemption; the warning before a time limit, and what `bigbatch launch` sends."""
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+"""Ctrl-C; scancel and preemption; a closed terminal; warnings of schedulers before a time limit (`bigbatch launch`
+sends SIGUSR1, too); the limit of CPU time."""
 
 
 @contextmanager
@@ -18,3 +26,16 @@ def handling(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Return STOP_SIGNALS, under nohup without SIGHUP: a closed terminal changes nothing then."""
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+
+
+@contextmanager
+def handling_stops(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Send heeded_signals to the handler meanwhile. In the main thread only."""
+    with handling(heeded_signals(), handler):
+        yield

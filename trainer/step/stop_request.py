@@ -13,7 +13,7 @@ from bigbatch.comm.rendezvous.departure import Departure
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.exit_record import record_end
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.trainer.step.signals import STOP_SIGNALS
+from bigbatch.trainer.step.signals import STOP_SIGNALS, heeded_signals
 
 LOOK_SECONDS = 1.0
 """Between two looks whether another rank was asked to stop."""
@@ -46,7 +46,7 @@ class StopRequest:
         """The first stop signal that came to this rank, or what else asked it to stop."""
         self._is_asked = False
         self._departure: Departure | None = None
-        for number in STOP_SIGNALS:
+        for number in heeded_signals():
             signal.signal(number, self._note)
         # a forked process has the same handlers, but what it is told is not for us
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

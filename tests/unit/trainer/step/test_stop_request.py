@@ -15,8 +15,9 @@ from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.step import stop_request
-from bigbatch.trainer.step.signals import STOP_SIGNALS
 from bigbatch.trainer.step.stop_request import Stopped, StopRequest, leave_stopped
+
+ASKING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def wait_until_told(stop: StopRequest) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", [signal.Signals[name] for name in ASKING])
 def test_stop_is_acknowledged_and_due_at_the_next_boundary(stop: StopRequest, number: signal.Signals) -> None:
     said: SimpleQueue[str] = SimpleQueue()
     with stop.watch(alone(), acknowledge=said.put):
@@ -58,6 +59,14 @@ def test_stop_is_acknowledged_and_due_at_the_next_boundary(stop: StopRequest, nu
             stop.leave_if_due()
     assert said.empty()
     assert signal.set_wakeup_fd(-1) == -1, "nothing listens any more"
+
+
+def test_stop_does_not_take_a_closed_terminal_from_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = StopRequest()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not stop.is_set
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_stop_of_another_rank_is_acknowledged(stop: StopRequest, monkeypatch: pytest.MonkeyPatch) -> None:
