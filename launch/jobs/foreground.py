@@ -13,6 +13,7 @@ from time import monotonic
 from types import FrameType
 
 from bigbatch.errors import LaunchOptionError, tell
+from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
 
 LOOK_SECONDS = 1.0
@@ -71,6 +72,7 @@ def run_in_foreground(
     asks_to_stop: signal.Signals,
     is_recalled: Callable[[], bool] | None = None,
     has_left: Callable[[], bool] | None = None,
+    leaves: Sequence[Path] = (),
 ) -> Ended:
     """Start argv and wait for its end. is_recalled, asked every RECALL_SECONDS, tells whether to stop it before.
 
@@ -79,15 +81,16 @@ def run_in_foreground(
 
     The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
     for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM, the third
-    SIGKILL.
+    SIGKILL. If this process is killed, the launcher gets asks_to_stop, and files named by leaves are removed after it.
     Under nohup a closed terminal changes nothing.
     Raises: LaunchOptionError when the launcher is not installed.
     """
     started: list[subprocess.Popen[bytes]] = []
     stopper = Stopper(partial(_send, started), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
     was_recalled = is_left = False
-    with handling_stops(stopper):
+    with handling_stops(stopper), ending_orphans(asks_to_stop, leaves=leaves) as watch:
         process = _start(argv, environ=environ)
+        watch(process.pid)
         started.append(process)
         # who asked before had nobody to ask; a launcher that hears it twice has not begun anything
         if stopper.asked:

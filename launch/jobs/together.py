@@ -36,12 +36,13 @@ def run_together(
     environ: Mapping[str, str],
     enter: Callable[[int], None] | None = None,
     asks_to_stop: signal.Signals,
+    watch: Callable[[int], None] = lambda pid: None,
 ) -> Ended:
     """Start all and wait; the code is 0 where all ended well, else that of the first that failed, which is named.
 
-    enter(node) is called in each new process. Every process gets a session of its own, so that Ctrl-C reaches only
-    this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL. Before all are there, the
-    first one ends those that are: none can have done anything that is worth saving.
+    enter(node) is called in each new process, watch in this one with its id. Every process gets a session of its own,
+    so that Ctrl-C reaches only this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL.
+    Before all are there, the first one ends those that are: none can have done anything that is worth saving.
     Raises: LaunchOptionError when a program is not installed; SubprocessError when a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
@@ -50,6 +51,7 @@ def run_together(
         try:
             for number, start in enumerate(starts):
                 running[number] = _start(start, environ=environ, enter=enter)
+                watch(running[number].pid)
                 # a signal may have come between start and entry, and missed this one
                 if stopper.asked:
                     return Ended(INTERRUPTED, was_asked=True)

@@ -4,7 +4,6 @@ With --nodes it starts one node's part of a job, as in the pods of a JobSet.
 """
 
 import argparse
-import ctypes
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.jobs.together import NodeProcess, run_together
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
+from bigbatch.orphans import ending_orphans
 
 REFUSED = {
     **dict.fromkeys(SCHEDULED, "this host has no queue: use bigbatch launch slurm"),
@@ -28,8 +28,6 @@ REFUSED = {
     "hosts": "it starts ranks on this host only: use bigbatch launch mpirun",
 }
 LOOPBACK = "127.0.0.1"
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2)."""
 
 
 def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
@@ -102,12 +100,13 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     def start(job: JobSpec) -> Ended:
         starts = local_starts(job, port=free_port())
-        return run_together(
-            starts,
-            environ=shared_cores(job) | own_environment(job, environ),
-            enter=_end_with_parent,
-            asks_to_stop=signal.SIGTERM,
-        )
+        with ending_orphans(signal.SIGTERM) as watch:
+            return run_together(
+                starts,
+                environ=shared_cores(job) | own_environment(job, environ),
+                asks_to_stop=signal.SIGTERM,
+                watch=watch,
+            )
 
     return run_healing(start, job).code
 
@@ -115,12 +114,6 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
 def own_environment(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the ranks' environment: with a new secret, but on several nodes that of all of them, if there is one."""
     return dict(environ) if job.node_rank is not None else with_secret(environ)
-
-
-def _end_with_parent(node: int) -> None:
-    """Let this process be asked to stop when its launcher dies, who can pass on nothing any more; on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def shared_cores(job: JobSpec) -> dict[str, str]:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,7 @@ def look_at_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, l
     """Run a preflight on all slots of all hosts; return how it ended, and the hosts that are unfit."""
     bad = _bad_nodes_path()
     try:
-        return _run(_looking(job), environ=environ), read_bad_nodes(bad)
+        return _run(_looking(job), environ=environ, leaves=(bad,)), read_bad_nodes(bad)
     finally:
         bad.unlink(missing_ok=True)
 
@@ -167,7 +167,13 @@ def _run_part(fit: JobSpec, *, job: JobSpec, environ: Mapping[str, str]) -> Ende
     return _run(fit, environ=environ, is_recalled=has_grown if is_waiting else None)
 
 
-def _run(job: JobSpec, *, environ: Mapping[str, str], is_recalled: Callable[[], bool] | None = None) -> Ended:
+def _run(
+    job: JobSpec,
+    *,
+    environ: Mapping[str, str],
+    is_recalled: Callable[[], bool] | None = None,
+    leaves: Sequence[Path] = (),
+) -> Ended:
     if job.interface is not None:
         require_interface(job.interface)
     # the first of other hosts sees this folder as a run's
@@ -179,6 +185,7 @@ def _run(job: JobSpec, *, environ: Mapping[str, str], is_recalled: Callable[[], 
             asks_to_stop=ASKS_TO_STOP,
             is_recalled=is_recalled,
             has_left=RunLeft(started_folder(job), start=str(path)) if path else None,
+            leaves=(*leaves, path) if path else leaves,
         )
         return as_first_rank_ended(ended, job, path=path)
 

@@ -1,6 +1,7 @@
 """From a config to all that a step works with: with the others of this room, the only files that know all parts."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -111,7 +112,8 @@ def make_parts(
             prepare=build_input.make_prepare(config, communicator, normalize=normalize),
             normalize=normalize,
             loss=make_loss(config, communicator.device),
-            stop=StopRequest(),
+            # torchrun, if it is killed, leaves its ranks; mpirun does not
+            stop=StopRequest(launcher=os.getppid() if communicator.env.master_runs else None),
             average=_make_average(config, model, precision),
             energy=make_energy_meter(communicator.device),
             execution=make_execution(config, communicator, optimizer, num_microbatches=plan.accumulation_steps),

@@ -3,13 +3,14 @@
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import SIGTERM
 
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import printable
 from bigbatch.files import make_folder, open_to_append, read_plain
+from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.run.reason import find_reason
 from bigbatch.trainer.run.sessions import end_sessions, sessions_under
@@ -24,7 +25,10 @@ LEAVE_SECONDS = 5.0
 
 
 class ChildProcess:
-    """Runs a command in a session of its own, so that a Ctrl-C is the parent's to pass on."""
+    """Runs a command in a session of its own, so that a Ctrl-C is the parent's to pass on.
+
+    If the parent is killed, the command is asked to stop.
+    """
 
     def __init__(self, argv: Sequence[str], *, log: Path, within: Path) -> None:
         """Start it; what it prints is appended to log, in a folder that is made within another.
@@ -35,6 +39,7 @@ class ChildProcess:
         self._started = time.monotonic()
         self._requests: list[float] = []
         self._sessions: set[int] = set()
+        self._watched = ExitStack()
         with writing(log):
             make_folder(log.parent, within=within)
             with open_to_append(log) as output:
@@ -48,6 +53,7 @@ class ChildProcess:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
+                self._watched.enter_context(ending_orphans(SIGTERM))(self._process.pid)
 
     @property
     def seconds(self) -> float:
@@ -77,8 +83,10 @@ class ChildProcess:
                 self.ask_to_stop()
             elif len(self._requests) > 1 and waited > second:
                 self.kill()
-        if code is not None and self._sessions:
-            self._end_sessions()
+        if code is not None:
+            self._watched.close()
+            if self._sessions:
+                self._end_sessions()
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> None:
@@ -94,6 +102,7 @@ class ChildProcess:
         self._sessions |= sessions_under(self._process.pid)
         self._process.kill()
         self._process.wait()
+        self._watched.close()
         self._end_sessions()
 
     def _end_sessions(self) -> None:

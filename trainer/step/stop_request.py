@@ -38,10 +38,12 @@ class Stopped(Exception):
 class StopRequest:
     """Remembers the first stop signal, and lets all ranks act on it together; a second Ctrl-C interrupts at once.
 
-    Constructed in the main thread only.
+    Constructed in the main thread only. launcher: process id of a parent whose end is such a signal, too: ranks would
+    train on unseen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, launcher: int | None = None) -> None:
+        self._launcher = launcher
         self.signal_name: str | None = None
         """The first stop signal that came to this rank, or what else asked it to stop."""
         self._is_asked = False
@@ -100,6 +102,8 @@ class StopRequest:
         # without its store the job is about to fail, and says so
         with heard, suppress(RuntimeError):
             while True:
+                if self._launcher not in (None, os.getppid()):
+                    self.ask("the end of its launcher")
                 if self.signal_name and not has_asked:
                     has_asked = True
                     departure.ask()

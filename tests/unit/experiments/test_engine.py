@@ -102,6 +102,26 @@ def test_sweep_point_that_is_ended_is_outlived_by_no_rank(
     assert not left
 
 
+def test_sweep_point_is_asked_to_stop_if_its_sweep_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    point = "trap 'echo asked; exit' TERM; echo ready; while :; do sleep 0.02; done"
+    sweep = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from bigbatch.trainer.run.child import ChildProcess\n"
+        f"log = Path({str(log)!r})\n"
+        f"process = ChildProcess(['sh', '-c', {point!r}], log=log, within=log.parent)\n"
+        "while not log.read_text():\n"
+        "    time.sleep(0.01)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", sweep], check=False, timeout=100).returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 100
+    while log.read_text() != "ready\nasked\n":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_sweep_point_that_is_gone_already_leaves_its_own_session() -> None:
     with subprocess.Popen([sys.executable, "-c", ""], start_new_session=True) as process:
         process.wait()

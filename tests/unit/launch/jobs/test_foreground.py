@@ -120,6 +120,17 @@ def test_foreground_takes_a_closed_terminal_for_a_ctrl_c_except_under_nohup(is_n
     assert process.wait(timeout=200) == 5
 
 
+def test_foreground_job_is_asked_to_stop_if_its_launcher_is_killed() -> None:
+    """It would train on unseen, and the same command would be refused meanwhile."""
+    process = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True)
+    child = ready(process)
+    process.kill()
+    assert process.stdout is not None
+    assert process.stdout.readline() == "SIGUSR1\n"
+    os.kill(child, signal.SIGTERM)
+    assert process.stdout.read() == "SIGTERM\n"
+
+
 def ready(process: "subprocess.Popen[str]") -> int:
     """Wait for the child, and return its number."""
     assert process.stdout is not None

@@ -79,6 +79,20 @@ def test_stop_of_another_rank_is_acknowledged(stop: StopRequest, monkeypatch: py
     assert not stop.is_set
 
 
+def test_stop_is_asked_for_by_the_end_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a torchrun that is killed: its ranks would train on unseen."""
+    monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
+    said: SimpleQueue[str] = SimpleQueue()
+    stop = StopRequest(launcher=os.getppid())
+    with stop.watch(alone(), acknowledge=said.put):
+        time.sleep(0.05)
+        assert said.empty()
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert said.get(timeout=200) == "the end of its launcher"
+        wait_until_told(stop)
+        assert stop.is_due()
+
+
 def test_stop_that_came_before_it_was_watched_for_is_not_lost(stop: StopRequest) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     assert not stop.is_due(), "nobody asks it, as in bigbatch doctor"

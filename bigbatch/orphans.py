@@ -1,0 +1,40 @@
+"""End what a process has started if it is killed itself, also by SIGKILL, and can pass on nothing any more."""
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from signal import Signals
+
+WATCHER = """
+pids=
+while read -r pid; do pids="$pids $pid"; done
+for pid in $pids; do kill -s "$0" "$pid"; done
+for pid in $pids; do while [ -e "/proc/$pid/exe" ]; do sleep 0.2; done; done
+rm -f -- "$@"
+"""
+"""Reads process ids until nobody can write them. A zombie, whose parent need not look, has no exe."""
+
+
+@contextmanager
+def ending_orphans(number: Signals, *, leaves: Sequence[Path] = ()) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the id of a started process: it gets this signal if this process is killed meanwhile.
+
+    leaves: files that are removed once these processes have ended then. A shell in a session of its own does this: it
+    reads a pipe that ends with this process. Unlike the signal at a parent's death (prctl) it outlives the job.
+    """
+    argv = ["/bin/sh", "-c", WATCHER, number.name.removeprefix("SIG"), *map(str, leaves)]
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True, bufsize=0
+    ) as watcher:
+
+        def watch(pid: int) -> None:
+            assert watcher.stdin is not None
+            with suppress(BrokenPipeError):  # without a watcher the job runs all the same
+                watcher.stdin.write(b"%d\n" % pid)
+
+        try:
+            yield watch
+        finally:
+            watcher.kill()
