@@ -120,6 +120,12 @@ def _unwrapped(state: object) -> object:
     return state
 
 
+def holds_weights(state: object) -> bool:
+    """Tell whether there are tensors alone in state, behind what training scripts put around weights."""
+    found = _unwrapped(state)
+    return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
+
+
 def _all_start_with(prefix: str, state: Mapping[Any, object]) -> bool:
     return bool(state) and all(isinstance(name, str) and name.startswith(prefix) for name in state)
 

@@ -20,7 +20,7 @@ from bigbatch.trainer.config.kinds import OPTION_KEYS
 from bigbatch.trainer.config.model import LIBRARIES
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
-from bigbatch.trainer.models.exchange import from_foreign, names_head, partly_from_foreign
+from bigbatch.trainer.models.exchange import from_foreign, holds_weights, names_head, partly_from_foreign
 from bigbatch.trainer.models.libraries import cached_weights
 from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, load_checkpoint
 from bigbatch.trainer.run.class_names import kept_names, require_names
@@ -99,13 +99,43 @@ def _read_file(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle's protocols: what comes of the file is said below
-            return torch.load(path, map_location="cpu", weights_only=True)
+        return _load(path)
     except (OSError, EOFError, RuntimeError) as error:
         raise _unreadable(path, error) from error
     except Exception as error:  # out of damaged bytes the unpickler may raise anything, such as KeyError(48)
-        raise CheckpointError(f"{path}: {_refused(str(error))}") from error
+        state = _read_beside_objects(path)
+        if state is None:
+            raise CheckpointError(f"{path}: {_refused(str(error))}") from error
+        return state
+
+
+def _load(path: Path, *, stand_in_for: Sequence[str] = ()) -> Any:
+    stand_ins: list[Any] = [(_StandIn, name) for name in stand_in_for]
+    with warnings.catch_warnings(), torch.serialization.safe_globals(stand_ins):
+        warnings.simplefilter("ignore")  # of pickle's protocols: what comes of the file is said by the caller
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+class _StandIn:
+    """Takes the place of any object in a file that is no tensor, text, number or collection of these."""
+
+    def __new__(cls, *_: object) -> "_StandIn":
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+def _read_beside_objects(path: Path) -> Any:
+    """Read a file in which objects lie beside the weights, such as an argparse.Namespace; None if there are no weights.
+
+    No code of such objects is imported or executed: a stand-in takes the place of whatever the file names.
+    """
+    try:
+        state = _load(path, stand_in_for=torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # the caller tells what torch.load said before
+        return None
+    return state if holds_weights(state) else None
 
 
 def _refused(message: str) -> str:

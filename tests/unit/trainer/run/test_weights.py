@@ -1,5 +1,6 @@
 """Files of weights and checkpoints into a model: read without executing code, and what is wrong is told in one line."""
 
+import argparse
 import os
 import pickle
 import re
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torchvision
@@ -200,6 +202,37 @@ def test_weights_truncated_anywhere(is_zip: bool, tmp_path: Path) -> None:
     for length in (*range(12), *range(12, 400, 37), len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         assert refusal(path, config).startswith(f"{path}")
+
+
+AROUND: dict[str, dict[str, object]] = {
+    "model": {"epoch": 3, "args": argparse.Namespace(lr=0.1, output_dir=Path("runs"))},
+    "state_dict": {"arch": "resnet18", "version": 2, "args": argparse.Namespace(model="resnet18")},
+    "module": {"best_prec1": numpy.float64(70.1), "rates": numpy.arange(3), "optimizer": {"state": {}}},
+}
+"""What training scripts put beside weights: torchvision's, timm's, NVIDIA's."""
+
+
+@pytest.mark.parametrize("nest", AROUND)
+def test_weights_that_training_scripts_put_objects_beside_are_read(nest: str, tmp_path: Path) -> None:
+    config, path, mark = small(), tmp_path / "theirs.pth", tmp_path / "executed"
+    weights = random_model(config).state_dict()
+    if nest == "module":
+        nested: dict[str, object] = {"state_dict": {f"module.{name}": tensor for name, tensor in weights.items()}}
+    else:
+        nested = {nest: weights}
+    torch.save({"first": Opening(mark), **nested, **AROUND[nest], "last": Opening(mark)}, path)
+    assert_equal(loaded(path, config), weights)
+    assert not mark.exists()
+
+
+class Opening:
+    """Makes a file when it is unpickled, by a function that anything may name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, (str(self.path), "w")
 
 
 class Trap:
