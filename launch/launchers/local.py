@@ -27,6 +27,8 @@ REFUSED = {
     "logs": "it prints what all ranks print: add > FILE",
     "hosts": "it starts ranks on this host only: use bigbatch launch mpirun",
 }
+MOST_RANKS_OF_A_HOST = 4096
+"""Far more than a host has GPUs or cores; each is a process that imports torch."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -37,6 +39,10 @@ def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
     Raises: JobRefused for what one host cannot do, and for several nodes without --node-rank and --master.
     """
     refuse(job, launcher="local", refused=REFUSED)
+    if job.ranks_per_node > MOST_RANKS_OF_A_HOST:
+        raise LaunchOptionError(
+            f"{job.ranks_per_node} ranks on one host are more than it can run: state {MOST_RANKS_OF_A_HOST} or fewer"
+        )
     node_rank, (address, port) = find_node(job, port=port)
     if job.restarts and (job.num_nodes or 1) > 1:
         raise LaunchOptionError(

@@ -50,7 +50,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         # 512 images in ghost batches of 128 or parts of them: 15 ranks cannot share them, 4 can
         ((*NODES, *TRAIN), ("--nodes 3", "5 rank", "15 rank", "batch.global_batch_size=512", "start 4 rank")),
         # found at once, not after a walk down from there
-        (("slurm", "--dry-run", "--nodes", "9" * 21, *TRAIN), ("--nodes 999", "start 4 rank")),
+        (("slurm", "--dry-run", "--nodes", "9" * 21, *TRAIN), ("--nodes 999", "1000000 or fewer")),
         (("slurm", "--exclude", "n[1-99999999999]", *TRAIN), ("--exclude 'n[1-99999999999]'", "100000 hosts")),
         (("local", "--ranks", "5", *TRAIN), ("5 rank", "batch.global_batch_size=512", "start 4 rank")),
         (("slurm", "--", "trian", "--config", "quickstart"), ("trian", "nearest is train")),

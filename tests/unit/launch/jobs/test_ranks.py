@@ -1,10 +1,13 @@
 """Hosts and numbers of ranks that the options of a job state."""
 
+from typing import Any
+
 import pytest
 from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.spec import make_job, parse_hosts
+from bigbatch.launch.launchers.local import local_starts
 
 TRAIN = ("train", "--config", "quickstart")
 
@@ -35,6 +38,21 @@ def test_launch_ranks_beyond_the_cores_share_them() -> None:
 def test_launch_ranks_that_cannot_be_are_refused(ranks: int, hosts: tuple[tuple[str, int], ...]) -> None:
     with pytest.raises(LaunchOptionError, match="--ranks"):
         make_job(TRAIN, num_ranks=ranks, hosts=hosts, num_cores=2)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"num_ranks": 5_000_000}, {"num_nodes": 10**9}, {"hosts": (("n0", 10**8),)}, {"ranks_per_node": 10**7}],
+)
+def test_launch_ranks_that_no_cluster_has_are_refused_before_memory_is_taken_for_each(stated: dict[str, Any]) -> None:
+    with pytest.raises(LaunchOptionError, match=r"ranks .*are more than any job has: state 1000000 or fewer"):
+        make_job(TRAIN, **{"num_ranks": None, "hosts": (), "num_cores": 2, **stated})
+
+
+def test_launch_local_refuses_ranks_that_no_host_can_run() -> None:
+    job = make_job(TRAIN, num_ranks=900_000, hosts=(), num_cores=2)
+    with pytest.raises(LaunchOptionError, match=naming("900000 ranks", "4096 or fewer")):
+        local_starts(job, port=29500)
 
 
 def test_launch_of_nothing_is_refused() -> None:
