@@ -135,9 +135,9 @@ def connect(
     buffers without a copy (see RegisteredMemory);
     interface names the network interface of hosts that have several; one that the launcher has named goes before it.
     Without a device it is choose_device's, and ranks that have the same GPU are refused.
-    After warn_seconds (10, or timeout_seconds where that is shorter) in one sum late ranks are named; after
-    timeout_seconds the wait ends in an error. The first meeting waits as long as meeting_seconds where that is longer:
-    one rank's image or file system may be much slower than another's.
+    After warn_seconds (10, or timeout_seconds where that is shorter) in one sum, or at the meeting, late ranks are
+    named; after timeout_seconds the wait ends in an error. The first meeting waits as long as meeting_seconds where
+    that is longer: one rank's image or file system may be much slower than another's.
     `with connect() as communicator:` closes it at the end, and tells the other ranks of an exception, so that they end,
     too. Without it call close() at the end of a good run; where that is forgotten it happens as the interpreter ends.
     Raises: CommError where the ranks cannot meet, or contradict each other about who they are and where; ValueError
@@ -164,6 +164,7 @@ def connect(
         env,
         timeout_seconds=timeout_seconds,
         meeting_seconds=max(timeout_seconds, meeting_seconds or 0.0),
+        warn_seconds=warn_seconds,
         interface=interface,
         find_master=meet_by_mpi,
     )

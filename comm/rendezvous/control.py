@@ -7,6 +7,7 @@ from typing import TypeVar
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.late_ranks import name_ranks
 from bigbatch.comm.rendezvous.meeting import GRACE_SECONDS, FindMaster, open_store
 from bigbatch.comm.rendezvous.roll_call import LATE, LOST, ROLL_CALL_SECONDS, RollCall, host_of
 from bigbatch.errors import CommError, PeerLostError, first_line
@@ -16,6 +17,8 @@ T = TypeVar("T")
 
 HEED_SECONDS = 1.0
 """Longest wait, in the midst of another one, for the store's answer whether a rank has failed."""
+WARN_SECONDS = 20.0
+"""After how long a meeting names the ranks that have not come."""
 ANSWER_SECONDS = 3.0
 """How much later than the end of a wait the store may say so: one that does not is out of reach."""
 PIECE_BYTES = 4 << 20
@@ -32,7 +35,8 @@ class Control:
 
     Collective: every rank constructs it, in the same order as its other ones. Works beside any backend, and goes
     on working when that one fails. timeout_seconds bounds every wait, and each request to the store, whose holder may
-    be out of reach; meeting_seconds (None: as long) that for the ranks to come at all. find_master is asked where
+    be out of reach; meeting_seconds (None: as long) that for the ranks to come at all, of which those that are
+    late are named after warn_seconds. find_master is asked where
     mpirun, which names no meeting point, started the ranks.
     Raises: CommError where the ranks cannot meet.
     """
@@ -44,6 +48,7 @@ class Control:
         timeout_seconds: float,
         find_master: FindMaster,
         meeting_seconds: float | None = None,
+        warn_seconds: float = WARN_SECONDS,
         interface: str | None = None,
     ) -> None:
         global _connections
@@ -52,12 +57,14 @@ class Control:
         self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
         self.timeout_seconds = timeout_seconds
         self.meeting_seconds = timeout_seconds if meeting_seconds is None else meeting_seconds
+        self.warn_seconds = warn_seconds
         self.library = "control"
         self.store, self.holder, met = open_store(
             env,
             f"bigbatch/{_connections}",
             timeout_seconds=timeout_seconds,
             meeting_seconds=self.meeting_seconds,
+            warn_seconds=warn_seconds,
             interface=interface,
             find_master=find_master,
         )
@@ -107,6 +114,13 @@ class Control:
                 return self._take(key, source=0, what=what, timeout_seconds=timeout_seconds)
             self._put(key, text)
             return text
+
+    def describe_late_ranks(self) -> str:
+        """Name the ranks that have not come to the meeting: rank 0 does; "" on others, and if all have come."""
+        ranks = range(self.world_size if self.rank == 0 else 0)
+        late = [rank for rank in ranks if not self.store.check([f"bigbatch/host/{rank}"])]
+        limit = f"meeting_seconds={self.meeting_seconds:g}"
+        return f"rank 0 on {self.host} waits for {name_ranks(late)} to start ({limit})" if late else ""
 
     def next_key(self) -> str:
         """Name the next exchange, alike on all ranks."""

@@ -14,6 +14,7 @@ from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, KeyValue, answer_within
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.late_ranks import telling_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.secret import StrangerError
 from bigbatch.comm.rendezvous.session import meet_in_session, wait_for
@@ -44,12 +45,14 @@ def open_store(
     *,
     timeout_seconds: float,
     meeting_seconds: float,
+    warn_seconds: float,
     interface: str | None,
     find_master: FindMaster,
 ) -> tuple[KeyValue, str, ProcessEnv]:
     """Open the store; return it, who holds it, and where and by which secret: under mpirun only now known.
 
     meeting_seconds: how long the first and the last rank may come after one another; later waits have the other limit.
+    warn_seconds: after how long a host says for whom it waits.
     """
     if env.world_size == 1:
         return BoundedStore(HashStore(), seconds=timeout_seconds), "rank 0", env
@@ -58,14 +61,26 @@ def open_store(
         return BoundedStore(store, seconds=timeout_seconds), "the default process group's store", env
     if env.master not in _met:
         met = env
-        if env.master is None and env.launcher in MPI_LAUNCHERS:
-            address, port, secret = find_master(env, timeout_seconds=meeting_seconds, interface=interface)
-            met = replace(env, master=(address, port), secret=secret.encode())
-        shared = rendezvous(met, timedelta(seconds=meeting_seconds), interface=interface)
+        with telling_late(warn_seconds, lambda: _describe_wait(met)):
+            if env.master is None and env.launcher in MPI_LAUNCHERS:
+                address, port, secret = find_master(env, timeout_seconds=meeting_seconds, interface=interface)
+                met = replace(env, master=(address, port), secret=secret.encode())
+            shared = rendezvous(met, timedelta(seconds=meeting_seconds), interface=interface)
         shared.set_timeout(timedelta(seconds=timeout_seconds))
         _met[env.master] = shared, met
     shared, met = _met[env.master]
     return shared.under(prefix, seconds=timeout_seconds), "rank 0", met
+
+
+def _describe_wait(env: ProcessEnv) -> str:
+    """Say for whom this host's first rank waits before it has reached the store; "" if for nobody, and on other ranks.
+
+    Rank 0 waits for others only to find the meeting point, in MPI or by torchrun.
+    """
+    if env.local_rank != 0 or (env.rank == 0 and env.master is not None and not env.master_runs):
+        return ""
+    where = f", which has opened no rendezvous at {env.master[0]}:{env.master[1]}" if env.master else ""
+    return f"rank {env.rank} on {env.host} waits for {f'rank 0{where}' if env.rank else 'the other ranks to start'}"
 
 
 def rendezvous(env: ProcessEnv, timeout: timedelta, *, interface: str | None = None) -> JobStore:
@@ -79,6 +94,11 @@ def rendezvous(env: ProcessEnv, timeout: timedelta, *, interface: str | None = N
             "MASTER_ADDR and MASTER_PORT for all ranks"
         )
     address, port = env.master
+    if env.local_rank == 0 and not addresses_of(address):
+        tell(
+            f"rank {env.rank} on {env.host}: MASTER_ADDR={address} is no host that is known here: the rank looks again "
+            f"for meeting_seconds={timeout.total_seconds():g}; if the name is wrong, stop the job and set another"
+        )
     try:
         if env.master_runs:
             line = _meet_by_torchrun(env, timeout, interface=interface)

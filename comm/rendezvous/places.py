@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.late_ranks import telling_late
 from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.comm.rendezvous.release import UNKNOWN_RELEASE, release, require_same_release
 from bigbatch.errors import CommError
@@ -61,11 +62,12 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
     mine = RankPlace(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host, gpu)
     _claim_rank(env, control)
     limit = control.meeting_seconds
-    texts = control.gather_text(
-        json.dumps({"release": release(), **asdict(mine)}),
-        what=f"meeting of all ranks (meeting_seconds={limit:g})",
-        timeout_seconds=limit,
-    )
+    with telling_late(control.warn_seconds, control.describe_late_ranks):
+        texts = control.gather_text(
+            json.dumps({"release": release(), **asdict(mine)}),
+            what=f"meeting of all ranks (meeting_seconds={limit:g})",
+            timeout_seconds=limit,
+        )
     told = [json.loads(text) for text in texts]
     # before anything else is read: another bigbatch may say it otherwise
     require_same_release([each.pop("release", UNKNOWN_RELEASE) for each in told], hosts=[each["host"] for each in told])

@@ -389,3 +389,39 @@ def test_rank_that_finds_no_first_one_in_time_says_which_limit_that_was() -> Non
     late = replace(rank_of_two(port=port), rank=1)
     with pytest.raises(CommError, match=naming("rank 1", "check that rank 0 runs", "meeting_seconds=0.3")):
         Control(late, timeout_seconds=60, meeting_seconds=0.3, find_master=meet_by_mpi)
+
+
+def test_meeting_names_the_ranks_that_are_late(capfd: pytest.CaptureFixture[str]) -> None:
+    """Long before the limit: nobody watches a silent job for a quarter of an hour."""
+    met = half_a_job(60.0)
+    met.meeting_seconds, met.warn_seconds = 0.5, 0.05
+    assert isinstance(met.store, JobStore)
+    met.store.delete_key("bigbatch/host/1")
+    with pytest.raises(PeerLostError):
+        meet(rank_of_two(), met)
+    assert capfd.readouterr().err.startswith(
+        "bigbatch: rank 0 on here waits for rank 1 to start (meeting_seconds=0.5)\n"
+    )
+
+
+def test_rank_that_finds_no_first_one_says_for_whom_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+    late = replace(rank_of_two(port=port), rank=1)
+    with pytest.raises(CommError):
+        Control(late, timeout_seconds=60, meeting_seconds=0.4, warn_seconds=0.05, find_master=meet_by_mpi)
+    said = f"bigbatch: rank 1 on here waits for rank 0, which has opened no rendezvous at 127.0.0.1:{port}\n"
+    assert capfd.readouterr().err.startswith(said)
+
+
+def test_meeting_point_that_no_name_service_knows_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def look_up(*_: object, **__: object) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    env = ProcessEnv("torchrun", 1, 2, 0, 1, "here", ("no-such-host", 1), secret=b"s")
+    with pytest.raises(CommError):
+        rendezvous(env, timedelta(seconds=0.1))
+    assert "MASTER_ADDR=no-such-host is no host that is known here" in capfd.readouterr().err
