@@ -18,6 +18,14 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
+def loopback() -> str:
+    """Return this host's own address for itself: IPv4, or IPv6 on a host without IPv4."""
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1"
+    return "::1"
+
+
 def own_address(*, is_one_host: bool, interface: str | None = None, towards: str | None = None) -> str:
     """Find this host's address: of the named interface, or of that which leads to host `towards` or to its name.
 
@@ -29,7 +37,7 @@ def own_address(*, is_one_host: bool, interface: str | None = None, towards: str
     if interface is not None:
         return interface_address(interface.partition(",")[0])
     if is_one_host:
-        return "127.0.0.1"
+        return loopback()
     if towards is not None:
         address = _start_of_route(towards)
         if not ip_address(address).is_loopback:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bigbatch.comm.rendezvous.addresses import loopback
 from bigbatch.comm.rendezvous.launcher import (
     LAUNCHER_VARIABLES,
     PLACE_VARIABLES,
@@ -254,13 +255,13 @@ def _host(variables: Mapping[str, str], launcher: str | None) -> str:
 
 def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -> tuple[str, int] | None:
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
-        return variables["MASTER_ADDR"], number(variables, "MASTER_PORT", launcher)
+        return variables["MASTER_ADDR"].strip("[]"), number(variables, "MASTER_PORT", launcher)
     if launcher != "srun":
         return None
     job, step = number(variables, "SLURM_JOB_ID", launcher), number(variables, "SLURM_STEP_ID", launcher)
     restarts = number(variables, "SLURM_RESTART_COUNT", launcher) if "SLURM_RESTART_COUNT" in variables else 0
     port = FIRST_JOB_PORT + (job + SLURM_STEP_PORTS * step + SLURM_RESTART_PORTS * restarts) % NUM_JOB_PORTS
-    return "127.0.0.1" if is_one_host else expand_hostlist(variables.get("SLURM_STEP_NODELIST", ""))[0], port
+    return loopback() if is_one_host else expand_hostlist(variables.get("SLURM_STEP_NODELIST", ""))[0], port
 
 
 def step_hosts(environ: Mapping[str, str] | None = None) -> list[str]:

@@ -181,11 +181,11 @@ def parse_hosts(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def parse_master(text: str) -> tuple[str, int]:
-    """Read 'n0:29500' -> ('n0', 29500). Raises: LaunchOptionError."""
-    match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*):(\d{1,5})", text, re.ASCII)
+    """Read 'n0:29500' -> ('n0', 29500), and '[::1]:29500' -> ('::1', 29500). Raises: LaunchOptionError."""
+    match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+(?:%\w+)?\]):(\d{1,5})", text, re.ASCII)
     if not match or not 0 < int(match[2]) < 65536:
         raise LaunchOptionError(f"--master {text!r} is not of the form HOST:PORT, such as n0:29500")
-    return match[1], int(match[2])
+    return match[1].strip("[]"), int(match[2])
 
 
 def read_hostfile(path: Path) -> tuple[tuple[str, int], ...]:

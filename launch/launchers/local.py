@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from bigbatch.comm.rendezvous.addresses import family_of, loopback
 from bigbatch.comm.rendezvous.environ import with_secret
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.foreground import Ended
@@ -29,7 +30,6 @@ REFUSED = {
 }
 MOST_RANKS_OF_A_HOST = 4096
 """Far more than a host has GPUs or cores; each is a process that imports torch."""
-LOOPBACK = "127.0.0.1"
 
 
 def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
@@ -69,7 +69,7 @@ def find_node(job: JobSpec, *, port: int) -> tuple[int, tuple[str, int]]:
     """
     nodes, node_rank, master = job.num_nodes or 1, job.node_rank, job.master
     if nodes == 1 and master is None and node_rank is None:
-        return 0, (LOOPBACK, port)
+        return 0, (loopback(), port)
     if master is None or node_rank is None:
         raise LaunchOptionError(
             f"--nodes {nodes}: it is started on each node: add --master HOST:PORT, of the first node and the same on "
@@ -92,8 +92,9 @@ def node_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]:
 
 def free_port() -> int:
     """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+    address = loopback()
+    with socket.socket(family_of(address)) as probe:
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 

@@ -1,5 +1,6 @@
 """Under which address a rank can be reached."""
 
+import errno
 import socket
 from collections.abc import Callable
 
@@ -12,6 +13,14 @@ from bigbatch.errors import CommError
 
 def test_own_address_of_one_host_is_loopback() -> None:
     assert own_address(is_one_host=True) == "127.0.0.1"
+
+
+def test_own_address_of_one_host_without_ipv4_is_its_other_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(self: socket.socket, address: object) -> None:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    assert own_address(is_one_host=True) == "::1"
 
 
 def test_interface_named_may_be_loopback() -> None:

@@ -182,6 +182,7 @@ def test_host_list_that_is_too_long_is_refused(text: str) -> None:
         (OPENMPI, None),
         (MPICH, None),
         ({**OPENMPI, "MASTER_ADDR": "n7", "MASTER_PORT": "1234"}, ("n7", 1234)),
+        ({**OPENMPI, "MASTER_ADDR": "[fd00::7]", "MASTER_PORT": "1234"}, ("fd00::7", 1234)),
         (SRUN, ("n01", 20000 + 123 + 2 * 1009)),
         ({**SRUN, "SLURM_JOB_ID": "12000", "SLURM_STEP_ID": "0"}, ("n01", 20000)),
         ({**SRUN, "SLURM_JOB_ID": "12000", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"}, ("n01", 25003)),

@@ -214,6 +214,7 @@ def test_hosts_that_are_empty_are_not_this_host(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("text", ["n0", "n0:", "n0:0", "n0:65536", "-n:1", "n 0:1", ":1", "n0:1\n"])
 def test_master_that_is_none_is_refused(text: str) -> None:
     assert parse_master("n0.x:29500") == ("n0.x", 29500)
+    assert parse_master("[::1]:29500") == ("::1", 29500)
     with pytest.raises(LaunchOptionError, match="--master"):
         parse_master(text)
 
