@@ -9,9 +9,11 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from glob import escape
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from PIL import Image
 
 from bigbatch.errors import ConfigError, DataError
 from bigbatch.files import parse_json, write_new
+from bigbatch.locks import share_lock, try_lock
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.listed import SPLITS
 
@@ -28,6 +31,7 @@ DATASET_VERSION = 1
 MANIFEST = "manifest.json"
 JPEG_QUALITY = 90
 CHUNK_IMAGES = 50
+UNFINISHED = ".unfinished"
 _MEND = "delete the folder to generate it again, or name a new one"
 LUMA_3 = np.array([0.299, 0.587, 0.114])
 
@@ -222,14 +226,15 @@ def write_dataset(
     written.
     """
     recipe = ShapesRecipe(seed, train_per_class, val_per_class, side_pixels)
-    if _is_complete(root, recipe):
-        return False
     root = root.absolute()
     # a whole folder, which files.replacing cannot set aside
-    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}.unfinished")
+    unfinished = root.with_name(f".{root.name}.{uuid.uuid4().hex}{UNFINISHED}")
     try:
-        _write_all(unfinished, recipe=recipe, num_workers=num_workers, on_progress=on_progress)
-        os.replace(unfinished, root)  # also replaces an empty folder
+        with _sweeping_beside(root):
+            if _is_complete(root, recipe):
+                return False
+            _write_all(unfinished, recipe=recipe, num_workers=num_workers, on_progress=on_progress)
+            os.replace(unfinished, root)  # also replaces an empty folder
     except OSError as error:
         if _is_complete(root, recipe):  # another process was faster
             return False
@@ -237,6 +242,27 @@ def write_dataset(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return True
+
+
+@contextmanager
+def _sweeping_beside(root: Path) -> Iterator[None]:
+    """Remove in the end what runs that were killed left beside root, unless another one writes there.
+
+    Runs have a lock of the folder around root in common. If its file system cannot lock, nothing is removed.
+    Raises: OSError where that folder cannot be made.
+    """
+    root.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(root.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            share_lock(folder)
+        yield
+    finally:
+        with suppress(OSError):
+            if try_lock(folder):
+                for left in root.parent.glob(f".{escape(root.name)}.*{UNFINISHED}"):
+                    shutil.rmtree(left, ignore_errors=True)
+        os.close(folder)
 
 
 def _manifest(recipe: ShapesRecipe) -> dict[str, object]:

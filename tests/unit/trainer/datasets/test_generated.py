@@ -154,6 +154,20 @@ def test_generated_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_generated_set_sweeps_up_after_runs_that_were_killed_but_not_after_one_that_writes(tmp_path):
+    left = tmp_path / ".set.0123.unfinished"
+    others = [tmp_path / ".other.0123.unfinished", tmp_path / ".set.yaml"]
+    for folder in (left, *others):
+        (folder / "train").mkdir(parents=True)
+    with generated._sweeping_beside(tmp_path / "set"):
+        assert write_dataset(tmp_path / "set", **SMALL)
+        assert left.exists()
+    assert not left.exists()
+    left.mkdir()
+    assert not write_dataset(tmp_path / "set", **SMALL)
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "set", *others])
+
+
 def test_generated_process_that_was_faster_wins(tmp_path, monkeypatch):
     root, whole = tmp_path / "set", generated._write_all
 
