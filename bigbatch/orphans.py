@@ -11,7 +11,7 @@ pids=
 while read -r pid; do pids="$pids $pid"; done
 for pid in $pids; do kill -s "$0" "$pid"; done
 for pid in $pids; do while [ -e "/proc/$pid/exe" ]; do sleep 0.2; done; done
-rm -f -- "$@"
+rm -rf -- "$@"
 """
 """Reads process ids until nobody can write them. A zombie, whose parent need not look, has no exe."""
 
@@ -20,8 +20,9 @@ rm -f -- "$@"
 def ending_orphans(number: Signals, *, leaves: Sequence[Path] = ()) -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the id of a started process: it gets this signal if this process is killed meanwhile.
 
-    leaves: files that are removed once these processes have ended then. A shell in a session of its own does this: it
-    reads a pipe that ends with this process. Unlike the signal at a parent's death (prctl) it outlives the job.
+    leaves: files and folders that are removed once these processes have ended then. A shell in a session of its own
+    does this: it reads a pipe that ends with this process. Unlike the signal at a parent's death (prctl) it outlives
+    the job.
     """
     argv = ["/bin/sh", "-c", WATCHER, number.name.removeprefix("SIG"), *map(str, leaves)]
     nowhere = subprocess.DEVNULL

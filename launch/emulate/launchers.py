@@ -53,7 +53,7 @@ class Site:
     mpirun: str = "mpirun"
     """Path of the program."""
     folder: Path = Path()
-    """Folder of the cluster for mpirun's files: hosts of several clusters have the same names."""
+    """Folder of the cluster for files of mpirun and torchrun: hosts of several clusters have the same names."""
     terminal_columns: int = 0
     """Width of the terminal; 0 without one."""
     variables: tuple[str, ...] = ()
@@ -93,6 +93,7 @@ def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProces
             (
                 *(*python_argv(), "-m", "torch.distributed.run", f"--nnodes={plan.num_nodes}", f"--node-rank={node}"),
                 *(f"--nproc-per-node={count}", f"--master-addr={address(0)}", f"--master-port={site.master_port}"),
+                f"--log-dir={site.folder / 'torchrun'}",
                 *job.words,
             ),
             job.variables,

@@ -81,7 +81,7 @@ def run_in_foreground(
 
     The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
     for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM, the third
-    SIGKILL. If this process is killed, the launcher gets asks_to_stop, and files named by leaves are removed after it.
+    SIGKILL. If this process is killed, the launcher gets asks_to_stop, and what leaves names is removed after it.
     Under nohup a closed terminal changes nothing.
     Raises: LaunchOptionError when the launcher is not installed.
     """

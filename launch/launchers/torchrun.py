@@ -2,7 +2,9 @@
 
 import argparse
 import signal
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
@@ -23,17 +25,19 @@ REFUSED = {
 }
 
 
-def torchrun_argv(job: JobSpec, *, port: int) -> list[str]:
+def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> list[str]:
     """Return the words of torchrun with one process per rank of this host; pure.
 
     torchrun is started as a module, so that it runs in this Python whatever is on PATH. port is where it meets itself
-    on one host: its own --standalone listens on all interfaces and loads what anybody sends there, by pickle.
+    on one host: its own --standalone listens on all interfaces and loads what anybody sends there, by pickle. log_dir
+    is for the ranks' error files; without it torchrun makes a folder that it leaves behind.
     Raises: LaunchOptionError for what torchrun cannot do, and for several nodes without --node-rank and --master.
     """
     refuse(job, launcher="torchrun", refused=REFUSED)
     return [
         *(*python_argv(), "-m", "torch.distributed.run", *_rendezvous(job, port=port)),
         f"--nproc-per-node={job.ranks_per_node}",
+        *([] if log_dir is None else [f"--log-dir={log_dir}"]),
         *([] if job.restarts is None else [f"--max-restarts={job.restarts}"]),
         *_kept(job.python_words),
     ]
@@ -61,8 +65,9 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     # as torchrun does itself, but without its five lines about it
     variables = {**shared_cores(job), **own_environment(job, environ), **dict(job.variables)}
-    argv = torchrun_argv(job, port=free_port())
-    return run_in_foreground(argv, environ=variables, asks_to_stop=ASKS_TO_STOP).code
+    with tempfile.TemporaryDirectory(prefix="bigbatch-torchrun-", ignore_cleanup_errors=True) as logs:
+        argv = torchrun_argv(job, port=free_port(), log_dir=logs)
+        return run_in_foreground(argv, environ=variables, asks_to_stop=ASKS_TO_STOP, leaves=(Path(logs),)).code
 
 
 LAUNCHER = Launcher(

@@ -207,7 +207,7 @@ def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> No
     assert [start.node for start in starts] == [0, 1, 2, 3]
     assert list(starts[3].argv) == [
         *(*python_argv(), "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--nproc-per-node=1"),
-        *("--master-addr=10.77.0.1", "--master-port=20000", "script.py", "a b"),
+        *("--master-addr=10.77.0.1", "--master-port=20000", "--log-dir=torchrun", "script.py", "a b"),
     ]
     assert "--nproc-per-node=3" in starts[0].argv
 

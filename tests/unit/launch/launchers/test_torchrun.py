@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,15 @@ def test_ranks_of_a_host_share_its_cores(
     said = capfd.readouterr()
     assert said.out.split() == [threads] * ranks
     assert "OMP_NUM_THREADS" not in said.err
+
+
+@pytest.mark.long
+def test_torchrun_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own default is a folder torchelastic_* for the ranks' error files, which stays."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    script = tmp_path / "rank.py"
+    script.write_text("import os; assert os.path.isdir(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))")
+    job = JobSpec((str(script),), 1, is_python=True)
+    assert LAUNCHERS["torchrun"].start(job, environ=os.environ, options=argparse.Namespace()) == 0
+    assert list(tmp_path.iterdir()) == [script]
