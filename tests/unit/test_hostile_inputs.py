@@ -96,7 +96,7 @@ interface = "ib0"
 NCCL_IB_HCA = "mlx5_0"
 """
 TUNED = Tuned(
-    cluster=ClusterFacts("tcp", 2, (2,), "block", None, "cpu", "fp32", None, "torch"),
+    cluster=ClusterFacts("tcp", 2, (2,), "block", None, "cpu", "fp32", "torch"),
     model="small",
     tensors=(TensorSpec("fc.weight", 100, 4, "float32"), TensorSpec("fc.bias", 10, 4, "float32")),
     table=HybridTable((HybridRow(4096, "doubling"), HybridRow(None, "ring"))),

@@ -8,7 +8,7 @@ import pytest
 from bigbatch.cli import main
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.trainer.config.file import PACKAGED, packaged_configs
-from bigbatch.trainer.config.schema import KEYS, SECTIONS
+from bigbatch.trainer.config.schema import SECTIONS, key_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/sources.md").read_text()
@@ -26,7 +26,7 @@ def test_sources_names_enough_to_be_looked_at() -> None:
 
 @pytest.mark.parametrize("word", NAMED)
 def test_sources_names_keys_that_exist(word: str) -> None:
-    assert word.partition(":")[0] in KEYS
+    assert key_of(word.partition(":")[0]) is not None
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from bigbatch.errors import ConfigError
@@ -79,12 +79,8 @@ def lookup(config: Config, key: str) -> object:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the config with these values by dotted key. Raises: ConfigError where they are not legal together."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return replace(config, **{name: replace(getattr(config, name), **each) for name, each in sections.items()})
+    """Return the config with these values by dotted key, as overlay has it. Raises: ConfigError if they are illegal."""
+    return make_config(with_defaults(overlay({name: lookup(config, name) for name in KEYS}, values)))
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

@@ -349,7 +349,7 @@ def test_graph_is_tried_on_steps_of_any_number_of_microbatches() -> None:
     assert graphs(odd) == [alone]
 
 
-ALEXNET = of(RESNET, {"model.name": "alexnet_bn", "model.options.zero_gamma": None, "model.options.blurpool": None})
+ALEXNET = of(RESNET, {"model.name": "alexnet_bn"})
 
 
 @pytest.mark.parametrize(("config", "num_blocks"), [(QUICKSTART, {2}), (RESNET, {4}), (ALEXNET, set())])

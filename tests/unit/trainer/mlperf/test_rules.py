@@ -52,7 +52,7 @@ WITH_OTHERS = {
         "--optimizer.label_smoothing=0",
         "--run.divergence_steps=null",
     ),
-    "schedule.name": ("--schedule.name=cosine"),
+    "schedule.name": ("--schedule.name=cosine",),
     "data.crop": (
         "--data.crop=padded",
         "--data.loader=resident",
