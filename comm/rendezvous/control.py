@@ -7,7 +7,7 @@ from typing import TypeVar
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.late_ranks import name_ranks
+from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
 from bigbatch.comm.rendezvous.meeting import GRACE_SECONDS, FindMaster, open_store
 from bigbatch.comm.rendezvous.roll_call import LATE, LOST, ROLL_CALL_SECONDS, RollCall, host_of
 from bigbatch.errors import CommError, PeerLostError, first_line
@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 HEED_SECONDS = 1.0
 """Longest wait, in the midst of another one, for the store's answer whether a rank has failed."""
-WARN_SECONDS = 20.0
-"""After how long a meeting names the ranks that have not come."""
 ANSWER_SECONDS = 3.0
 """How much later than the end of a wait the store may say so: one that does not is out of reach."""
 PIECE_BYTES = 4 << 20

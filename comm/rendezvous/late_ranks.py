@@ -7,6 +7,8 @@ from threading import Event, Thread
 from bigbatch.errors import tell
 
 MOST_NAMED = 8
+WARN_SECONDS = 20.0
+"""After how long a meeting names the ranks that have not come."""
 
 
 @contextmanager

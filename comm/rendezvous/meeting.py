@@ -14,7 +14,7 @@ from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, KeyValue, answer_within
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
-from bigbatch.comm.rendezvous.late_ranks import telling_late
+from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, telling_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.secret import StrangerError
 from bigbatch.comm.rendezvous.session import meet_in_session, wait_for
@@ -65,7 +65,7 @@ def open_store(
             if env.master is None and env.launcher in MPI_LAUNCHERS:
                 address, port, secret = find_master(env, timeout_seconds=meeting_seconds, interface=interface)
                 met = replace(env, master=(address, port), secret=secret.encode())
-            shared = rendezvous(met, timedelta(seconds=meeting_seconds), interface=interface)
+            shared = rendezvous(met, timedelta(seconds=meeting_seconds), interface=interface, warn_seconds=warn_seconds)
         shared.set_timeout(timedelta(seconds=timeout_seconds))
         _met[env.master] = shared, met
     shared, met = _met[env.master]
@@ -75,15 +75,17 @@ def open_store(
 def _describe_wait(env: ProcessEnv) -> str:
     """Say for whom this host's first rank waits before it has reached the store; "" if for nobody, and on other ranks.
 
-    Rank 0 waits for others only to find the meeting point, in MPI or by torchrun.
+    Rank 0 waits for others only to find the meeting point, in MPI; by torchrun's store it names them itself.
     """
-    if env.local_rank != 0 or (env.rank == 0 and env.master is not None and not env.master_runs):
+    if env.local_rank != 0 or (env.rank == 0 and env.master is not None):
         return ""
     where = f", which has opened no rendezvous at {env.master[0]}:{env.master[1]}" if env.master else ""
     return f"rank {env.rank} on {env.host} waits for {f'rank 0{where}' if env.rank else 'the other ranks to start'}"
 
 
-def rendezvous(env: ProcessEnv, timeout: timedelta, *, interface: str | None = None) -> JobStore:
+def rendezvous(
+    env: ProcessEnv, timeout: timedelta, *, interface: str | None = None, warn_seconds: float = WARN_SECONDS
+) -> JobStore:
     """Open the key-value store through which the ranks find each other; a process beside rank 0 holds it.
 
     It listens on one address. Raises: CommError.
@@ -101,7 +103,7 @@ def rendezvous(env: ProcessEnv, timeout: timedelta, *, interface: str | None = N
         )
     try:
         if env.master_runs:
-            line = _meet_by_torchrun(env, timeout, interface=interface)
+            line = _meet_by_torchrun(env, timeout, interface=interface, warn_seconds=warn_seconds)
         elif env.rank == 0:
             # a pod's name may be known some seconds after its start
             wait_for(lambda: bool(addresses_of(address)), awake_seconds() + timeout.total_seconds())
@@ -127,7 +129,7 @@ def _hold(env: ProcessEnv, address: str, port: int, timeout: timedelta) -> Line:
     return hold_store(listener, env.secret, world_size=env.world_size, timeout=timeout)
 
 
-def _meet_by_torchrun(env: ProcessEnv, timeout: timedelta, *, interface: str | None) -> Line:
+def _meet_by_torchrun(env: ProcessEnv, timeout: timedelta, *, interface: str | None, warn_seconds: float) -> Line:
     """Tell through torchrun's store, which anybody can write to, where that of the job is, which knows its secret.
 
     torchrun's outlives the ranks: those of a restart must not read what the last ones left.
@@ -135,7 +137,9 @@ def _meet_by_torchrun(env: ProcessEnv, timeout: timedelta, *, interface: str | N
     assert env.master is not None
     address, seconds = env.master[0], timeout.total_seconds()
     board = BoundedStore(_join(*env.master, timeout), seconds=seconds + GRACE_SECONDS)
-    session = meet_in_session(board, rank=env.rank, world_size=env.world_size, timeout_seconds=seconds)
+    session = meet_in_session(
+        board, rank=env.rank, world_size=env.world_size, timeout_seconds=seconds, warn_seconds=warn_seconds
+    )
     key = f"{session}/store"
     if env.rank == 0:
         # others know a host whose name leads it back to itself by another address

@@ -12,21 +12,28 @@ from collections.abc import Callable
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import KeyValue
+from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks, telling_late
 
 _WORDS = "bigbatch/words"
 _PAUSE_SECONDS = 0.02
 
 
-def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seconds: float) -> str:
+def meet_in_session(
+    store: KeyValue, *, rank: int, world_size: int, timeout_seconds: float, warn_seconds: float = WARN_SECONDS
+) -> str:
     """Return the name that the ranks of this start have in common, and no others ever. Collective.
+
+    After warn_seconds rank 0 prints which ranks are late.
 
     Raises: TimeoutError naming who has not come; what the store raises.
     """
-    meet = _host if rank == 0 else _join
-    return meet(store, rank, world_size, awake_seconds() + timeout_seconds)
+    deadline = awake_seconds() + timeout_seconds
+    if rank == 0:
+        return _host(store, world_size, deadline, warn_seconds=warn_seconds)
+    return _join(store, rank, deadline)
 
 
-def _host(store: KeyValue, rank: int, world_size: int, deadline: float) -> str:
+def _host(store: KeyValue, world_size: int, deadline: float, *, warn_seconds: float) -> str:
     session = uuid.uuid4().hex
     comers = {rank: f"{session}/rank/{rank}" for rank in range(1, world_size)}
     num_answered = 0
@@ -39,14 +46,17 @@ def _host(store: KeyValue, rank: int, world_size: int, deadline: float) -> str:
         num_answered = len(words)
         return store.check(list(comers.values()))
 
-    if not wait_for(have_come, deadline):
-        missing = [str(rank) for rank, key in comers.items() if not store.check([key])]
-        raise TimeoutError(f"rank {', '.join(missing)} did not come in time")
+    def late() -> str:
+        return name_ranks([rank for rank, key in comers.items() if not store.check([key])])
+
+    with telling_late(warn_seconds, lambda: f"rank 0 waits for {late()} to start"):
+        if not wait_for(have_come, deadline):
+            raise TimeoutError(f"{late()} did not come in time")
     store.set(f"{session}/begins", "1")
     return session
 
 
-def _join(store: KeyValue, rank: int, world_size: int, deadline: float) -> str:
+def _join(store: KeyValue, rank: int, deadline: float) -> str:
     word, session = uuid.uuid4().hex[:16], ""
     store.append(_WORDS, f"{word} ")
     answer = f"bigbatch/answer/{word}"

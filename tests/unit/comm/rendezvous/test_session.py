@@ -81,9 +81,16 @@ def test_session_of_a_later_first_rank_goes_before(store: Store, monkeypatch: py
 def test_session_that_does_not_begin_names_who_is_missing(store: Store) -> None:
     with ThreadPoolExecutor(3) as pool:
         first, second = start(store, pool, 0, 2, seconds=1.0)
-        with pytest.raises(TimeoutError, match=r"^rank 1(, 2)? did not come in time$"):
+        with pytest.raises(TimeoutError, match=r"^ranks? 1(, 2)? did not come in time$"):
             first.result()
         with pytest.raises(TimeoutError, match=r"did not come in time$"):
             second.result()
     with pytest.raises(TimeoutError, match=r"^rank 0 did not come in time$"):
         meet(HashStore(), 1, seconds=0.1)
+
+
+def test_session_names_the_ranks_that_are_late(store: Store, capfd: pytest.CaptureFixture[str]) -> None:
+    bounded = BoundedStore(store, seconds=SECONDS)
+    with pytest.raises(TimeoutError, match="ranks 1, 2 did not come in time"):
+        meet_in_session(bounded, rank=0, world_size=3, timeout_seconds=0.4, warn_seconds=0.05)
+    assert capfd.readouterr().err.startswith("bigbatch: rank 0 waits for ranks 1, 2 to start\n")
