@@ -1,4 +1,4 @@
-"""`python -m bigbatch` is the same as `bigbatch`: what lies in the work folder does not stand in for a library."""
+"""`python -m bigbatch` is the same as `bigbatch`: no file of the work folder replaces a library."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""A clock that stands still while this process is stopped, as Slurm's suspended jobs and Ctrl-Z stop it.
+"""A clock that stops while this process is stopped, by Ctrl-Z or because Slurm suspended its job.
 
-Whoever waits for others by it does not take them for lost because all of them were stopped together.
+A rank that waits by this clock does not count its peers as lost after all of them were stopped together.
 """
 
 import os
@@ -10,18 +10,18 @@ from time import monotonic
 
 TICK_SECONDS = 1.0
 STOPPED_SECONDS = 10.0
-"""A gap between two ticks from which on this process was stopped; shorter ones are a busy machine, and count."""
+"""Least gap between two ticks that counts as a stop of this process; shorter gaps are a busy machine."""
 
 
 class AwakeClock:
-    """Counts the seconds of time.monotonic() but for those during which no thread of this process ran.
+    """Counts the seconds of time.monotonic() without those in which no thread of this process ran.
 
-    A thread of its own ticks; whoever asks first after a stop sees the gap, and takes it out.
+    A thread ticks; the first call of seconds() after a stop sees the gap and subtracts it.
     """
 
     def __init__(self, *, stopped: float = 0.0) -> None:
-        """stopped: the seconds of stops before."""
-        self._lock = RLock()  # a signal handler may ask in the midst of another question
+        """stopped: seconds of earlier stops."""
+        self._lock = RLock()  # reentrant: a signal handler may ask while another call holds it
         self._seen: float | None = None
         self.stopped = stopped
 
@@ -44,16 +44,16 @@ class AwakeClock:
 
 _CLOCK = AwakeClock()
 os.register_at_fork(after_in_child=lambda: globals().update(_CLOCK=AwakeClock(stopped=_CLOCK.stopped)))
-"""A forked process has no thread that ticks, and the lock may be held by one that it does not have."""
+"""A forked process has no ticking thread, and a thread that it lacks may hold the lock."""
 
 
 def awake_seconds() -> float:
-    """Return the time that has gone while this process was not stopped; only differences mean anything."""
+    """Return the time that has passed while this process was not stopped; only differences mean anything."""
     return _CLOCK.seconds()
 
 
 def wait_awake(wait: Callable[[float], bool], seconds: float) -> bool:
-    """Call wait(seconds), which tells whether it came to its end, again for what a stop has taken of its time."""
+    """Call wait(seconds), which tells whether it ended, again for the time that stops have taken from it."""
     deadline = awake_seconds() + seconds
     while not wait(max(0.0, deadline - awake_seconds())):
         if awake_seconds() >= deadline:

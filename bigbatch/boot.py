@@ -1,4 +1,4 @@
-"""Which start of which machine this is: the same for all who share a kernel, be they in containers of their own."""
+"""Identify the boot of this machine: the same for all processes on one kernel, also in different containers."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the kernel's word for this start of this machine; empty where the system does not tell."""
+    """Return the kernel's identifier of this boot; empty if the system has none."""
     try:
         return BOOT.read_text().strip()
     except OSError:

@@ -26,20 +26,20 @@ TURN_SECONDS = 0.3
 
 HELP, VERSION = ("-h", "--help"), "--version"
 NO_VALUE = re.compile("--[^=]+=--")
-"""Over which argparse stumbles before Python 3.13."""
+"""Words that argparse fails on before Python 3.13."""
 
 NOT_LOOKED_AT = (errno.EACCES, errno.ENAMETOOLONG)
-"""What pathlib raises where it only asks whether a path is there: the user named it, and no module has to catch it."""
+"""Errors that pathlib raises when it tests whether a path exists; the user named the path, so main() reports it."""
 
 REMOVED = {
     "ablate": "its files are sweeps with cumulative: true, and `bigbatch sweep` runs them",
     "comm verify": "`bigbatch comm bench --verify` compares sums with exact ones",
     "faults": "`bigbatch explain` names the ranks that made a job hang; `make faults` of a checkout disturbs trainings",
 }
-"""Commands of earlier checkouts, and what takes their place."""
+"""Commands of earlier releases, and their replacements."""
 
 GROUP = "bigbatch.groups"
-"""Where the commands of a group are: its name is the first of their words."""
+"""Module that holds the groups of commands: a group's name is the first word of its commands."""
 
 COMMANDS = {
     "init": ("bigbatch.trainer.init.command", "look at own images and write a recipe for them"),
@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A message may name a file whose name is no UTF-8; and Python -u would write a line in parts, between which
-            # those of other ranks come.
+            # A message may name a file that is not UTF-8; and Python -u would write a line in parts, with lines of
+            # other ranks between them.
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     code = _write_out(_answer(arguments))
     _record_end(code)  # before this rank waits for the others, in which mpirun may end it
@@ -111,14 +111,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if worker is not None and code:
             _take_turns(worker)
         # Without the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort: all files are
-        # closed and the job has said its farewells by now; a good run must exit with 0, and a failed rank must not
-        # wait for its peers or for a dead file system.
+        # closed and the job has ended by now. A good run must exit with 0, and a failed rank must not wait for its
+        # peers or for a dead file system.
         os._exit(code)
     return code
 
 
 def _open_closed_streams() -> None:
-    """Open what the caller has closed (>&-, a daemon) on the null device: files would get these numbers, and prints."""
+    """Open streams that the caller closed (>&-, a daemon) on the null device, or files would get their numbers."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -185,19 +185,19 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _record_end(code: int) -> None:
-    """Tell `bigbatch launch mpirun` how the first rank ended."""
+    """Record the first rank's exit code for `bigbatch launch mpirun`."""
     environ = import_module("bigbatch.comm.rendezvous.environ")
     with suppress(UserError):
         import_module("bigbatch.comm.rendezvous.exit_record").record_end(environ.read_process_env(), code)
 
 
 def before_separator(words: Sequence[str]) -> Sequence[str]:
-    """Return the words before --, behind which a job's own command stands."""
+    """Return the words before --; the job's own command follows it."""
     return words[: words.index("--")] if "--" in words else words
 
 
 def find_unknown(command: Sequence[str]) -> str | None:
-    """Say which of the words that name a command is unknown, and the nearest that is not; None for a good one."""
+    """Return a message on the first unknown word of a command, with the nearest known one; None if all are known."""
     name, *rest = command
     for words in (name, " ".join((name, *rest[:1]))):
         if words in REMOVED:
@@ -266,25 +266,25 @@ def _code_of(error: BaseException) -> int:
 
 
 def _tell_the_others(code: int) -> None:
-    """Say to the ranks that this one is connected to that it fails, so that none waits for it until its time limit."""
+    """Tell the connected ranks that this one fails, so that none waits until its time limit."""
     if communicator := sys.modules.get("bigbatch.comm.communicator"):
         communicator.abort_all(code)
 
 
 def _worker() -> "ProcessEnv | None":
-    """Return this process's place in a job of several ranks, if it has read the environment to talk to the others."""
+    """Return this process's place in a job of several ranks, if it has read the environment to join one."""
     environ = sys.modules.get("bigbatch.comm.rendezvous.environ")
     if environ is None:
         return None
     try:
         env: ProcessEnv = environ.read_process_env()
-    except UserError:  # the launcher's variables make no sense, and the user was told so
+    except UserError:  # the launcher's variables are invalid, and the user was told so
         return None
     return env if env.world_size > 1 else None
 
 
 def _take_turns(env: "ProcessEnv") -> None:
-    """Let ranks that fail together end in turn: mpirun crashes or hangs at times where it sees several
+    """Let ranks that fail together exit one after the other: mpirun may crash or hang if several exit at once
     (docs/decisions/039).
     """
     if env.launcher == "openmpi":
@@ -292,6 +292,6 @@ def _take_turns(env: "ProcessEnv") -> None:
 
 
 def _is_held() -> bool:
-    """Tell whether a thread still waits for a dead file system: the interpreter's teardown would wait with it."""
+    """Tell whether a thread still waits for a dead file system: the interpreter's teardown would wait for it."""
     threads = (thread for thread in threading.enumerate() if not thread.daemon)
     return any(thread.name.startswith("bigbatch-") for thread in threads)

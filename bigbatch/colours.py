@@ -1,3 +1,3 @@
-"""The colours of every plot, in the order in which curves take them: Okabe and Ito's, for colour-blind readers, too."""
+"""The colours of every plot, in the order of its curves: Okabe and Ito's, for colour-blind readers."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

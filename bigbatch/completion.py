@@ -1,6 +1,6 @@
 """`bigbatch completion`: a script by which a shell completes commands, config keys and names of experiments at TAB.
 
-The words stand in the script, made of the tables that the commands themselves go by: no TAB waits for a Python.
+The script holds all words, from the tables that the commands use: TAB starts no Python.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.datasets.subcommands import make_parser as make_data_parser
 
 TAKE_KEYS = ("train", "evaluate", "predict", "export", "config", "tune", "comm", "doctor", "preflight")
-"""Commands, and groups of them, whose options are the keys of an experiment."""
+"""Commands, and groups of commands, that take config keys as options."""
 TAKE_NAMES = ("--config", "--like")
-"""Options whose value is the name of an experiment."""
+"""Options that take the name of an experiment."""
 
 BASH = """\
 _bigbatch() {{
@@ -118,7 +118,7 @@ def _words() -> dict[str, str]:
 
 
 def _second_words() -> dict[str, Sequence[str]]:
-    """Return what may stand right behind a command."""
+    """Return the words that may follow each command."""
     return {
         **{name: tuple(group.commands) for name, group in GROUPS.items()},
         "launch": _subcommands(make_launch_parser()),

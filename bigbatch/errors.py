@@ -1,4 +1,4 @@
-"""The root of all errors whose one-line message is for the user, not for a developer; what they suggest."""
+"""Base class of all errors with a one-line message for the user; printing of messages, and their suggestions."""
 
 import difflib
 import errno
@@ -15,10 +15,10 @@ from bigbatch.exit_codes import CRASHED, DIFFERENT, FAILED, LOST, REFUSED
 
 
 class UserError(Exception):
-    """A user can mend this; the message names the thing and what to do. Each argument is a line of it."""
+    """An error that a user can mend; the message names the cause and what to do. Each argument is one line."""
 
     exit_code = FAILED
-    """Exit code of a process that this error ends."""
+    """Exit code of a process that ends by this error."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))
@@ -38,7 +38,7 @@ class DataError(UserError, RuntimeError):
 
 
 class StorageError(DataError):
-    """The storage of a data set is at fault, and not one image: no policy skips it."""
+    """The storage of a data set fails, not one image: no policy skips it."""
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -46,31 +46,31 @@ class CheckpointError(UserError, RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not what was written: cut off, changed, or without one of its files."""
+    """A checkpoint differs from what was written: cut off, changed, or without one of its files."""
 
 
 class ExportError(UserError, RuntimeError):
-    """A model cannot be exported so, or what was exported computes something else."""
+    """A model cannot be exported in this form, or the exported one computes something else."""
 
 
 class ComputeError(UserError, RuntimeError):
-    """This machine cannot compute the model as asked for; the message tells why, and what to do."""
+    """This machine cannot compute the model as asked for; the message says why, and what to do."""
 
 
 class OutOfMemory(UserError, RuntimeError):
-    """A run does not fit into memory; the message says what does."""
+    """A run does not fit into memory; the message says which one does."""
 
 
 class RunFolderError(UserError, RuntimeError):
-    """The run folder cannot be written, or does not hold what is asked of it; the message names the path."""
+    """The run folder cannot be written, or lacks what the command needs; the message names the path."""
 
 
 class TrainingDiverged(UserError, RuntimeError):
-    """The loss or a weight is not finite any more; the message names the step."""
+    """The loss or a weight is no longer finite; the message names the step."""
 
 
 class ReplicasDiffer(UserError, RuntimeError):
-    """The ranks do not hold the same weights any more; the message names step, ranks and tensor."""
+    """The ranks no longer hold the same weights; the message names step, ranks and tensor."""
 
     exit_code = DIFFERENT
 
@@ -94,11 +94,11 @@ class PeerLostError(CommError):
 
 
 class LaunchError(UserError, ValueError):
-    """The environment describes no rank of a job; the message names the variable and its value."""
+    """The environment does not describe a rank of a job; the message names the variable and its value."""
 
 
 class TunedError(UserError, ValueError):
-    """A tuned file is unreadable, or of another cluster or model; the message names the file and what to do."""
+    """A tuned file is unreadable, or belongs to another cluster or model; the message names the file and what to do."""
 
 
 class EmulationError(UserError, RuntimeError):
@@ -106,7 +106,7 @@ class EmulationError(UserError, RuntimeError):
 
 
 class FaultError(UserError, ValueError):
-    """A campaign of faults or one of its trials cannot be as asked for; the message says what can."""
+    """A campaign of faults or one of its trials is not possible as asked for; the message says what is."""
 
     exit_code = REFUSED
 
@@ -116,11 +116,11 @@ class SimulationError(UserError, ValueError):
 
 
 class LaunchOptionError(UserError, ValueError):
-    """An option of launch, sweep or report is wrong, or a folder is another one's; the message tells how."""
+    """An option of launch, sweep or report is wrong, or a folder holds something else; the message says what to do."""
 
 
 class JobRefused(LaunchOptionError):
-    """All that is wrong with a job, found before anything starts: a line for each finding."""
+    """All errors of a job, found before anything starts: a line for each."""
 
     exit_code = REFUSED
 
@@ -131,61 +131,61 @@ class JobRefused(LaunchOptionError):
 
 
 class SchedulerError(UserError, RuntimeError):
-    """A scheduler refused, or its programs are not here; the message holds its words."""
+    """A scheduler refused, or its programs are not installed; the message quotes it."""
 
 
 LEAST_LIKENESS = 0.6
-"""Least similarity for difflib: less similar names are not suggested."""
+"""Least similarity for difflib; less similar names are not suggested."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the known word most like a misspelt one; empty where none is like it."""
+    """Return the known word most like a misspelt one; empty if none is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=LEAST_LIKENESS)), "")
 
 
 def or_nearest(word: str, known: Iterable[str], *, words: str = "the nearest is") -> str:
-    """Return the end of a message's clause, such as '; the nearest is sweep'; empty where none is like it."""
+    """Return the end of a message, such as '; the nearest is sweep'; empty if no known word is similar."""
     near = nearest(word, known)
     return f"; {words} {near}" if near else ""
 
 
 def printable(text: str) -> str:
-    """Return text in one line that no terminal obeys: a file name may hold line ends, escapes and what is no text."""
+    """Return text as one line without control characters: file names may hold line ends, escapes, undecodable bytes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """Return text that no terminal obeys, with its line ends: for text in which names are printable already."""
+    """Return text without control characters but its line ends: for text in which names are printable already."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def print_line(text: str, *, file: TextIO | None = None) -> None:
-    """Print one line, on stdout where file is None, whatever names it holds, and flush."""
+    """Print one line without control characters, on stdout if file is None, and flush."""
     print(printable(text), file=file, flush=True)
 
 
 def print_lines(text: str, *, file: TextIO | None = None) -> None:
-    """Print lines that no terminal obeys, on stdout where file is None, and flush."""
+    """Print lines without control characters, on stdout if file is None, and flush."""
     print(printable_lines(text), file=file, flush=True)
 
 
 def tell(*lines: object) -> None:
-    """Say something to the user on stderr in one write, so that no other process's words come between.
+    """Print lines for the user on stderr in one write, so that lines of other processes do not come between.
 
-    Where nobody can read it, it is not said: what happens next does not depend on that.
+    If stderr cannot be written, they are lost without an error.
     """
-    if sys.stderr is not None:  # as where the process was started without one
+    if sys.stderr is not None:  # None if the process was started without one
         with suppress(OSError, ValueError):
             sys.stderr.write("bigbatch: " + "\n".join(printable(str(line)) for line in lines) + "\n")
             sys.stderr.flush()
 
 
 FOLLOWS = re.compile(r" ended with exit code \d+(; ending the others)?$")
-"""What a launcher tells of a rank that has said itself why it ended: no reason, where there is another line."""
+"""Matches a launcher's line on a rank that has reported its own error: no reason, if there is another line."""
 
 
 def shortened(value: object) -> str:
-    """Return a value's repr for a message: of a long text or list the ends alone."""
+    """Return a value's repr for a message; a long text or list is shortened to its two ends."""
     return _SHORTENED.repr(value)
 
 
@@ -194,7 +194,7 @@ _SHORTENED.maxstring, _SHORTENED.maxother = 80, 200
 
 
 def first_line(error: BaseException) -> str:
-    """Cut an error's text to its first line, without the place in the C++ sources where it was raised."""
+    """Return the first line of an error's text, without the place in the C++ sources."""
     text = str(error).strip() or type(error).__name__
     return re.sub(r"^\[[^\]]*\.\w+:\d+\]\s*", "", text.splitlines()[0])
 

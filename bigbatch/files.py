@@ -1,7 +1,7 @@
-"""The one place where files are written: whole or not at all, and through no link. And JSON of them.
+"""The only module that writes files: whole or not at all, and never through a link. It also reads and parses JSON.
 
-A run folder may come from elsewhere, with links in it. A new file replaces a link under its name, and make_folder
-refuses a link in a folder's place. An architecture test finds modules that open files to write in another way.
+A run folder may come from elsewhere, with links in it. A new file replaces a link of its name, and make_folder refuses
+a link in a folder's place. An architecture test finds modules that write files in another way.
 """
 
 import ctypes
@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces path in one step when the block ends well, and goes when it does not.
+    """Yield a new file that replaces path in one step if the block ends well, and is removed if it does not.
 
-    Until then path stays as it was, and file.name is the hidden name beside it. That is of this writer alone, on any
-    node, unless a fixed mark ends it: where a lock leaves one writer, the next run then writes over what a killed one
-    left. suffix ends the name where there is no mark. sync brings the bytes to the disk before the step, so that
-    a power cut leaves the old file or the new one. Raises: OSError.
+    Until then path is unchanged, and file.name is a hidden name beside it. No other writer on any node has that name,
+    unless mark is given: if a lock admits one writer, the next run overwrites what a killed one left. suffix ends the
+    name without a mark. sync flushes the bytes to the disk first, so that a power cut leaves the old file or the new
+    one. Raises: OSError.
     """
     aside = path.with_name(f".{path.name}{mark or f'.{uuid.uuid4().hex}{suffix}'}")
     file = open_anew(aside)
@@ -37,19 +37,19 @@ def replacing(path: Path, *, mark: str | None = None, suffix: str = "", sync: bo
                 os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
-        with suppress(OSError):  # it tells less than what failed
+        with suppress(OSError):  # it says less than the first error
             aside.unlink()
         raise
 
 
 def write_whole(path: Path, data: bytes, *, mark: str | None = None, sync: bool = False) -> None:
-    """Replace a file in one step, as replacing does. Raises: OSError."""
+    """Replace a file in one step, like replacing. Raises: OSError."""
     with replacing(path, mark=mark, sync=sync) as file:
         file.write(data)
 
 
 def make_folder(path: Path, *, within: Path) -> None:
-    """Make a folder, and those between it and within, which the user named and which alone may be a link.
+    """Make a folder and its parents below within, which the user named and which alone may be a link.
 
     Raises: OSError, also if one of the others is a link.
     """
@@ -61,19 +61,19 @@ def make_folder(path: Path, *, within: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise OSError if path is a link: in a run folder none is followed to write."""
+    """Raise OSError if path is a link: nothing is written through links in a run folder."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, f"{path} is a link, and nothing is written through links in a folder: remove it")
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file that is not there. Raises: OSError, FileExistsError if it is."""
+    """Write a file that does not exist. Raises: OSError, FileExistsError if it does."""
     with open(path, "xb") as file:
         file.write(data)
 
 
 def open_anew(path: Path) -> BinaryIO:
-    """Open a new file, in the place of an older file or of a link that waits under its name. Raises: OSError."""
+    """Open a new file, in place of an older file or link of its name. Raises: OSError."""
     try:
         return open(path, "xb")
     except FileExistsError:
@@ -82,9 +82,9 @@ def open_anew(path: Path) -> BinaryIO:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a plain file to write at its end, made if needed.
+    """Open a plain file to append to it; make it if needed.
 
-    Raises: OSError, also for a link, a file with a second name, and what is no plain file.
+    Raises: OSError, also for a link, a file with a second name, and anything but a plain file.
     """
     refuse_link(path)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -111,13 +111,13 @@ def is_stream(path: Path) -> bool:
 
 @contextmanager
 def replacing_named(path: Path) -> Iterator[BinaryIO]:
-    """Yield the file that a user named: as of replacing; a stream is written as it is. Raises: OSError."""
+    """Yield a file that the user named, like replacing; a stream is written directly. Raises: OSError."""
     with open(path, "wb") if is_stream(path) else replacing(path) as file:
         yield file
 
 
 def require_nameable(path: Path) -> None:
-    """Make the folder of a file that the user named, and find out before anything takes long whether it can be written.
+    """Make the folder of a file that the user named, and check early that the file can be written.
 
     Raises: OSError that names it.
     """
@@ -133,22 +133,22 @@ def require_nameable(path: Path) -> None:
 
 
 def write_named(path: Path, data: bytes) -> None:
-    """Write a file that the user named, as replacing_named does. Raises: OSError."""
+    """Write a file that the user named, like replacing_named. Raises: OSError."""
     with replacing_named(path) as file:
         file.write(data)
 
 
 def open_named(path: Path) -> BinaryIO:
-    """Open a file that a user named, to write over a longer time: a stream as it is, else anew. Raises: OSError."""
+    """Open a file that the user named, to write over a longer time: a stream, or a new file. Raises: OSError."""
     return open(path, "wb") if is_stream(path) else open_anew(path)
 
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Constants of Linux's headers: paths relative to the working directory, and exchange both names."""
+"""Constants of Linux's headers: paths relative to the working directory, and exchange of both names."""
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two files or folders change names in one step; False, and nothing done, where that cannot be.
+    """Exchange the names of two files or folders in one step; return False, and do nothing, if that is impossible.
 
     NFS, for one, cannot. Raises: OSError.
     """
@@ -164,7 +164,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Bring a file's bytes, or a folder's names, to the disk. Raises: OSError."""
+    """Flush a file's bytes, or a folder's names, to the disk. Raises: OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -173,20 +173,20 @@ def flush(path: Path) -> None:
 
 
 MOST_OWN_BYTES = 1 << 24
-"""A longer file is none that we wrote for ourselves."""
+"""Largest size of a file that bigbatch writes for itself."""
 
 
 def mode_of_own(folder: Path) -> int | None:
-    """Return who may do what in a folder, as 0o700; None where it is another user's, or a link. Raises: OSError."""
+    """Return a folder's permissions, such as 0o700; None if it is another user's, or a link. Raises: OSError."""
     facts = folder.lstat()
     is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
     return stat.S_IMODE(facts.st_mode) if is_own else None
 
 
 def write_own(path: Path, data: bytes) -> None:
-    """Replace a file in one step, readable by its user alone, as is its folder, which is made if needed.
+    """Replace a file in one step; only its user can read it and its folder, which is made if needed.
 
-    Raises: OSError, also where the folder belongs to another user or is a link.
+    Raises: OSError, also if the folder belongs to another user or is a link.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = mode_of_own(path.parent)
@@ -205,24 +205,24 @@ def open_plain(path: str | Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def _open_plain(name: str, flags: int) -> int:
-    # O_NONBLOCK: a pipe that nobody writes to would never open
+    # O_NONBLOCK: opening a pipe without a writer would not return
     descriptor = os.open(name, flags | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself says that it is a folder
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() itself reports a folder
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no plain file")
     return descriptor
 
 
 def read_plain(path: str | Path) -> bytes:
-    """Read a plain file, as open_plain opens it. Raises: OSError."""
+    """Read a plain file, opened by open_plain. Raises: OSError."""
     with open_plain(path, buffering=0) as file:
         return file.read()
 
 
 def read_own(path: Path) -> bytes:
-    """Read a file of this user's own. Raises: OSError, also for another user's, a link, and what is no such file."""
-    # O_NONBLOCK: a pipe in its place would never open
+    """Read a file of this user. Raises: OSError, also for another user's, a link, and anything but a plain file."""
+    # O_NONBLOCK: opening a pipe in its place would not return
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         facts = os.fstat(file.fileno())
         if facts.st_uid != os.geteuid():
@@ -233,9 +233,9 @@ def read_own(path: Path) -> bytes:
 
 
 def parse_json(text: str | bytes, **how: Any) -> Any:
-    """Parse JSON that somebody else may have written; how: as json.loads takes it.
+    """Parse JSON from any source; how: keyword arguments of json.loads.
 
-    Raises: ValueError, also for lists in lists that are too deep for Python.
+    Raises: ValueError, also for lists nested too deeply for Python.
     """
     try:
         return json.loads(text, **how)

@@ -1,4 +1,4 @@
-"""Commands in groups, `bigbatch GROUP COMMAND`: comm, config, tune; nothing heavy comes before its need."""
+"""Commands in groups, `bigbatch GROUP COMMAND`: comm, config, tune; imports nothing heavy before it is needed."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from bigbatch.load_command import load_command
 
 @dataclass(frozen=True)
 class CommandGroup:
-    """Describes a group: its name, its help's words, and for each command the module that has its main, and a line."""
+    """A group: its name, its help text, and for each command its module with main() and a line of help."""
 
     name: str
     description: str
@@ -17,7 +17,7 @@ class CommandGroup:
     example: str
 
     def main(self, argv: Sequence[str]) -> int:
-        """Run the command that argv begins with; its exit code."""
+        """Run the command that argv begins with; return its exit code."""
         what = "; ".join(f"{name}: {text}" for name, (_, text) in self.commands.items())
         parser = argparse.ArgumentParser(
             prog=f"bigbatch {self.name}",
@@ -47,9 +47,9 @@ GROUPS = {
         "config",
         "Look at experiments.",
         {
-            "show": ("bigbatch.trainer.config.show", "print a complete one, and where each value comes from"),
-            "diff": ("bigbatch.trainer.config.diff", "print in which keys two differ"),
-            "list": ("bigbatch.trainer.config.packaged", "print the names of those that come with bigbatch"),
+            "show": ("bigbatch.trainer.config.show", "print a complete config, and where each value comes from"),
+            "diff": ("bigbatch.trainer.config.diff", "print the keys in which two configs differ"),
+            "list": ("bigbatch.trainer.config.packaged", "print the names of the packaged configs"),
         },
         "bigbatch config show quickstart --run.epochs 2",
     ),

@@ -1,4 +1,4 @@
-"""Importing the module of a command, beneath which are packages that may be broken, absent or too large for here."""
+"""Import a command's module, also if a package beneath it is broken, absent or too large for this machine."""
 
 import traceback
 from importlib import import_module
@@ -8,7 +8,7 @@ from bigbatch.errors import UserError
 
 
 def load_command(module: str) -> ModuleType:
-    """Import a command. Raises: UserError where a package that it needs is not there or does not load."""
+    """Import a command. Raises: UserError if a package that it needs is missing or does not load."""
     try:
         return import_module(module)
     except BrokenPipeError:
@@ -22,7 +22,7 @@ def load_command(module: str) -> ModuleType:
 
 
 def _package_of(error: ImportError | OSError) -> str | None:
-    """Name the package whose own lines raised it, or else the one that was asked for."""
+    """Return the package that raised the error, or else the one that was imported."""
     names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [name.partition(".")[0] for name in names]
     others = [package for package in packages if package not in ("bigbatch", "importlib", "_frozen_importlib")]

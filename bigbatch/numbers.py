@@ -1,4 +1,4 @@
-"""Numbers as users write them in options: decimal, in ASCII. int() would also take 1_0 for 10."""
+"""Numbers as users write them in options: decimal, in ASCII. int() would also accept 1_0 for 10."""
 
 import re
 from argparse import ArgumentTypeError
@@ -8,23 +8,23 @@ DECIMAL = rf"({WHOLE}(\.[0-9]*)?|[-+]?\.[0-9]+)([eE][-+]?[0-9]+)?"
 
 
 class NumberError(ArgumentTypeError, ValueError):
-    """A word is no number of the kind asked for; argparse shows the message beside its option."""
+    """A word is not a number of the expected kind; argparse shows the message beside its option."""
 
 
 def whole(text: str) -> int:
-    """Return the int that is written. Raises: NumberError, also for 010, 1_0 and digits of other scripts."""
+    """Parse an int. Raises: NumberError, also for 010, 1_0 and digits of other scripts."""
     if not re.fullmatch(WHOLE, text):
         raise NumberError(f"invalid int value: {text!r}")
     return int(text)
 
 
 def decimal(text: str) -> float:
-    """Return the float that is written, inf and nan included. Raises: NumberError, as whole."""
+    """Parse a float; inf and nan are accepted. Raises: NumberError, like whole."""
     if not re.fullmatch(rf"{DECIMAL}|[-+]?inf|nan", text):
         raise NumberError(f"invalid float value: {text!r}")
     return float(text)
 
 
 def is_measure(value: object) -> bool:
-    """Tell whether a value that was read from a file is a finite number that a float holds exactly enough; no bool."""
+    """Tell whether a value read from a file is a finite number that a float holds exactly enough; False for a bool."""
     return type(value) in (int, float) and abs(value) < 1e15  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Paths as users write them: a leading ~ and $NAME are replaced here, for all options and keys, or refused."""
+"""Paths as users write them: expands a leading ~ and $NAME in all options and keys, or refuses them."""
 
 import os
 import re
@@ -9,17 +9,17 @@ from bigbatch.errors import ConfigError
 
 VARIABLE = re.compile(r"\$\w+|\$\{\w+\}", re.ASCII)
 UNRESOLVED = re.compile(r"~[^/]*|.*?(\$(?:\w+|\{\w*\}?|\())", re.ASCII | re.DOTALL)
-"""A user or a variable that has no value here, or what only a shell runs."""
+"""Matches a user or a variable without a value here, or a construct that only a shell expands."""
 
 
 class PathError(ConfigError, ArgumentTypeError):
-    """A path names a user or a variable that has no value here; argparse shows the message beside its option."""
+    """A path names a user or a variable without a value here; argparse shows the message beside its option."""
 
 
 def expand_path(text: str) -> str:
     """Return a path with a leading ~ or ~user and each $NAME or ${NAME} replaced by their values.
 
-    A file of exactly this name is left as it is: a shell's * may have found it. Raises: PathError.
+    An existing file of exactly this name is not expanded: a shell's * may have found it. Raises: PathError.
     """
     if not (text.startswith("~") or "$" in text) or os.path.isfile(text):
         return text
@@ -32,7 +32,7 @@ def expand_path(text: str) -> str:
 
 
 def as_path(text: str) -> Path:
-    """Return a path as expand_path does, as a Path. Raises: PathError, also for an empty text: to Path that is here."""
+    """Return expand_path(text) as a Path. Raises: PathError, also for an empty text, to Path the work folder."""
     if not text:
         raise PathError("an empty path: a variable behind it may have no value")
     return Path(expand_path(text))
