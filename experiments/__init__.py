@@ -1,1 +1,1 @@
-"""Many trainings by one engine: a sweep of cases and values, a search, and what they came to."""
+"""Many trainings by one engine: sweeps, searches, and reports of their results."""

@@ -1,4 +1,4 @@
-"""How fast what a sweep trained answers, form by form, each on top of those before it: by `bigbatch evaluate`."""
+"""Measure inference with a sweep's trained runs, form by form, each on top of the ones before: `bigbatch evaluate`."""
 
 import statistics
 from collections.abc import Sequence
@@ -26,19 +26,19 @@ Told = tuple[float, float]
 
 @dataclass(frozen=True)
 class Inference:
-    """Holds what each form told of the runs of one case, or why it told nothing."""
+    """Results of each form for the runs of one case, or why it gave none."""
 
     case: str
     forms: dict[str, list[Told | str]]
 
     @property
     def undone(self) -> bool:
-        """Tell whether any form told nothing of a run."""
+        """Tell whether any form gave no result for a run."""
         return any(isinstance(each, str) for found in self.forms.values() for each in found)
 
     @property
     def tables(self) -> list[Table]:
-        """Return a row for each form. Its gain is in images per second, over those before it."""
+        """Return a row for each form. Its gain is in images per second, over the forms before it."""
         head = ("form", "runs", "images/s of the model, median", "lowest to highest", *GAINS, "top-1, mean")
         told = {name: [each for each in found if not isinstance(each, str)] for name, found in self.forms.items()}
         gained = gains([1 / statistics.median(rate for rate, _ in each) for each in told.values() if each])
@@ -56,7 +56,7 @@ class Inference:
 
 
 def measure(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> Inference | None:
-    """Evaluate the runs of the last case that has any, where that was not done; None where nothing is to be done.
+    """Evaluate the runs of the last case that has any, if not done yet; None if there is nothing to do.
 
     Forms take turns on each run. Raises: Interrupted; RunFolderError.
     """
@@ -69,9 +69,9 @@ def measure(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> Inferen
     words = dict(zip(plan.inference, accumulate(map(tuple, plan.inference.values())), strict=True))
     for point in (each for each in done if each.values.get(CASE, "") == case):
         for name in words:
-            # what was measured with other words does not count
+            # a result measured with other words does not count
             log = folder.point(point.number) / f"evaluate{''.join(words[name])}.txt".replace("/", "_")
-            # stated again: a run folder's own word for what is imported does not count
+            # stated again: imports named in a run folder do not count
             imported = dict.fromkeys(key for key, _ in import_paths(point.config))
             stated = [f"--{key}={as_yaml(lookup(point.config, key))}" for key in imported]
             argv = [*bigbatch_argv(), "evaluate", str(folder.run(point.number).path), *stated, *words[name], "--json"]
@@ -85,7 +85,7 @@ def _evaluate(argv: Sequence[str], log: Path, folder: SweepFolder, *, minutes: f
 
 
 def _told(log: Path) -> Told | None:
-    """Return what the record that ends a log states; None of one without."""
+    """Return the result in a log's last record; None if there is none."""
     try:
         record = parse_json(read_plain(log).splitlines()[-1])
         rate, top1 = float(record["model_images_per_second"]), float(record["top1"])

@@ -1,4 +1,4 @@
-"""How the ranks of a short run are started: the words of --launch."""
+"""Parse --launch: how the ranks of a short run are started."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from bigbatch.numbers import whole
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Says how the ranks of a run are started: words of `bigbatch launch`; none for one process."""
+    """Words of `bigbatch launch` that start the ranks of a run; none for one process."""
 
     words: tuple[str, ...]
     num_ranks: int
@@ -36,11 +36,11 @@ def split_launch(text: str) -> tuple[str, ...]:
 
 
 def parse_launch(words: Sequence[str]) -> Launch:
-    """Parse what --launch says. Raises: ConfigError."""
+    """Parse the words of --launch. Raises: ConfigError."""
     if not words:
         return Launch((), 1)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("launcher", nargs="?", choices=("mpirun", "torchrun"))  # for a missing one it would exit
+    parser.add_argument("launcher", nargs="?", choices=("mpirun", "torchrun"))  # argparse would exit for a missing one
     parser.add_argument("--ranks", type=whole)
     parser.add_argument("--hosts")
     try:
@@ -56,6 +56,6 @@ def parse_launch(words: Sequence[str]) -> Launch:
 
 
 def train_argv(options: Sequence[str], *, base: Path, launch: Launch) -> list[str]:
-    """Train base with those options."""
+    """Return the command that trains base with those options."""
     words = ["train", "--config", str(base), *options]
     return [*bigbatch_argv(), *(["launch", *launch.words, "--"] if launch.words else []), *words]

@@ -1,4 +1,4 @@
-"""What the simulator says of a sweep's points, beside what was measured."""
+"""Compare the simulator's predictions for a sweep's points with what was measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,10 +13,10 @@ from bigbatch.launch.tables import Table
 
 
 def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: str) -> Table:
-    """Set predicted beside measured images per second, with the error.
+    """Return a table of predicted and measured images per second, with the error.
 
-    A device's speed comes from the done point of the fewest ranks, which is not predicted then; from the cluster's
-    rates where no point is done. Raises: SimulationError where neither is known.
+    A device's speed comes from the done point with the fewest ranks, which is then not predicted; from the cluster's
+    rates if no point is done. Raises: SimulationError if neither is known.
     """
     measured = {point.number: rate for point in points if (rate := _measured(folder, point)) is not None}
     base = min((point for point in points if point.number in measured), key=lambda point: point.ranks, default=None)
@@ -76,9 +76,9 @@ def _row(point: Point, question: Question, known: float | None, *, base: Point |
     batch = found.global_batch_size
     band = f"{batch / found.high_seconds:,.0f} to {batch / found.low_seconds:,.0f}"
     predicted = f"{found.images_per_second:,.0f} images/s"
-    if known is None or base is None or point is base:  # without any base nothing is measured
+    if known is None or base is None or point is base:  # without a base nothing is measured
         return (*begin, predicted, band, "", "")
-    # a slower point has a hundred causes; a faster one than its own speed allows has one
+    # a slower point has many causes; one faster than its own speed allows has one
     is_too_fast = known > batch / found.low_seconds
     doubt = f"more than point {base.number}'s speed allows: measure that one again" if is_too_fast else ""
     return (*begin, predicted, band, _error(found.images_per_second, known) + " ?" * is_too_fast, doubt)

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep: progress, and a table at its end."""
+"""Terminal output of a sweep: progress, and a table at its end."""
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from bigbatch.launch.tables import shown_text
 
 
 class Show:
-    """Shows progress over points: a bar in a terminal, a line a point elsewhere."""
+    """Shows progress over points: a bar in a terminal, else a line for each point."""
 
     def __init__(self, folder: SweepFolder, *, num_points: int, is_terminal: bool) -> None:
         self._folder = folder
@@ -32,11 +32,11 @@ class Show:
             self._bar.start()
 
     def skip(self) -> None:
-        """Take note that a point had ended before."""
+        """Count a point that had ended before."""
         self._num_points -= 1
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
-        """Take note that a point has ended."""
+        """Count a point that has ended, and print its outcome."""
         self._ended += 1
         minutes = (time.monotonic() - self._start) / 60
         left = minutes / self._ended * (self._num_points - self._ended)
@@ -51,13 +51,13 @@ class Show:
             print_line(text)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         if self._bar:
             self._bar.stop()
 
 
 def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
-    """Say in some words what came out of one point."""
+    """Return a short text on the outcome of one point."""
     if state["state"] != DONE:
         return f"{state['state']}: {state['reason']}" if state["reason"] else str(state["state"])
     summary = read_summary(folder, state["number"]) or {}
@@ -68,11 +68,11 @@ def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
 
 
 def print_table(plan: Plan, folder: SweepFolder, points: Sequence[Point]) -> None:
-    """Print what each case changes, all points, and what came out; without rules, as there may be thousands."""
+    """Print what each case changes, all points, and their outcome; without rules, as there may be thousands."""
     for name, changes in plan.cases.items():
         print_line(f"{name}: {describe_values(changes) or 'no change'}")
     if plan.cumulative:
-        print_line("each case has the changes of all before it")
+        print_line("each case includes the changes of all before it")
     keys = [key for key in points[0].values if key != BATCH]
     rates = {point.config.schedule.base_lr for point in points}
     head = ["point", *map(short, keys), "seed", "ranks", "nodes", "global batch", "microbatch", "rate", "outcome"]

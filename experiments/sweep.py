@@ -1,4 +1,4 @@
-"""`bigbatch sweep`: run what is missing of a sweep, and set what came out side by side."""
+"""`bigbatch sweep`: run the missing points of a sweep, and compare the results."""
 
 import argparse
 import re
@@ -43,7 +43,7 @@ from bigbatch.trainer.config.file import PACKAGED, parse_overrides
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what is missing; return 0 where all points are done, 3 where some failed, 130 where a person stopped it."""
+    """Run the missing points; return 0 if all are done, 3 if some failed, 130 if the user stopped it."""
     arguments, words = _parser().parse_known_args(argv)
     plan, path = _read(arguments, words)
     folder = SweepFolder(path)
@@ -93,24 +93,24 @@ def _parser() -> argparse.ArgumentParser:
         "sweep",
         type=expand_path,
         metavar="FILE",
-        help="a file, the folder of a sweep, or the name of a packaged one: " + ", ".join(packaged_sweeps()),
+        help="a YAML file, a sweep's folder, or the name of a packaged sweep: " + ", ".join(packaged_sweeps()),
     )
-    add("--where", choices=PLACES, help="instead of the file's; its launch options must fit")
-    add("--folder", type=expand_path, help="for the points and the report (default: runs/sweeps/NAME)")
-    add("--seeds", type=whole, metavar="N", help="instead of the file's: runs of each combination")
-    add("--epochs", type=whole, metavar="N", help="instead of the file's: of each point, its schedule in proportion")
-    add("--only", metavar="N,N-N,CASE", help="these points: numbers, or names of cases (default: all)")
-    add("--again", metavar="N,N-N,CASE", help="run these from their beginning, also where they are done")
+    add("--where", choices=PLACES, help="launcher, instead of the file's; its launch options must fit")
+    add("--folder", type=expand_path, help="folder of the points and the report (default: runs/sweeps/NAME)")
+    add("--seeds", type=whole, metavar="N", help="runs of each combination, instead of the file's number")
+    add("--epochs", type=whole, metavar="N", help="epochs of each point, instead of the file's; schedules scale")
+    add("--only", metavar="N,N-N,CASE", help="points to run: numbers, or names of cases (default: all)")
+    add("--again", metavar="N,N-N,CASE", help="points to run from their beginning, even if they are done")
     add("--retry-failed", action="store_true", help="run failed points again")
-    add("--parallel", type=whole, default=1, metavar="N", help="points at once on this host, with GPUs of their own")
+    add("--parallel", type=whole, default=1, metavar="N", help="points at once on this host, each on separate GPUs")
     add("--no-wait", dest="wait", action="store_false", help="Slurm: submit, and do not wait for the end")
     add(
         "--predict",
         type=expand_path,
         metavar="CLUSTER",
-        help="what `bigbatch simulate` says of each point, beside what was measured",
+        help="add what `bigbatch simulate` predicts for each point to what was measured",
     )
-    add("--dry-run", action="store_true", help="print the points, and what would run of them")
+    add("--dry-run", action="store_true", help="print the points and the commands that would run")
     return parser
 
 
@@ -136,7 +136,7 @@ def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[Plan, Pa
 
 
 def _choose(points: Sequence[Point], text: str, *, option: str) -> list[Point]:
-    """Choose by '0,3-5,lars' those points. Raises: LaunchOptionError."""
+    """Return the points that a text such as '0,3-5,lars' names. Raises: LaunchOptionError."""
     cases = list(dict.fromkeys(point.values[CASE] for point in points if CASE in point.values))
     numbers: set[int] = set()
     for part in text.split(","):
@@ -172,7 +172,7 @@ def _print_commands(plan: Plan, points: Sequence[Point], folder: SweepFolder) ->
 
 
 def _submit(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> list[Point]:
-    """Return those that Slurm took; say why of the others."""
+    """Submit points to Slurm and return those that it accepted; print why it refused the others."""
     submit_points(plan, points, folder)
     for point in points:
         if state_of(folder, point.number) == FAILED:
@@ -200,8 +200,8 @@ def _run(
         inference = measure(plan, points, folder)
     except (Interrupted, KeyboardInterrupt):
         still = _in_queue(folder, chosen)
-        what = f"; {_queued(folder, still)}, where they go on" if still else ", and nothing of it runs on"
-        tell(f"stopped{what}; the same command goes on with what is missing")
+        what = f"; {_queued(folder, still)}, which keeps running them" if still else ", and nothing of it runs on"
+        tell(f"stopped{what}; the same command runs the missing points")
         return INTERRUPTED
     finally:
         show.close()
@@ -216,7 +216,7 @@ def _run(
             "--retry-failed runs them again"
         )
     if still := _in_queue(folder, chosen):
-        print_line(f"{_queued(folder, still)}; the same command collects what came out")
+        print_line(f"{_queued(folder, still)}; the same command collects their results")
     return SOME_FAILED if failed or (inference and inference.undone) else 0
 
 

@@ -13,10 +13,10 @@ from itertools import pairwise
 from bigbatch.trainer.run.noise_scale import FEWEST, Moments, NoiseScale, Share
 
 IN_A_SEGMENT = 20
-"""Measurements at least, over which the noise scale is taken to stay as it is."""
+"""Least number of measurements over which the noise scale is taken as constant."""
 MOST_SEGMENTS = 20
 WIDE = 4.0
-"""Times its lower end that the upper end of a band is, above which a recommendation is in doubt."""
+"""Ratio of a band's upper end to its lower end, above which a recommendation is in doubt."""
 AROUND = 3
 """Doublings to each side of the recommended batch that the table shows."""
 
@@ -26,7 +26,7 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Row:
-    """Says what a batch costs, beside the fewest steps and the fewest images that there can be."""
+    """Cost of a batch, beside the fewest steps and the fewest images that are possible."""
 
     global_batch_size: int
     steps: float
@@ -34,7 +34,7 @@ class Row:
 
 
 def segments(pairs: Sequence[Pair]) -> list[Share]:
-    """Cut a run into parts of as many measurements each, and take the signal's share of each part."""
+    """Cut a run into parts with the same number of measurements, and return the signal's share of each part."""
     count = max(1, min(MOST_SEGMENTS, len(pairs) // IN_A_SEGMENT))
     bounds = [round(index * len(pairs) / count) for index in range(count + 1)]
     shares = [_moments(pairs[low:high]).share() for low, high in pairwise(bounds)]
@@ -64,7 +64,7 @@ def critical_batch(shares: Sequence[Share], *, global_batch_size: int) -> NoiseS
 
 
 def thirds(pairs: Sequence[Pair], *, global_batch_size: int) -> list[NoiseScale]:
-    """Return the noise scale early in the run, in its middle and late; nothing of a run too short for that."""
+    """Return the noise scale early in the run, in its middle and late; empty for a run that is too short."""
     third = len(pairs) // 3
     if third < FEWEST:
         return []
@@ -73,9 +73,9 @@ def thirds(pairs: Sequence[Pair], *, global_batch_size: int) -> list[NoiseScale]
 
 
 def recommended(critical: float, *, microbatch_size: int, num_train: int | None = None) -> int:
-    """Return the microbatch doubled until it is nearest to the critical batch, by ratio, but not above num_train.
+    """Return the microbatch doubled until it is nearest to the critical batch, by ratio, but at most num_train.
 
-    A step takes no image twice: no batch is larger than the training set.
+    A step takes no image twice, so no batch is larger than the training set.
     """
     doublings = max(0, round(math.log2(max(critical, 1.0) / microbatch_size)))
     if num_train is not None:
@@ -84,7 +84,7 @@ def recommended(critical: float, *, microbatch_size: int, num_train: int | None 
 
 
 def trade(critical: float, *, microbatch_size: int, own: int, num_train: int | None = None) -> list[Row]:
-    """List batches around the recommended one, and the run's own, with the steps and images that they need."""
+    """List batches around the recommended one, and the run's batch, with the steps and images that they need."""
     best = recommended(critical, microbatch_size=microbatch_size, num_train=num_train)
     around = {best * 2**power for power in range(AROUND + 1) if num_train is None or best * 2**power <= num_train}
     around |= {best // 2**power for power in range(1, AROUND + 1) if best % (microbatch_size * 2**power) == 0}
@@ -92,7 +92,7 @@ def trade(critical: float, *, microbatch_size: int, own: int, num_train: int | N
 
 
 def rate_factor(critical: float, *, old: int, new: int) -> float:
-    """Return by what the best rate of SGD grows from one batch to another: it is in proportion to 1 / (1 + B_crit / B).
+    """Return the factor of SGD's best rate from one batch to another: the rate is proportional to 1 / (1 + B_crit / B).
 
     Source: McCandlish et al. 2018, section 2.2.
     """
@@ -100,5 +100,5 @@ def rate_factor(critical: float, *, old: int, new: int) -> float:
 
 
 def is_in_doubt(found: NoiseScale) -> bool:
-    """Tell whether a band is too wide to choose a batch by."""
+    """Tell whether a band is too wide to choose a batch from it."""
     return found.high is None or found.high > WIDE * max(found.low, 1.0)

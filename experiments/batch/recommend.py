@@ -25,13 +25,13 @@ from bigbatch.trainer.run.noise_scale import FEWEST, measured
 
 KEY = "run.noise_scale_every_steps"
 SIGNALLED = 128
-"""And the number of a signal: the exit code of a process that it ended."""
+"""Added to a signal's number, it is the exit code of a process that the signal ended."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train what argv names, or take the run that it names, and recommend a batch; the exit code.
+    """Train a config or read a run, as argv says, and recommend a batch; return the exit code.
 
-    Raises: ConfigError; RunFolderError; TuneError where the training failed or measured too little, or in a job.
+    Raises: ConfigError; RunFolderError; TuneError if the training failed or measured too little, or in a job.
     """
     if (size := read_process_env().world_size) > 1:
         raise TuneError(f"bigbatch tune batch is one process, not {size}: start it alone, and give --launch")
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         run.write_text(run.path / "batch.json", text + "\n")
         if answer.rows:
             plot_answer(answer, run.path / "batch.png")
-    finally:  # a run on a disk that is full, or read-only, tells it all the same
+    finally:  # a run on a full or read-only disk still prints its answer
         for line in explain(answer):
             print_line(line)
     print_line(f"left in {run.path}: batch.json{' and batch.png' if answer.rows else ''}")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_answer(run: RunDir) -> Answer:
-    """Read what a run measured. Raises: RunFolderError where it is none, or measured nothing; TuneError: too little."""
+    """Read a run's measurements. Raises: RunFolderError if it is no run, or measured nothing; TuneError: too little."""
     config = load_run_config(run, [TRUST], prog="bigbatch tune batch")  # nothing is imported
     pairs = list(measured(read_records(run.metrics)))
     if not pairs:
@@ -86,7 +86,7 @@ def read_answer(run: RunDir) -> Answer:
 
 
 def num_train(records: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the images of the training set, as the run's last start tells; None where none does."""
+    """Return the number of training images in the record of the run's last start; None if there is none."""
     jobs = [record.get("job") for record in records if record.get("kind") == "start"]
     found = [job.get("train_samples") for job in jobs if isinstance(job, dict)]
     counts = [count for count in found if type(count) is int and count > 0]
@@ -108,9 +108,9 @@ def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[s
 
 
 def _train(command: list[str]) -> int:
-    """Train, and pass on what asks to stop; 130 where it was stopped. Raises: TuneError where it failed."""
+    """Train, and pass on requests to stop; return 130 if it was stopped. Raises: TuneError if it failed."""
     ended = run_in_foreground(command, environ=without_identity(), asks_to_stop=signal.SIGTERM)
-    if ended.was_asked and ended.code == SIGNALLED + signal.SIGTERM:  # before it could answer by INTERRUPTED
+    if ended.was_asked and ended.code == SIGNALLED + signal.SIGTERM:  # stopped before it could answer with INTERRUPTED
         tell("stopped before it trained; the same command starts it")
         return INTERRUPTED
     if ended.code not in (0, INTERRUPTED):
@@ -133,14 +133,14 @@ def _parser() -> argparse.ArgumentParser:
         "what",
         type=expand_path,
         metavar="RUN | CONFIG",
-        help="run folder; with --out a YAML file, or name of a packaged experiment",
+        help="run folder; with --out a YAML file or the name of a packaged experiment",
     )
     add(
         "--epochs",
         type=whole,
         metavar="N",
-        help="train for so many, with a schedule that is shortened in proportion",
+        help="epochs of the training, with its schedule shortened in proportion",
     )
     add("--out", type=as_path, metavar="FOLDER", help="run folder of that training")
-    add("--launch", metavar="WORDS", help="of bigbatch launch, such as 'mpirun --ranks 8'; one process without")
+    add("--launch", metavar="WORDS", help="words of bigbatch launch, such as 'mpirun --ranks 8' (default: one process)")
     return parser

@@ -1,4 +1,4 @@
-"""What a recommendation of a batch shows and leaves: batch.json, the answer in words, an image."""
+"""Output of a batch recommendation: batch.json, the answer in words, and a plot."""
 
 import shlex
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
 
 @dataclass(frozen=True)
 class Answer:
-    """Holds what a run says of its batch."""
+    """A run's measurements and the batch that they recommend."""
 
     run: Path
     global_batch_size: int
@@ -34,11 +34,11 @@ class Answer:
     critical: NoiseScale
     thirds: tuple[NoiseScale, ...]
     num_train: int | None = None
-    """Images of the training set; None where the run does not tell."""
+    """Images of the training set; None if the run has not recorded them."""
 
     @property
     def recommended(self) -> int | None:
-        """Return the global batch to take; None where the signal drowned in noise."""
+        """Return the global batch to take; None if the noise hides the signal."""
         estimate = self.critical.estimate
         if estimate is None:
             return None
@@ -46,13 +46,13 @@ class Answer:
 
     @property
     def is_capped(self) -> bool:
-        """Tell whether the training set has too few images for the batch that would be recommended."""
+        """Tell whether the training set has fewer images than the recommended batch."""
         estimate = self.critical.estimate
         return estimate is not None and self.recommended != recommended(estimate, microbatch_size=self.microbatch_size)
 
     @property
     def rows(self) -> list[Row]:
-        """Return what batches around it cost."""
+        """Return the cost of the batches around it."""
         estimate = self.critical.estimate
         own, microbatch = self.global_batch_size, self.microbatch_size
         return (
@@ -61,13 +61,13 @@ class Answer:
 
     @property
     def rate_factor(self) -> float | None:
-        """Return by what SGD's best rate changes with the recommended batch."""
+        """Return the factor by which SGD's best rate changes with the recommended batch."""
         if self.critical.estimate is None or self.recommended is None:
             return None
         return rate_factor(self.critical.estimate, old=self.global_batch_size, new=self.recommended)
 
     def record(self) -> dict[str, Any]:
-        """Make what batch.json states."""
+        """Return the content of batch.json."""
         low, high = self.critical.low, self.critical.high
         return {
             "critical_batch": self.critical.estimate,
@@ -89,14 +89,14 @@ class Answer:
 def make_answer(
     pairs: Sequence[Pair], *, run: Path, global_batch_size: int, microbatch_size: int, num_train: int | None = None
 ) -> Answer:
-    """Read the measurements of a run, of which there are enough for a figure."""
+    """Compute the answer from a run's measurements, which must be enough for a figure."""
     critical = critical_batch(segments(pairs), global_batch_size=global_batch_size)
     course = thirds(pairs, global_batch_size=global_batch_size)
     return Answer(run, global_batch_size, microbatch_size, len(pairs), critical, tuple(course), num_train)
 
 
 def explain(answer: Answer) -> list[str]:
-    """Say what to take, what it costs, and how sure that is."""
+    """Return lines that say which batch to take, what it costs, and how certain that is."""
     lines = [
         f"critical batch {describe_noise_scale(answer.critical.record())} images, of {answer.num_measurements} "
         f"measurements at a global batch of {answer.global_batch_size}"

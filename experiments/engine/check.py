@@ -1,4 +1,4 @@
-"""Whether a launcher takes what a sweep says of it, before anything is written or started."""
+"""Check that a launcher accepts a sweep's launch options, before anything is written or started."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,9 @@ from bigbatch.launch.launchers.slurm import job_script
 
 
 def check_launch(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
-    """Make what would be started of each number of ranks, and throw it away.
+    """Build the job of each number of ranks, and discard it.
 
-    Raises: LaunchOptionError; EmulationError where others can reach the folder of this user's clusters.
+    Raises: LaunchOptionError; EmulationError if others can reach the folder of this user's clusters.
     """
     if plan.where == "slurm":
         try:
@@ -37,14 +37,14 @@ def check_launch(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> No
         except LaunchOptionError as error:
             raise LaunchOptionError(f"launch: {error}") from error
     if plan.where == "emulated":
-        state_root()  # or each point would fail by it
+        state_root()  # else each point would fail by it
 
 
 def _check(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
     first = points[0]
     if plan.where == "slurm":
         job = array_job(plan, points, folder, name=plan.name)
-        job_script(job, folder=None)  # the experiments come later
+        job_script(job, folder=None)  # the experiments are written later
     elif plan.where == "emulated":
         job = JobSpec(rank_words(plan, folder, first.number), first.ranks, is_python=plan.script is not None)
         _check_emulated(plan, first, job)

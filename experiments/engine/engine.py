@@ -1,4 +1,4 @@
-"""The engine: starts points on this machine or from it, resumes and judges them, some at once if asked for."""
+"""The engine: starts points on this machine or from it, resumes and judges them, several at once if asked for."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -32,29 +32,29 @@ from bigbatch.trainer.step.signals import handling_stops
 
 POLL_SECONDS = 0.1
 DISK_IS_FULL = ("No space left on device", "Disk quota exceeded")
-"""The system's words: a point that ends so has not failed, and the next one would end so, too."""
+"""The system's messages: a point that ends so has not failed, and the next one would end the same way."""
 
 
 class Interrupted(Exception):
-    """A signal stopped the points; those that ran are missing again, and go on from their checkpoints."""
+    """A signal stopped the points; those that ran are missing again, and resume from their checkpoints."""
 
 
 class Producer(Protocol):
-    """Makes points one by one, and hears what became of them."""
+    """Makes points one by one, and is told how each ended."""
 
     def next_point(self) -> Point | None:
-        """Return another point; None where there is none left."""
+        """Return another point; None if there is none left."""
         ...
 
     watches: bool
-    """why_stop is to hear of evaluations, for which the records of points that run are read."""
+    """True if why_stop needs evaluations; then the records of running points are read."""
 
     def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
-        """Say why a point that was just evaluated is stopped early; empty to let it go on."""
+        """Return why a point that was just evaluated is stopped early; empty to let it go on."""
         ...
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
-        """Take note of the state in which a point has ended."""
+        """Take the state in which a point has ended."""
         ...
 
 
@@ -67,7 +67,7 @@ class Listed:
         self._points, self.end = iter(points), on_end
 
     def next_point(self) -> Point | None:
-        """Return the next one."""
+        """Return the next point."""
         return next(self._points, None)
 
     def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
@@ -80,9 +80,9 @@ class _Running:
     point: Point
     process: ChildProcess
     why: str = ""
-    """Why it was asked to stop; empty where a person did."""
+    """Why it was asked to stop; empty if the user stopped it."""
     state: str = FAILED
-    """In which it has ended then."""
+    """State of a point that was stopped for this reason."""
     last_epoch: float = 0.0
     read_bytes: int = 0
 
@@ -90,9 +90,9 @@ class _Running:
 def run_points(
     plan: Plan, producer: Producer, folder: SweepFolder, *, parallel: int = 1, gpus: Sequence[str] = ()
 ) -> None:
-    """Run all, whatever becomes of each, so many at once; gpus: to share out among them; none: each sees all.
+    """Run all points, so many at once, and go on if one fails; gpus: to share out; empty: each point sees all.
 
-    Raises: Interrupted; RunFolderError, also where the disk is full.
+    Raises: Interrupted; RunFolderError, also if the disk is full.
     """
     stops: list[int] = []
 
@@ -115,7 +115,7 @@ class _Engine:
         self._heard = 0
 
     def run(self, parallel: int) -> None:
-        """Run points until none is left, or a signal came. Raises: RunFolderError."""
+        """Run points until none is left or a signal comes. Raises: RunFolderError."""
         try:
             while True:
                 for slot in range(parallel):
@@ -144,14 +144,14 @@ class _Engine:
         return _Running(point, ChildProcess(argv, log=folder.log(number), within=folder.path))
 
     def _seen(self, point: Point, slot: int) -> list[str]:
-        """Let the ranks of a point see GPUs of their own, taken in turn; all where they need all anyway."""
+        """Return words that give a point's ranks their GPUs, taken in turn; none if they need all of them."""
         if point.ranks >= len(self._gpus):
             return []
         mine = [self._gpus[(slot * point.ranks + rank) % len(self._gpus)] for rank in range(point.ranks)]
         return ["env", f"CUDA_VISIBLE_DEVICES={','.join(mine)}"]
 
     def _pass_on(self) -> None:
-        """Ask all to stop at the first signal; a second one presses them."""
+        """Ask all points to stop at the first signal; a second one presses them."""
         if len(self._stops) > self._heard:
             self._heard = len(self._stops)
             for each in self._running.values():
@@ -160,7 +160,7 @@ class _Engine:
 
     def _follow(self, slot: int, running: _Running) -> None:
         limit = self._plan.timeout_minutes
-        code = running.process.exit_code()  # before its files are read: after an exit they are whole
+        code = running.process.exit_code()  # before its files are read: after an exit they are complete
         if code is not None:
             del self._running[slot]
             self._conclude(running, code)
@@ -175,7 +175,7 @@ class _Engine:
                 running.process.ask_to_stop()
 
     def _new_evaluations(self, running: _Running) -> list[dict[str, Any]]:
-        """Read those that no earlier call gave; the file is read when it has grown."""
+        """Return the evaluations that no earlier call returned; reads the file if it has grown."""
         path = self._folder.run(running.point.number).metrics
         num_bytes = path.stat().st_size if path.exists() else 0
         if num_bytes == running.read_bytes:
@@ -193,7 +193,7 @@ class _Engine:
         if outcome["state"] != DONE and running.why:
             outcome = {"state": running.state, "reason": running.why}
         elif outcome["state"] != DONE and self._stops:
-            return  # missing: it goes on when the sweep does
+            return  # missing: it runs again with the sweep
         elif any(words in str(outcome["reason"]) for words in DISK_IS_FULL):
             raise RunFolderError(
                 f"point {number} of {self._folder.path} ended: {outcome['reason']}; make room, and the same command "
@@ -204,7 +204,7 @@ class _Engine:
 
 
 def start_over(folder: SweepFolder, number: int) -> None:
-    """Remove what an earlier try left, which would count as measured. Raises: RunFolderError."""
+    """Remove the results of an earlier try, which would count as measured. Raises: RunFolderError."""
     require_nobody(folder, number)
     path = folder.run(number).path
     with writing(path):
@@ -215,7 +215,7 @@ def start_over(folder: SweepFolder, number: int) -> None:
 
 
 def require_nobody(folder: SweepFolder, number: int) -> None:
-    """See that no earlier try trains still, as one whose sweep was killed: it would slow the next one, too.
+    """Check that no earlier try still trains, as after its sweep was killed: it would slow the next one.
 
     Raises: RunFolderError.
     """
@@ -228,14 +228,14 @@ def require_nobody(folder: SweepFolder, number: int) -> None:
 
 
 def judge(folder: SweepFolder, number: int, *, exit_code: int | None, reason: Callable[[], str]) -> dict[str, Any]:
-    """Return state and reason of a point whose job has ended."""
+    """Return the state and reason of a point whose job has ended."""
     if read_summary(folder, number) is not None and exit_code in (0, None):
         return {"state": DONE, "reason": None}
     return {"state": FAILED, "reason": reason()}
 
 
 def run_command(argv: Sequence[str], *, log: Path, within: Path, seconds: float | None) -> int:
-    """Run something else than a point, and return its exit code. Raises: Interrupted; RunFolderError."""
+    """Run a command that is not a point, and return its exit code. Raises: Interrupted; RunFolderError."""
     stops: list[int] = []
     with handling_stops(lambda number, frame: stops.append(number)):
         process = ChildProcess(argv, log=log, within=within)

@@ -1,4 +1,4 @@
-"""The folder of a sweep or a search: what it is about, and the state of each point. What `bigbatch report` reads."""
+"""The folder of a sweep or a search: its plan, and the state of each point. `bigbatch report` reads it."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -21,54 +21,54 @@ from bigbatch.trainer.run.folder import RunDir, writing
 MISSING, SUBMITTED, DONE, FAILED, PRUNED = "missing", "submitted", "done", "failed", "pruned"
 STATES = (MISSING, SUBMITTED, DONE, FAILED, PRUNED)
 MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
-"""Keys of a file that leave the points of its folder what they are; seeds may only grow."""
+"""Keys of a plan that may change without a new folder; seeds may only grow."""
 EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}name another --folder to train anew"
 
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """A sweep's folder has these paths."""
+    """Paths in the folder of a sweep."""
 
     path: Path
 
     @property
     def sweep(self) -> Path:
-        """Return where the sweep is as it was read."""
+        """Return the path of the plan as it was read."""
         return self.path / "sweep.yaml"
 
     def point(self, number: int | str) -> Path:
-        """Return the folder of a point; of all points of an array, where the number is INDEX."""
+        """Return the folder of a point; of all points of an array if the number is INDEX."""
         return self.path / "points" / str(number)
 
     def config(self, number: int | str) -> Path:
-        """Return where its complete experiment is, once it has been started."""
+        """Return the path of a point's complete experiment, written when it starts."""
         return self.point(number) / "config.yaml"
 
     def state(self, number: int) -> Path:
-        """Return where it stands what became of it."""
+        """Return the path of a point's state."""
         return self.point(number) / "point.json"
 
     def log(self, number: int) -> Path:
-        """Return where it is what its job printed."""
+        """Return the path of what a point's job printed."""
         return self.point(number) / "log.txt"
 
     @property
     def logs(self) -> Path:
-        """Return the folder for those of jobs in Slurm."""
+        """Return the folder for logs of Slurm jobs."""
         return self.path / "logs"
 
     def run(self, number: int) -> RunDir:
-        """Return its run folder."""
+        """Return the run folder of a point."""
         return RunDir(self.point(number) / "run")
 
     def numbers(self) -> list[int]:
-        """Return those of all points that there are."""
+        """Return the numbers of all existing points."""
         folders = (self.path / "points").glob("*/point.json")
         return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
 
 def prepare(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> None:
-    """Write what is not there yet. Raises: LaunchOptionError where the folder holds something else; RunFolderError."""
+    """Write what is missing. Raises: LaunchOptionError if the folder holds something else; RunFolderError."""
     require_same(folder, plan, points)
     RunDir(folder.path).write_text(folder.sweep, dump_plan(plan))
     for point in points:
@@ -77,13 +77,13 @@ def prepare(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> None:
 
 
 def write_config(folder: SweepFolder, point: Point) -> None:
-    """Write its experiment, unless an earlier start has. Raises: RunFolderError."""
+    """Write a point's experiment, unless an earlier start has. Raises: RunFolderError."""
     if not folder.config(point.number).exists():
         RunDir(folder.path).write_text(folder.config(point.number), dump_config(point.config))
 
 
 def first_state(point: Point) -> dict[str, Any]:
-    """Return that of a point that nothing was done for."""
+    """Return the state of a point that has not started."""
     return {
         "number": point.number,
         "values": point.values,
@@ -102,7 +102,7 @@ def first_state(point: Point) -> dict[str, Any]:
 
 
 def require_same(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> None:
-    """Look only. Raises: LaunchOptionError where the folder holds another sweep, other points or other things."""
+    """Check without writing. Raises: LaunchOptionError if the folder holds anything but this sweep and its points."""
     if not folder.sweep.exists():
         if folder.path.is_dir() and any(not path.name.startswith(".") for path in folder.path.iterdir()):
             if (folder.path / "search.json").exists():
@@ -133,7 +133,7 @@ def require_same(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> No
 
 
 def require_same_experiment(path: Path, now: Config, *, config: str, of_machine: tuple[str, ...] = ()) -> None:
-    """Look only. config: its name; of_machine: keys whose old values count. Raises: LaunchOptionError."""
+    """Check without writing. config: its name; of_machine: keys with old values. Raises: LaunchOptionError."""
     try:
         old = read_dumped(read_plain(path).decode())
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -152,7 +152,7 @@ def require_same_experiment(path: Path, now: Config, *, config: str, of_machine:
 
 
 def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
-    """Read that of one point. Raises: LaunchOptionError where the file is damaged."""
+    """Read the state of one point. Raises: LaunchOptionError if the file is damaged."""
     try:
         state = dict(parse_json(read_plain(folder.state(number))))
         if state["state"] not in STATES or state["number"] != number:
@@ -165,18 +165,18 @@ def read_state(folder: SweepFolder, number: int) -> dict[str, Any]:
 
 
 def state_of(folder: SweepFolder, number: int) -> str:
-    """Return one of MISSING and so on, also for a point which no sweep has begun. Raises: LaunchOptionError."""
+    """Return MISSING, DONE and so on, also for a point that no sweep has started. Raises: LaunchOptionError."""
     return str(read_state(folder, number)["state"]) if folder.state(number).exists() else MISSING
 
 
 def to_run(folder: SweepFolder, points: Sequence[Point], *, retry_failed: bool) -> list[Point]:
-    """Return those that no run was made of yet; failed ones too, where they are to be run again."""
+    """Return the points that have not run yet; with retry_failed the failed ones too."""
     again = (MISSING, FAILED) if retry_failed else (MISSING,)
     return [point for point in points if state_of(folder, point.number) in again]
 
 
 def write_state(folder: SweepFolder, number: int, state: dict[str, Any]) -> None:
-    """Write it in one step. Raises: RunFolderError."""
+    """Write a point's state in one step. Raises: RunFolderError."""
     RunDir(folder.path).write_text(folder.state(number), json.dumps(state, indent=1) + "\n")
 
 
@@ -188,7 +188,7 @@ def change_state(folder: SweepFolder, number: int, **changes: Any) -> dict[str, 
 
 
 def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
-    """Read that of a point's finished run; None without one."""
+    """Read the summary of a point's finished run; None if there is none."""
     try:
         return run_folder.read_summary(folder.run(number))
     except RunFolderError:
@@ -197,7 +197,7 @@ def read_summary(folder: SweepFolder, number: int) -> dict[str, Any] | None:
 
 @contextmanager
 def alone_in(folder: SweepFolder) -> Iterator[None]:
-    """Keep other sweeps and searches out of the folder meanwhile, where its file system can lock.
+    """Lock the folder against other sweeps and searches, if its file system can lock.
 
     Raises: LaunchOptionError; RunFolderError.
     """
@@ -215,6 +215,6 @@ def alone_in(folder: SweepFolder) -> Iterator[None]:
 
 
 def damage(error: Exception) -> str:
-    """Say what was met in a run's files, which a run writes otherwise."""
+    """Return a message on an error met in a run's files, which no run writes."""
     met = f"{error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__} {error}"
     return f"its files are damaged: {met}"

@@ -1,4 +1,4 @@
-"""A point, and an array of points, as a job for a launcher; the words of a command line that would start the same."""
+"""Make a launcher's job from a point or an array of points; and the command line that starts the same job."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from bigbatch.launch.launchers.registry import LAUNCHERS
 
 
 def point_command(plan: Plan, point: Point, folder: SweepFolder) -> list[str]:
-    """Return what runs a point as a child process, so that its end, however it comes, is not that of the plan."""
+    """Return the command that runs a point as a child process, so that its end does not end the plan."""
     launcher = ("emulate", "run") if plan.where == "emulated" else (plan.where,)
     words = [*stated_words(_size(plan, point)), *launch_words(plan.launch)]
     return [*bigbatch_argv(), "launch", *launcher, *words, *_command(plan, folder, point.number)]
@@ -28,7 +28,7 @@ def point_job(plan: Plan, point: Point, folder: SweepFolder) -> JobSpec:
 
 
 def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
-    """Return points that one array of Slurm can run: those with as many ranks, fewest first."""
+    """Group points by their number of ranks, fewest first: each group can be one Slurm array."""
     found: dict[int, list[Point]] = {}
     for point in sorted(points, key=lambda point: (point.ranks, point.number)):
         found.setdefault(point.ranks, []).append(point)
@@ -36,7 +36,7 @@ def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
 
 
 def array_job(plan: Plan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> JobSpec:
-    """Return the job that runs such points under that name; their time limit is their end.
+    """Return the job that runs such points under that name; their time limit is the job's.
 
     Raises: LaunchOptionError.
     """
@@ -45,7 +45,7 @@ def array_job(plan: Plan, points: Sequence[Point], folder: SweepFolder, *, name:
 
 
 def array_words(plan: Plan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> list[str]:
-    """Return the words behind `bigbatch launch` that submit the same job, for people."""
+    """Return the words of `bigbatch launch` that submit the same job, for the user."""
     own = stated_words(_array_options(plan, points, folder, name=name))
     return ["slurm", *own, *launch_words(plan.launch), *_command(plan, folder, INDEX)]
 

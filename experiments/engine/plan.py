@@ -1,4 +1,4 @@
-"""What a sweep's file states: an experiment, the cases and values to compare, and where they run."""
+"""Read and check a sweep's file: an experiment, the cases and values to compare, and where they run."""
 
 import dataclasses
 import re
@@ -22,68 +22,68 @@ from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml
 Place = Literal["local", "mpirun", "torchrun", "emulated", "slurm"]
 SCALINGS = ("weak", "strong")
 RANKS, SCALING, CASE = "ranks", "scaling", "case"
-"""Words of a grid that are no keys of an experiment; and what the column of named cases is called."""
+"""Words of a grid that are not keys of an experiment; and the column of named cases."""
 BATCH, RATE = "batch.global_batch_size", "schedule.base_lr"
 OURS = ("ranks", "nodes", "ranks_per_node", "node_rank", "master", "array", "logs", "name", "stop_seconds")
 """Options of bigbatch launch that a sweep sets itself."""
 SUCCESSORS = {
     "repeats": "seeds: N runs each point with N seeds",
 }
-"""Keys of earlier files, and what is written today."""
+"""Keys of earlier files, and their replacements."""
 SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Describes a sweep; each field is a key of its file, and only config must be stated."""
+    """A sweep; each field is a key of its file, and only config is required."""
 
     name: str
     """Name of its folder, runs/sweeps/NAME; by default the file's."""
     config: str
     """The experiment: a file, or the name of a packaged one."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keys of the experiment that are other values in all points."""
+    """Keys of the experiment that have other values in all points."""
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Keys that change together, by a name, or as a list; ranks may be one of them."""
+    """Keys that change together: named cases, or a list; ranks may be one of the keys."""
     cumulative: bool = False
-    """Each case has the changes of those before it, too."""
+    """True if each case includes the changes of those before it."""
     grid: dict[str, Any] = field(default_factory=dict)
     """Values to try, in all combinations with each other and the cases: ranks, scaling, any key of the experiment."""
     scale: Literal["linear", "sqrt"] | None = None
-    """By what the learning rate follows the global batch, from the grid's first, else that of the experiment on."""
+    """Rule that scales the learning rate with the global batch, from the grid's first batch, else the experiment's."""
     seeds: int = 1
-    """Runs of each combination, from the experiment's own seed on."""
+    """Runs of each combination, from the experiment's seed on."""
     epochs: int | None = None
-    """Epochs of each point, with its schedule in proportion; null: each point's own."""
+    """Epochs of each point, with its schedule in proportion; null: as each point states."""
     steps: int | None = None
-    """Measure speed: so many steps of each point on generated tensors; null: train."""
+    """Steps of each point on generated tensors, to measure speed; null: train."""
     target_top1: float | None = None
-    """Evaluate each epoch, and tell how long the training to this top-1 took."""
+    """Top-1 to reach: evaluates each epoch, and reports how long the training took."""
     where: Place = "local"
     """The launcher."""
     launch: dict[str, Any] = field(default_factory=dict)
-    """Options of bigbatch launch there, such as partition; of emulated, link and delay."""
+    """Options of bigbatch launch, such as partition; for emulated nodes also link and delay."""
     ranks: int = 1
     """Ranks of a point, unless cases or grid state them."""
     ranks_per_node: int | None = None
-    """Ranks on each node; fewer take one node; null: all on one."""
+    """Ranks on each node; fewer ranks take one node; null: all on one."""
     timeout_minutes: float | None = None
-    """A point that takes longer is ended and has failed; under Slurm the job's limit, where launch states no time."""
+    """A point that takes longer is ended and fails; under Slurm the job's limit, if launch states no time."""
     script: tuple[str, ...] | None = None
     """Runs instead of `bigbatch train`: a Python script, or -m and a module, with arguments; --config FILE follows."""
     inference: dict[str, Any] = field(default_factory=dict)
-    """Forms in which what the last case trained answers, and the words of `bigbatch evaluate` that each adds."""
+    """Forms of inference with what the last case trained, and the words of `bigbatch evaluate` that each adds."""
 
     search: dict[str, Any] = field(default_factory=dict)
-    """What bigbatch tune search tries in its folder; a sweep has none."""
+    """Settings of bigbatch tune search in its folder; a sweep has none."""
 
     @property
     def folder(self) -> Path:
-        """Return where its points lie, unless --folder names another place."""
+        """Return the folder of its points, unless --folder names another one."""
         return Path("runs/sweeps") / self.name
 
     def changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each case with all that it changes; one without a name where none is stated."""
+        """Yield each case with all that it changes; one without a name if none is stated."""
         before: dict[str, Any] = {}
         for name, own in (self.cases or {"": {}}).items():
             before = {**before, **own} if self.cumulative else own
@@ -91,12 +91,12 @@ class Plan:
 
 
 def packaged_sweeps() -> list[str]:
-    """Return the names of the sweeps that come with bigbatch."""
+    """Return the names of the packaged sweeps."""
     return sorted(path.stem for path in (PACKAGED / "sweeps").glob("*.yaml"))
 
 
 def launch_options(where: str) -> tuple[str, ...]:
-    """Return what `launch` may state."""
+    """Return the options that `launch` may state."""
     if where == "emulated":
         return tuple(each.name for each in RUN_OPTIONS)
     refused = {option(field) for field in LAUNCHERS[where].refused}
@@ -104,7 +104,7 @@ def launch_options(where: str) -> tuple[str, ...]:
 
 
 def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Plan:
-    """Read a YAML file; replaced: keys in the place of the file's, options beside them.
+    """Read a YAML file; replaced: keys that replace the file's, and options to add.
 
     Raises: ConfigError, a line that names the file for each mistake.
     """
@@ -120,12 +120,12 @@ def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Plan:
 
 
 def dump_plan(plan: Plan) -> str:
-    """Write it as YAML, which read_plan takes back."""
+    """Write a plan as YAML, which read_plan reads back."""
     return dump_yaml(dataclasses.asdict(plan))
 
 
 def describe_values(values: Mapping[str, Any]) -> str:
-    """Write them in one line, as an experiment states them."""
+    """Write keys and values in one line, as an experiment states them."""
     return ", ".join(f"{key}={as_yaml(value)}" for key, value in values.items())
 
 
@@ -141,14 +141,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _conform(content: dict[str, Any]) -> tuple[Plan, list[str]]:
-    """Return a plan of what has the right type, and a line for each of the others."""
+    """Return a plan of the values with the right type, and a line for each of the others."""
     kinds, wrong, held = get_type_hints(Plan), [], {}
     if isinstance(content.get("steps"), dict):
         wrong.append("steps: an ablation's steps are cases: today, beside cumulative: true")
         content.pop("steps")
     if isinstance(content.get("cases"), list):
         content["cases"] = _with_names(content["cases"])
-    if isinstance(content.get("cases"), dict):  # a case that changes nothing has no value
+    if isinstance(content.get("cases"), dict):  # a case without changes has no value
         content["cases"] = {str(name): {} if own is None else own for name, own in content["cases"].items()}
     for name, value in content.items():
         if name not in kinds:
@@ -164,9 +164,9 @@ def _conform(content: dict[str, Any]) -> tuple[Plan, list[str]]:
 
 
 def _with_names(cases: list[Any]) -> Any:
-    """Name each case of a list by those of its keys that are not the same in all."""
+    """Name each case of a list by the keys in which the cases differ."""
     if not all(isinstance(case, dict) for case in cases):
-        return cases  # refused by its type
+        return cases  # its type check refuses it
     shared = {key for key in cases[0] if all(key in case and case[key] == cases[0][key] for case in cases)}
     if len(cases) == 1:
         shared = set()

@@ -19,7 +19,7 @@ from bigbatch.trainer.config.schema import Config, lookup, typed
 from bigbatch.trainer.config.short_run import shorten
 
 EARLY = ("run.target_top1", "run.stop_metric", "run.stop_after_evaluations")
-"""Keys that end a run early, which would compare runs of unlike length: they count where the sweep states them."""
+"""Keys that end a run early, so runs of unlike length would be compared: they count only if the sweep states them."""
 REPORTS = 8
 """Reports of a point that measures speed; the first one does not count."""
 SPEED = {
@@ -39,16 +39,16 @@ class Point:
 
     number: int
     values: dict[str, Any]
-    """What tells it from the others but for the seed: its case, and values of the grid."""
+    """What distinguishes it from the others, without the seed: its case, and values of the grid."""
     seed: int
     ranks: int
     ranks_per_node: int
     nodes: int
     config: Config
     of_machine: tuple[str, ...] = ()
-    """Keys whose values this machine gave: a sweep goes on with those that it was begun with."""
+    """Keys with values of this machine: a sweep keeps the values that it began with."""
     is_seeded: bool = False
-    """Others differ from it in their seeds alone."""
+    """True if other points differ from it only in their seeds."""
 
     def describe(self) -> str:
         """Write its values in one line."""
@@ -59,10 +59,10 @@ class Point:
 def make_points(plan: Plan, *, folder: Path) -> list[Point]:
     """Make all points: cases, each with all combinations of the grid; then the same with the next seed.
 
-    In strong scaling the experiment's global batch is that of any number of ranks; in weak scaling each rank has one
-    of its microbatches. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
-    Reads each file once, whatever the number of points. Raises: ConfigError, a line for each reason why points cannot
-    be trained.
+    In strong scaling the experiment's global batch is that of any number of ranks; in weak scaling each rank has one of
+    its microbatches. A microbatch or batch-norm span that does not fit a rank's share becomes the largest that does.
+    Reads each file once, for any number of points. Raises: ConfigError, a line for each reason why points cannot be
+    trained.
     """
     maker = _Maker(plan, read_experiment(plan.config), folder)
     points: list[Point] = []
@@ -92,14 +92,14 @@ def _combinations(plan: Plan) -> Iterator[tuple[str, dict[str, Any], dict[str, A
 
 
 class _Maker:
-    """Makes points of one plan, of an experiment that is read once."""
+    """Makes points of one plan; reads its experiment once."""
 
     def __init__(self, plan: Plan, experiment: Experiment, folder: Path) -> None:
         self._plan, self._experiment, self._folder = plan, experiment, folder
         self._base = experiment.with_values({}).config
         self._hosts = _hosts(plan)
         self._cores = _cores_per_rank(plan)
-        # of which the rates are that a sweep scales
+        # its learning rates are the ones that a sweep scales
         self._batch = plan.grid.get(BATCH, [plan.options.get(BATCH, self._base.batch.global_batch_size)])[0]
         if plan.steps is not None and plan.options.get("data.loader", "synthetic") != "synthetic":
             raise ConfigError(f"steps: {plan.steps} are of generated tensors: leave data.loader out, or the steps")
@@ -107,7 +107,7 @@ class _Maker:
     def make(
         self, number: int, values: dict[str, Any], case: Mapping[str, Any], chosen: Mapping[str, Any], *, repeat: int
     ) -> Point:
-        """Make one of a case's changes and values of the grid. Raises: ConfigError; LaunchOptionError."""
+        """Make the point of a case's changes and values of the grid. Raises: ConfigError; LaunchOptionError."""
         plan, base = self._plan, self._base
         stated = {**plan.options, **case, **chosen}
         ranks, scaling = stated.pop(RANKS, plan.ranks), stated.pop(SCALING, None)
@@ -125,7 +125,7 @@ class _Maker:
         own = _fit(total, ranks=ranks, microbatch_size=microbatch, bn_span=value("batch.bn_span"))
         own["run.directory"] = str(self._folder / "points" / str(number) / "run")
         own["run.seed"] = seed = value("run.seed") + repeat
-        if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # which is a rate for that batch
+        if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # the rate for that batch
             factor = total / self._batch
             own[RATE] = value(RATE) * (factor if plan.scale == "linear" else math.sqrt(factor))
         machine = {}
@@ -141,7 +141,7 @@ class _Maker:
         return Point(number, values, seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
 
     def _defaults(self, total: int) -> dict[str, Any]:
-        """Return what the sweep states, as long as its file does not."""
+        """Return settings that the sweep adds unless its file states them."""
         plan, early = self._plan, dict.fromkeys(EARLY)
         if plan.steps is None:
             each = {"run.eval_every_epochs": 1, "run.eval_offset_epochs": 0} if plan.target_top1 is not None else {}
@@ -150,7 +150,7 @@ class _Maker:
         return {**early, **SPEED, "run.log_every_steps": max(1, plan.steps // REPORTS), **size}
 
     def _whole(self, config: Config, stated: Mapping[str, Any]) -> Config:
-        """Give it the sweep's epochs."""
+        """Return the config with the sweep's epochs."""
         if self._plan.epochs is None or self._plan.epochs == config.run.epochs:
             return config
         ends: dict[str, Any] = {key.partition(".")[2]: lookup(config, key) for key in EARLY}
@@ -163,9 +163,9 @@ ONE_HOST = ("local", "mpirun", "torchrun")
 
 
 def _cores_per_rank(plan: Plan) -> int | None:
-    """Return the threads that a CPU gives each rank of the most crowded point: with more, fewer ranks seem faster.
+    """Return the CPU threads per rank of the point with the most ranks; with more, fewer ranks would seem faster.
 
-    Of this host alone, as it alone is known; None where all points have as many ranks. A GPU takes no notice.
+    For this host alone, as others are unknown; None if all points have as many ranks. A GPU is not affected.
     """
     if plan.where == "slurm" or {"hosts", "hostfile"} & plan.launch.keys():
         return None
@@ -173,13 +173,13 @@ def _cores_per_rank(plan: Plan) -> int | None:
     if RANKS in plan.grid:
         stated = plan.grid[RANKS]
     if len(set(stated)) == 1:
-        return None  # it is the same in all anyway
+        return None  # it is the same in all points anyway
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // max(stated))
 
 
 def _hosts(plan: Plan) -> list[str]:
-    """Return the host of each rank, as mpirun fills one after the other; none where no hosts are stated.
+    """Return the host of each rank, as mpirun fills one after the other; empty if no hosts are stated.
 
     Raises: LaunchOptionError.
     """
@@ -189,7 +189,7 @@ def _hosts(plan: Plan) -> list[str]:
 
 
 def _fit(total: int, *, ranks: int, microbatch_size: int, bn_span: int) -> dict[str, Any]:
-    """Return batch, microbatch and batch-norm span of this many ranks. Raises: LaunchOptionError."""
+    """Return batch, microbatch and batch-norm span for this many ranks. Raises: LaunchOptionError."""
     if total % ranks:
         raise LaunchOptionError(f"a batch of {total} is no whole number of images for each of {ranks} ranks")
     microbatch = largest_divisor(total // ranks, microbatch_size)

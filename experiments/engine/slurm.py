@@ -33,20 +33,20 @@ from bigbatch.trainer.run.reason import find_reason, has_failed
 
 POLL_SECONDS = 5.0
 SETTLE_SECONDS = 30.0
-"""A summary may reach this host so much later than the end of the job, by a network file system."""
+"""How much later than the job's end its summary may reach this host, over a network file system."""
 PATIENCE_SECONDS = 600.0
-"""So long may Slurm not answer one that waits: its controller restarts now and then, and jobs go on meanwhile."""
+"""How long to wait for Slurm's answer: its controller restarts now and then, and jobs go on meanwhile."""
 
 
 def submit_points(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
-    """Submit one array for each number of ranks; points of one that Slurm refuses have failed, with its words.
+    """Submit one array for each number of ranks; if Slurm refuses one, its points fail with Slurm's message.
 
-    Each array has a name of its own, noted before it is submitted, by which find_submitted knows it again.
-    Raises: SchedulerError where Slurm does not answer at all; those submitted stay so.
+    Each array has a unique name, noted before it is submitted, by which find_submitted finds it.
+    Raises: SchedulerError if Slurm does not answer at all; those submitted stay submitted.
     """
     with writing(folder.logs):
         make_folder(folder.logs, within=folder.path)
-    # one array has one number of nodes and tasks for all of its jobs
+    # all jobs of an array have the same number of nodes and tasks
     for same in arrays(points).values():
         name = f"{plan.name}-{secrets.token_hex(4)}"
         job, words = array_job(plan, same, folder, name=name), array_words(plan, same, folder, name=name)
@@ -69,14 +69,14 @@ def submit_points(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> N
         except SchedulerError as error:
             _note_refusal(same, folder, error=error)
             continue
-        # without --wait it ends right after it has said the number
+        # without --wait sbatch ends right after it has printed the number
         sbatch.wait()
         for point in same:
             _note_job(folder, point.number, number=number, log=Path(log_path(job, job_id=f"{number}_{point.number}")))
 
 
 def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: SchedulerError) -> None:
-    """Note a failure, unless sbatch lost no more than the answer. Raises: error where squeue knows nothing either."""
+    """Note a failure, unless only sbatch's answer was lost. Raises: error if squeue does not answer either."""
     try:
         find_submitted(points, folder)
     except SchedulerError:
@@ -87,7 +87,7 @@ def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: Schedu
 
 
 def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
-    """Find out what became of points whose submission ended without a job's number: in Slurm, or missing.
+    """Find out whether points whose submission ended without a job's number are in Slurm, or missing.
 
     Raises: SchedulerError.
     """
@@ -102,7 +102,7 @@ def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
 
 
 def _job_named(name: str, folder: SweepFolder) -> str | None:
-    """Find the array of this name by Slurm's word or its logs: Slurm forgets a job minutes after its end."""
+    """Find the array of this name by Slurm's answer or its logs: Slurm forgets a job minutes after its end."""
     known = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format=%F", f"--name={name}"]).split()
     logs = [path.stem.removeprefix(f"{name}-").partition("_")[0] for path in folder.logs.glob(f"{name}-*_*.log")]
     return next(iter([*known, *logs]), None)
@@ -115,9 +115,9 @@ def _note_job(folder: SweepFolder, point: int, *, number: str, log: Path) -> Non
 def wait_for_points(
     points: Sequence[Point], folder: SweepFolder, *, waits: bool, on_end: Callable[[Point, dict[str, Any]], None]
 ) -> None:
-    """Wait until none of them is in the queue, and what each left has reached this host.
+    """Wait until none of the points is in the queue, and the results of each have reached this host.
 
-    Without waits, only for those that have left the queue. Raises: SchedulerError where Slurm answers waits no more.
+    With waits=False, only for those that have left the queue. Raises: SchedulerError if Slurm no longer answers.
     """
     left = {point.number: point for point in points}
     gone: dict[int, float] = {}
@@ -142,11 +142,11 @@ def wait_for_points(
         for number, job in jobs.items():
             if (job, number) in waiting:
                 continue
-            # it has left the queue; what it wrote may reach this host later
+            # it has left the queue; its files may reach this host later
             is_late = now - gone.setdefault(number, now) >= SETTLE_SECONDS
             if is_late or read_summary(folder, number) is not None or has_failed(_log(folder, number)):
                 on_end(left.pop(number), record_end(folder, number))
-        # what has left the queue is settled; the rest still waits or runs there
+        # points that have left the queue are settled; the rest still waits or runs
         if not waits and all((jobs[number], number) in waiting for number in left):
             return
         if left:
@@ -167,9 +167,9 @@ def _log(folder: SweepFolder, number: int) -> str:
 
 
 def queued(jobs: Collection[str]) -> set[tuple[str, int]]:
-    """Return (job, task) of all of these that wait or run. Raises: SchedulerError."""
+    """Return (job, task) of all tasks of these jobs that wait or run. Raises: SchedulerError."""
     found = set()
-    # of one job it would be an error that Slurm has forgotten it, minutes after its end
+    # a query for one job fails if Slurm has forgotten it, minutes after its end
     for word in run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split():
         number, _, task = word.partition("_")
         if number not in jobs:

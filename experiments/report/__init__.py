@@ -1,1 +1,1 @@
-"""`bigbatch report`: what runs came to, side by side."""
+"""`bigbatch report`: the results of runs, side by side."""

@@ -9,7 +9,7 @@ from bigbatch.trainer.run.cost import spent_by
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation knows what the run had cost by then. Times between two starts of a run do not count."""
+    """An evaluation and the run's cost until then. Times between two starts of a run do not count."""
 
     step: int
     epoch: float
@@ -17,12 +17,12 @@ class Evaluated:
     hours: float
     rank_hours: float
     joules: float | None
-    """None where a driver did not tell."""
+    """None if a driver did not measure it."""
 
 
 @dataclass(frozen=True)
 class ToAccuracy:
-    """Says what one run reached of a target, and when."""
+    """What one run reached of a target, and when."""
 
     target: float
     reached: Evaluated | None
@@ -32,12 +32,12 @@ class ToAccuracy:
 
     @property
     def shown(self) -> Evaluated | None:
-        """Return where the target was reached, else the best."""
+        """Return the evaluation that reached the target, else the best one."""
         return self.reached or self.best
 
 
 def to_accuracy(records: Iterable[dict[str, Any]], *, target: float | None) -> ToAccuracy:
-    """Read from a run's records when it reached the target; without one, its best top-1."""
+    """Find in a run's records when it reached the target; without a target, its best top-1."""
     evaluations = []
     is_gpu = False
     for record, spent in spent_by(records):

@@ -1,4 +1,4 @@
-"""What sweeps and runs have left in their folders."""
+"""Read the results of sweeps and runs from their folders."""
 
 import json
 import shlex
@@ -25,14 +25,14 @@ from bigbatch.trainer.run.noise_scale import NOT_YET
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
 SAME = ("device", "torch", "commit")
-"""Where points differ in these, it is no scaling that shows."""
+"""If points differ in these, their speeds do not show scaling."""
 WARM_UP_REPORTS = 1
 """Reports at a run's start that do not count: libraries choose their algorithms, and buffers are made."""
 
 
 @dataclass(frozen=True)
 class SweepResults:
-    """Holds what a sweep's folder says of its points."""
+    """Results of a sweep's folder."""
 
     name: str
     folder: Path
@@ -46,7 +46,7 @@ class SweepResults:
     target: float | None
     conditions: dict[str, Any]
     numbers: dict[tuple[Variant, int], tuple[int, ...]]
-    """Numbers of the points that have the same values, by these values and their ranks."""
+    """Numbers of the points with the same values and ranks, by these."""
 
     def again(self, point: MeasuredPoint) -> str:
         """Return the command that measures a point again."""
@@ -55,14 +55,14 @@ class SweepResults:
 
     @property
     def comparison(self) -> Comparison:
-        """Set its runs side by side."""
+        """Compare its runs."""
         title = f"Comparison: {self.name}"
         return compare_runs(title, self.runs, is_cumulative=self.is_cumulative, target=self.target)
 
 
 @dataclass(frozen=True)
 class RunResults:
-    """Holds what a run's folder says of it."""
+    """Results of a run's folder."""
 
     folder: Path
     config: dict[str, Any]
@@ -82,7 +82,7 @@ class RunResults:
         return newest
 
     def trained(self, *, target: float | None) -> TrainedRun | None:
-        """Return what it came to so far; None where it has no figures yet. Raises: RunFolderError."""
+        """Return its results so far; None if it has no figures yet. Raises: RunFolderError."""
         try:
             return _trained(str(self.folder), self.config, self.records(), values={}, target=target)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
@@ -101,7 +101,7 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
 
 
 def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> SweepResults:
-    """Take repeats of a point together; a point whose files are damaged has no figures. Raises: RunFolderError."""
+    """Read a sweep's results, repeats of a point together; a damaged point has no figures. Raises: RunFolderError."""
     sweep = read_yaml(folder.sweep)
     target = target if target is not None else sweep.get("target_top1")
     states, unmeasured = _read_states(folder)
@@ -171,7 +171,7 @@ class _PointRun:
     state: dict[str, Any]
     trained: TrainedRun
     records: list[dict[str, Any]]
-    """Reports by which speed is told; of sweeps over numbers of ranks."""
+    """Reports that speed is computed from; only of sweeps over numbers of ranks."""
     summary: dict[str, Any]
     global_batch_size: int
     nodes: int
@@ -180,7 +180,7 @@ class _PointRun:
 def _read_point(
     folder: SweepFolder, number: int, state: dict[str, Any], *, target: float | None, is_scaling: bool
 ) -> _PointRun:
-    """Raises: RunFolderError; what reading damaged files raises."""
+    """Raises: RunFolderError; errors of reading damaged files."""
     run = folder.run(number)
     config = read_yaml(run.config if run.config.is_file() else folder.config(number))
     records = read_records(run.metrics)
@@ -193,14 +193,14 @@ def _read_point(
     )
     found = _PointRun(state, trained, reports, summary, size, nodes)
     if is_scaling:
-        _measure([found], fewest_ranks=1)  # what is damaged shows here
+        _measure([found], fewest_ranks=1)  # damaged content raises here
     return found
 
 
 def _trained(
     name: str, config: Mapping[str, Any], records: Iterator[dict[str, Any]], *, values: Any, target: float | None
 ) -> TrainedRun:
-    """Raises: what reading damaged files raises."""
+    """Raises: errors of reading damaged files."""
     flat = spread(flatten(config))
     is_generated = flat["data.loader"] == "synthetic"
     size = flat["batch.global_batch_size"]
@@ -209,7 +209,7 @@ def _trained(
 
 
 def _variant(values: dict[str, Any]) -> Variant:
-    """Return all but the number of ranks."""
+    """Return all values but the number of ranks."""
     return tuple((key, _hashable(value)) for key, value in values.items() if key != "ranks")
 
 
@@ -239,7 +239,7 @@ def _joules_per_image(repeats: Sequence[_PointRun]) -> float | None:
 
 
 def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the figures depend on; where points differ, all values, as they then say little about each other."""
+    """Return the conditions of the figures; all values of one in which points differ, as these then do not compare."""
     found = {}
     for key in CONDITIONS:
         values = list(dict.fromkeys(str(summary[key]) for summary in summaries if key in summary))
@@ -251,7 +251,7 @@ def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(conditions: dict[str, Any]) -> list[str]:
-    """Return sentences on conditions under which figures do not compare."""
+    """Return sentences on conditions in which the points differ."""
     return [
         f"The points do not compare in {key}: {str(conditions[key]).removeprefix('DIFFER: ')}."
         for key in SAME
@@ -267,7 +267,7 @@ def read_run_results(run: RunDir) -> RunResults:
 
 
 def train_records(run: RunDir) -> list[dict[str, Any]]:
-    """Return the reports of the newest start, but for its first; each with the number of its steps."""
+    """Return the reports of the newest start without its first; each with its number of steps."""
     records: list[dict[str, Any]] = []
     for record in read_records(run.metrics):
         if record["kind"] == "start":

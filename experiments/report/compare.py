@@ -1,4 +1,4 @@
-"""Runs side by side: cells of equal values, with mean and standard deviation over their seeds. Pure."""
+"""Compare runs: cells of equal values, with mean and standard deviation over their seeds. Pure."""
 
 import math
 import statistics
@@ -11,17 +11,17 @@ from bigbatch.launch.words import percent
 from bigbatch.trainer.config.strict_yaml import as_yaml
 
 GAINS = ("times as fast as the one before", "as the first")
-"""What the two columns of gains() are called."""
+"""Titles of the two columns of gains()."""
 NOT_COMPARED = ("run.directory", "run.seed")
-"""Keys in which runs differ that are to be compared."""
+"""Keys in which compared runs may differ."""
 MOST_KEYS = 6
-"""Runs that differ in more are told apart by their folders."""
+"""Runs that differ in more keys are labelled by their folders."""
 RUN, SEED = "run", "seed"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Holds what one run came to. Seconds are of training steps: no start, no evaluation, no checkpoint."""
+    """Results of one run. Seconds are of training steps: no start, no evaluation, no checkpoint."""
 
     epochs: float
     seconds: float
@@ -30,23 +30,23 @@ class Figures:
     """Top-1 of the last evaluation; None for generated images."""
     loss: float | None
     reached_seconds: float | None
-    """Until the first evaluation that had the target; None where none had, or none was named."""
+    """Seconds until the first evaluation that had the target; None if none had, or no target was named."""
     evaluation_seconds: float | None
     """Seconds of the last evaluation; None if its record does not state them."""
     resumed: int
-    """How often it went on from a checkpoint: each start warms up anew, which its seconds have in them."""
+    """Number of resumes from a checkpoint; each start warms up anew, and its seconds include that."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Describes a run that has figures."""
+    """A run that has figures."""
 
     name: str
     """Its folder, or its point."""
     config: Mapping[str, Any]
-    """By dotted key."""
+    """Values by dotted key."""
     values: Mapping[str, Any]
-    """What tells it from others, but for its seed."""
+    """Values that distinguish it from others, without the seed."""
     figures: Figures
 
     @property
@@ -57,7 +57,7 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell is the runs that have the same values, one for each seed."""
+    """The runs with the same values, one for each seed."""
 
     values: Mapping[str, Any]
     runs: tuple[TrainedRun, ...]
@@ -82,7 +82,7 @@ class Cell:
         return statistics.median(self.each(name))
 
     def record(self) -> dict[str, Any]:
-        """Return it for JSON and CSV."""
+        """Return the cell as a record for JSON and CSV."""
         told = {
             f"{name}_{what}": getattr(self, what)(name) for name in ("top1", "loss") for what in ("mean", "deviation")
         }
@@ -101,7 +101,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sets cells side by side."""
+    """Cells to compare."""
 
     title: str
     keys: tuple[str, ...]
@@ -118,9 +118,9 @@ class Comparison:
 def read_figures(
     records: Iterable[Mapping[str, Any]], *, global_batch_size: int, target: float | None, is_generated: bool
 ) -> Figures:
-    """Read them out of a run's records. Raises: ValueError where they have no training, or figures that are none.
+    """Compute a run's figures from its records. Raises: ValueError if they have no training, or invalid figures.
 
-    KeyError, TypeError, OverflowError or ZeroDivisionError where they are none of a run's.
+    KeyError, TypeError, OverflowError or ZeroDivisionError if they are not records of a run.
     """
     seconds, step, epochs, starts = 0.0, 0, 0.0, 0
     last: Mapping[str, Any] = {}
@@ -129,7 +129,7 @@ def read_figures(
         if record["kind"] == "start":
             starts += 1
         elif record["kind"] == "train":
-            if record["step"] > step:  # what was lost after a checkpoint is done again
+            if record["step"] > step:  # steps lost after a checkpoint are done again
                 seconds += (record["step"] - step) * global_batch_size / record["images_per_second"]
                 step, epochs = record["step"], record["epoch"]
         elif record["kind"] == "eval" and not is_generated:
@@ -145,13 +145,13 @@ def read_figures(
 
 
 def differing(runs: Sequence[TrainedRun]) -> tuple[str, ...]:
-    """Return the keys of their experiments in which they differ."""
+    """Return the config keys in which they differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
     return tuple(key for key in keys if len({as_yaml(run.config.get(key)) for run in runs}) > 1)
 
 
 def labelled(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedRun]:
-    """Tell runs apart by these keys, of the experiment or of a sweep; by their folders where keys are too many."""
+    """Label runs by these keys, of the experiment or of a sweep; by their folders if the keys are too many."""
     if len(keys) > MOST_KEYS:
         return [TrainedRun(run.name, run.config, {RUN: run.name}, run.figures) for run in runs]
     values = [{key: run.values.get(key, run.config.get(key)) for key in keys} for run in runs]
@@ -161,7 +161,7 @@ def labelled(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedRun
 def compare_runs(
     title: str, runs: Sequence[TrainedRun], *, is_cumulative: bool = False, target: float | None = None
 ) -> Comparison:
-    """Take the seeds of equal values together; the best first, but those that build on each other as they are.
+    """Group runs with equal values over their seeds; the best first, but cumulative cases in their order.
 
     Values that are the same in all runs are left out.
     """
@@ -180,7 +180,7 @@ def compare_runs(
 
 
 def comparison_table(found: Comparison) -> Table:
-    """Make a row for each cell. Columns that say nothing are left out."""
+    """Make a row for each cell. Columns without information are left out."""
     columns = {short(key): [shown(cell.values[key]) for cell in found.cells] for key in found.keys}
     columns["n"] = [_count(cell) for cell in found.cells]
     if found.has_accuracy:
@@ -200,7 +200,7 @@ def comparison_table(found: Comparison) -> Table:
 
 
 def best_of(found: Comparison) -> str:
-    """Say which cell has the best accuracy, and whether it is clearly ahead; nothing of cells without an order."""
+    """Return a sentence on the cell with the best accuracy and its lead; empty for cells without an order."""
     cells = [cell for cell in found.cells if cell.each("top1")]
     if found.is_cumulative or len(cells) < 2:
         return ""
@@ -220,13 +220,13 @@ def _label(cell: Cell) -> str:
 
 
 def gains(costs: Sequence[float]) -> Iterator[tuple[str, ...]]:
-    """Tell of each how many times as fast it is as the one before, and as the first, by what each takes."""
+    """Yield for each cost how many times as fast it is as the one before, and as the first."""
     for before, cost in zip((*costs[:1], *costs[:-1]), costs, strict=True):
         yield tuple(f"{other / cost:.2f}" for other in (before, costs[0]))
 
 
 def run_records(runs: Sequence[TrainedRun]) -> Iterator[dict[str, Any]]:
-    """Yield a flat record for each run: what tells it apart, its seed, all keys that differ, its figures."""
+    """Yield a flat record for each run: its label, its seed, all keys that differ, its figures."""
     keys = differing(runs)
     labels = list(dict.fromkeys(key for run in runs for key in run.values if key not in keys))
     for run in runs:
@@ -235,7 +235,7 @@ def run_records(runs: Sequence[TrainedRun]) -> Iterator[dict[str, Any]]:
 
 
 def short(key: str) -> str:
-    """Write schedule.base_lr -> base_lr; of a name, with its section."""
+    """Write schedule.base_lr -> base_lr; a key called name keeps its section."""
     section, _, name = key.rpartition(".")
     return section if name == "name" and section else name.replace("_", " ") if name == "global_batch_size" else name
 
@@ -260,7 +260,7 @@ def _spread(cell: Cell, name: str, *, scale: float, digits: int) -> str:
 
 
 def _range(found: Sequence[float]) -> str:
-    """Write the median, and the range where there is one."""
+    """Write the median, and the range if there is more than one value."""
     if not found:
         return ""
     text = f"{statistics.median(found):,.1f}"

@@ -1,4 +1,4 @@
-"""Why an efficiency is not to be believed, and so is no headline. Pure."""
+"""Find reasons to doubt an efficiency; a doubted one is not stated as a result. Pure."""
 
 from collections.abc import Callable
 from statistics import median, quantiles
@@ -9,13 +9,13 @@ from bigbatch.launch.words import count, percent
 ENOUGH_REPORTS = 3
 """Least reports of a point; fewer have no spread that would show a disturbance."""
 STEADY = 0.2
-"""As a share of the median: how far apart the quartiles of a point's rates may lie."""
+"""Largest distance between the quartiles of a point's rates, as a share of their median."""
 PERFECT = 1.05
-"""Ranks that work alone on the same share are not faster in company, but for what a measurement varies."""
+"""Highest credible efficiency: ranks with the same share are not faster together, except for measurement noise."""
 
 
 def doubts(each: Efficiency) -> list[str]:
-    """Return the reasons; none where the efficiency can be stated, nor for a base, which is beside itself."""
+    """Return the reasons; empty if the efficiency can be stated, and for the base, which is compared with itself."""
     point, base = each.point, each.base
     if point == base:
         return []
@@ -37,7 +37,7 @@ def doubts(each: Efficiency) -> list[str]:
 
 
 def advice(each: Efficiency, *, again: Callable[[MeasuredPoint], str]) -> str:
-    """Say what settles an efficiency that is in doubt; again: the command that measures a point anew."""
+    """Return what settles an efficiency that is in doubt; again: the command that measures a point again."""
     point, base = each.point, each.base
     if min(len(point.rates), len(base.rates)) < ENOUGH_REPORTS:
         return "take more steps, or fewer between reports (run.log_every_steps)"

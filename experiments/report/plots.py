@@ -1,4 +1,4 @@
-"""The images of a report, as matplotlib draws them: PNG and SVG files, and SVG text for a page."""
+"""The plots of a report, drawn by matplotlib: PNG and SVG files, and SVG text for a page."""
 
 import statistics
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ UNSPLIT_COLOUR = "#DDDDDD"
 
 
 def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure":
-    """Draw efficiency over ranks, a line for each variant, without points in doubt; name: of the sweep, of several."""
+    """Draw efficiency over ranks, a line for each variant, without points in doubt; name: the sweep, if several."""
     figure, axes = _figure()
     shown = [each for each in found if not doubts(each)]
     for index, points in enumerate(by_variant(shown).values()):
@@ -48,7 +48,7 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
 
 
 def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
-    """Draw where the efficiency goes, a bar for each of these points, of which each has a smaller one beside it."""
+    """Draw the parts of lost efficiency, a bar for each of these points; each has a smaller one to compare with."""
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
@@ -114,7 +114,7 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
 
 
 def _draw_cases(found: Comparison) -> "Figure":
-    """Draw cases one below the other as in the table."""
+    """Draw cases one below the other, in the table's order."""
     from matplotlib.figure import Figure
 
     panels = 2 if found.has_accuracy else 1
@@ -138,7 +138,7 @@ def _draw_cases(found: Comparison) -> "Figure":
 
 
 def cell_label(cell: Cell, *, without: str = "") -> str:
-    """Write the values of a cell: those of a case alone, of others with their keys."""
+    """Write the values of a cell: a case without its key, others with their keys."""
     told = {key: value for key, value in cell.values.items() if key != without}
     bare = (CASE, RUN)
     return ", ".join(
@@ -178,7 +178,7 @@ def plain_text(text: str) -> str:
 
 
 def legend_of(part: str, points: Sequence[Efficiency]) -> str:
-    """Return what a part is called; computing, by both names where both occur."""
+    """Return the label of a part; both names of computing if both occur."""
     return " or ".join(sorted({each.name_of(part) for each in points}))
 
 

@@ -1,4 +1,4 @@
-"""`bigbatch report`: what sweeps and runs came to, in tables, plots and one page."""
+"""`bigbatch report`: the results of sweeps and runs in tables, plots and one page."""
 
 import argparse
 import math
@@ -67,14 +67,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("folders", type=as_path, nargs="+", metavar="FOLDER", help="of a sweep, or a run")
+    add("folders", type=as_path, nargs="+", metavar="FOLDER", help="folder of a sweep or a run")
     add(
         "--output",
         type=expand_path,
         metavar="DIR",
-        help="for report.html and the others (default: report, in the first FOLDER)",
+        help="folder for report.html and the other files (default: report, in the first FOLDER)",
     )
-    add("--by", metavar="KEY,KEY", help="group all runs by these keys (default: those in which they differ)")
+    add("--by", metavar="KEY,KEY", help="keys to group all runs by (default: those in which they differ)")
     add(
         "--target",
         type=decimal,
@@ -83,13 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--price",
         type=decimal,
-        help="of a GPU (a rank) for an hour, in any currency, such as 2.50: adds what it costs",
+        help="price of a GPU (a rank) for an hour, in any currency, such as 2.50: adds the cost",
     )
     return parser
 
 
 def _to_accuracy(run: RunResults, *, stated: float | None) -> ToAccuracy:
-    """Measure by the stated target, or the run's own. Raises: RunFolderError for a damaged folder."""
+    """Measure time to the stated target, or the run's target. Raises: RunFolderError for a damaged folder."""
     try:
         own = (run.config.get("run") or {}).get("target_top1")
         return to_accuracy(run.records(), target=stated if stated is not None else own)

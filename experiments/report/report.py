@@ -1,4 +1,4 @@
-"""What a report says of some sweeps and some runs, and the files that it becomes."""
+"""Compose the report of sweeps and runs, and write its files."""
 
 import csv
 import dataclasses
@@ -65,7 +65,7 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the values of a point a column each, and take its median rate."""
+    """Give each value of a point a column, and take its median rate."""
     rate, reasons = row["images_per_second"]["median"], "; ".join(row["in_doubt_for"])
     kept = ("ranks", "global_batch_size", "step_seconds", "efficiency", "base_ranks", "rank_hours_of_million_images")
     own = {key: row[key] for key in kept}
@@ -74,20 +74,20 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """This is the report of some sweeps and some runs."""
+    """The report of some sweeps and some runs."""
 
     sweeps: list[SweepResults]
     runs: list[tuple[RunResults, ToAccuracy]]
     price: float | None = None
     """Price of a rank for an hour."""
     by: tuple[str, ...] = ()
-    """Keys by which all runs are grouped; none: each sweep by what its points differ in."""
+    """Keys by which all runs are grouped; empty: the values in which a sweep's points differ."""
     more: tuple[Table, ...] = ()
-    """Tables that others made."""
+    """Tables from other modules."""
 
     @property
     def efficiencies(self) -> list[tuple[SweepResults, list[Efficiency]]]:
-        """Return those of each sweep over numbers of ranks that has figures."""
+        """Return the efficiencies of each sweep over numbers of ranks that has figures."""
         return [(sweep, compare(sweep.measured)) for sweep in self.sweeps if sweep.measured]
 
     @cached_property
@@ -98,7 +98,7 @@ class Report:
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """Return what is set side by side: of each sweep, and of the other runs where there are several."""
+        """Return a comparison of each sweep, and of the other runs if there are several."""
         if self.by:
             return [compare_runs(f"Comparison by {', '.join(self.by)}", labelled(self.trained, self.by))]
         found = [sweep.comparison for sweep in self.sweeps if sweep.runs]
@@ -109,12 +109,12 @@ class Report:
         return found
 
     def name_of(self, sweep: SweepResults) -> str | None:
-        """Return its folder, where there are several sweeps: they may be called the same."""
+        """Return a sweep's folder if there are several sweeps, as their names may be equal."""
         return str(sweep.folder) if len(self.sweeps) > 1 else None
 
     @property
     def findings(self) -> list[str]:
-        """Return sentences."""
+        """Return the results in sentences."""
         lines = [f"{sweep.folder}: no point of it has figures yet." for sweep in self.sweeps if not sweep.runs]
         lines += [line for found in self.comparisons if (line := best_of(found))]
         lines += [line for sweep, found in self.efficiencies for line in findings(found, name=self.name_of(sweep))]
@@ -133,7 +133,7 @@ class Report:
 
     @property
     def tables(self) -> list[Table]:
-        """Return those that have rows."""
+        """Return the tables that have rows."""
         found = [*map(comparison_table, self.comparisons), *self.more]
         for sweep, each in self.efficiencies:
             name = self.name_of(sweep)
@@ -146,7 +146,7 @@ class Report:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Return what the figures depend on; of several folders, each under its name."""
+        """Return the conditions of the figures; of several folders, each under its name."""
         each = [(str(results.folder), results.conditions) for results in self.sweeps]
         each += [(str(results.folder), results.conditions) for results, _ in self.runs]
         found = {f"{name}: {key}" if len(each) > 1 else key: value for name, own in each for key, value in own.items()}

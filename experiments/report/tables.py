@@ -1,4 +1,4 @@
-"""What a report says in words and tables, for the terminal, Markdown and the page alike."""
+"""Sentences and tables of a report, for the terminal, Markdown and the page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from bigbatch.launch.words import count, percent
 from bigbatch.trainer.run.noise_scale import describe_noise_scale
 
 WORTH_NAMING = 0.005
-"""A loss of less of the step is not named in a sentence."""
+"""A smaller loss, as a share of the step, is not named in a sentence."""
 
 
 def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
-    """Say the main thing about each variant in plain words; name: of the sweep, where there are several."""
+    """Return the main result of each variant in words; name: the sweep, if there are several."""
     lines = []
     for label, points in by_variant(found).items():
         label = f"{name}: {label}" if name else label
@@ -37,7 +37,7 @@ def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
 
 
 def _headline(each: Efficiency) -> str:
-    """Say how fast a point is, and what keeps it from being perfect."""
+    """Return how fast a point is, and what its efficiency is lost to."""
     told = {each.name_of(part): share for part, share in each.losses.items() if share is not None}
     lost = {name: share for name, share in told.items() if share >= WORTH_NAMING}
     causes = sorted(lost, key=lambda name: -lost[name])
@@ -57,7 +57,7 @@ def _headline(each: Efficiency) -> str:
 
 
 def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool, price: float | None) -> Table:
-    """Make a row for each point; price: of an hour of a rank."""
+    """Make a row for each point; price: of a rank for an hour."""
     is_told = any(each.point.joules_per_image is not None for each in found)
     keys = [key for key, _ in found[0].point.variant]
     head = (*keys, "ranks", "nodes", "global batch", "images/s", "lowest to highest", "reports", "efficiency", "beside")
@@ -85,7 +85,7 @@ def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool
 
 
 def doubts_table(found: Sequence[Efficiency], *, name: str | None, again: Callable[[MeasuredPoint], str]) -> Table:
-    """Say of each point in doubt why, and what settles it; again: the command that measures a point anew."""
+    """List the points in doubt, why, and what settles it; again: the command that measures a point again."""
     keys = [key for key, _ in found[0].point.variant]
     rows = [
         (
@@ -101,7 +101,7 @@ def doubts_table(found: Sequence[Efficiency], *, name: str | None, again: Callab
 
 
 def split_table(found: Sequence[Efficiency], *, name: str | None) -> Table:
-    """Show where the rest goes; shares of the step, which add up to 100% minus efficiency."""
+    """Show the parts of lost efficiency, as shares of the step; they add up to 100% minus efficiency."""
     points = [each for each in found if each.point != each.base]
     keys = [key for key, _ in found[0].point.variant]
     head = (*keys, "ranks", "step", "efficiency", "local batch or computing", *PARTS[1:])
@@ -137,7 +137,7 @@ def unmeasured_table(results: Sequence[SweepResults]) -> Table:
 
 
 def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | None) -> Table:
-    """Show time and cost of each run; price: of an hour of a rank."""
+    """Show time and cost of each run; price: of a rank for an hour."""
     is_told = any(run.shown and run.shown.joules is not None for _, run in runs)
     head = ("run", "top-1", "target", "epoch", "hours", "cost", *(["energy"] if is_told else []))
     rows = [_accuracy_row(folder, run, price=price)[: len(head)] for folder, run in runs]
@@ -166,12 +166,12 @@ def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tupl
 
 
 def conditions_table(conditions: Mapping[str, Any]) -> Table:
-    """Show what the figures depend on."""
+    """Show the conditions of the figures."""
     return Table("Conditions", ("", ""), tuple((key, _as_stated(value)) for key, value in conditions.items()))
 
 
 def _as_stated(value: Any) -> str:
-    """Write a sweep's options as an experiment states them, and not as Python does."""
+    """Write a sweep's options in YAML, and not in Python."""
     return describe_values(value) if isinstance(value, dict) else str(value)
 
 
@@ -180,6 +180,6 @@ def _energy(joules: float | None, *, images: float = 1.0) -> str:
 
 
 def cost(rank_hours: float, *, is_gpu: bool, price: float | None) -> str:
-    """Write 28.0 GPU-hours, and what they cost where an hour has a price."""
+    """Write 28.0 GPU-hours, and their cost if an hour has a price."""
     text = f"{rank_hours:,.3f} {'GPU-hours' if is_gpu else 'hours of a rank on a CPU'}"
     return text if price is None else f"{text}, {price * rank_hours:,.2f} at {price:g} an hour"

@@ -1,4 +1,4 @@
-"""The image of a search: results over each value."""
+"""The plot of a search: results over each value."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ def _draw_best(panel: "Axes", best: TrialRecord, axis: Axis, *, metric: Metric) 
 
 
 def _set_ticks(panel: "Axes", axis: Axis) -> None:
-    """Place few enough that their texts do not touch."""
+    """Set few enough ticks that their texts do not touch."""
     if not isinstance(axis, SearchRange):
         is_long = sum(map(len, axis.texts)) > TICK_CHARACTERS
         rotation, side = (30, "right") if is_long else (0, "center")
@@ -82,7 +82,7 @@ def _set_ticks(panel: "Axes", axis: Axis) -> None:
 
 
 def _point(record: TrialRecord, axis: Axis, *, metric: Metric) -> tuple[float, float]:
-    """Place a trial: grids by the index of the value."""
+    """Return the place of a trial: on grids the index of the value."""
     text, result = record.values[axis.key], result_of(record)
     x = float(text) if isinstance(axis, SearchRange) else float(axis.texts.index(text))
     return x, 100 * result if metric == "top1" else result

@@ -1,4 +1,4 @@
-"""What is known of a trial, and which one is the best."""
+"""Records of trials, and which one is the best."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ State = Literal["finished", "pruned", "failed"]
 
 @dataclass(frozen=True)
 class TrialEnd:
-    """Says how a trial ended. result: of its last evaluation; reason: why it has none, or why it went no further."""
+    """How a trial ended. result: of its last evaluation; reason: why it has none, or why it was stopped."""
 
     state: State
     result: float | None
@@ -21,7 +21,7 @@ class TrialEnd:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """Describes a trial that ended."""
+    """A trial that ended."""
 
     number: int
     round: int
@@ -37,7 +37,7 @@ def best_record(records: Sequence[TrialRecord], *, metric: Metric) -> TrialRecor
 
 
 def ranked(records: Sequence[TrialRecord], *, metric: Metric) -> list[TrialRecord]:
-    """List the finished from the best down, then the others as they came."""
+    """List the finished trials from the best down, then the others in their order."""
     sign = -1 if metric == "top1" else 1
     finished = [record for record in records if record.ended.state == "finished"]
     others = [record for record in records if record.ended.state != "finished"]
@@ -45,7 +45,7 @@ def ranked(records: Sequence[TrialRecord], *, metric: Metric) -> list[TrialRecor
 
 
 def result_of(record: TrialRecord) -> float:
-    """Return the result of one that has one: that finished, or was pruned."""
+    """Return the result of a trial that finished or was pruned."""
     assert record.ended.result is not None
     return record.ended.result
 

@@ -61,18 +61,18 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 
 RATE = "schedule.base_lr"
 DRY_RUN_TRIALS = 3
-"""Commands that --dry-run shows."""
+"""Number of commands that --dry-run shows."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """Describes a search as the command line states it."""
+    """A search as the command line states it."""
 
     config: tuple[str, ...]
     """Words of `bigbatch train`: --config NAME and overrides."""
     space: tuple[str, ...]
-    """A word for each --space."""
+    """The text of each --space."""
     folder: Path
     trials: int
     """Trials of all rounds together."""
@@ -90,12 +90,12 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Says what a whole search found."""
+    """Result of a whole search."""
 
     best: TrialRecord
     records: tuple[TrialRecord, ...]
     best_yaml: Path
-    """The whole experiment with the best values."""
+    """The complete experiment with the best values."""
 
     @property
     def overrides(self) -> list[str]:
@@ -105,7 +105,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class CheckedSearch:
-    """Holds a search whose settings make sense."""
+    """A search with checked settings."""
 
     stated: Search
     axes: tuple[Axis, ...]
@@ -114,7 +114,7 @@ class CheckedSearch:
 
     @property
     def plan(self) -> Plan:
-        """Return where and how long trials run, and all that decides which trials there are."""
+        """Return a plan of where and how long trials run, and of all that determines the trials."""
         stated = self.stated
         decides = ("space", "trials", "rounds", "metric", "prune")
         return Plan(
@@ -127,13 +127,13 @@ class CheckedSearch:
         )
 
     def config(self, values: dict[str, str]) -> Config:
-        """Make the whole experiment with these values. Raises: ConfigError."""
+        """Return the complete experiment with these values. Raises: ConfigError."""
         config = _load(self.stated, self.axes, values)
         accumulation_steps(config.batch, world_size=self.launch.num_ranks)
         return config
 
     def short_config(self, values: dict[str, str], *, directory: Path) -> Config:
-        """Make what the trial with these values runs. Raises: ConfigError."""
+        """Return the config that the trial with these values runs. Raises: ConfigError."""
         stated = self.stated
         return shorten(self.config(values), epochs=stated.epochs, evaluate_each=stated.prune, directory=directory)
 
@@ -145,12 +145,12 @@ class CheckedSearch:
 
     @property
     def prune_from_epoch(self) -> int:
-        """Return the first epoch after the warm-up, in which a large learning rate has not shown yet."""
+        """Return the first epoch after the warm-up; in the warm-up, a large learning rate has no effect yet."""
         short = self.short_config({}, directory=self.stated.folder)
         return math.floor(short.schedule.warmup_epochs) + 1
 
     def round_sizes(self) -> list[int]:
-        """Share out the trials of each round: as even as can be, the first ones take what is left over."""
+        """Divide the trials among the rounds: as evenly as possible, the first rounds take the rest."""
         share, rest = divmod(self.stated.trials, self.stated.rounds)
         return [share + (number < rest) for number in range(self.stated.rounds)]
 
@@ -166,7 +166,7 @@ def check_search(stated: Search) -> CheckedSearch:
     checked = CheckedSearch(stated, axes, _load(stated, axes, {}), launch)
     checked.short_config({}, directory=stated.folder)
     for axis, text in zip(axes, stated.space, strict=True):
-        # a value that is not legal fails now, before any trial runs
+        # an illegal value fails now, before any trial runs
         for end in axis.ends:
             try:
                 checked.short_config({axis.key: end}, directory=stated.folder)
@@ -176,21 +176,21 @@ def check_search(stated: Search) -> CheckedSearch:
 
 
 def _load(stated: Search, axes: Sequence[Axis], values: dict[str, str]) -> Config:
-    """Load the experiment with these values; where the rate is searched, without the range test of a file."""
+    """Load the experiment with these values; if the rate is searched, without the file of a range test."""
     is_searched = any(axis.key == RATE for axis in axes)
     without = [f"--{RANGE_TEST}=null"] if is_searched and RATE not in values else []
     return load_config([*stated.config, *without, *flags(values)], prog="bigbatch tune search")
 
 
 def search(stated: Search, *, say: Say = print_line) -> Outcome | None:
-    """Run the search, or what is left of it; None where a signal stopped it before its end.
+    """Run the search, or the rest of it; return None if a signal stopped it before its end.
 
-    To be called in the main thread, for the sake of the signals.
-    Raises: ConfigError before anything runs; TuneError where all trials fail, or another search owns the folder.
+    Call it in the main thread, which receives the signals.
+    Raises: ConfigError before anything runs; TuneError if all trials fail, or another search owns the folder.
     """
     import_optuna()
     checked, folder = check_search(stated), SweepFolder(stated.folder)
-    _enter(checked, folder, writes=False)  # before the lock is put there, and again under it
+    _enter(checked, folder, writes=False)  # before the lock is written there, and again under it
     with _naming_the_option(), alone_in(folder):
         _enter(checked, folder, writes=True)
         records: list[TrialRecord] = []
@@ -207,7 +207,7 @@ def search(stated: Search, *, say: Say = print_line) -> Outcome | None:
                     TrialRecord(trials.first + index, number, values, ended) for index, values, ended in study.ended()
                 ]
                 if best := best_record(records, metric=stated.metric):
-                    # around the best of all rounds so far, not of the last one alone
+                    # around the best of all rounds so far, not only of the last one
                     axes = shrink(axes, best.values)
         except Interrupted:
             say("stopped; the same command goes on from there")
@@ -232,7 +232,7 @@ def first_commands(stated: Search, *, say: Say = print_line) -> None:
 
 @contextmanager
 def _naming_the_option() -> Iterator[None]:
-    """Raise what a folder refuses as a TuneError that names this command's option."""
+    """Turn a folder's refusal into a TuneError that names this command's option."""
     try:
         yield
     except LaunchOptionError as error:
@@ -240,7 +240,7 @@ def _naming_the_option() -> Iterator[None]:
 
 
 def _enter(checked: CheckedSearch, folder: SweepFolder, *, writes: bool) -> None:
-    """Begin a search, or go on with the same one. Raises: TuneError where the folder holds something else."""
+    """Begin a search, or continue the same one. Raises: TuneError if the folder holds something else."""
     base = folder.path / "base.yaml"
     with _naming_the_option():
         require_same(folder, checked.plan, [])
@@ -248,7 +248,7 @@ def _enter(checked: CheckedSearch, folder: SweepFolder, *, writes: bool) -> None
             require_same_experiment(base, checked.base, config=checked.plan.config)
         if writes:
             prepare(folder, checked.plan, [])
-            # of a search that goes on, too: what trials import is what this command names
+            # also for a continued search: trials import what this command names
             RunDir(folder.path).write_text(base, dump_config(checked.base))
 
 
@@ -264,7 +264,7 @@ def _round(checked: CheckedSearch, journal: Path, axes: tuple[Axis, ...], *, num
 
 
 class _Trials:
-    """Produces the trials of one round: asks the study for values, and tells it what came out."""
+    """Produces the trials of one round: asks the study for values, and reports the results to it."""
 
     watches = True
 
@@ -279,7 +279,7 @@ class _Trials:
             show.skip()
 
     def next_point(self) -> Point | None:
-        """Return the next trial that is to be run."""
+        """Return the next trial to run."""
         while self._waiting or self._left > 0:
             if not self._waiting:
                 self._left -= 1
@@ -289,7 +289,7 @@ class _Trials:
             directory = self._folder.run(number).path
             try:
                 config, why = self._checked.short_config(values, directory=directory), ""
-            except ConfigError as error:  # each value is legal with the others as they were, but not all are together
+            except ConfigError as error:  # each value is legal with the others' defaults, but not every combination is
                 config, why = self._checked.base, str(error)
             point = self._checked.point(number, values, config)
             if not self._folder.state(number).exists():
@@ -300,11 +300,11 @@ class _Trials:
                 state = change_state(self._folder, number, state=FAILED, reason=why)
             if state["state"] == MISSING:
                 return point
-            self.end(point, state)  # a search was killed before it told
+            self.end(point, state)  # a search was killed before it noted the end
         return None
 
     def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
-        """Tell the study what was evaluated; stop what it calls hopeless, if it has not got to its end."""
+        """Note an evaluation in the study; return why to stop the trial, if the study prunes it before its end."""
         stated, epoch = self._checked.stated, round(evaluation["epoch"])
         index, result = point.number - self.first, evaluation[stated.metric]
         is_worse = self._study.should_stop(index, epoch=epoch, result=result)
@@ -312,7 +312,7 @@ class _Trials:
         return f"worse than the median after {epoch} of {stated.epochs} epochs" if is_stopped else ""
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
-        """Tell the study how a trial ended."""
+        """Note in the study how a trial ended."""
         self._study.tell(point.number - self.first, self._ended(point, state))
         self._show.end(point, state)
 
@@ -330,7 +330,7 @@ class _Trials:
 
 
 def _finish(checked: CheckedSearch, folder: SweepFolder, records: Sequence[TrialRecord], *, say: Say) -> Outcome:
-    """Write files and words on what came out. Raises: TuneError where no trial finished."""
+    """Write files and print the result. Raises: TuneError if no trial finished."""
     metric, out = checked.stated.metric, RunDir(folder.path)
     best = best_record(records, metric=metric)
     if best is None:
@@ -347,7 +347,7 @@ def _finish(checked: CheckedSearch, folder: SweepFolder, records: Sequence[Trial
 
 
 def _best_yaml(checked: CheckedSearch, best: TrialRecord, *, folder: Path) -> str:
-    """Write the whole experiment, and in a comment where its values are from."""
+    """Return the complete experiment, with a comment on the origin of its values."""
     stated, where = checked.stated, " ".join(str(folder).split())
     return (
         f"# bigbatch tune search in {where}: trial {best.number} of {stated.trials}, of {stated.epochs} epochs each\n"
@@ -357,7 +357,7 @@ def _best_yaml(checked: CheckedSearch, best: TrialRecord, *, folder: Path) -> st
 
 
 def _explain_failure(records: Sequence[TrialRecord], folder: SweepFolder) -> str:
-    """Explain the failure; reasons that differ in their numbers only count as one."""
+    """Explain the failure; reasons that differ only in their numbers count as one."""
     kinds = [re.sub(r"\d[\d.e+-]*", "#", record.ended.reason) for record in records]
     kind, count = Counter(kinds).most_common(1)[0]
     return (

@@ -1,4 +1,4 @@
-"""Which values of which keys a search tries: KEY=log:1:40 and so on, and how a range shrinks around its best value."""
+"""Parse the values that a search tries, KEY=log:1:40 and so on, and shrink a range around its best value."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,19 +11,19 @@ from bigbatch.trainer.config.schema import Config, all_keys, require_known
 from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
 
 SHRINK = 3
-"""A round's range is this share of the last one's (in the logarithm where it is sampled so): Jia et al. 2018 go from
-coarse to fine, without saying by how much."""
+"""A round's range is one such part of the last one's (of its logarithm if it is sampled so): Jia et al. 2018 go from
+coarse to fine, without stating a factor."""
 EDGE_SHARE = 0.05
 """A best value within this share of a range's end may have a better one beyond it."""
 NUM_DIGITS = 4
-"""Digits of a sampled number: more than short runs can tell apart."""
+"""Digits of a sampled number; short runs cannot resolve more."""
 FORMS = "KEY=log:LOW:HIGH, KEY=linear:LOW:HIGH, KEY=log2:LOW:HIGH (LOW, doubled up to HIGH) or KEY=choice:A,B,..."
 SET_BY_SEARCH = ("run.directory", "run.epochs", "run.eval_every_epochs", "run.eval_offset_epochs", "run.resume")
 
 
 @dataclass(frozen=True)
 class SearchRange:
-    """Spans numbers from low to high."""
+    """A range of numbers from low to high."""
 
     key: str
     low: float
@@ -43,7 +43,7 @@ class SearchRange:
         return f"{min(max(float(f'{number:.{NUM_DIGITS}g}'), self.low), self.high):.12g}"
 
     def shrunk(self, best: str) -> "SearchRange":
-        """Keep a third of the range around best, and within the range."""
+        """Return a third of the range, around best and within the range."""
         low, high = self._scale(self.low), self._scale(self.high)
         width = (high - low) / SHRINK
         # pushed inwards at an edge, so that the width stays a third
@@ -54,7 +54,7 @@ class SearchRange:
         return replace(self, low=max(ends[0], self.low), high=min(ends[1], self.high))
 
     def is_edge(self, best: str) -> bool:
-        """Tell whether there may be better ones beyond an end."""
+        """Tell whether there may be better values beyond an end."""
         low, high, here = (self._scale(number) for number in (self.low, self.high, float(best)))
         return not EDGE_SHARE <= (here - low) / (high - low) <= 1 - EDGE_SHARE
 
@@ -67,7 +67,7 @@ class SearchRange:
 
 @dataclass(frozen=True)
 class Grid:
-    """Lists single values, as a config states them; is_ordered: neighbours are alike, so that it can shrink."""
+    """A list of values, as a config states them; is_ordered: neighbours are similar, so that it can shrink."""
 
     key: str
     texts: tuple[str, ...]
@@ -79,7 +79,7 @@ class Grid:
         return self.texts
 
     def shrunk(self, best: str) -> "Grid":
-        """Keep a third of the values around best; all of them where they have no order."""
+        """Return a third of the values, around best; all of them if they have no order."""
         if not self.is_ordered:
             return self
         count = math.ceil(len(self.texts) / SHRINK)
@@ -87,7 +87,7 @@ class Grid:
         return replace(self, texts=self.texts[start : start + count])
 
     def is_edge(self, best: str) -> bool:
-        """Tell whether there may be better ones beyond an end."""
+        """Tell whether there may be better values beyond an end."""
         return self.is_ordered and len(self.texts) > 1 and best in (self.texts[0], self.texts[-1])
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ Axis = SearchRange | Grid
 
 
 def parse_space(texts: tuple[str, ...]) -> tuple[Axis, ...]:
-    """Parse what --space options say. Raises: ConfigError."""
+    """Parse the values of all --space options. Raises: ConfigError."""
     axes = tuple(parse_axis(text) for text in texts)
     keys = [axis.key for axis in axes]
     if not axes:
@@ -127,14 +127,14 @@ def parse_axis(text: str) -> Axis:
     if is_int and (low % 1 or high % 1):
         raise ConfigError(f"--space {text}: {key} takes whole numbers; give such ends")
     if kind == "log2":
-        # 1e-9: log2 of an exact power may come out just below it
+        # 1e-9: log2 of an exact power may be just below it
         doubled = [low * 2**power for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
         return Grid(key, tuple(f"{value:.12g}" for value in doubled), is_ordered=True)
     return SearchRange(key, low, high, is_log=kind == "log", is_int=is_int)
 
 
 def shrink(axes: tuple[Axis, ...], best: dict[str, str]) -> tuple[Axis, ...]:
-    """Make the space of the next round."""
+    """Return the space of the next round."""
     return tuple(axis.shrunk(best[axis.key]) for axis in axes)
 
 

@@ -1,4 +1,4 @@
-"""The journal of a search and the choice of its values, by Optuna: the one file that knows it."""
+"""The journal of a search and the choice of its values, by Optuna; the only file that imports it."""
 
 import os
 import warnings
@@ -15,15 +15,15 @@ from bigbatch.files import read_plain, refuse_link
 from bigbatch.trainer.run.folder import writing
 
 FIRST_JUDGED = 4
-"""Trials of a round that finish before any is pruned: a median of fewer says little."""
+"""Trials of a round that finish before any is pruned; a median of fewer is too uncertain."""
 
 
 def import_optuna() -> Any:
-    """Import Optuna, which speaks up from warnings on. Raises: TuneError naming the extra to install."""
+    """Import Optuna, with its messages from warnings on. Raises: TuneError naming the extra to install."""
     try:
         import optuna
 
-        import_module("scipy.stats.qmc")  # what Optuna's quasi-random sampler needs
+        import_module("scipy.stats.qmc")  # Optuna's quasi-random sampler needs it
     except ImportError as error:
         raise TuneError(f"a search needs {error.name}: pip install 'bigbatch[tune]'") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -31,10 +31,10 @@ def import_optuna() -> Any:
 
 
 class Round:
-    """Holds the trials of one round: even (quasi-random) over its space, kept in a journal that survives a kill.
+    """The trials of one round: spread evenly (quasi-random) over its space, in a journal that survives a kill.
 
-    A trial is known by its index in the round. Whoever has the round is alone with its journal. What the file system
-    refuses is a RunFolderError.
+    A trial is identified by its index in the round. Only one process may open a round's journal. Errors of the file
+    system raise RunFolderError.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Round:
                 load_if_exists=True,
                 pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_JUDGED, n_warmup_steps=prune_from_epoch),
             )
-        self._study.sampler = self._sampler(seed + number)  # or all rounds would try the same shares of their ranges
+        self._study.sampler = self._sampler(seed + number)  # else all rounds would try the same shares of their ranges
         self._trials: dict[int, Any] = {}
 
     def _sampler(self, seed: int) -> Any:
-        """Make Sobol's sequence, scrambled by the seed; where it stands is in the journal.
+        """Make Sobol's sequence, scrambled by the seed; the journal holds its position.
 
-        Optuna draws the first trial of a study by chance, and others as long as none finished: from another stream
-        after every start, or the draws would repeat.
+        Optuna draws the first trial of a study at random, and others until one has finished: from a new stream after
+        every start, or the draws would repeat.
         """
         samplers = self._optuna.samplers
         with warnings.catch_warnings():
@@ -72,28 +72,28 @@ class Round:
             return samplers.QMCSampler(seed=seed % 2**32, scramble=True, independent_sampler=independent)
 
     def ask(self) -> tuple[int, dict[str, str]]:
-        """Start a new trial: its index and values."""
+        """Start a new trial; return its index and values."""
         with writing(self._journal):
             return self._values(self._study.ask())
 
     def unfinished(self) -> list[tuple[int, dict[str, str]]]:
-        """List the trials that were under way when the last search in this folder was stopped or killed."""
+        """List the trials that were running when the last search in this folder was stopped or killed."""
         with writing(self._journal):
             running = self._study.get_trials(states=(self._optuna.trial.TrialState.RUNNING,))
             return [self._values(self._optuna.trial.Trial(self._study, trial._trial_id)) for trial in running]
 
     def _values(self, trial: Any) -> tuple[int, dict[str, str]]:
-        """Choose values: what the journal has not chosen yet is chosen now."""
+        """Return a trial's values; values that the journal lacks are chosen now."""
         values = {axis.key: _text(axis, _suggest(trial, axis, self._distributions[axis.key])) for axis in self._axes}
         trial.set_user_attr("values", values)
         self._trials[trial.number] = trial
         return trial.number, values
 
     def should_stop(self, index: int, *, epoch: int, result: float) -> bool:
-        """Note an evaluation; True where the trial is worse than the median of the others after as many epochs."""
+        """Note an evaluation; return True if the trial is worse than the median of the others after as many epochs."""
         trial = self._trials[index]
         with writing(self._journal):
-            if epoch not in self._study.trials[index].intermediate_values:  # a resumed trial may come by again
+            if epoch not in self._study.trials[index].intermediate_values:  # a resumed trial may repeat an epoch
                 trial.report(result, epoch)
             return bool(trial.should_prune())
 
@@ -118,32 +118,32 @@ class Round:
 
 
 class _NoLock:
-    """Stands in for Optuna's lock, a link that outlives a kill: where it leads nowhere, Optuna waits without end."""
+    """Replaces Optuna's lock, a link that survives a kill: if its target is missing, Optuna waits without end."""
 
     def acquire(self) -> bool:
-        """Be alone, as the folder's own lock has it."""
+        """Do nothing: the folder's lock excludes others."""
         return True
 
     def release(self) -> None:
-        """Leave nothing."""
+        """Do nothing."""
 
 
 @contextmanager
 def _reading(journal: Path) -> Iterator[None]:
-    """Guard code that reads the whole journal. Raises: RunFolderError; TuneError where it is damaged."""
+    """Guard code that reads the whole journal. Raises: RunFolderError; TuneError if it is damaged."""
     try:
         with writing(journal):
             yield
     except UserError:
         raise
-    except Exception as error:  # whatever Optuna meets where a line is none of its own
+    except Exception as error:  # any error that Optuna raises on a foreign line
         raise TuneError(f"{journal} is damaged ({first_line(error)}): choose another --study") from error
 
 
 def _drop_cut_off_line(journal: Path) -> None:
-    """Drop a last line that a kill or a full disk has cut off: the next one would be written behind it.
+    """Drop a last line that a kill or a full disk has cut off: the next one would be appended to it.
 
-    What it told is done again. Raises: OSError.
+    Its trial is done again. Raises: OSError.
     """
     if journal.exists() and (text := read_plain(journal)) and not text.endswith(b"\n"):
         os.truncate(journal, text.rfind(b"\n") + 1)
@@ -155,7 +155,7 @@ def _ended(trial: Any) -> TrialEnd:
 
 
 def _distribution(optuna: Any, axis: Axis) -> Any:
-    """Make a distribution; grids go by the index of a value, so that all keys share one quasi-random sequence."""
+    """Make a distribution; a grid uses the index of a value, so that all keys share one quasi-random sequence."""
     if not isinstance(axis, SearchRange):
         return optuna.distributions.IntDistribution(0, len(axis.texts) - 1)
     if axis.is_int:
@@ -168,7 +168,7 @@ def _text(axis: Axis, chosen: float) -> str:
 
 
 def _suggest(trial: Any, axis: Axis, distribution: Any) -> float:
-    """Suggest a value of the distribution; what the journal has chosen stays."""
+    """Suggest a value of the distribution; a value in the journal stays."""
     if isinstance(axis, SearchRange) and not axis.is_int:
         return float(trial.suggest_float(axis.key, distribution.low, distribution.high, log=distribution.log))
     return float(trial.suggest_int(axis.key, distribution.low, distribution.high, log=distribution.log))
