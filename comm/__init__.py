@@ -1,1 +1,1 @@
-"""Gradients over the wire: process start, topology, fusion, all-reduce algorithms."""
+"""Gradient communication: process start, topology, fusion, all-reduce algorithms."""

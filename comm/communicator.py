@@ -34,39 +34,39 @@ Collective = Callable[[Tensor], None]
 MOST_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
 open_connections: dict[Control, "Communicator"] = {}
-"""Those that this process has not closed."""
+"""Communicators that this process has not closed."""
 _aborted: list[Backend] = []
-"""Those of connections that a failure has ended: a thread of theirs may still wait for a lost rank."""
+"""Backends that a failure has ended: one of their threads may still wait for a lost rank."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """Holds what one rank needs to sum tensors with the others."""
+    """Transport, topology and algorithm with which one rank sums tensors with the others."""
 
     env: ProcessEnv
     control: Control
     backend: Backend
     topology: Topology
     memory: NodeMemory | None
-    """What ranks of a node share, for transports of host tensors; None for those of GPU tensors."""
+    """Memory that ranks of a node share, for transports of host tensors; None for those of GPU tensors."""
     staging: HostStaging | None
-    """For GPU tensors over a transport of host tensors."""
+    """Copies for GPU tensors over a transport of host tensors; else None."""
     algorithm: str
     all_reduce_: AllReduce
     wire: Wire
     table: HybridTable | None
     device: torch.device
-    """Where the tensors to sum must be."""
+    """Device of the tensors to sum."""
     timeline: Timeline
     inspector: StallInspector | None = None
     registered: RegisteredMemory | None = None
-    """Where allocate() takes memory, for NCCL to sum without copies."""
+    """Memory of allocate() that NCCL sums without copies; else None."""
     buffers: str = "torch"
-    """As connect() was given it: measured times hold for it."""
+    """The value given to connect(): measured times hold for it."""
     why: str = ""
-    """What chose the algorithm, where nobody named it."""
+    """Why the algorithm was chosen, if the config names none."""
     calibration: str = ""
-    """What was measured of this cluster, for a run's folder; empty where nothing was asked for."""
+    """Measurements of this cluster, for a run's folder; empty if none were asked for."""
 
     @property
     def rank(self) -> int:
@@ -80,12 +80,12 @@ class Communicator:
 
     @property
     def transport_device(self) -> torch.device:
-        """Say where the backend itself reads tensors: on the host, where those of a GPU are staged."""
+        """Return the device on which the backend itself reads tensors: the host if those of a GPU are staged."""
         return self.device if self.staging is None else torch.device("cpu")
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """List what can run here, over this wire, but for hybrid, which needs a table."""
+        """List the algorithms that run here, over this wire, except hybrid, which needs a table."""
         if not self.backend.capabilities.has_messages:
             return ("native",)
         return tuple(name for name in ALGORITHMS if name != "hybrid")
@@ -100,7 +100,7 @@ class Communicator:
     ) -> "Communicator":
         """Make a communicator of the same ranks with another all-reduce, or another precision between them. Collective.
 
-        auto becomes the algorithm that it chooses, which the result names; table_from is its word for the table.
+        auto is replaced by the algorithm that it chooses; table_from: origin of the table, for messages.
         Raises: ValueError for one that cannot run here.
         """
         wire = wire or self.wire
@@ -152,7 +152,7 @@ class Communicator:
         return self.allocate_all([(num_elements, dtype)])[0]
 
     def allocate_all(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Make what allocate() makes, for several (number of elements, dtype) in the time of one. Collective."""
+        """Make tensors like allocate(), of (number of elements, dtype) each, in the time of one. Collective."""
         if self.registered is not None:
             with self._watched("registration of buffers"):
                 return [self.registered.allocate(*size) for size in sizes]
@@ -161,7 +161,7 @@ class Communicator:
         return self.memory.allocate(*sizes)
 
     def release(self, tensor_N: Tensor) -> None:
-        """Give back what allocate() gave, on all ranks alike; use it no more."""
+        """Free a tensor of allocate(), on all ranks alike; it must not be used afterwards."""
         if self.registered is not None:
             self.registered.release(tensor_N)
         elif self.memory is not None and self.staging is None:
@@ -180,9 +180,9 @@ class Communicator:
     def start_by(
         self, collective_: Collective, tensor_N: Tensor, *, label: str, algorithm: str, wire: Wire
     ) -> InFlight:
-        """Start a collective over all ranks that works on a flat tensor in place: another one than the all-reduce.
+        """Start another collective than the all-reduce, over all ranks, on a flat tensor in place.
 
-        As start() does it, in its turn, with its copies and errors. algorithm and wire name it in a trace.
+        In the same queue as start(), with its copies and errors. algorithm and wire name it in a trace.
         """
         self._require_summable(tensor_N)
         operation = self._operation(collective_, tensor_N, label=label)
@@ -200,7 +200,7 @@ class Communicator:
         on_host = self.staging is not None or self.backend.name in (
             "mpi",
             "horovod",
-        )  # of both the thread knows the time
+        )  # the thread knows the time of both
 
         def recorded() -> None:
             with self.timeline.span(label, row="all-reduce", on_host=on_host, **facts):
@@ -209,7 +209,7 @@ class Communicator:
         return recorded
 
     def algorithm_for(self, tensor_N: Tensor) -> str:
-        """Say which algorithm sums this tensor: hybrid's choice, else the one and only."""
+        """Return the algorithm that sums this tensor: hybrid's choice, else the only one."""
         return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
 
     def _require_summable(self, tensor_N: Tensor) -> None:
@@ -238,7 +238,7 @@ class Communicator:
         return by_way_of_scratch
 
     def _finish_with_scratch(self, scratch_N: Tensor) -> None:
-        """Let what is under way end, which may work in this scratch. Collective, and seldom: scratch doubles."""
+        """Wait for operations that may use this scratch memory. Collective, and seldom: scratch doubles."""
         self.backend.submit(lambda: None, label="growth of shared memory").wait()
         if self.staging is not None:
             self.staging.unpin(scratch_N)
@@ -254,7 +254,7 @@ class Communicator:
 
     def agree(self, what: str, text: str) -> None:
         """Make sure that all ranks hold the same text. Collective. Raises: CommError naming the odd rank."""
-        # digests first: texts are long, and all but always equal
+        # digests first: texts are long, and nearly always equal
         digests = self.gather_text(hashlib.sha256(text.encode()).hexdigest())
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
@@ -265,28 +265,28 @@ class Communicator:
             )
 
     def gather_trace(self) -> str:
-        """Gather what the first ranks' timelines recorded since the last time, as one trace, on rank 0. Collective."""
+        """Gather the new records of the first ranks' timelines, as one trace, on rank 0. Collective."""
         mine = self.timeline.take(rank=self.rank, host=self.env.host)
         texts = self.control.collect_text(mine if self.rank < MOST_TRACED_RANKS else "", what="collection of traces")
         return merge(texts)
 
     def close(self) -> None:
-        """End communication after a run that went well. Collective. MPI ends with the last connection.
+        """End communication after a run that ended well. Collective. MPI ends with the last connection.
 
-        A rank that comes to it while others still wait for it in a sum ends these waits, and fails with them.
+        If other ranks still wait for this one in a sum, these waits end, and this rank fails with the others.
         """
         with suppress(RuntimeError):  # without its store the last barrier says what there is to say
             self.control.leave()
         if self.registered is not None:
             self.registered.close()
         self.backend.close()
-        # not before: nobody else would end a wait in NCCL's last barrier
+        # not before: no other call would end a wait in NCCL's last barrier
         if self.inspector is not None:
             self.inspector.close()
         self.control.end_well()
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         open_connections.pop(self.control, None)
-        # mpirun takes a rank that ends without finalizing for failed; MPI cannot be started again
+        # mpirun takes a rank that ends without finalizing as failed; MPI cannot be started again
         if self.env.launcher in MPI_LAUNCHERS and self.world_size > 1 and uses_mpi and not open_connections:
             from bigbatch.comm.backends.mpi import finalize_mpi
 
@@ -300,7 +300,7 @@ class Communicator:
         open_connections.pop(self.control, None)
         _aborted.append(self.backend)
         if self.inspector is not None:
-            self.inspector.close()  # which would answer their roll call
+            self.inspector.close()  # it would answer their roll call
         # without its store they have noticed
         with suppress(RuntimeError):
             self.control.report_own_failure(exit_code)
@@ -317,7 +317,7 @@ class Communicator:
             self.abort(exit_code_of(error))
 
     def abandon(self) -> None:
-        """Leave nothing behind of a connection that was refused, on all ranks alike."""
+        """Release a connection that was refused, on all ranks alike."""
         open_connections.pop(self.control, None)
         if self.inspector is not None:
             self.inspector.close()
@@ -332,7 +332,7 @@ class Communicator:
 
 
 def close_at_exit(communicator: Communicator) -> Communicator:
-    """Return it, to be closed when the interpreter ends, where nobody has closed it by then."""
+    """Return the communicator, to be closed when the interpreter ends if it is not closed by then."""
     if not open_connections:
         # registered again each time: once is enough
         atexit.unregister(_close_all)
@@ -350,8 +350,8 @@ def abort_all(exit_code: int) -> None:
 def _close_all() -> None:
     """Close in turn, the newest first, as the first one finalizes MPI; after an uncaught exception tell the others.
 
-    Where a rank was lost by then, or an operation is still on its way, the process fails, too: a thread that comes
-    back from C++ into an interpreter that ends would abort it.
+    If a rank was lost by then, or an operation is still under way, the process fails, too: a thread that returns from
+    C++ into an interpreter that ends would abort it.
     """
     has_failed = getattr(sys, "last_value", None) is not None
     has_lost = False
@@ -365,7 +365,7 @@ def _close_all() -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
-        os._exit(FAILED)  # the interpreter takes no other word for it while it ends
+        os._exit(FAILED)  # the interpreter accepts no other exit code while it ends
 
 
 def first_difference(ours: str, theirs: str) -> str:

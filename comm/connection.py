@@ -1,4 +1,4 @@
-"""Meeting the other ranks: what connect() takes, checks and makes."""
+"""Connect the ranks of a job: connect(), its checks, and the backend that it makes."""
 
 import re
 import warnings
@@ -29,7 +29,7 @@ BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
-"""What torch says of a driver, and the newest CUDA that it supports: 12080 is 12.8."""
+"""Matches torch's message on a driver, with the newest CUDA that it supports: 12080 is 12.8."""
 WIRE_DTYPES = {
     None: None,
     "float32": torch.float32,
@@ -38,16 +38,16 @@ WIRE_DTYPES = {
 }
 REDUCE_DTYPES = ("fp32", "wire")
 Choose = Callable[[Communicator], Communicator]
-"""Takes a communicator that sums nothing yet, once the ranks have met, and returns one with_algorithm(). Collective."""
+"""Takes a communicator that sums nothing yet, once the ranks have met; returns one with_algorithm(). Collective."""
 
 
 def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
-    """Choose this rank's GPU where the host has one for it, else the CPU.
+    """Choose this rank's GPU if the host has one for it, else the CPU.
 
-    env may keep to the CPU; gloo and a Horovod without NCCL do.
-    The only GPU that a rank sees is taken for its own, as launchers bind it; connect() looks whether that is so.
-    Raises: CommError for nccl without a GPU, where a host has some, but fewer than ranks, where their driver is too
-    old for this torch, and where horovod is to sum on GPUs and is not there.
+    env may require the CPU; gloo and a Horovod without NCCL do. If a rank sees only one GPU, it takes that, as
+    launchers bind it; connect() checks it.
+    Raises: CommError for nccl without a GPU, if a host has some, but fewer than ranks, if their driver is too old for
+    this torch, and if horovod must sum on GPUs and is not installed.
     """
     if env.keeps_to_cpu or backend == "gloo":
         return torch.device("cpu")
@@ -70,26 +70,26 @@ def _horovod_sums_on_gpus() -> bool:
 
 
 def only_gpu(device: torch.device) -> str:
-    """Return the UUID of the only GPU that this rank sees; "" where it sees several, or is on the CPU."""
+    """Return the UUID of the only GPU that this rank sees; "" if it sees several, or is on the CPU."""
     return gpu_uuid(device) if device.type == "cuda" and torch.cuda.device_count() == 1 else ""
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Return a GPU's UUID as its driver writes it; "" of the CPU."""
+    """Return a GPU's UUID as its driver writes it; "" for the CPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return the same device; cuda alone becomes the GPU in use, by its number, as tensors on it say."""
+    """Return the device with its index: cuda alone becomes the current GPU, as tensors on it report."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _count_gpus() -> int:
-    """Count torch's GPUs; with too old a driver torch would warn and find none, and training go to the CPU."""
+    """Return the number of torch's GPUs; raise for a driver so old that torch would warn and use the CPU."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", TOO_OLD)  # is said below
+        warnings.filterwarnings("ignore", TOO_OLD)  # it is reported below
         if torch.cuda.is_available():
             return torch.cuda.device_count()
     try:
@@ -152,7 +152,7 @@ def connect(
     _require_own_interface(backend, interface)
     interface = env.interface or interface
     gpu = ""
-    if device is None:  # whoever names one may have ranks share it
+    if device is None:  # a caller that names one may have ranks share it
         device = choose_device(env, backend=backend)
         gpu = only_gpu(device)
     device = with_index(device)
@@ -197,7 +197,7 @@ def connect(
     except (ValueError, CommError):
         met.abandon()
         raise
-    return close_at_exit(algorithm(close_at_exit(met)))  # open before: where it fails, the others are told
+    return close_at_exit(algorithm(close_at_exit(met)))  # opened before: if it fails, the others are told
 
 
 def _assemble(
@@ -211,7 +211,7 @@ def _assemble(
     table: HybridTable | None,
     inspector: StallInspector | None,
 ) -> Communicator:
-    """Build what works for the backend on the device, around it; an algorithm is still to be chosen."""
+    """Make the communicator around the backend, with all that works on the device; the algorithm is chosen later."""
     is_native = device.type in backend.capabilities.device_types
     is_of_host = not is_native or device.type == "cpu"
     memory = NodeMemory(topology, control) if is_of_host and backend.capabilities.has_messages else None
@@ -237,7 +237,7 @@ def _checked_warning(warn_seconds: float | None, *, timeout_seconds: float) -> f
     if not 0 < warn_seconds <= timeout_seconds:
         raise ValueError(
             f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
-            "which there is nobody left to warn"
+            "which no rank is left to warn"
         )
     return warn_seconds
 
@@ -245,7 +245,7 @@ def _checked_warning(warn_seconds: float | None, *, timeout_seconds: float) -> f
 def _require_own_interface(backend: str, interface: str | None) -> None:
     if interface is not None and backend in ("mpi", "horovod"):
         raise ValueError(
-            f"interface {interface!r} has no effect on backend {backend!r}, whose MPI library chooses its own: leave "
+            f"interface {interface!r} has no effect on backend {backend!r}: its MPI library chooses one; leave "
             "it out and tell the library, as by OMPI_MCA_btl_tcp_if_include for Open MPI"
         )
 
@@ -287,9 +287,9 @@ def _connect_watched(
     interface: str | None,
     warn_seconds: float,
 ) -> tuple[Backend, StallInspector | None]:
-    """Connect the transport under the inspector's eyes.
+    """Connect the transport while the inspector watches.
 
-    NCCL connects without a limit: a rank that has met the others and freezes now would keep them for ever.
+    NCCL connects without a limit: a rank that has met the others and freezes then would block them for ever.
     """
     if env.world_size == 1:
         return SingleBackend(), None

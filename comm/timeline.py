@@ -1,4 +1,4 @@
-"""What each buffer did when, beside backward, for Perfetto and chrome://tracing."""
+"""Trace of each buffer beside backward, for Perfetto and chrome://tracing."""
 
 import json
 import threading
@@ -11,11 +11,11 @@ import torch
 
 
 class Timeline:
-    """Records events of one rank while is_active: spans and marks, on a row of their own for each kind.
+    """Records events of one rank while is_active: spans and marks, on a separate row for each kind.
 
-    Times of host work are the host's clock (time.time_ns), so the rows of several hosts fit as well as their clocks
-    do. Spans on a GPU are taken from CUDA events on the calling thread's stream, read when the events are asked for.
-    Thread-safe for appending what the host does.
+    Times of host work are the host's clock (time.time_ns), so the rows of several hosts align as well as their clocks.
+    Spans on a GPU are taken from CUDA events on the calling thread's stream, read when the events are asked for.
+    Thread-safe for appending the host's events.
     Source: the Chrome trace event format.
     """
 
@@ -28,7 +28,7 @@ class Timeline:
         self._lock = threading.Lock()
 
     def mark(self, name: str, *, row: str = "gradients ready") -> None:
-        """Mark an instant: now."""
+        """Mark the present instant."""
         if self.is_active:
             self._add({"name": name, "ph": "i", "s": "t", "ts": _now_us(), "tid": row})
 
@@ -69,7 +69,7 @@ class Timeline:
             self._events.append(event)
 
     def take(self, *, rank: int, host: str) -> str:
-        """Return all events so far as JSON, one per line, and start anew. Waits for the device on a GPU."""
+        """Return all events so far as JSON, one per line, and start again. Waits for the device on a GPU."""
         for name, row, facts, base_us, start, end in self._on_gpu:
             end.synchronize()
             assert self._base is not None
@@ -78,7 +78,7 @@ class Timeline:
         self._on_gpu, self._base = [], None
         with self._lock:
             events, self._events = self._events, []
-        # the format wants numbers for rows; their names follow as metadata
+        # the format needs numbers for rows; their names follow as metadata
         rows = {row: number for number, row in enumerate(dict.fromkeys(str(event["tid"]) for event in events))}
         titles: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "args": {"name": f"rank {rank} on {host}"}}]
         titles += [{"name": "thread_name", "ph": "M", "tid": n, "args": {"name": row}} for row, n in rows.items()]
@@ -87,7 +87,7 @@ class Timeline:
 
 
 def merge(texts: list[str]) -> str:
-    """Merge the events of several ranks, as take() gives them, as one trace for ui.perfetto.dev or chrome://tracing."""
+    """Merge the events of several ranks, each from take(), as one trace for ui.perfetto.dev or chrome://tracing."""
     lines = [line for text in texts for line in text.splitlines()]
     return '{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(lines) + "\n]}\n"
 

@@ -60,16 +60,16 @@ def make_allreduce(
 
 
 def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: Backend) -> torch.dtype:
-    """Say in which dtype a tensor travels by an algorithm: fp32 where that sums less so on the way."""
+    """Return the dtype in which a tensor travels by an algorithm: fp32 if the algorithm would round each addition."""
     widens = {"native": wire.widens(backend), "doubling": wire.in_fp32}.get(algorithm, False)
     dtype = wire.of(tensor_N)
     return torch.float32 if widens and dtype in HALF else dtype
 
 
 def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging) -> None:
-    """Sum by the backend's own all-reduce, in the precision of the wire; how it sums is the backend's affair.
+    """Sum by the backend's own all-reduce, in the precision of the wire; the backend chooses how it sums.
 
-    One that would round each addition gets fp32 where sums are to be made so: a narrow wire saves nothing with it.
+    A backend that would round each addition gets fp32 if sums must be in fp32: a narrow wire saves nothing then.
     """
     dtype = wire.of(buffer_N)
     if dtype == buffer_N.dtype or wire.widens(backend):

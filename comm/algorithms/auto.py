@@ -1,4 +1,4 @@
-"""Which all-reduce a job takes where nobody names one."""
+"""Choose the all-reduce of a job whose config names none."""
 
 from typing import NamedTuple
 
@@ -9,16 +9,16 @@ AUTO = "auto"
 
 
 class Choice(NamedTuple):
-    """Names an algorithm, and says why it was chosen, for people."""
+    """Name of an algorithm, and why it was chosen, for the user."""
 
     algorithm: str
     why: str
 
 
 def choose_algorithm(backend: Backend, *, table: HybridTable | None, table_from: str = "a table") -> Choice:
-    """Choose by the table, which was measured on this cluster; without one by what was measured elsewhere. Pure.
+    """Choose by the table measured on this cluster; without a table, by measurements of other clusters. Pure.
 
-    A table that names one algorithm at any size means that one. table_from: where the table is from.
+    A table that names one algorithm for all sizes returns that one. table_from: origin of the table.
     """
     if table is not None:
         return Choice("hybrid" if len(table.algorithms) > 1 else table.algorithms[0], f"{table_from}: {table}")
@@ -27,7 +27,7 @@ def choose_algorithm(backend: Backend, *, table: HybridTable | None, table_from:
     if not backend.capabilities.has_messages:
         return Choice("native", f"{backend.name} sends no messages between two ranks")
     if backend.name == "nccl":
-        # all GPUs and network cards of a node at once, in one kernel; our rings of messages use one card of a node
+        # all GPUs and network cards of a node at once, in one kernel; our rings of messages use one card per node
         # (hierarchical) and are enqueued message by message from Python
         return Choice("native", "NCCL's own uses every link of a node")
     # benchmarks/results/comm-exchange-*.json, 2 to 8 nodes at 200 Mbit/s and 1 Gbit/s: from 1 MB on, where gradients'

@@ -22,10 +22,10 @@ def doubling_allreduce_(
 ) -> None:
     """Sum own_N over ranks, in place: each hop exchanges the sum so far with a partner twice as far away.
 
-    Collective over ranks. log2(n) hops of nbytes each; where n is no power of two, the ranks beyond the largest one
-    hand their values to a partner first and get the sum last. Both partners add the same two values, and a + b
-    rounds as b + a, so all ranks end with identical bits.
-    With sums in fp32 partial sums travel so, too: it is for tensors whose bytes do not count.
+    Collective over ranks. log2(n) hops of nbytes each; if n is not a power of two, the ranks beyond the largest one
+    hand their values to a partner first and get the sum last. Both partners add the same two values, and a + b rounds
+    as b + a, so all ranks end with identical bits. With sums in fp32, partial sums travel in fp32 too: the tensors are
+    so short that bytes do not count.
     Raises: ValueError if own_N is not flat and contiguous.
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.
     """
@@ -47,7 +47,7 @@ def doubling_allreduce_(
     extra = place + even
     if place >= even:
         backend.start_send(wire.pack(own_N, packed_N), to=ranks[place - even]).wait()
-        # straight into packed_N: the sum comes ready to be unpacked
+        # straight into packed_N: the sum is then ready to be unpacked
         backend.start_receive(packed_N, source=ranks[place - even]).wait()
     else:
         if extra < len(ranks):
@@ -59,7 +59,7 @@ def doubling_allreduce_(
             partner = ranks[place ^ distance]
             outgoing_N = wire.pack(own_N, packed_N)
             backend.start_exchange(send=outgoing_N, to=partner, receive=incoming_N, source=partner).wait()
-            # go on from what the partner gets, rounding and all: both then add the same two values
+            # continue with what the partner gets, rounding included: both then add the same two values
             own_N.copy_(outgoing_N)
             wire.add_(own_N, [incoming_N])
             distance *= 2

@@ -1,4 +1,4 @@
-"""The hierarchical all-reduces out of a transport's own collectives: for GPUs, where memory is not shared."""
+"""Hierarchical all-reduces made of a transport's own collectives: for GPUs, which do not share host memory."""
 
 from torch import Tensor
 
@@ -27,9 +27,9 @@ def sharded_allreduce_(
 ) -> None:
     """Sum buffer_N over all ranks, in place: reduce-scatter inside a node, sum across, all-gather inside.
 
-    Collective. Rank i of each node sums the i-th of num_shards shards with its like in the other nodes, the 2D-torus
-    form (Mikami et al. 2018). num_shards is the size of the smallest node: where a node has more ranks, or the
-    shards are unequal, they are reduced and broadcast one by one.
+    Collective. Rank i of each node sums the i-th of num_shards shards with the ranks i of the other nodes, the 2D-torus
+    form (Mikami et al. 2018). num_shards is the size of the smallest node: if a node has more ranks, or the shards are
+    unequal, they are reduced and broadcast one by one.
     """
     place = node.ranks.index(backend.rank)
     shards = buffer_N.tensor_split(num_shards)
@@ -48,7 +48,7 @@ def sharded_allreduce_(
         if shard_M.numel():
             with wire.widened(shard_M, backend) as sum_M:
                 backend.reduce_(sum_M, node, root=owner)
-    # ranks beyond the smallest node's size have no like in every other node, and own no shard
+    # ranks beyond the smallest node's size have no counterpart in every other node, and own no shard
     if place < num_shards:
         across(shards[place], (), lambda part: None)
     for owner, shard_M in zip(node.ranks, shards, strict=False):

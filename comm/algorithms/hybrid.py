@@ -1,4 +1,4 @@
-"""Which all-reduce algorithm for which size: a table made from measured times."""
+"""Choose the all-reduce algorithm by size, from a table made of measured times."""
 
 import bisect
 import json
@@ -12,12 +12,12 @@ LEAST_TOLERANCE = 0.01
 """A gain below this is never worth a switch."""
 
 MOST_TOLERANCE = 0.04
-"""However noisy the times, no choice is slower than the fastest median by more than this, so hybrid keeps below 5%."""
+"""Limit for noisy times: no choice is slower than the fastest median by more, so hybrid keeps below 5%."""
 
 
 @dataclass(frozen=True)
 class HybridRow:
-    """Covers one span of sizes: up to and including up_to_bytes, or all that remain (None)."""
+    """A span of sizes and its algorithm: up to and including up_to_bytes, or all remaining sizes (None)."""
 
     up_to_bytes: int | None
     algorithm: str
@@ -25,7 +25,7 @@ class HybridRow:
 
 @dataclass(frozen=True)
 class HybridTable:
-    """Says which algorithm sums a buffer of which size. Rows ascend; the last one, and it alone, has no upper limit.
+    """Table of the algorithm for each size. Rows ascend; only the last one has no upper limit.
 
     Raises: ValueError for rows that leave a size without an algorithm, or that name "hybrid" itself.
     """
@@ -36,7 +36,7 @@ class HybridTable:
         limits = [row.up_to_bytes for row in self.rows]
         finite = [limit for limit in limits if limit is not None]
         if not limits or limits[-1] is not None or len(finite) != len(limits) - 1:
-            raise ValueError("a hybrid table needs rows, of which only the last is up_to_bytes=null")
+            raise ValueError("a hybrid table needs rows, and only the last has up_to_bytes=null")
         if any(a >= b for a, b in zip([0, *finite], finite, strict=False)):
             raise ValueError(f"up_to_bytes of a hybrid table must be positive and ascend, not {finite}")
         if "hybrid" in self.algorithms:
@@ -53,12 +53,12 @@ class HybridTable:
         return self.rows[bisect.bisect_left(limits, num_bytes)].algorithm  # type: ignore[type-var]
 
     def to_json(self) -> str:
-        """Write as text that from_json takes back."""
+        """Write as text that from_json reads."""
         return json.dumps([[row.up_to_bytes, row.algorithm] for row in self.rows])
 
     @staticmethod
     def from_json(text: str) -> "HybridTable":
-        """Read what to_json wrote. Raises: ValueError where the text is no such table."""
+        """Read the text of to_json. Raises: ValueError if the text is not such a table."""
         rows = parse_json(text)
         is_table = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
         if not is_table or not all(_is_limit(limit) and isinstance(name, str) for limit, name in rows):
@@ -76,7 +76,7 @@ def _is_limit(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds repeated times of one algorithm at one size, in seconds."""
+    """Repeated times of one algorithm at one size, in seconds."""
 
     seconds: tuple[float, ...]
 
@@ -113,8 +113,8 @@ Times = Mapping[int, Mapping[str, Measured]]
 def make_hybrid(times: Times) -> HybridTable:
     """Make the table with the fewest switches that is near the best algorithm at every measured size.
 
-    Near means within that size's noise, and never beyond MOST_TOLERANCE; of tables with equally many switches the
-    fastest. Between two sizes with different choices the limit lies where the two would take equally long.
+    Near means within that size's noise, and at most MOST_TOLERANCE; among tables with equally many switches it is the
+    fastest. Between two sizes with different choices the limit is the size at which both take equally long.
     Raises: ValueError without any size, or for a size without any time.
     """
     if not times or not all(times.values()):
@@ -132,9 +132,9 @@ def make_hybrid(times: Times) -> HybridTable:
 def _crossing(
     smaller: tuple[int, Mapping[str, Measured]], larger: tuple[int, Mapping[str, Measured]], first: str, second: str
 ) -> int:
-    """Find the size from which second is faster than first: the ratio of their times is a power of the size.
+    """Return the size from which second is faster than first: the ratio of their times is a power of the size.
 
-    The geometric mean of both sizes where one of the two was not measured at both, or no ratio changes sides.
+    The geometric mean of both sizes if one algorithm was not measured at both, or the ratio does not cross 1.
     """
     (a, at_a), (b, at_b) = smaller, larger
     share = 0.5

@@ -12,14 +12,14 @@ SEGMENT_BYTES = 512 * 1024
 """A part travels in segments of about this size, so that summing one overlaps with the transfer of the next."""
 
 HOPS_AT_ONCE = 4
-"""With sums in fp32, so many ranks' shares of a part are on their way to who sums it: a late one holds up none."""
+"""With sums in fp32, this many ranks' shares of a part are under way to the rank that sums it at once."""
 
 Announce = Callable[[int], None]
 """(index of a part): called when that part of the tensor has its final value."""
 
 
 def ring_order(num_ranks: int, place: int) -> tuple[int, ...]:
-    """List the parts of the tensor in the order in which the rank at this place of a ring gets their final values."""
+    """List the parts of a tensor in the order in which the rank at this place of a ring gets their final values."""
     return tuple((place + 1 - hop) % num_ranks for hop in range(num_ranks))
 
 
@@ -36,9 +36,9 @@ def ring_allreduce_(
     """Sum own_N over ranks (in ring order), in place, in two passes around the ring.
 
     Collective over ranks. With sums in fp32 (see Wire) the first pass goes straight from each rank to the one that sums
-    a part, with as many bytes and messages. others are further tensors of this rank's node that it brings into the sum.
-    Sends 2 * nbytes * (n - 1) / n per rank in 2 * (n - 1) hops. Each part is summed along one path and then copied,
-    so all ranks end with identical bits.
+    a part, with as many bytes and messages. others are further tensors of this rank's node, added to the sum. Sends 2 *
+    nbytes * (n - 1) / n per rank in 2 * (n - 1) hops. Each part is summed along one path and then copied, so all ranks
+    end with identical bits.
     Raises: ValueError if own_N is not flat and contiguous.
     Source: Patarasuk and Yuan 2009.
     """
@@ -57,7 +57,7 @@ def ring_allreduce_(
 
 
 class _Ring:
-    """Follows one tensor on its way around: its parts and segments, and the hops that carry them.
+    """State of one tensor in the ring: its parts and segments, and the hops that carry them.
 
     At hop h this rank holds part place - h. Hops 0 to n - 1 sum, the further ones copy.
     """
@@ -92,7 +92,7 @@ class _Ring:
         return (self._place - hop) % self.num_ranks
 
     def sum_hop_by_hop(self) -> list[InFlight]:
-        """Sum each part along the ring, rounded to the wire's precision at each hop; return what spreads it."""
+        """Sum each part along the ring, rounded to the wire's precision at each hop; return the transfers."""
         pending = [self._fold_and_pass_on(0, segment, received=False) for segment in self.segments]
         for hop in range(1, self.num_ranks):
             for segment in self.segments:
@@ -101,9 +101,9 @@ class _Ring:
         return pending
 
     def sum_in_fp32(self) -> list[InFlight]:
-        """Send each part straight to the rank where the ring would complete it, which sums; return what spreads it.
+        """Send each part to the rank where the ring would complete it, which sums; return the transfers that spread it.
 
-        In the order of the hops, not that of arrival: addition rounds, and runs must repeat.
+        In the order of the hops, not of arrival: addition rounds, and runs must repeat.
         """
         n, mine = self.num_ranks, self.part(self.num_ranks - 1)
         totals = [self._start_total(mine, segment) for segment in self.segments]
@@ -115,14 +115,14 @@ class _Ring:
             for segment in self.segments:
                 coming[hop - 1][segment].wait()
                 totals[segment].add_(self._incoming(mine, segment, hop=hop))
-                if hop == n - 1:  # its sum spreads while the next segment comes
+                if hop == n - 1:  # its sum spreads while the next segment arrives
                     pending.append(self._complete(mine, segment, totals[segment]))
-            if hop + HOPS_AT_ONCE < n:  # into the slots that are read now
+            if hop + HOPS_AT_ONCE < n:  # into the slots that have been read
                 coming.append([self._hand_over(hop + HOPS_AT_ONCE, segment) for segment in self.segments])
         return pending
 
     def _start_total(self, part: int, segment: int) -> Tensor:
-        """Return this node's share of a part in fp32, not rounded: own_S itself where that is fp32."""
+        """Return this node's share of a part in fp32, not rounded: own_S itself if that is fp32."""
         own_S = self._own[part][segment]
         if own_S.dtype == torch.float32:
             return self._fold_node(part, segment)[0]
@@ -132,7 +132,7 @@ class _Ring:
         return total_S
 
     def _hand_over(self, hop: int, segment: int) -> InFlight:
-        """Send this node's share to the rank so many places to the right, and receive that of one to the left."""
+        """Send this node's share to the rank `hop` places to the right, and receive one from the left."""
         n, ranks = self.num_ranks, self._ranks
         own_S, packed_S = self._fold_node(self.part(-hop - 1), segment)
         return self._backend.start_exchange(
@@ -151,7 +151,7 @@ class _Ring:
         return self._pass_on(self.num_ranks - 1, segment, outgoing_S)
 
     def _fold_node(self, part: int, segment: int) -> tuple[Tensor, Tensor]:
-        """Add the others of this node to a segment of own_N; return it, and where it is packed."""
+        """Add the others of this node to a segment of own_N; return it and its packed form."""
         own_S, packed_S = self._own[part][segment], self._packed[part][segment]
         self._wire.divide_(own_S)
         # each hop visits another part, so every value is divided, and every other rank added, once
@@ -159,7 +159,7 @@ class _Ring:
         return own_S, packed_S
 
     def _fold_and_pass_on(self, hop: int, segment: int, *, received: bool) -> InFlight:
-        """Add this node's share of a part to what came from the left, and send it to the right."""
+        """Add this node's share of a part to the one received from the left, and send it to the right."""
         part, wire = self.part(hop), self._wire
         own_S, packed_S = self._fold_node(part, segment)
         if received:
@@ -171,19 +171,19 @@ class _Ring:
         return self._pass_on(hop, segment, outgoing_S)
 
     def keep_and_pass_on(self, hop: int, segment: int) -> InFlight:
-        """Keep a final value that came from the left, and send it to the right."""
+        """Keep a final value received from the left, and send it to the right."""
         part = self.part(hop)
         self._wire.unpack_(self._own[part][segment], self._packed[part][segment])
         return self._pass_on(hop, segment, self._packed[part][segment])
 
     def _incoming(self, part: int, segment: int, *, hop: int = 0) -> Tensor:
-        """Return where the segment of a part waits to be added; what was in the slot before was read."""
+        """Return the buffer for a received segment of a part; its previous content has been read."""
         own_S = self._own[part][segment]
         slots = self._slots[max(0, hop - 1) % HOPS_AT_ONCE * len(self.segments) :]
         return slots[segment][: own_S.numel()] if slots else own_S
 
     def _pass_on(self, hop: int, segment: int, outgoing_S: Tensor) -> InFlight:
-        if hop == 2 * self.num_ranks - 2:  # everybody has it
+        if hop == 2 * self.num_ranks - 2:  # all ranks have it
             return Done()
         part = self.part(hop + 1)
         sums = hop + 1 < self.num_ranks
@@ -193,7 +193,7 @@ class _Ring:
 
 
 def require_flat(tensor_N: Tensor) -> None:
-    """Refuse what is not flat. Raises: ValueError for a tensor that cannot be cut into parts without copies."""
+    """Raise ValueError for a tensor that cannot be cut into parts without copies."""
     if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
         raise ValueError(f"an all-reduce needs a flat, contiguous tensor, not shape {tuple(tensor_N.shape)}")
 
@@ -203,6 +203,6 @@ def _cut(tensor_N: Tensor, num_parts: int, num_segments: int) -> list[tuple[Tens
 
 
 def _pack_apart(own: list[tuple[Tensor, ...]], own_N: Tensor, wire: Wire, staging: Staging) -> list[tuple[Tensor, ...]]:
-    """Find room for what travels of each segment of each part."""
+    """Return memory for the packed form of each segment of each part."""
     packed_N = staging.take("packed", own_N.numel(), own_N, wire.of(own_N))
     return _cut(packed_N, len(own), len(own[0]))

@@ -1,4 +1,4 @@
-"""What sums over ranks lose where each hop rounds, in words for the log."""
+"""Estimate the error of sums over ranks that are rounded at each hop, in words for the log."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ LOST = ((0.25, "1%"), (0.5, "4%"), (1.0, "7%"), (2.0, "25%"), (4.0, "60%"), (8.0
 def rounding_note(
     algorithms: Sequence[str], wire: Wire, *, dtype: torch.dtype, backend: Backend, num_nodes: int
 ) -> str:
-    """Say what sums of tensors of this dtype lose by these algorithms, or what wire_dtype does not save; "" if nothing.
+    """Return a line on the error of these sums, or on a wire_dtype that saves nothing; "" if there is nothing to say.
 
-    It is for ranks that agree, where partial sums outgrow what is added; doubling's hops are too few to matter.
+    The error is for ranks that agree, where partial sums outgrow each term; doubling has too few hops to matter.
     """
     travels_as = wire.of(torch.empty(0, dtype=dtype))
     if backend.world_size == 1 or travels_as not in HALF:

@@ -13,7 +13,7 @@ from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.errors import CommError
 
 WHOLE_BYTES = 256 * 1024
-"""A shard up to this size is handed on inside the node when all of it is done, a longer one part by part."""
+"""A shard up to this size is copied inside the node once it is complete, a longer one part by part."""
 
 _READY = struct.Struct("!qqqq")
 """Ready message: region, offset and bytes of the tensor, and the dtype by number."""
@@ -25,10 +25,10 @@ Across = Callable[[Tensor, Sequence[Tensor], Announce], None]
 
 @dataclass(frozen=True)
 class Owners:
-    """Says who sums what: owner i of each node sums the i-th of equal shards, with the owners i of the other nodes.
+    """Assignment of shards: owner i of each node sums the i-th of equal shards, with the owners i of the other nodes.
 
-    One owner per node is the paper's form with leaders; as many as the smallest node has ranks is the 2D torus.
-    order: the parts of a shard in the order in which across announces them.
+    One owner per node is the paper's form with leaders; as many as the smallest node has ranks is the 2D torus. order:
+    the parts of a shard in the order in which across announces them.
     """
 
     count: int
@@ -41,10 +41,10 @@ def shared_allreduce_(
 ) -> None:
     """Sum buffer_N over all ranks, in place; it lies in memory that the ranks of a node share.
 
-    Collective. Each owner adds the other ranks' values where they lie, a segment at a time, just before that
-    segment leaves the node, and the others copy each part as soon as it is final: nothing waits for a whole
-    tensor to be summed or copied. Between nodes this sends 2 * nbytes * (m - 1) / m per node for m nodes.
-    Raises: ValueError for a tensor outside shared memory; CommError where ranks of a node sum different tensors.
+    Collective. Each owner adds the other ranks' values in place, a segment at a time, just before that segment leaves
+    the node, and the others copy each part as soon as it is final: no step waits for a whole tensor to be summed or
+    copied. Between nodes this sends 2 * nbytes * (m - 1) / m per node for m nodes.
+    Raises: ValueError for a tensor outside shared memory; CommError if ranks of a node sum different tensors.
     """
     require_flat(buffer_N)
     views = memory.views(buffer_N)
@@ -71,22 +71,22 @@ class _SharedSum:
         self._pieces = owners.order if is_long else ()
 
     def run(self) -> None:
-        """Tell the owners that this rank's values are in place; sum my shard, if any; copy the others'."""
+        """Tell the owners that this rank's values are in place; sum this rank's shard, if any; copy the others'."""
         owners = [place for place in range(self._owners.count) if place != self._place]
         sent: list[InFlight] = [self._tell(place, self._name) for place in owners]
         if self._place < self._owners.count:
-            # sum before copying: if every owner first waited for another's shard, nobody would sum
+            # sum before copying: if every owner waited for another's shard first, none would sum
             sent += self._own()
         for place in owners:
             self._copy_from(place)
-            sent.append(self._tell(place, b"r"))  # I have read it
+            sent.append(self._tell(place, b"r"))  # this rank has read it
         if self._place < self._owners.count:
             # until all have read it, the next step must not write into this memory
             self._hear_all(1)
         AllOf(tuple(sent)).wait()
 
     def _own(self) -> list[InFlight]:
-        # the message means two things: my values are in place, and this is the tensor I mean
+        # the message means two things: this rank's values are in place, and they are of this tensor
         self._check(self._hear_all(_READY.size))
         others = [self._shards[place][self._place] for place in self._everyone_else()]
         sent: list[InFlight] = []
@@ -101,7 +101,7 @@ class _SharedSum:
         return sent
 
     def _copy_from(self, place: int) -> None:
-        """Copy an owner's shard, in the pieces in which it announces it."""
+        """Copy an owner's shard, in the pieces that it announces."""
         target, source = self._shards[self._place][place], self._shards[place][place]
         if not self._pieces:
             self._hear(place, 1)

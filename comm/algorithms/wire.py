@@ -1,4 +1,4 @@
-"""In which precision values travel, and how they are summed on the way."""
+"""Precision in which values travel, and in which they are summed on the way."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +12,13 @@ from bigbatch.comm.backends.base import HALF, Backend
 
 @dataclass(frozen=True)
 class Wire:
-    """States the precision of fp32 values between ranks; dtype None leaves it, and other dtypes always keep theirs.
+    """Precision of fp32 values between ranks; dtype None keeps fp32, and other dtypes always keep theirs.
 
     A narrower wire halves the bytes. With in_fp32 a sum over ranks is made in fp32: a node's share of it is rounded to
     the wire once, and so is the result, however many ranks there are. Without, partial sums are rounded to the wire
-    once per hop, so for n terms the error is at most n roundings of partial sums. Wider tensors know no difference.
-    With predivide f each term is divided by f before the sum, and the sum multiplied by it after: without, partial
-    sums beyond 65,504 overflow fp16. A power of two loses nothing but the smallest values.
+    once per hop, so for n terms the error is at most n roundings of partial sums. Wider tensors are not affected. With
+    predivide f each term is divided by f before the sum, and the sum multiplied by it after: without, partial sums
+    beyond 65,504 overflow fp16. A power of two loses nothing but the smallest values.
     """
 
     dtype: torch.dtype | None = None
@@ -30,16 +30,16 @@ class Wire:
         return self.dtype if self.dtype is not None and tensor_N.dtype == torch.float32 else tensor_N.dtype
 
     def sums_in_fp32(self, tensor_N: Tensor) -> bool:
-        """Tell whether this tensor travels in less than fp32 and is to be summed in fp32."""
+        """Tell whether this tensor travels in less than fp32 and must be summed in fp32."""
         return self.in_fp32 and self.of(tensor_N) in HALF
 
     def widens(self, backend: Backend) -> bool:
-        """Tell whether the backend's own sums are to be given fp32, as it would round each one."""
+        """Tell whether the backend's own sums must be given fp32, as it would round each addition."""
         return self.in_fp32 and not backend.capabilities.sums_half_in_fp32
 
     @contextmanager
     def widened(self, tensor_N: Tensor, backend: Backend) -> Iterator[Tensor]:
-        """Lend tensor_N as the backend's own sum is to get it: as it is, or as an fp32 copy that is rounded after."""
+        """Yield tensor_N as the backend's own sum needs it: itself, or an fp32 copy that is rounded afterwards."""
         if tensor_N.dtype not in HALF or not self.widens(backend):
             yield tensor_N
             return
@@ -48,12 +48,12 @@ class Wire:
         tensor_N.copy_(wide_N)
 
     def divide_(self, own_S: Tensor) -> None:
-        """Divide a term of this rank's own, made ready for a sum in the wire's precision."""
+        """Divide this rank's own term, which is then ready for a sum in the wire's precision."""
         if self.predivide != 1.0 and self.of(own_S) != own_S.dtype:
             own_S.mul_(1.0 / self.predivide)
 
     def add_(self, own_S: Tensor, terms: Sequence[Tensor], *, scaled: bool = False) -> None:
-        """Add terms to own_S, which is divided already. scaled: they are not, and are divided on the way."""
+        """Add terms to own_S, which is divided already. scaled: the terms are not, and are divided here."""
         scale = 1.0 / self.predivide if scaled and self.of(own_S) != own_S.dtype else 1.0
         if own_S.dtype in HALF and terms:
             total_S = own_S.float()
@@ -62,11 +62,11 @@ class Wire:
             own_S.copy_(total_S)
             return
         for term_S in terms:
-            # integers, which travel as they are, take no fraction
+            # integers travel unchanged and take no fraction
             own_S.add_(term_S, alpha=scale if scale != 1.0 else 1)
 
     def pack(self, own_S: Tensor, packed_S: Tensor) -> Tensor:
-        """Return what is sent: packed_S, rounded to the wire's precision; own_S itself where it travels as it is."""
+        """Return the tensor to send: packed_S, rounded to the wire's precision; own_S itself if it is not rounded."""
         if packed_S.dtype == own_S.dtype:
             return own_S
         return packed_S.copy_(own_S)
@@ -79,13 +79,13 @@ class Wire:
                 own_S.mul_(self.predivide)
 
     def round_(self, own_N: Tensor) -> None:
-        """Round a sum that has travelled in fp32 to a value that the wire can carry, as others are."""
+        """Round a sum that has travelled in fp32 to a value that the wire can carry, like the others."""
         self.divide_(own_N)
         self.unpack_(own_N, own_N.to(self.of(own_N)))
 
 
 class Staging:
-    """Keeps an algorithm's memory for what is under way, grown as needed."""
+    """Scratch memory of an algorithm, grown as needed."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The contract of a transport, and how it fails."""
+"""The contract of a transport, and its errors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ ALL_DTYPES = (torch.float64, torch.float32, *HALF, torch.int64)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype, such as float16, as configs, tables and people write it."""
+    """Return a dtype's name in configs and tables, such as float16."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Names the ranks that take part in a collective, with whatever handle the transport keeps for them."""
+    """The ranks that take part in a collective, with the transport's handle for them."""
 
     ranks: tuple[int, ...]
     handle: Any = None
@@ -28,23 +28,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Says what a transport can do; connect() refuses the rest before any training."""
+    """Capabilities of a transport; connect() refuses anything else before any training."""
 
     device_types: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     has_messages: bool = True
-    """Ranks can send to one another: what every algorithm but the transport's own is made of."""
+    """Ranks can send to one another; every algorithm but the transport's own needs that."""
     in_place: bool = False
-    """The shard of a reduce-scatter or an all-gather may lie in its place within the whole tensor."""
+    """The shard of a reduce-scatter or an all-gather may be a view of the whole tensor."""
     sums_half_in_fp32: bool = True
     """Its own sums of half precision are made in fp32 and rounded once; else each addition rounds."""
 
 
 class InFlight(Protocol):
-    """Stands for an operation that was started."""
+    """An operation that was started."""
 
     def wait(self) -> None:
-        """Return once later work on this device may use the result; to be called once. Raises: PeerLostError."""
+        """Return once later work on this device may use the result; call it once. Raises: PeerLostError."""
         ...
 
 
@@ -63,7 +63,7 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Split the world into families and return this rank's own. Collective over the world."""
+        """Split the world into families and return this rank's group. Collective over the world."""
         ...
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
@@ -71,7 +71,7 @@ class Backend(Protocol):
         ...
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Sum over the group into rank root; the others' tensors are undefined after."""
+        """Sum over the group into rank root; the others' tensors are undefined afterwards."""
         ...
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
@@ -87,11 +87,11 @@ class Backend(Protocol):
         ...
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Start a message to another rank; tensor_N must not change until it is waited for."""
+        """Start a message to another rank; tensor_N must not change until its wait() returns."""
         ...
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Start to receive a message of as many bytes from another rank."""
+        """Start to receive a message of the tensor's size from another rank."""
         ...
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
@@ -101,12 +101,12 @@ class Backend(Protocol):
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Start an operation made of collectives and messages; submitted operations run one after another.
 
-        All ranks submit alike, in the same order. ranks: who takes part in this one, where that is not the whole world.
+        All ranks submit the same operations, in the same order. ranks: the participants, if not the whole world.
         """
         ...
 
     def oldest(self) -> Pending | None:
-        """Return the submitted operation that is under way longest, as far as is known; asked by another thread."""
+        """Return the submitted operation that is under way longest, as far as is known; for other threads."""
         ...
 
     def close(self) -> None:
@@ -114,12 +114,12 @@ class Backend(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Release what this rank holds, without the others: where connect() refuses, and nothing is under way."""
+        """Release what this rank holds, without the others: if connect() refuses, and nothing is under way."""
         ...
 
 
 class Done:
-    """Stands for an operation that was complete at once."""
+    """An operation that was complete at once."""
 
     def wait(self) -> None:
         """Return at once: there is nothing to wait for."""

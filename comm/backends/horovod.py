@@ -1,4 +1,4 @@
-"""Horovod as a transport: for clusters that are set up for it, and to measure against."""
+"""Horovod as a transport: for clusters that are set up for it, and as a measured peer."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ HOW_TO_BUILD = "docs/from-horovod.md says what a build needs, and comm.backend t
 def import_horovod() -> Any:
     """Import Horovod's PyTorch module, built with MPI.
 
-    Raises: CommError naming the extra, and what else a build takes.
+    Raises: CommError naming the extra, and the other needs of a build.
     """
     try:
         import horovod.torch as hvd
@@ -30,7 +30,7 @@ def import_horovod() -> Any:
             f"the Horovod backend needs Horovod ({first_line(error)}): pip install 'bigbatch[horovod]' compiles it, "
             f"which fails beside a recent torch; {HOW_TO_BUILD}"
         ) from error
-    if not hasattr(hvd, "mpi_built"):  # a failed build installs all the same, and says so on standard output only
+    if not hasattr(hvd, "mpi_built"):  # a failed build still installs, and says so on standard output only
         raise CommError(f"Horovod was built without its part for PyTorch: build it where torch is; {HOW_TO_BUILD}")
     if not hvd.mpi_built():
         raise CommError(f"Horovod was built without MPI: build it with HOROVOD_WITH_MPI=1; {HOW_TO_BUILD}")
@@ -38,7 +38,7 @@ def import_horovod() -> Any:
 
 
 def sums_on_gpus() -> bool:
-    """Tell whether Horovod was built to sum the tensors of GPUs by NCCL. Raises: CommError as import_horovod()."""
+    """Tell whether Horovod was built to sum GPU tensors by NCCL. Raises: CommError as import_horovod()."""
     return bool(import_horovod().nccl_built())
 
 
@@ -74,7 +74,7 @@ class HorovodBackend:
             tell(f"{text} needs, and comm.backend nccl takes the GPUs")
         if self._hvd.is_initialized():  # by the script, or by another communicator: each would end it for the other
             raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
-        mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before we do
+        mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before bigbatch does
         self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
         answer_of(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
         self.rank: int = self._hvd.rank()
@@ -83,7 +83,7 @@ class HorovodBackend:
         self._process_sets = {self.world.ranks: self.world.handle}
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Make a process set of each family that has none yet; Horovod wants every rank to make all of them."""
+        """Make a process set of each family that has none yet; Horovod needs every rank to make all of them."""
         for ranks in map(tuple, families):
             assert ranks == tuple(sorted(ranks)), "a process set has no order but that of the ranks"
             if ranks not in self._process_sets:
@@ -131,8 +131,8 @@ class HorovodBackend:
         raise _no_messages()
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Start the operation on a thread, beside backward; behind what the GPU has been given so far."""
-        if self._gpu is not None:  # Horovod's own look at the stream is at that of the thread
+        """Start the operation on a thread, beside backward, after the GPU's work so far."""
+        if self._gpu is not None:  # Horovod itself waits only for the stream of that thread
             operation = behind_kernels(operation, self._gpu)
         return self._queue.submit(operation, label=label, ranks=ranks)
 
@@ -154,7 +154,7 @@ class HorovodBackend:
 
 
 def _name(operation: str, tensor_N: Tensor, group: Group) -> str:
-    """Name an operation so that the ranks recognize it. The same for all of one kind and size: Horovod caches by name.
+    """Name an operation so that all ranks match it; one name for each kind and size, as Horovod caches by name.
 
     No two of them are under way at once, as submitted operations run one after another.
     """

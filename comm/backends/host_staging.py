@@ -1,4 +1,4 @@
-"""GPU tensors by way of host memory, for transports that cannot read the GPU's."""
+"""GPU tensors by way of host memory, for transports that cannot read GPU memory."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from bigbatch.comm.backends.base import InFlight
 
 
 class HostStaging:
-    """Copies between a GPU and host memory on a stream of their own, so that they run beside backward's kernels."""
+    """Copies between a GPU and host memory on a separate stream, so that they run beside backward's kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pinned: set[tuple[int, int]] = set()
 
     def pin(self, host_N: Tensor) -> None:
-        """Lock host memory, which makes copies fast and asynchronous; once for each piece."""
+        """Pin host memory, which makes copies fast and asynchronous; once for each allocation."""
         piece = _allocation_of(host_N)
         if piece not in self._pinned:
             with torch.cuda.device(self._stream.device):
@@ -24,7 +24,7 @@ class HostStaging:
             self._pinned.add(piece)
 
     def unpin(self, host_N: Tensor) -> None:
-        """Unlock memory before it is given back, where it was locked, once copies are done: the host waits for them."""
+        """Unpin memory that was pinned, before it is freed; waits on the host until copies are done."""
         piece = _allocation_of(host_N)
         if piece in self._pinned:
             self._pinned.remove(piece)
@@ -33,39 +33,39 @@ class HostStaging:
                 torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(piece[0])))
 
     def ready(self) -> torch.cuda.Event:
-        """Mark what the calling thread has given the GPU so far: the thread that fetches waits for it."""
+        """Mark the calling thread's GPU work so far; the thread that fetches waits for it."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._stream.device))
         return event
 
     def fetch(self, host_N: Tensor, device_N: Tensor, *, ready: torch.cuda.Event) -> None:
-        """Copy to the host what the GPU has computed by the event; return when it is there."""
+        """Copy what the GPU has computed by the event to the host; return when the copy is complete."""
         self._stream.wait_event(ready)
         self._copy(host_N, device_N)
         self._stream.synchronize()
 
     def bring_back(self, device_N: Tensor, host_N: Tensor) -> None:
-        """Start to copy to the GPU. The host goes on: what comes next is for the GPU (join) or another fetch."""
+        """Start to copy to the GPU, without waiting on the host; follow it with join() or another fetch."""
         self._copy(device_N, host_N)
 
     def join(self) -> None:
-        """Let what the calling thread gives the GPU from now on come after the copies that were started."""
+        """Order the calling thread's further GPU work behind the copies that were started."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _copy(self, target_N: Tensor, source_N: Tensor) -> None:
-        # a thread's current GPU is the first one: to come back to it from a stream alone would make a context there
+        # a thread starts with GPU 0 as its current one: to return to it from a stream alone would make a context there
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             target_N.copy_(source_N, non_blocking=True)
 
 
 def _allocation_of(host_N: Tensor) -> tuple[int, int]:
-    """Return address and bytes of the whole allocation: many tensors lie in one, and CUDA registers it only once."""
+    """Return address and bytes of the whole allocation: it holds many tensors, and CUDA registers it only once."""
     return host_N.untyped_storage().data_ptr(), host_N.untyped_storage().nbytes()
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Stands for an operation by way of the host, whose last copies may be under way when its thread is done."""
+    """An operation by way of the host; its last copies may be under way when its thread is done."""
 
     work: InFlight
     staging: HostStaging

@@ -32,10 +32,10 @@ class _Job:
 
 
 class ThreadQueue:
-    """Runs operations one after another on a thread of its own (host tensors; collectives that block).
+    """Runs operations one after another on a separate thread (host tensors; collectives that block).
 
-    After a failure the ranks are out of step, so every later operation fails at once with the same error. The
-    thread is a daemon: one that hangs in a collective does not keep a failed process alive.
+    After a failure the ranks are out of step, so every later operation fails at once with the same error. The thread is
+    a daemon: one that hangs in a collective does not keep a failed process alive.
     """
 
     def __init__(self, explain: Explain, *, while_waiting: WhileWaiting) -> None:
@@ -87,7 +87,7 @@ class ThreadQueue:
             raise self._failure from error
 
     def close(self) -> None:
-        """Stop the thread, behind what is still queued."""
+        """Stop the thread, after the queued operations."""
         self.is_closed = True
         self._jobs.put(None)
         self._thread.join()
@@ -102,16 +102,16 @@ class _ThreadWork:
     def wait(self) -> None:
         start = awake_seconds()
         while not futures.wait([self._future], timeout=POLL_SECONDS).done:
-            # one further ahead may be what keeps this one waiting
+            # an earlier one may be what keeps this one waiting
             running = self._queue.oldest()
             self._queue.while_waiting(running.label if running else self._label, awake_seconds() - start)
         self._future.result()
 
 
 def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable[[], None]:
-    """Make an operation on a GPU's memory safe for another thread and a library that knows nothing of streams.
+    """Make an operation on GPU memory safe for another thread and a library that does not use streams.
 
-    It begins behind what the calling thread has given the GPU so far, and returns when the GPU has done it.
+    It begins after the calling thread's GPU work so far, and returns when the GPU has done it.
     """
     ready = torch.cuda.Event()
     ready.record(torch.cuda.current_stream(gpu))
@@ -126,15 +126,15 @@ def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable
 
 
 class StreamQueue:
-    """Enqueues operations on a CUDA stream of its own, so that they run beside backward's kernels.
+    """Enqueues operations on a separate CUDA stream, so that they run beside backward's kernels.
 
-    How far the GPU has come is a number that it writes into host memory, behind each operation. Whoever watches reads
-    that and calls nothing of CUDA: a query of an event, by any thread, breaks a capture that a script has begun in
-    torch's default mode, and may hang where the GPU does.
+    The GPU writes its progress as a number into host memory, behind each operation. Watching threads read that and call
+    nothing of CUDA: a query of an event, by any thread, breaks a capture that a script has begun in torch's default
+    mode, and may hang if the GPU does.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # high: what the other ranks wait for goes before kernels of backward that have not begun
+        # high: communication that other ranks wait for goes before kernels of backward that have not begun
         self._stream = torch.cuda.Stream(device, priority=-1)
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             self._number_1 = torch.zeros(1, dtype=torch.int64, device=device)
@@ -146,10 +146,10 @@ class StreamQueue:
         self.is_closed = False
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Enqueue behind what the calling thread's current stream has produced so far."""
+        """Enqueue behind the work of the calling thread's current stream so far."""
         device = self._stream.device
         self._number += 1
-        is_watched = not torch.cuda.is_current_stream_capturing()  # a replay is not: its number would be that of now
+        is_watched = not torch.cuda.is_current_stream_capturing()  # a replay is not: its number would be the capture's
         if is_watched:
             with self._lock:
                 self._take_out_done()
@@ -157,7 +157,7 @@ class StreamQueue:
                 self._enqueued.append(Pending(self._number, label, awake_seconds(), ranks))
         # on the device: the host does not stop
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        # in a script whose current GPU is another, the stream alone would make a context there as it ends
+        # if a script's current GPU is another one, the stream alone would make a context there as it ends
         with torch.cuda.device(device), torch.cuda.stream(self._stream), torch.profiler.record_function(label):
             try:
                 operation()
@@ -169,7 +169,7 @@ class StreamQueue:
             event = torch.cuda.Event()
             event.record()
             if is_watched:
-                # behind the event: what waits for the operation need not wait for this
+                # behind the event: waiting for the operation does not wait for this
                 self._number_1.fill_(self._number)
                 self._done_1.copy_(self._number_1, non_blocking=True)
         return _StreamWork(event, device)
@@ -186,7 +186,7 @@ class StreamQueue:
             self._enqueued.popleft()
 
     def close(self) -> None:
-        """Wait for what is in flight."""
+        """Wait for all operations under way."""
         self.is_closed = True
         self._stream.synchronize()
 

@@ -1,4 +1,4 @@
-"""Byte streams between ranks over TCP, moved forward by whoever waits: no thread, no lock."""
+"""Byte streams between ranks over TCP, moved forward by the thread that waits: no thread, no lock."""
 
 import hmac
 import select
@@ -20,24 +20,24 @@ POLL_SECONDS = 1.0
 GREET_SECONDS = 10.0
 """How long a caller may take to introduce itself."""
 MOST_STRANGERS = 64
-"""How many callers may stand at the door at once beside the job's own; who has stood there longest goes first."""
+"""Most unauthenticated connections beside the job's own; the oldest is dropped first."""
 
 BURSTY = ("cubic", "reno")
 """Congestion controls that fill a link at once, in the order of preference."""
 
 LENGTH = struct.Struct("!Q")
-"""What precedes each message: its length in bytes."""
+"""Header of each message: its length in bytes."""
 
 RECEIVED = struct.Struct("=Q")
 RECEIVED_AT = 128
-"""Where tcpi_bytes_received lies in Linux's struct tcp_info."""
+"""Offset of tcpi_bytes_received in Linux's struct tcp_info."""
 
 WhileWaiting = Callable[[float], None]
 """(seconds waited so far): called every POLL_SECONDS of a wait; raises to give up."""
 
 
 class Transfer:
-    """Follows one message on its way to or from a peer: its length in bytes, then the bytes."""
+    """One message on its way to or from a peer: its length in bytes, then the bytes."""
 
     __slots__ = ("done", "left", "length", "links")
 
@@ -49,7 +49,7 @@ class Transfer:
         self.done = False
 
     def take(self, count: int) -> None:
-        """Count bytes that have gone or come."""
+        """Count bytes that were sent or received."""
         while self.left and count >= len(self.left[0]):
             count -= len(self.left.pop(0))
         if self.left:
@@ -57,16 +57,16 @@ class Transfer:
         self.done = not self.left
 
     def wait(self) -> None:
-        """Return when all bytes have come, or are in the kernel's hands. Raises: OSError, CommError."""
+        """Return when all bytes have arrived, or are in the kernel's buffers. Raises: OSError, CommError."""
         if not self.done:
             self.links.wait_for(self)
 
 
 def leave_bbr(stream: socket.socket) -> None:
-    """Take another congestion control than BBR, where the system has BBR for all and lets a user choose.
+    """Replace BBR as congestion control, if the system uses it by default and lets a user choose.
 
-    Before it connects or listens (who is let in inherits it): a connection that has used BBR stays paced. BBR sends
-    at the speed that it last saw and drains the link to measure its delay; a ring's bursts and pauses mislead it. Any
+    Call it before connect or listen (accepted sockets inherit it): a connection that has used BBR stays paced. BBR
+    sends at its last observed rate and drains the link to measure its delay; a ring's bursts and pauses mislead it. Any
     other control was chosen for this network, and stays (docs/decisions/019).
     """
     option = getattr(socket, "TCP_CONGESTION", None)  # Linux
@@ -79,12 +79,12 @@ def leave_bbr(stream: socket.socket) -> None:
 
 
 class Link:
-    """Holds the stream to one peer, and what is to be sent and received over it, in order."""
+    """The stream to one peer, and its messages to send and to receive, in order."""
 
     __slots__ = ("incoming", "number", "outgoing", "peer", "polled", "proof", "socket")
 
     def __init__(self, peer: int, stream: socket.socket, *, proof: bytes = b"") -> None:
-        """proof: what the peer must say first, to show that it knows the job's secret."""
+        """proof: bytes that the peer must send first, to show that it knows the job's secret."""
         stream.setblocking(False)
         # else a short message would wait for the acknowledgement of the one before
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,7 +97,7 @@ class Link:
         self.proof = proof
 
     def send_what_goes(self) -> None:
-        """Hand the kernel what it takes without waiting."""
+        """Send what the kernel accepts without blocking."""
         while self.outgoing:
             transfer = self.outgoing[0]
             try:
@@ -109,16 +109,16 @@ class Link:
             self.outgoing.popleft()
 
     def receive_what_came(self) -> None:
-        """Take from the kernel what is there of the expected bytes.
+        """Receive the expected bytes that have arrived, without blocking.
 
-        Raises: ConnectionError where the peer left; CommError where it does not know the job's secret, or sends a
-        message of another length.
+        Raises: ConnectionError if the peer left; CommError if it does not know the job's secret, or sends a message of
+        another length.
         """
         if self.proof and not self._prove():
             return
         while self.incoming:
             transfer = self.incoming[0]
-            # the length is not all here yet
+            # the length is not complete yet
             is_first = len(transfer.left) == 2
             try:
                 count = self.socket.recvmsg_into(transfer.left)[0]
@@ -128,7 +128,7 @@ class Link:
                 raise ConnectionResetError(f"rank {self.peer} closed the connection")
             expected = len(transfer.left[-1])
             transfer.take(count)
-            # checked once, as soon as all of the length has come
+            # checked once, as soon as the length is complete
             if is_first and len(transfer.left) < 2:
                 self._check(transfer, expected)
             if not transfer.done:
@@ -136,7 +136,7 @@ class Link:
             self.incoming.popleft()
 
     def _prove(self) -> bool:
-        """Compare what has come of the peer's proof; tell whether that is all of it."""
+        """Compare the bytes of the peer's proof so far; tell whether it is complete."""
         try:
             said = self.socket.recv(len(self.proof))
         except BlockingIOError:
@@ -158,9 +158,9 @@ class Link:
 
 
 class Links:
-    """Holds streams from this rank to any others, made on first use: the higher rank connects, the lower one accepts.
+    """Streams from this rank to any others, made on first use: the higher rank connects, the lower one accepts.
 
-    Both prove that they know the job's secret. Listens on one address only. Every method belongs to one thread.
+    Both prove that they know the job's secret. Listens on one address only. All methods must run on one thread.
     while_waiting bounds each wait.
     """
 
@@ -173,8 +173,7 @@ class Links:
         self._links: dict[int, Link] = {}
         self._by_number: dict[int, Link] = {}
         self._callers: dict[int, tuple[socket.socket, bytes, float]] = {}
-        """Who has connected, by file descriptor, how much of its introduction has come, and since when it stands there.
-        """
+        """Connections by file descriptor: the socket, its introduction so far, and since when it waits. ¶"""
         self._most_callers = env.world_size + MOST_STRANGERS
         self._poll = select.poll()
         self._moved = self._asked = 0.0
@@ -186,18 +185,18 @@ class Links:
         leave_bbr(self._listener)
         self._listener.setblocking(False)
         self._poll.register(self._listener, select.POLLIN)
-        # port 0 above let the system choose one: only now is it known
+        # port 0 above lets the system choose one, known only now
         where = self._listener.getsockname()
         self._door = Door(control.secret, _name(env.rank))
         with control.explained("connection of all ranks"):
             control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]} {self._door.nonce.hex()}")
 
     def send(self, data: memoryview, *, to: int) -> Transfer:
-        """Start to send; data must not change until waited for."""
+        """Start to send; data must not change until the transfer is done."""
         transfer = Transfer(data, self, bytearray(LENGTH.pack(len(data))))
         link = self._links.get(to) or self._open(to)
         link.outgoing.append(transfer)
-        # behind others it must wait its turn: a stream has one order
+        # after others it must wait its turn: a stream has one order
         if len(link.outgoing) == 1:
             link.send_what_goes()
         return transfer
@@ -210,7 +209,7 @@ class Links:
         return transfer
 
     def received_bytes(self) -> dict[int, int]:
-        """Return what has come from each rank, as Linux counts its stream: each byte once, and no headers."""
+        """Return the bytes received from each rank, as Linux counts the stream: each byte once, without headers."""
         size = RECEIVED_AT + RECEIVED.size
         told = {
             peer: link.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
@@ -227,9 +226,9 @@ class Links:
             self._step()
 
     def _step(self) -> None:
-        """Wait for anything to happen, for POLL_SECONDS at most, and deal with it.
+        """Wait for any event, for POLL_SECONDS at most, and handle it.
 
-        Only what comes over links is a sign of life: callers at the door do not keep a wait going.
+        Only bytes over links are a sign of life: unauthenticated connections do not extend a wait.
         """
         for link in self._links.values():
             self._watch(link)
@@ -254,7 +253,7 @@ class Links:
             link.send_what_goes()
 
     def _watch(self, link: Link) -> None:
-        # not asked for while nothing is expected: poll would return at once for what came early
+        # not polled while nothing is expected: poll would return at once for early bytes
         wanted = (select.POLLIN if link.incoming or link.proof else 0) | (select.POLLOUT if link.outgoing else 0)
         if wanted == link.polled:
             return
@@ -295,7 +294,7 @@ class Links:
         self._add(peer, stream, proof=proof)
 
     def _let_in(self) -> None:
-        """Take in a caller, the expected one or another; one that says nothing holds up nobody."""
+        """Accept a connection, of the expected rank or another; a silent one blocks no other."""
         stream = let_in(self._listener, self._send_off_the_first)
         if stream is None:
             return
@@ -309,16 +308,16 @@ class Links:
         self._send_off(lambda since: since <= first)
 
     def _send_off(self, is_meant: Callable[[float], bool]) -> None:
-        """Turn callers away by the time when they came."""
+        """Close unauthenticated connections chosen by the time of their arrival."""
         for number in [number for number, (_, _, since) in self._callers.items() if is_meant(since)]:
             self._poll.unregister(number)
             self._callers.pop(number)[0].close()
 
     def _greet(self, number: int) -> None:
-        """Hear more of a caller's introduction; turn away who leaves or does not know the secret."""
+        """Read more of a connection's introduction; close it if it ends or does not know the secret."""
         stream, said, since = self._callers.pop(number)
         try:
-            # not a byte more: what follows is the first message, and the link's to read
+            # not a byte more: the first message follows, which the link reads
             more = stream.recv(HELLO_BYTES - len(said))
         except OSError:
             more = b""
@@ -331,7 +330,7 @@ class Links:
             if len(said) == HELLO_BYTES:
                 peer, answer = self._door.judge(said)
                 if self._rank < peer < self._world_size and peer not in self._links:
-                    stream.sendall(answer)  # nothing was sent before, so the kernel takes it
+                    stream.sendall(answer)  # nothing was sent before, so the kernel accepts it
                     self._add(peer, stream)
                     return
         stream.close()
@@ -354,5 +353,5 @@ class Links:
 
 
 def _name(rank: int) -> str:
-    """Name the door of a rank's links."""
+    """Return the store key of the address of a rank's links."""
     return f"links of rank {rank}"

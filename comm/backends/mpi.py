@@ -25,8 +25,8 @@ HOST = torch.device("cpu")
 def import_mpi() -> Any:
     """Import mpi4py's MPI module, initialized for threads, not finalized at exit.
 
-    Without finalize at exit a rank that fails ends at once and mpirun ends the job; with it the rank would
-    wait in MPI_Finalize for peers that wait for it.
+    Without finalize at exit a rank that fails ends at once and mpirun ends the job; with it the rank would wait in
+    MPI_Finalize for peers that wait for it.
     Raises: CommError naming the extra to install.
     """
     try:
@@ -47,7 +47,7 @@ def import_mpi() -> Any:
 def mpi_world(env: ProcessEnv) -> Any:
     """Return MPI's communicator of all ranks.
 
-    Raises: CommError where MPI sees another job than the launcher's, such as ranks that know nothing of each other.
+    Raises: CommError if MPI's job differs from the launcher's, as with ranks that do not know of each other.
     """
     world = import_mpi().COMM_WORLD
     if (world.rank, world.size) != (env.rank, env.world_size):
@@ -61,7 +61,7 @@ def mpi_world(env: ProcessEnv) -> Any:
 def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> tuple[str, int, str]:
     """Agree on an address and free port of rank 0's host and a new secret. Collective over MPI's world.
 
-    Raises: CommError where rank 0's host name leads nowhere or only to itself, and after timeout_seconds without
+    Raises: CommError if rank 0's host name does not resolve or only to its loopback, and after timeout_seconds without
     the other ranks.
     """
     world = mpi_world(env)
@@ -76,7 +76,7 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
 
 
 def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, int, str] | str:
-    """Find an address and port and draw a secret, or what stands in the way: the other ranks must hear of it too."""
+    """Return an address, a port and a secret, or the error, which the other ranks must hear of too."""
     try:
         address = own_address(is_one_host=is_one_host, interface=interface)
     except CommError as error:
@@ -88,7 +88,7 @@ def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, in
 
 
 def _within(timeout_seconds: float, operation: Callable[[], T], *, what: str) -> T:
-    """Wait for the operation's result, before there is a control that could explain its failure."""
+    """Wait for the operation's result, before there is a control channel that could explain its failure."""
 
     def explain(label: str, seconds: float, error: Exception) -> CommError:
         return CommError(f"{label} failed after {seconds:.1f} s ({first_line(error)}): see that all ranks started")
@@ -104,19 +104,19 @@ def _within(timeout_seconds: float, operation: Callable[[], T], *, what: str) ->
 
 
 def answer_of(queue: ThreadQueue, operation: Callable[[], T], *, label: str) -> T:
-    """Run a step of the set-up on the queue's thread, so that the queue's time limit holds for it, too."""
+    """Run a step of the set-up on the queue's thread, so that the queue's time limit holds for it."""
     answers: list[T] = []
     queue.submit(lambda: answers.append(operation()), label=label).wait()
     return answers[0]
 
 
 def mpi_library() -> str:
-    """Name the MPI library and its version, as it does itself."""
+    """Return the name and version that the MPI library reports."""
     return first_line(import_mpi().Get_library_version())
 
 
 def finalize_mpi() -> None:
-    """End MPI where it was started; collective, so only after a run that went well."""
+    """End MPI if it was started; collective, so only after a run that ended well."""
     MPI = import_mpi()
     if not MPI.Is_finalized():
         MPI.Finalize()
@@ -194,13 +194,13 @@ class MpiBackend:
         return AllOf((self.start_receive(receive, source=source), self.start_send(send, to=to)))
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Start the operation on a thread, beside backward; behind what the GPU has been given so far."""
+        """Start the operation on a thread, beside backward, after the GPU's work so far."""
         if self._gpu is not None:
             operation = behind_kernels(operation, self._gpu)
         return self._queue.submit(operation, label=label, ranks=ranks)
 
     def oldest(self) -> Pending | None:
-        """Return what the queue is at."""
+        """Return the operation that runs now."""
         return self._queue.oldest()
 
     def close(self) -> None:
@@ -211,13 +211,13 @@ class MpiBackend:
         self._queue.close()
 
     def abandon(self) -> None:
-        """Stop the thread; what MPI holds stays until MPI ends."""
+        """Stop the thread; MPI keeps its memory until it ends."""
         self._queue.close()
 
 
 @dataclass(frozen=True)
 class _Request:
-    """Holds a request, with the buffer that must live until it completes."""
+    """A request, with the buffer that must live until it completes."""
 
     request: Any
     data: Any
@@ -228,7 +228,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Receipt:
-    """Waits for a message, and for its length: MPI lets a shorter one pass without a word."""
+    """Waits for a message and checks its length: MPI accepts a shorter one without an error."""
 
     request: Any
     data: Any
@@ -248,7 +248,7 @@ class _Receipt:
 
 
 class _Summable:
-    """Shows a tensor as MPI can sum it; half precision goes through an fp32 copy."""
+    """A tensor in a form that MPI can sum; half precision uses an fp32 copy."""
 
     def __init__(self, tensor_N: Tensor) -> None:
         self._tensor_N = tensor_N
@@ -270,7 +270,7 @@ def is_cuda_aware() -> bool:
 
 
 def _for_mpi(tensor_N: Tensor) -> Any:
-    """Return what MPI can read at once: on a GPU, after the kernels that write it or read what it held."""
+    """Return a form that MPI can read now: on a GPU, after the kernels that use the tensor."""
     if not tensor_N.is_cuda:
         return tensor_N.numpy()
     torch.cuda.current_stream(tensor_N.device).synchronize()

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one node share, so that inside a node a sum needs no messages but short ones."""
+"""Memory that the ranks of one node share: sums inside a node need only short messages."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ from bigbatch.errors import CommError
 
 SMALLEST_SCRATCH_BYTES = 1 << 20
 PAGE_BYTES = 4096
-"""Tensors of one allocation begin at multiples of it: each is faulted in where its ranks are."""
+"""Alignment of tensors in an allocation: each is faulted in on its ranks' memory domain."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Holds one allocation of every rank of the node group, in the group's order; this rank's own is among them."""
+    """One allocation of every rank of the node group, in the group's order, this rank's included."""
 
     index: int
     own: Tensor
     all: tuple[Tensor, ...]
     first: int
-    """The address of this rank's first byte."""
+    """Address of this rank's first byte."""
 
 
 class NodeMemory:
@@ -45,10 +45,10 @@ class NodeMemory:
         self._scratch_N = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, *sizes: tuple[int, torch.dtype], what: str = "fusion buffers") -> list[Tensor]:
-        """Make flat tensors of zeros that views() knows, of (number of elements, dtype) each. Collective.
+        """Make flat tensors of zeros that views() knows, from (number of elements, dtype) each. Collective.
 
-        All of them at once cost what one does: the ranks meet twice.
-        Raises: CommError where a rank of the same node cannot open the memory.
+        All of them cost as much time as one: the ranks meet twice.
+        Raises: CommError if a rank of the same node cannot open the memory.
         """
         if not sizes:
             return []
@@ -69,15 +69,15 @@ class NodeMemory:
         return tensors
 
     def release(self, tensor_N: Tensor) -> None:
-        """Forget what allocate() gave; memory is free once no tensor uses what came at once. On all ranks alike."""
+        """Forget tensors of allocate(); memory is freed once no tensor of that call is in use. On all ranks alike."""
         self._regions = [region for region in self._regions if region is not self._region_of(tensor_N)]
 
     def scratch(
         self, num_elements: int, dtype: torch.dtype, *, finish: Callable[[Tensor], None], what: str = "a tensor"
     ) -> Tensor:
-        """Lend shared memory for a tensor that lies elsewhere; its content is undefined. Collective.
+        """Return shared memory for a tensor that lies elsewhere; its content is undefined. Collective.
 
-        Where that grows, finish is told first, and what was lent before is of no use after it.
+        If the memory must grow, finish is called first, and the memory returned before becomes invalid.
         """
         num_bytes = num_elements * dtype.itemsize
         if num_bytes > self._scratch_N.numel():
@@ -94,10 +94,10 @@ class NodeMemory:
         return self.views(tensor_N) is not None
 
     def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the same place in the memory of every rank of the node group; None for what lies elsewhere."""
+        """Return the same place in the memory of every rank of the node group; None for a tensor of other memory."""
         region = self._region_of(tensor_N)
         if region is None:
-            # a rank alone in its group shares nothing, but a transport of host tensors cannot read a GPU's
+            # a rank alone in its group shares nothing, but a transport of host tensors cannot read GPU memory
             return (tensor_N,) if tensor_N.device.type == "cpu" and not self._needs_sharing else None
         # addresses differ between processes, offsets do not
         start = tensor_N.data_ptr() - region.first
@@ -125,7 +125,7 @@ class NodeMemory:
         try:
             os.ftruncate(number, num_bytes)
             own = _map(number, num_bytes)
-            # the inode tells the memory from what another process has under the same numbers
+            # the inode distinguishes the memory from another process's under the same numbers
             described = f"{os.getpid()} {number} {os.fstat(number).st_ino}"
             everyone = self._control.gather_text(described, what=what)
             shared = tuple(

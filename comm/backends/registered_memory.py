@@ -1,4 +1,4 @@
-"""GPU memory that NCCL sums where it lies: of NCCL's own making (ncclMemAlloc), and registered with a communicator."""
+"""GPU memory that NCCL sums in place: allocated by NCCL (ncclMemAlloc), and registered with a communicator."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from bigbatch.errors import CommError, first_line
 
 SYMMETRIC_SINCE = (2, 27)
-"""NCCL's first version that has symmetric windows; torch would register an older one's memory otherwise, unasked."""
+"""NCCL's first version with symmetric windows; with an older one torch would register the memory in the other way."""
 
 
 class RegisteredMemory:
-    """Makes GPU tensors that a group of NCCL's reads and writes without a copy into buffers of its own.
+    """Makes GPU tensors that an NCCL group reads and writes without a copy into its buffers.
 
-    is_symmetric: as windows that all ranks have at the same place, for NCCL's kernels over NVLink. Each tensor has a
-    pool of its own, so that all that is registered is there, and goes with it.
-    Methods are called by all ranks of the group alike: a window is made by all together.
-    Raises: CommError where torch, NCCL or the GPU cannot do this, found out by a first, small tensor.
+    is_symmetric: as windows at the same place on all ranks, for NCCL's kernels over NVLink. Each tensor has a separate
+    pool, so that its registration begins and ends with it. All ranks of the group must make the same calls: a window is
+    made by all together.
+    Raises: CommError if torch, NCCL or the GPU cannot do this, found out with a first, small tensor.
     """
 
     def __init__(self, group: Any, device: torch.device, *, is_symmetric: bool) -> None:
@@ -31,7 +31,7 @@ class RegisteredMemory:
             self._nccl = group._get_backend(device)
             self._allocator = self._nccl.mem_allocator
             self.release(self.allocate(1, torch.float32))
-        except (RuntimeError, AttributeError, TypeError) as error:  # the latter two of a torch that has other names
+        except (RuntimeError, AttributeError, TypeError) as error:  # the latter two if torch has other names
             raise CommError(
                 f"comm.buffers={'symmetric' if is_symmetric else 'registered'} is not to be had with torch "
                 f"{torch.__version__} and NCCL {'.'.join(map(str, version))} on {device} ({first_line(error)}): set it "
@@ -49,12 +49,12 @@ class RegisteredMemory:
         return tensor_N
 
     def release(self, tensor_N: Tensor) -> None:
-        """Take out what allocate() gave; its memory is free once no tensor uses it. Collective. Waits for the GPU."""
-        torch.cuda.synchronize(self._device)  # NCCL may still be at it
+        """Deregister a tensor of allocate(); its memory is freed once unused. Collective. Waits for the GPU."""
+        torch.cuda.synchronize(self._device)  # NCCL may still use it
         self._nccl.deregister_mem_pool(self._pools.pop(tensor_N.data_ptr()))
 
     def close(self) -> None:
-        """Take out all that is left, before its group ends. Collective; the second time, do nothing."""
+        """Deregister all remaining tensors, before their group ends. Collective; the second time, do nothing."""
         if self._pools:
             torch.cuda.synchronize(self._device)
         while self._pools:

@@ -1,4 +1,4 @@
-"""One process: every sum is there already."""
+"""One process: every tensor is its own sum."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from bigbatch.comm.rendezvous.stall import Pending
 
 
 class SingleBackend:
-    """Serves a world of one, so that nobody needs to ask whether a job is distributed."""
+    """Backend of a world of one, so that no caller must ask whether a job is distributed."""
 
     name = "single"
     rank = 0
@@ -18,7 +18,7 @@ class SingleBackend:
     capabilities = Capabilities(("cpu", "cuda"))
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Return the only family there can be."""
+        """Return the only possible family."""
         return Group(tuple(families[0]))
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
@@ -28,7 +28,7 @@ class SingleBackend:
         """Leave the tensor: it is the sum over one rank."""
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Leave the tensor where it must be already."""
+        """Leave the tensor: it is on its only rank already."""
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
         """Copy the whole, which is the shard."""
@@ -39,11 +39,11 @@ class SingleBackend:
         tensor_N.copy_(shard_M)
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Refuse: there is nobody to send to."""
+        """Raise: there is no other rank to send to."""
         raise ValueError("a world of one has no rank to send to: exchange with itself is a copy")
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Refuse: there is nobody to receive from."""
+        """Raise: there is no other rank to receive from."""
         raise ValueError("a world of one has no rank to receive from: exchange with itself is a copy")
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
@@ -57,7 +57,7 @@ class SingleBackend:
         return Done()
 
     def oldest(self) -> Pending | None:
-        """Return nothing: nothing is ever under way."""
+        """Return None: no operation is ever under way."""
         return None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""TCP between hosts: the transport for host tensors that bigbatch moves itself."""
+"""TCP between hosts: bigbatch's own transport for host tensors."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,10 +14,10 @@ from bigbatch.comm.rendezvous.stall import Pending
 
 
 class TcpBackend:
-    """Sends messages over TCP connections, and makes collectives of them: each rank sums its own part of the tensor.
+    """Sends messages over TCP connections; in its collectives each rank sums one part of the tensor.
 
-    Collective: every rank constructs it. Sums of half precision are made in fp32. Its own all-reduce sends
-    2 * nbytes * (n - 1) / n per rank in two hops, straight between all ranks: meant for short tensors.
+    Collective: every rank constructs it. Sums of half precision are made in fp32. Its own all-reduce sends 2 * nbytes *
+    (n - 1) / n per rank in two hops, straight between all ranks: meant for short tensors.
     """
 
     name = "tcp"
@@ -38,7 +38,7 @@ class TcpBackend:
         self._control.heed_others(self._label, seconds)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Return the group, without anything to set up: the ranks say it all."""
+        """Return the group, which needs no set-up: it is its ranks."""
         return Group(tuple(next(ranks for ranks in families if self.rank in ranks)))
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
@@ -87,7 +87,7 @@ class TcpBackend:
         ]
         # round once at the end, not after each addend
         total_M = sum_M.float() if sum_M.dtype in HALF else sum_M
-        # in the group's order, not that of arrival: addition rounds, and runs must repeat
+        # in the group's order, not of arrival: addition rounds, and runs must repeat
         for received_M, work in zip(received, works, strict=True):
             work.wait()
             total_M.add_(received_M)
@@ -112,7 +112,7 @@ class TcpBackend:
         return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
 
     def received_bytes(self) -> dict[int, int]:
-        """Return what has come from each rank, by the kernel's count. Not while anything is under way."""
+        """Return the bytes received from each rank, as the kernel counts them. Call it while nothing is under way."""
         return self._links.received_bytes()
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
@@ -125,7 +125,7 @@ class TcpBackend:
         return self._queue.submit(labelled, label=label, ranks=ranks)
 
     def oldest(self) -> Pending | None:
-        """Return what the queue is at."""
+        """Return the operation that runs now."""
         return self._queue.oldest()
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class TcpBackend:
         if self._queue.is_closed:
             return
         self._queue.close()
-        # who closes first would look to the others like a lost peer
+        # a rank that closes first would look like a lost peer to the others
         self._control.gather_text("", what="the last barrier")
         self._links.close()
 

@@ -26,17 +26,17 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _defaults_of_ours: set[Any] = set()
-"""The default process group, where it was made here."""
+"""Default process groups that were made here."""
 _on_default: "WeakKeyDictionary[TorchDistributedBackend, Any]" = WeakKeyDictionary()
-"""Open backends whose group of all ranks is a default one, and that group."""
+"""Open backends that use a default process group, and that group."""
 
 
 class TorchDistributedBackend:
-    """Wraps a process group of NCCL or gloo; the default one, unless the script has made that already.
+    """Wraps a process group of NCCL or gloo; the default one, unless the script has made one already.
 
     Collective: every rank constructs it. library is "nccl" or "gloo"; timeout_seconds bounds every wait. Groups of the
     same ranks are made once; close() destroys those that were made here, and no others.
-    Raises: CommError where the library cannot connect the ranks.
+    Raises: CommError if the library cannot connect the ranks.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TorchDistributedBackend:
         self._control = control
         self._made: list[Any] = []
         self._gpus = [device.index] if library == "nccl" else None
-        # NCCL's own watchdog comes after our verdict
+        # NCCL's own watchdog must come after bigbatch's error
         grace = VERDICT_SECONDS if library == "nccl" else 0.0
         self._timeout = timedelta(seconds=control.timeout_seconds + grace)
         prefer_interface(interface, is_one_host=env.is_one_host)
@@ -101,13 +101,13 @@ class TorchDistributedBackend:
         _defaults_of_ours.add(dist.group.WORLD)
 
     def _bounded(self, operation: Callable[[], T]) -> T:
-        """Connect gloo with a limit of ours; NCCL, which is bound to a thread's GPU, has the inspector's."""
+        """Connect gloo within a time limit; NCCL is bound to a thread's GPU, and the inspector limits it."""
         if self.name == "nccl":
             return operation()
         return self._control.bounded(f"connection of {self.world_size} ranks by {self.name}", operation)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Make the families' process groups, but for those that are there; torch wants every rank to make all."""
+        """Make the families' process groups, except existing ones; torch needs every rank to make all of them."""
         missing = [ranks for ranks in map(tuple, families) if ranks not in self._groups]
         if missing and self.name == "nccl" and _bound_gpu() is not None:
             self._groups |= dict.fromkeys(missing, self._split(missing))
@@ -125,7 +125,7 @@ class TorchDistributedBackend:
         return made
 
     def _options(self) -> Any:
-        """Make what NCCL's groups are made with, each by its own; parts of a group have those of the whole."""
+        """Return new options for an NCCL group; the groups of a split have those of the whole."""
         if self.name != "nccl":
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # where messages run
@@ -133,13 +133,13 @@ class TorchDistributedBackend:
         return options
 
     def register(self, device: torch.device, *, is_symmetric: bool) -> RegisteredMemory:
-        """Make what gives out memory that is registered with the group of all ranks. Collective, over NCCL."""
+        """Make an allocator of memory registered with the group of all ranks. Collective, over NCCL."""
         return RegisteredMemory(self.world.handle or dist.group.WORLD, device, is_symmetric=is_symmetric)
 
     def _split(self, families: Sequence[tuple[int, ...]]) -> Any:
         """Make the groups of all families at once, as NCCL splits the whole world each time; return this rank's own."""
         split = dist.split_group(self.world.handle, [list(ranks) for ranks in families], timeout=self._timeout)
-        # a rank without a part gets None of older torches, and to destroy None is to destroy the default group
+        # a rank without a part gets None from older torch, and destroying None destroys the default group
         if split is not None:
             self._made.append(split)
         return split
@@ -169,8 +169,8 @@ class TorchDistributedBackend:
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
         """Send by isend.
 
-        NCCL makes one message after another: ranks that all send before they receive wait for each other for ever,
-        and exchange instead.
+        NCCL runs one message after another: ranks that all send before they receive would wait for each other for ever,
+        so they use start_exchange.
         """
         return self._batch(dist.P2POp(dist.isend, tensor_N, to, self.world.handle))
 
@@ -199,7 +199,7 @@ class TorchDistributedBackend:
             raise self._control.explain(label, awake_seconds() - start, error) from error
 
     def oldest(self) -> Pending | None:
-        """Return what the queue is at."""
+        """Return the operation that runs now."""
         return self._queue.oldest()
 
     def close(self) -> None:
@@ -214,11 +214,11 @@ class TorchDistributedBackend:
         self._destroy()
 
     def _barrier(self) -> None:
-        # in a group that is bound to no GPU NCCL's would be on the current one, whichever the script has left there
+        # in a group bound to no GPU, NCCL's barrier would be on the current one, which the script may have changed
         dist.barrier(group=self.world.handle, device_ids=self._gpus)
 
     def abandon(self) -> None:
-        """Stop the thread and give up the process group, so that another connection can make one."""
+        """Stop the thread and abandon the process group, so that another connection can make one."""
         self._queue.close()
         self._destroy()
 

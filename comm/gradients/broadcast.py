@@ -1,4 +1,4 @@
-"""For scripts written for Horovod: what one rank has, to all ranks; and the average of one tensor."""
+"""For scripts written for Horovod: broadcasts from one rank to all, and the average of one tensor."""
 
 import io
 import pickle
@@ -17,7 +17,7 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors, such as model.state_dict() or model.named_parameters(), with those of root_rank. Collective.
 
-    Raises: CommError naming the rank whose tensors have other names, shapes or dtypes.
+    Raises: CommError naming the rank with other names, shapes or dtypes.
     """
     named = dict(tensors)
     described = [f"{name}: {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named.items()]
@@ -29,9 +29,9 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, communicator: Communicator, *, root_rank: int = 0
 ) -> None:
-    """Give all ranks root_rank's optimizer state and settings, also where the others have none yet. Collective.
+    """Copy root_rank's optimizer state and settings to all ranks, also to ranks that have none yet. Collective.
 
-    Raises: ValueError from load_state_dict where the optimizers have different parameter groups.
+    Raises: ValueError from load_state_dict if the optimizers have different parameter groups.
     """
     payload = _broadcast_bytes(_saved(optimizer.state_dict(), communicator, root_rank), communicator, root_rank)
     if communicator.rank != root_rank:
@@ -50,8 +50,8 @@ def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int =
 def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "allreduce") -> Tensor:
     """Return a new tensor: the average or sum of tensor over all ranks, unrounded by a narrower wire. Collective.
 
-    For a loss or a count; gradients go through DistributedOptimizer or GradientReducer. Integers, and what the
-    backend cannot sum, travel as float64, exact up to 2**53.
+    For a loss or a count; gradients need DistributedOptimizer or GradientReducer. Integers, and dtypes that the backend
+    cannot sum, travel as float64, exact up to 2**53.
     Raises: ValueError for an unknown op, or the average of integers.
     """
     if op not in ("average", "sum"):
@@ -86,7 +86,7 @@ def _load(payload: bytes, *, map_location: str | None = None) -> Any:
 
 
 def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int) -> bytes:
-    """Return root_rank's payload; the others' does not matter."""
+    """Return root_rank's payload; those of the others are ignored."""
     label = f"broadcast of an object from rank {root_rank}"
     size_1 = torch.tensor([len(payload)])
     _broadcast_([size_1], communicator, root_rank, label=label)
@@ -98,7 +98,7 @@ def _broadcast_bytes(payload: bytes, communicator: Communicator, root_rank: int)
 
 
 def _broadcast_(tensors: Sequence[Tensor], communicator: Communicator, root_rank: int, *, label: str) -> None:
-    """Send them by their bytes, so that every dtype travels over every backend, on the device where it reads tensors.
+    """Send tensors as bytes, so that every dtype travels over every backend, on the device where it reads tensors.
 
     Copies to that device and back are made on the calling thread, in the order of its stream.
     """

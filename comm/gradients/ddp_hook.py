@@ -1,4 +1,4 @@
-"""For scripts that keep DistributedDataParallel: its buckets, summed by our algorithms."""
+"""For scripts that keep DistributedDataParallel: its buckets, summed by bigbatch's algorithms."""
 
 from collections.abc import Callable
 from threading import Thread
@@ -31,14 +31,14 @@ def ddp_comm_hook(communicator: Communicator) -> Hook:
         bucket_N = bucket.buffer()
         label = f"all-reduce of DDP bucket {bucket.index()} ({bucket_N.nbytes} bytes)"
         work = communicator.start(bucket_N, label=label)
-        # after the sum, as for every other caller of the communicator: its predivide factor is the one before
+        # after the sum, like all callers of the communicator: its predivide factor applies before
         return _future(work, bucket_N).then(lambda summed: summed.value().div_(communicator.world_size))
 
     return hook
 
 
 def _future(work: InFlight, bucket_N: Tensor) -> FutureTensor:
-    """Make the operation a future of its tensor; done is known by waiting, which only a thread or stream can do."""
+    """Make the operation a future of its tensor; only a thread or stream that waits knows when it is done."""
     if bucket_N.is_cuda:
         future = FutureTensor(devices=[bucket_N.device])
         with torch.cuda.stream(torch.cuda.Stream(bucket_N.device)):  # backward's own must not wait yet

@@ -1,4 +1,4 @@
-"""For scripts written for Horovod: its optimizer wrapper, over a communicator of ours."""
+"""For scripts written for Horovod: its optimizer wrapper, over a bigbatch communicator."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -57,7 +57,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._passes: Counter[str] = Counter()
         self._is_synchronized = False
         self._should_synchronize = True
-        self._hooks = [  # before the reducer's own, which go by is_active
+        self._hooks = [  # before the reducer's own hooks, which read is_active
             parameter.register_post_accumulate_grad_hook(partial(self._count_pass, name))
             for name, parameter in named
             if parameter.requires_grad
@@ -70,14 +70,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.is_active = backward_passes_per_step == 1
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only the wrapped optimizer has: param_groups, state, defaults, its hooks."""
+        """Return an attribute of the wrapped optimizer: param_groups, state, defaults, its hooks."""
         return getattr(object.__getattribute__(self, "_optimizer"), name)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Say no: GradScaler unscales by itself, and here reads this before it does.
+        """Return False: GradScaler unscales by itself, and reads this attribute before it does.
 
-        Raises: RuntimeError where it would unscale gradients that are still on their way.
+        Raises: RuntimeError if it would unscale gradients that are still under way.
         """
         if not self._is_synchronized:
             raise RuntimeError(
@@ -116,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step(), within it, take the gradients as synchronize() and the caller have left them."""
+        """Let step(), within this block, use the gradients as synchronize() and the caller have left them."""
         self._should_synchronize = False
         try:
             yield
@@ -124,7 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Synchronize where that has not been done, and update. A closure's gradients are averaged, its loss is not.
+        """Synchronize if that has not been done, and update. A closure's gradients are averaged, its loss is not.
 
         Raises: RuntimeError inside skip_synchronize() without synchronize().
         """
@@ -146,9 +146,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to zero; they stay in their buffers, whatever set_to_none says.
+        """Set all gradients to zero; they stay in their buffers, whatever set_to_none is.
 
-        Raises: RuntimeError between backward and step() or synchronize(), while gradients are on their way.
+        Raises: RuntimeError between backward and step() or synchronize(), while gradients are under way.
         """
         if self._passes:
             raise RuntimeError(
@@ -159,19 +159,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse. Raises: RuntimeError: the buffers are made."""
+        """Raise RuntimeError: the buffers are made."""
         raise RuntimeError("add parameter groups to the optimizer before it is wrapped by DistributedOptimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's, so that runs with and without a wrapper read each other's checkpoints."""
+        """Return the wrapped optimizer's state: runs with and without a wrapper read each other's checkpoints."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer."""
+        """Load a state into the wrapped optimizer."""
         self._optimizer.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Take the hooks off the parameters, so that another optimizer can be distributed over them."""
+        """Remove the hooks from the parameters, so that another optimizer can be distributed over them."""
         self._remove_hooks()
         self._reducer.close()
 
@@ -190,7 +190,7 @@ def _require_distributable(optimizer: torch.optim.Optimizer) -> None:
 def _of_optimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """List those of named_parameters that the optimizer updates: the others keep the gradients of their rank."""
+    """List the parameters of named_parameters that the optimizer updates: the others keep their rank's gradients."""
     own = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     named = [(name, parameter) for name, parameter in named_parameters if id(parameter) in own]
     left_out = own.keys() - {id(parameter) for _, parameter in named}

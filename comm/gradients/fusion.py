@@ -1,17 +1,17 @@
-"""Tensor fusion: which gradients travel together. The plan is pure; the buffers hold the gradients themselves."""
+"""Tensor fusion: plan which gradients travel together. The plan is pure; the buffers hold the gradients themselves."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the least multiple that is not below count."""
+    """Return the least multiple that is at least count."""
     return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describes one gradient: its parameter's name, number of elements, bytes per element on the wire, dtype name."""
+    """One gradient: its parameter's name, number of elements, bytes per element on the wire, dtype name."""
 
     name: str
     num_elements: int
@@ -26,11 +26,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Lists the gradients of one fusion buffer, in the order in which backward finishes them."""
+    """The gradients of one fusion buffer, in the order in which backward finishes them."""
 
     tensors: tuple[TensorSpec, ...]
     align: int = 1
-    """Each tensor begins at a multiple of so many elements."""
+    """Each tensor begins at a multiple of this many elements."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +57,7 @@ class BufferPlan:
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """Lists all buffers, in the order in which they are sent."""
+    """All buffers, in the order in which they are sent."""
 
     buffers: tuple[BufferPlan, ...]
 
@@ -114,7 +114,7 @@ def plan_fusion(
 
 @dataclass
 class _Filling:
-    """Holds a buffer in the making; position is that of its last gradient."""
+    """A buffer that is not complete yet; position is that of its last gradient."""
 
     position: int
     members: list[TensorSpec]
@@ -128,7 +128,7 @@ class _Filling:
 
 @dataclass(frozen=True)
 class PlanSizes:
-    """Holds the three sizes that make a fusion plan, in bytes."""
+    """The three sizes that determine a fusion plan, in bytes."""
 
     threshold_bytes: int
     buffer_bytes: int

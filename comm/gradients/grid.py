@@ -1,4 +1,4 @@
-"""Sums without an order: numbers as whole multiples of a power of two, which add up exactly."""
+"""Sums that do not depend on order: numbers as whole multiples of a power of two, which add up exactly."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 SUM_BITS = 62
 """Bits of int64 without the sign and one bit for rounding a limit to fp32."""
 CPU_PORTION = 2**18
-"""Elements, 1 MB of fp32: without, each pass of a sum on the grid would go through memory, at ten times the cost."""
+"""Elements, 1 MB of fp32: otherwise each pass of a sum on the grid would go through memory, at ten times the cost."""
 FRACTION_BITS = 50
 """Fraction bits for gradients: the smallest step is 2**-50, 9e-16, and the largest sum 2**12 = 4,096."""
 
@@ -48,24 +48,24 @@ class Grid:
     ) -> None:
         """Add numbers to their sums, in place. sums_N: int64. No host sync.
 
-        counts_2 (int64), where given, grows by how many numbers became 0, and by how many were not 0 before.
+        counts_2 (int64), if given, counts the numbers that became 0, and those that were not 0 before.
         """
         if beyond_1 is None:
             sums_N, beyond_1 = sums_N[:-1], sums_N[-1:]
         for some_sums_N, some_N in _portions(sums_N, numbers_N):
             # a power of two changes the exponent alone, and whole numbers of fp32 are those of int64
             steps_N = some_N.float().mul(2.0**self.fraction_bits).round_()
-            if counts_2 is not None:  # before what is beyond the grid is set to 0, too
+            if counts_2 is not None:  # before numbers beyond the grid are set to 0, too
                 num_before, num_after = torch.count_nonzero(some_N), torch.count_nonzero(steps_N)
                 counts_2 += torch.stack((num_before - num_after, num_before))
             if steps_N.device.type != "cpu" or not self._holds(steps_N):
-                is_beyond_N = ~(steps_N.abs() <= self.limit)  # which NaN is, too
+                is_beyond_N = ~(steps_N.abs() <= self.limit)  # NaN is, too
                 steps_N.masked_fill_(is_beyond_N, 0.0)
                 beyond_1.add_(is_beyond_N.sum())
             some_sums_N.add_(steps_N.to(torch.int64))
 
     def _holds(self, steps_N: Tensor) -> bool:
-        least, largest = torch.aminmax(steps_N)  # NaN, where there is one
+        least, largest = torch.aminmax(steps_N)  # NaN, if there is one
         return bool((-self.limit <= least) & (largest <= self.limit))
 
     def read_(self, numbers_N: Tensor, sums_N: Tensor, *, beyond_1: Tensor | None = None) -> None:
@@ -81,7 +81,7 @@ class Grid:
 
 
 def _portions(sums_N: Tensor, numbers_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield both in pieces that a CPU's cache holds; at once on a GPU, or where there are none."""
+    """Yield both in pieces that fit a CPU's cache; as one piece on a GPU, or without elements."""
     size = CPU_PORTION if numbers_N.device.type == "cpu" else max(1, numbers_N.numel())
     if numbers_N.numel():
         yield from zip(sums_N.split(size), numbers_N.split(size), strict=True)

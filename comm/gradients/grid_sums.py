@@ -1,4 +1,4 @@
-"""The sums on a grid of a reducer's fusion buffers: of the microbatches first, then of the ranks."""
+"""Sums of a reducer's fusion buffers on a grid: first over the microbatches, then over the ranks."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ from bigbatch.comm.gradients.scatter_gather import ScatterGather, own_part
 
 
 class GridSums:
-    """Holds an int64 sum for each fusion buffer, and counts what its grid could not take.
+    """An int64 sum for each fusion buffer, and the count of numbers beyond its grid.
 
-    What is beyond the grid is counted behind each sum, and travels with it. With scatter a rank gets its own part of
-    each sum alone, so the counts travel apart, once a step.
+    The count follows each sum, and travels with it. With scatter a rank gets only its own part of each sum, so the
+    counts travel separately, once a step.
     """
 
     def __init__(self, grid: Grid, communicator: Communicator, *, scatter: bool) -> None:
         self._grid, self._communicator, self._scatter = grid, communicator, scatter
-        # a GPU reads at wait(), in its own order of work; a share, when the counts are there
+        # a GPU reads at wait(), in its own order of work; a share, once the counts have arrived
         self._reads_on_arrival = communicator.device.type == "cpu" and not scatter
         self._sums: list[Tensor] = []
         self._beyond: list[Tensor] = []
@@ -28,14 +28,14 @@ class GridSums:
         self._counts_B = self._new_counts(0)
         self._num_beyond_1 = self._new_counts(1)
         self.counts_underflow = False
-        """Whether it is counted what the grid takes for 0, which costs two passes more over each gradient."""
+        """Whether numbers that the grid rounds to 0 are counted, which costs two more passes over each gradient."""
         self._underflow_2 = self._new_counts(2)
 
     def _new_counts(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int64, device=self._communicator.device)
 
     def lay_out(self, sizes: Sequence[int]) -> None:
-        """Make sums for buffers of so many elements, in place of those that there are. Collective."""
+        """Make sums for buffers of these sizes, in place of the existing ones. Collective."""
         self.release()
         if self._scatter:
             self._sums = self._communicator.allocate_all([(size, torch.int64) for size in sizes])
@@ -46,7 +46,7 @@ class GridSums:
             self._beyond = [sums_N[-1:] for sums_N in self._sums]
 
     def release(self) -> None:
-        """Give the sums back. Collective."""
+        """Free the sums. Collective."""
         for sums_N in (*self._sums, *([self._counts_B] if self._sums and self._scatter else [])):
             self._communicator.release(sums_N)
         self._sums = []
@@ -58,7 +58,7 @@ class GridSums:
         self._grid.add_(self._numbers(index), buffer_N, beyond_1=self._beyond[index], counts_2=counts_2)
 
     def start(self, index: int, buffer_N: Tensor, *, label: str) -> InFlight:
-        """Start to sum over ranks; on a CPU a sum is read into its buffer as it comes, beside backward. Collective."""
+        """Start to sum over ranks; on a CPU a sum is read into its buffer on arrival, beside backward. Collective."""
         communicator, sums_N = self._communicator, self._sums[index]
         if self._scatter:
             return ScatterGather(communicator).start_reduce_scatter(sums_N, label=label)
@@ -85,13 +85,13 @@ class GridSums:
         return self._sums[index] if self._scatter else self._sums[index][:-1]
 
     def start_counts(self) -> InFlight | None:
-        """Start to sum over ranks what does not travel with the sums, if anything. Collective."""
+        """Start to sum over ranks the counts that do not travel with the sums, if any. Collective."""
         if not self._scatter:
             return None
         return self._communicator.start(self._counts_B, label="all-reduce of counts of what is beyond the grid")
 
     def read_(self, buffers: Sequence[Tensor]) -> None:
-        """Write what is not read yet into the buffers, with scatter the own parts alone, and begin new sums."""
+        """Write the remaining sums into the buffers, with scatter only this rank's parts, and begin new sums."""
         if self._reads_on_arrival:
             return
         rank, world_size = self._communicator.rank, self._communicator.world_size
@@ -109,13 +109,13 @@ class GridSums:
         self._counts_B.zero_()
 
     def take_beyond(self) -> int:
-        """Count what was beyond the grid since the last call, on all ranks together. Waits for the device."""
+        """Return the count of numbers beyond the grid since the last call, over all ranks. Waits for the device."""
         count = int(self._num_beyond_1)
         self._num_beyond_1.zero_()
         return count
 
     def take_underflow(self) -> tuple[int, int]:
-        """Count what the grid took for 0 since the last call, and what was not 0: of this rank. Waits."""
+        """Count this rank's numbers that the grid rounded to 0 since the last call, and all that were not 0. Waits."""
         num_lost, num_nonzero = self._underflow_2.tolist()
         self._underflow_2.zero_()
         return num_lost, num_nonzero

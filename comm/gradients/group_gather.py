@@ -1,4 +1,4 @@
-"""Short tensors of neighbouring ranks, put together in the midst of forward and backward."""
+"""Gather short tensors of neighbouring ranks during forward and backward."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import ExposedTime
 
 GroupGather = Callable[[Tensor], Tensor]
-"""A flat tensor (N) of this rank -> those of its group (ranks of the group, N), in rank order. Collective."""
+"""Takes a flat tensor (N) of this rank; returns its group's (ranks of the group, N), in rank order. Collective."""
 
 
 def make_group_gather(communicator: Communicator, *, group_size: int, exposed: ExposedTime, what: str) -> GroupGather:
-    """Make what gathers over groups of group_size neighbouring ranks. Collective, over all ranks.
+    """Make a function that gathers over groups of group_size neighbouring ranks. Collective, over all ranks.
 
     Each gather is submitted like a sum of gradients and waits its turn among them, so all ranks keep one order; the
     wait counts as exposed. All groups gather at the same places of forward and backward. what names it in messages.
-    Raises: ValueError where the groups do not divide the ranks.
+    Raises: ValueError if the groups do not divide the ranks.
     """
     world_size = communicator.world_size
     if world_size % group_size:
@@ -43,7 +43,7 @@ def _operation(
     communicator: Communicator, group: Group, *, own_N: Tensor, all_RN: Tensor, label: str
 ) -> Callable[[], None]:
     backend, staging, timeline = communicator.backend, communicator.staging, communicator.timeline
-    on_host = staging is not None or backend.name == "mpi"  # of both the thread knows the time
+    on_host = staging is not None or backend.name == "mpi"  # the thread knows the time of both
     if staging is None:
 
         def run() -> None:

@@ -100,7 +100,7 @@ class GradientReducer:
         )
         self._unused = unused
         sizes = f"fusion {threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}\n{grid}"
-        # before any buffer: ranks that differ would wait for each other, or sum what does not belong together
+        # before any buffer: ranks that differ would wait for each other, or sum the wrong buffers
         communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\n{sizes}\nweights {weights}")
         begin_alike_(self._parameters, communicator, weights=weights)
         self.is_active = True
@@ -116,7 +116,7 @@ class GradientReducer:
         """The gradients in the order in which they become ready: for the next reducer of the same run."""
         self.buffers: list[Tensor] = []
         self._homes: dict[str, Tensor] = {}
-        """Views of the buffers, apart from the gradients, whose memory others may change, as model.to() does."""
+        """Views of the buffers, separate from the gradients: others may change their memory, as model.to() does."""
         self._buffer_of: dict[str, int] = {}
         self._lay_out(self._make_plan(self.order))
         self._start_over()
@@ -128,12 +128,12 @@ class GradientReducer:
 
     def _make_plan(self, order: Sequence[str]) -> FusionPlan:
         tensors = [tensor_spec(name, self._parameters[name]) for name in order]
-        if self.grid:  # sizes are of what travels
+        if self.grid:  # sizes are those that travel
             tensors = [replace(tensor, element_bytes=torch.int64.itemsize) for tensor in tensors]
         return self._plan_fusion(tensors)
 
     def _lay_out(self, plan: FusionPlan) -> None:
-        """Give each gradient its place in the buffers of a plan, and its value with it."""
+        """Place each gradient, with its value, in the buffers of a plan."""
         former = self.buffers
         self.plan = plan
         sizes = [self._size_of(buffer) for buffer in plan.buffers]
@@ -164,7 +164,7 @@ class GradientReducer:
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         index = self._buffer_of[name]
-        # its buffer has been started: adding now would change what is on its way
+        # its buffer has been started: adding now would change a sum under way
         if index < self._num_started:
             raise RuntimeError(
                 f"backward reached {name} while its gradient is being summed over ranks: call wait() after the last "
@@ -211,20 +211,20 @@ class GradientReducer:
         self._num_started += 1
 
     def fold(self) -> None:
-        """Take a microbatch's gradients into the sums on the grid, and set them to zero; without a grid, do nothing."""
+        """Add a microbatch's gradients to the sums on the grid, and set them to zero; without a grid, do nothing."""
         if self._grid_sums:
             for index, buffer_N in enumerate(self.buffers):
                 self._grid_sums.add_(index, buffer_N)
                 buffer_N.zero_()
 
     def count_underflow(self, is_wanted: bool) -> None:
-        """Have what the grid takes for 0 counted from now on, or not; without a grid, do nothing."""
+        """Count the numbers that the grid rounds to 0 from now on, or stop it; without a grid, do nothing."""
         if self._grid_sums:
             self._grid_sums.counts_underflow = is_wanted
 
     @property
     def grid_sums(self) -> GridSums:
-        """Return what counts what the grid could not take; such a buffer was infinite then, as after an overflow."""
+        """Return the sums on the grid, with their counts; a buffer beyond the grid was infinite, like an overflow."""
         assert self._grid_sums, "only of a reducer with a grid"
         return self._grid_sums
 
@@ -257,7 +257,7 @@ class GradientReducer:
             self._learned = None
 
     def _require_unchanged(self, unreached: set[str]) -> None:
-        """Refuse sums that are not what the optimizer would read; after they are made, so that no other rank waits."""
+        """Refuse sums that differ from what the optimizer would read; after the sums, so that no other rank waits."""
         self._trained.require_unchanged()
         self._trained.require_in_model(unreached)
         lost = next((name for name in self._parameters if not self._is_home(name)), None)
@@ -276,9 +276,9 @@ class GradientReducer:
             )
 
     def _apply_order(self, learned: Sequence[str]) -> None:
-        """Lay the buffers out anew in the order in which rank 0's gradients became ready. Collective."""
+        """Lay the buffers out again in the order in which rank 0's gradients became ready. Collective."""
         unseen = [name for name in reversed(self._parameters) if name not in set(learned)]
-        # dict.fromkeys: a parameter may get its gradient in several passes, and counts by its first
+        # dict.fromkeys: a parameter may get its gradient in several passes; the first one counts
         self.order = self._communicator.gather_text("\n".join((*dict.fromkeys(learned), *unseen)))[0].split("\n")
         plan = self._make_plan(self.order)
         if plan != self.plan:
@@ -298,7 +298,7 @@ class GradientReducer:
             self._grid_sums.zero_()
 
     def close(self) -> None:
-        """Take the hooks off the parameters; their gradients stay where they are, but for weights frozen by now."""
+        """Remove the hooks from the parameters; gradients stay in place, except those of weights frozen since."""
         for hook in self._hooks:
             hook.remove()
         self._trained.close()
@@ -309,7 +309,7 @@ class GradientReducer:
 
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
-    """Describe a gradient as fusion needs to know it."""
+    """Return the facts of a gradient that fusion needs."""
     return TensorSpec(name, parameter.numel(), parameter.element_size(), dtype_name(parameter.dtype))
 
 
@@ -335,7 +335,7 @@ def gradient_views(
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return its own; without the gaps between its elements where it has some, for which a buffer has no room."""
+    """Return the tensor's strides, without gaps between its elements: a buffer has no room for these."""
     return torch.empty_like(tensor, device="meta").stride()
 
 

@@ -1,4 +1,4 @@
-"""Ranks start from the same weights: compared by digests, the odd ranks and the first tensor named."""
+"""Check that ranks start from the same weights: compares digests, names the odd ranks and the first tensor."""
 
 import hashlib
 from collections import Counter
@@ -17,7 +17,7 @@ STARTS = get_args(Start)
 
 
 def begin_alike_(tensors: Mapping[str, Tensor], communicator: Communicator, *, weights: Start) -> None:
-    """Make sure that all ranks hold the same bits, or give them rank 0's, in place; unchecked does neither. Collective.
+    """Check that all ranks hold the same bits, or copy rank 0's, in place; unchecked does neither. Collective.
 
     Reads each tensor once, and exchanges one digest of all of them.
     Raises: ValueError for an unknown choice; CommError naming the ranks that differ, and the first tensor.

@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce on their own: for those who work on a part of the sum before they spread it."""
+"""The two halves of an all-reduce: for callers that work on a part of the sum before they spread it."""
 
 from functools import partial
 
@@ -10,12 +10,12 @@ from bigbatch.comm.communicator import Communicator
 
 
 class ScatterGather:
-    """Does reduce-scatter and all-gather of flat buffers, in place, over the ranks of a communicator.
+    """Reduce-scatter and all-gather of flat buffers, in place, over the ranks of a communicator.
 
-    Each rank has the rank-th of equal parts of a buffer. They go by the backend's own collectives, in the tensors' own
-    precision, whatever algorithm and wire_dtype the communicator has; sums of half precision are made in fp32 where
-    its wire says so. Buffers from communicator.allocate() travel without copies, but for a rank's own part where the
-    transport wants that apart (Capabilities.in_place).
+    Each rank has the rank-th of equal parts of a buffer. Both use the backend's own collectives, in the tensors' own
+    precision, whatever algorithm and wire_dtype the communicator has; sums of half precision are made in fp32 if its
+    wire says so. Buffers from communicator.allocate() travel without copies, except a rank's own part if the transport
+    needs a separate one (Capabilities.in_place).
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -26,36 +26,36 @@ class ScatterGather:
         self._all_gather_ = partial(all_gather_, backend=communicator.backend, staging=Staging())
 
     def own_part(self, buffer_N: Tensor) -> Tensor:
-        """Return this rank's part of a buffer, as a view. Raises: ValueError where it has no equal parts."""
+        """Return this rank's part of a buffer, as a view. Raises: ValueError if it has no equal parts."""
         return own_part(buffer_N, rank=self._communicator.rank, world_size=self._communicator.world_size)
 
     def start_reduce_scatter(self, buffer_N: Tensor, *, label: str) -> InFlight:
-        """Start leaving each rank its own part of the sum; the other parts are undefined after. Collective."""
+        """Start to sum, leaving each rank its part of the sum; the other parts are undefined afterwards. Collective."""
         return self._communicator.start_by(
             self._reduce_scatter_, buffer_N, label=label, algorithm="reduce-scatter", wire=Wire()
         )
 
     def start_all_gather(self, buffer_N: Tensor, *, label: str) -> InFlight:
-        """Start spreading each rank's own part to all. Collective."""
+        """Start to copy each rank's part to all. Collective."""
         return self._communicator.start_by(
             self._all_gather_, buffer_N, label=label, algorithm="all-gather", wire=Wire()
         )
 
     def all_gather_(self, buffer_N: Tensor, *, label: str) -> Tensor:
-        """Spread each rank's own part to all, and wait for it. Collective."""
+        """Copy each rank's part to all, and wait for it. Collective."""
         self.start_all_gather(buffer_N, label=label).wait()
         return buffer_N
 
 
 def own_part(buffer_N: Tensor, *, rank: int, world_size: int) -> Tensor:
-    """Return the rank-th of equal parts, (N / world_size), as a view. Raises: ValueError where the buffer has none."""
+    """Return the rank-th of equal parts, (N / world_size), as a view. Raises: ValueError if the buffer has none."""
     if buffer_N.numel() % world_size:
         raise ValueError(f"{buffer_N.numel()} elements have no {world_size} equal parts: fill them up to a multiple")
     return buffer_N.view(world_size, -1)[rank]
 
 
 def reduce_scatter_(buffer_N: Tensor, *, backend: Backend, staging: Staging, wire: Wire) -> None:
-    """Leave this rank's part of the sum over all ranks in its place; the other parts are undefined after.
+    """Leave this rank's part of the sum over all ranks in its place; the other parts are undefined afterwards.
 
     Collective. By the transport's own reduce-scatter: each rank sends nbytes * (n - 1) / n.
     """
@@ -69,7 +69,7 @@ def reduce_scatter_(buffer_N: Tensor, *, backend: Backend, staging: Staging, wir
 
 
 def all_gather_(buffer_N: Tensor, *, backend: Backend, staging: Staging) -> None:
-    """Spread each rank's part to all ranks, in place. Collective. Each rank sends nbytes * (n - 1) / n, or less."""
+    """Copy each rank's part to all ranks, in place. Collective. Each rank sends nbytes * (n - 1) / n, or less."""
     part_M = own_part(buffer_N, rank=backend.rank, world_size=backend.world_size)
     if backend.capabilities.in_place:
         backend.all_gather(buffer_N, part_M, backend.world)

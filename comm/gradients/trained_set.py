@@ -1,4 +1,4 @@
-"""The parameters that a reducer sums: a change of what is trained is refused by name, or replicas would diverge."""
+"""The parameters that a reducer sums: refuses, by name, changes after which replicas would diverge."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
@@ -15,18 +15,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from bigbatch.errors import CommError
 
 FIELDS = ("requires_grad", "dtype", "shape", "device")
-"""What must stay as it was when the reducer was made, in the order of _kind()."""
+"""Attributes that must not change after the reducer was made, in the order of _kind()."""
 REMEDY = (
     "after a change of what is trained, close() the GradientReducer or DistributedOptimizer and make a new one, on all "
     "ranks alike"
 )
 
 _watched: list["ref[TrainedSet]"] = []
-"""All sets that are watched: one optimizer may update the parameters of several."""
+"""All watched sets: one optimizer may update the parameters of several."""
 
 
 class TrainedSet:
-    """Holds the parameters that a reducer sums, by name, and the frozen ones that it was given with them.
+    """The parameters that a reducer sums, by name, and the frozen ones that it was given with them.
 
     Raises: ValueError for two parameters of one name, one on another device than the ranks', one that is watched
     already, or none to sum.
@@ -46,7 +46,7 @@ class TrainedSet:
         _drop_gradients_of_frozen(given.values())
 
     def watch(self) -> None:
-        """Take note of modules that are replaced, and refuse optimizers that go beyond the sets, until close()."""
+        """Note modules that are replaced, and refuse optimizers that update other parameters, until close()."""
         _watch_torch()
         _watched.append(ref(self, _watched.remove))
 
@@ -74,7 +74,7 @@ class TrainedSet:
         return f"parameter {name} has {what} when its GradientReducer was made{_more(changed)}"
 
     def require_in_model(self, unreached: Iterable[str]) -> None:
-        """Raise CommError for a parameter that was replaced in a module and, as unreached says, not used since."""
+        """Raise CommError for a parameter that was replaced in a module and, by `unreached`, not used since."""
         gone = sorted(self._replaced.intersection(unreached))
         if gone:
             raise CommError(
@@ -82,7 +82,7 @@ class TrainedSet:
             )
 
     def close(self) -> None:
-        """Watch no longer, and drop the gradients of weights that are frozen by now."""
+        """Stop watching, and drop the gradients of weights frozen since."""
         _watched[:] = [each for each in _watched if each() is not self]
         _drop_gradients_of_frozen(self.parameters.values())
 
@@ -109,7 +109,7 @@ def _require_unwatched(names: Mapping[int, str]) -> None:
 
 
 def _note_replaced(module: nn.Module, name: str, new: nn.Module | nn.Parameter | None) -> None:
-    """Note parameters that a module holds no more, until they are put back; they may be used elsewhere."""
+    """Note parameters that a module no longer holds, until they are put back; they may be used elsewhere."""
     sets = _sets()
     if sets:
         lost, held = _held_by(module._modules.get(name, module._parameters.get(name))), _held_by(new)
@@ -123,10 +123,10 @@ def _held_by(thing: nn.Module | nn.Parameter | None) -> set[int]:
 
 
 def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
-    """Refuse to update parameters that no reducer sums beside others that one does: on each rank they would differ.
+    """Refuse to update parameters that no reducer sums beside summed ones: they would differ between ranks.
 
-    Where half-precision parameters are summed that the optimizer does not update, it has masters, which are not told
-    from others. No host sync; a compiled step is not looked at.
+    If half-precision parameters are summed that the optimizer does not update, it has masters, which cannot be
+    distinguished from others. No host sync; a compiled step is not checked.
     """
     if torch.compiler.is_compiling():
         return
@@ -137,14 +137,14 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
         return
     shape = next(tuple(p.shape) for key, p in updated.items() if key in alone)
     raise CommError(
-        f"{type(optimizer).__name__} updates a parameter of shape {shape} whose gradient no GradientReducer sums"
+        f"{type(optimizer).__name__} updates a parameter of shape {shape} that no GradientReducer sums"
         f"{_more([*alone])}, beside others that are summed: {REMEDY}; what each rank trains for itself takes an "
         "optimizer of its own"
     )
 
 
 def _drop_gradients_of_frozen(parameters: Iterable[nn.Parameter]) -> None:
-    """Optimizers skip parameters without a gradient; with one of zeros they go on by momentum and decay."""
+    """Set to None, as optimizers skip such parameters; with zeros, momentum and decay would go on."""
     for parameter in parameters:
         if not parameter.requires_grad:
             parameter.grad = None

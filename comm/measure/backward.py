@@ -1,4 +1,4 @@
-"""When, during backward, each gradient is ready to be sent."""
+"""Measure when, during backward, each gradient is ready to be sent."""
 
 import statistics
 import time
@@ -27,9 +27,9 @@ def measure_backward(
 ) -> Backward:
     """Run backward some times without communication; medians over the runs, then the slowest rank's. Collective.
 
-    forward computes a loss anew; its gradients are added to those that are there, as in training. A parameter that
-    took no part counts as ready when backward ends. seconds bounds how long this takes, but two runs (and one to
-    warm up) are made anyway.
+    forward computes a new loss; its gradients are added to the existing ones, as in training. A parameter without a
+    gradient counts as ready when backward ends. seconds bounds the time, but two runs (and one to warm up) are always
+    made.
     """
     for parameter in named_parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -58,7 +58,7 @@ def _mark(clock: "_Clock", name: str, parameter: nn.Parameter) -> None:
 
 
 class _Clock:
-    """Counts seconds since a backward's start: of the host, or of the GPU's stream, which runs behind it."""
+    """Counts seconds since a backward's start: on the host, or on the GPU's stream, which runs behind it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,7 +66,7 @@ class _Clock:
         self._marks: dict[str, float | torch.cuda.Event] = {}
 
     def run(self, forward: Callable[[], Tensor]) -> tuple[dict[str, float], float]:
-        """Run forward and backward; return the seconds of each mark, and those of backward's end."""
+        """Run forward and backward; return the seconds of each mark, and of backward's end."""
         loss = forward()
         self._marks = {}
         if self._is_gpu:
@@ -79,7 +79,7 @@ class _Clock:
         return {name: _between(start, mark) for name, mark in self._marks.items()}, _between(start, end)
 
     def mark(self, name: str) -> None:
-        """Note the time now; the last one counts."""
+        """Note the present time; the last one counts."""
         self._marks[name] = self._now()
 
     def _now(self) -> "float | torch.cuda.Event":
@@ -97,6 +97,6 @@ def _between(start: "float | torch.cuda.Event", end: "float | torch.cuda.Event")
 
 
 def in_ready_order(named_parameters: Mapping[str, nn.Parameter], backward: Backward) -> list[TensorSpec]:
-    """Order the gradients as they become ready; of those ready at once, the later parameter first."""
+    """Order the gradients as they become ready; among those ready at once, the later parameter first."""
     specs = [tensor_spec(name, parameter) for name, parameter in reversed(list(named_parameters.items()))]
     return sorted(specs, key=lambda spec: backward.ready_seconds[spec.name])

@@ -1,4 +1,4 @@
-"""`bigbatch comm bench`, run by every rank of a job: how fast are the sums, or, with --verify, are they right?"""
+"""`bigbatch comm bench`, run by every rank of a job: time all-reduces, or verify their sums with --verify."""
 
 import argparse
 import contextlib
@@ -28,9 +28,9 @@ from bigbatch.paths import as_path
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 TIMING_COPIES = 3
-"""The tensor, and as much again twice for what algorithms keep under way."""
+"""The tensor, and twice as much for what algorithms keep under way."""
 LINK_SECONDS = 4.0
-"""How long links are measured for their limit."""
+"""Seconds to measure the links for their limit."""
 
 OF_TIMING = {
     "min_bytes": "1K",
@@ -53,13 +53,13 @@ OF_VERIFY = {
     "pieces": "1,3",
     "seed": 0,
 }
-"""Options of each of the two, and their defaults."""
+"""Options of timing and of --verify, and their defaults."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure what argv names; return 0, or 1 where a sum came out wrong. Collective over the job's ranks.
+    """Run the measurement of argv; return 0, or 1 if a sum was wrong. Collective over the job's ranks.
 
-    Raises: UserError for arguments that make no sense, and where ranks cannot meet.
+    Raises: UserError for invalid arguments, and if the ranks cannot meet.
     """
     arguments = _parser().parse_args(argv)
     counts = check_options(arguments)
@@ -159,7 +159,7 @@ def _time_sizes(
 
 
 def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """Check what can be checked before ranks meet, and return the numbers of elements; texts become what they mean.
+    """Check options before the ranks meet, convert their texts, and return the numbers of elements.
 
     Raises: CommError naming the option and a legal value.
     """
@@ -185,7 +185,7 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 
 def _set_defaults(arguments: argparse.Namespace) -> None:
-    """Fill in what was not given. Raises: CommError for an option of timing with --verify, or the other way round."""
+    """Set missing options. Raises: CommError for an option of timing with --verify, or the other way round."""
     own, others = (OF_VERIFY, OF_TIMING) if arguments.verify else (OF_TIMING, OF_VERIFY)
     for name in others.keys() - own.keys():
         if getattr(arguments, name) is not None:
@@ -230,7 +230,7 @@ def wire_share(communicator: Communicator, tensor_N: torch.Tensor) -> float:
 
 
 def _find_limit(link_gbit: float | None, communicator: Communicator) -> tuple[figures.Limit | None, str]:
-    """Find what the last column is a share of, and where that figure is from. Collective."""
+    """Find the limit for the last column, and the origin of that figure. Collective."""
     num_nodes = communicator.topology.num_nodes
     if link_gbit and num_nodes == 1:
         raise CommError(f"--link-gbit {link_gbit:g}: all ranks are on one node, so no link limits them; leave it out")
@@ -277,9 +277,9 @@ is 1.""",
     add("--verify", action="store_true", help="compare with exact sums, rather than time")
     add_option("--min-bytes", "smallest tensor; K, M and G are powers of 1024")
     add_option("--max-bytes", "largest tensor")
-    add_option("--factor", "from one size to the next", type=whole)
+    add_option("--factor", "ratio of each size to the one before", type=whole)
     add("--algorithms", default="all", help="such as ring,native (default: %(default)s that run here)")
-    add_option("--repetitions", "of each algorithm and size, at most", type=whole)
+    add_option("--repetitions", "repetitions of each algorithm and size, at most", type=whole)
     add_connection_options(parser)
     add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, then a line per row")
     timing = parser.add_argument_group("of times")
@@ -287,7 +287,7 @@ is 1.""",
     add_option("--dtype", "of the tensors", choices=tuple(figures.ELEMENT_BYTES))
     add_option("--table", "file of bigbatch comm tune: measures hybrid, too", type=as_path, metavar="FILE")
     wire_dtypes = tuple(name for name in WIRE_DTYPES if name)
-    add_option("--wire-dtype", "precision between ranks (default: that of the tensors)", choices=wire_dtypes)
+    add_option("--wire-dtype", "precision between ranks (default: the tensors')", choices=wire_dtypes)
     add_option("--seconds-per-size", "fewer repetitions where they would take longer", type=decimal)
     add_option("--link-gbit", "a node's link in Gbit/s", metavar="GBIT")
     add_option("--plot", "bus bandwidth and time by size", type=as_path, metavar="FILE.png")

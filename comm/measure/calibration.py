@@ -1,4 +1,4 @@
-"""The table that a job measures for itself at its first start on a cluster, and takes again at later ones."""
+"""The table that a job measures at its first start on a cluster, and reads at later ones."""
 
 import json
 import time
@@ -26,9 +26,9 @@ from bigbatch.files import parse_json, read_own, write_own
 
 FORMAT = "bigbatch calibration 1"
 SECONDS = 10.0
-"""How much longer the first start on a cluster may take, in all."""
+"""How much longer the first start on a cluster may take in total."""
 MOST_SHOWN = 100
-"""Characters of what differs, in the line that says so."""
+"""Most characters of a difference, in the line that reports it."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Calibration:
 
     table: HybridTable
     source: str
-    """Where it is from, for people; what is wrong with a file that was passed over."""
+    """Origin of the table, for the user; and the error of a file that was not used."""
     text: str
-    """The file's, for a run to keep."""
+    """Text of the table's file, for a run to keep."""
 
 
 def calibrate(
@@ -82,12 +82,12 @@ def calibrate(
 
 
 def _from_first(communicator: Communicator, value: Any) -> Any:
-    """Return rank 0's value, which JSON must hold. Collective."""
+    """Return rank 0's value, which must be JSON. Collective."""
     return json.loads(communicator.gather_text(json.dumps(value) if communicator.rank == 0 else "")[0])
 
 
 def _left_out(times: Times, sizes: Sequence[int]) -> str:
-    """Say which sizes there was no time for; "" where all were measured."""
+    """Return which sizes were not measured for lack of time; "" if all were."""
     if not times:
         return ", without any sum, for lack of time,"
     above = [f"above {max(times):,}"] if max(times) < sizes[-1] else []
@@ -96,7 +96,7 @@ def _left_out(times: Times, sizes: Sequence[int]) -> str:
 
 
 def _collect_facts(communicator: Communicator, *, interface: str | None) -> dict[str, Any]:
-    """Collect on rank 0 what must be the same of each rank for a table to hold, as JSON has it. Collective."""
+    """Collect on rank 0 the facts of each rank on which a table depends, as JSON values. Collective."""
     is_nccl, is_mpi = (communicator.backend.name == name for name in ("nccl", "mpi"))
     mine = {
         "cpu": f"{cpu_name()}, {num_cores()} cores",
@@ -126,7 +126,7 @@ def _file_name(facts: dict[str, Any]) -> str:
 def _look(
     paths: Sequence[Path], *, facts: dict[str, Any], algorithms: Collection[str]
 ) -> tuple[dict[str, Any] | None, str]:
-    """Read the first file that holds; return its record and where it is from, or what was wrong with each."""
+    """Read the first valid file; return its record and origin, or None and the error of each file."""
     complaints = ""
     for path in paths:
         try:
@@ -154,7 +154,7 @@ def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -
 
 
 def _difference(there: Any, here: Any, *, name: str = "it") -> str:
-    """Name the first fact that differs, with its values where they are short; "" where none does."""
+    """Return the first fact that differs, with its values if they are short; "" if all are equal."""
     if isinstance(here, dict) and isinstance(there, dict):
         return next(filter(None, (_difference(there.get(key), here[key], name=key) for key in here)), "")
     if there == here:
@@ -183,7 +183,7 @@ def _make_record(facts: dict[str, Any], times: Times, table: HybridTable, *, sec
 
 
 def _store(path: Path | None, record: dict[str, Any]) -> str:
-    """Write the file; return what became of it."""
+    """Write the file; return a text that says whether it was stored."""
     if path is None:
         return "not stored: there is no home folder"
     try:

@@ -1,4 +1,4 @@
-"""How large a sum may be measured in the time that there is: single sums, each larger than the last. Collective."""
+"""Find the largest sum that the remaining time allows: single sums, each larger than the last. Collective."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from bigbatch.comm.measure.timing import slowest, wait_for
 
 FIRST_BYTES = 4096
 STEP = 64
-"""At most so many times as large is the next size: by what a probe of so many fewer bytes shows it fits."""
+"""Largest ratio of one size to the one before: a probe of that many fewer bytes must show that it fits."""
 SUMS_PER_SIZE = 3
-"""What measuring a size takes at least: a check and two repetitions."""
+"""Least number of sums to measure a size: a check and two repetitions."""
 
 
 def climb(
@@ -24,22 +24,22 @@ def climb(
     word: float,
     words: float,
 ) -> tuple[tuple[int, ...], float]:
-    """Find the first of the sizes, which fall, that can be measured in so many seconds, by smaller sums' times.
+    """Find the first of the sizes, which fall, that can be measured in that many seconds, by smaller sums' times.
 
-    Return it with those that follow, and the seconds that are left; no sizes where none can be measured. Keeps to the
-    time but where the first sums, of FIRST_BYTES and twice that, take longer, with which connections open.
-    tensor_N: of the largest size, its content is lost; word: the seconds in which ranks tell each other a time, words:
-    those of all that they tell while one size is measured.
+    Return it with those that follow, and the seconds left; no sizes if none can be measured. Keeps within the time
+    unless the first sums, of FIRST_BYTES and twice that, take longer, as connections open with them. tensor_N: of the
+    largest size, its content is lost; word: seconds in which ranks exchange a time; words: seconds of all exchanges
+    while one size is measured.
     """
     if word + words > seconds:
         return (), seconds
     start = time.perf_counter()
     first, second = (min(size, sizes[0]) for size in (FIRST_BYTES, 2 * FIRST_BYTES))
-    # both, told at once: how far a time grows with the bytes. Connections open with the one before
+    # both, exchanged together: how a time grows with the bytes. Connections open with the one before
     (_, at_first, at_second), elapsed = _sum_once(tensor_N, communicators, (first, first, second), start=start)
     probes = [(first, at_first), (second, at_second)]
     while True:
-        # the word that told the last probe's time came after it
+        # the exchange of the last probe's time came after it
         left = seconds - elapsed - word
         largest = probes[-1][0]
         affordable = (left - word - words) / (1 + SUMS_PER_SIZE)
@@ -73,7 +73,7 @@ def _sum_once(
 def _estimate(probes: Sequence[tuple[int, float]], size: int) -> float:
     """Estimate the seconds of a size: by the line through the two largest probes that are no larger.
 
-    At most as the bytes grow, and never less than those of a smaller one.
+    At most in proportion to the bytes, and never less than those of a smaller size.
     """
     smaller = [probe for probe in probes if probe[0] <= size][-2:] or probes[:1]
     (first, at_first), (last, at_last) = smaller[0], smaller[-1]

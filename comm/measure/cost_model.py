@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 SecondsOf = Callable[[int], float]
-"""Bytes -> seconds of their all-reduce."""
+"""Takes bytes, returns seconds of their all-reduce."""
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Says what a message costs: latency_seconds + num_bytes / bytes_per_second."""
+    """Cost of a message: latency_seconds + num_bytes / bytes_per_second."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -26,7 +26,7 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class ClusterModel:
-    """Describes nodes and the links in and between them; `across` is one node's whole connection to the others.
+    """Nodes, and the links in and between them; `across` is one node's whole connection to the others.
 
     Raises: ValueError without nodes, or for a node without ranks.
     """
@@ -58,7 +58,7 @@ class ClusterModel:
 
 @dataclass(frozen=True)
 class Backward:
-    """Describes one backward pass: when each gradient is ready and when all is computed, in seconds since its start."""
+    """One backward pass: when each gradient is ready and when all is computed, in seconds since its start."""
 
     ready_seconds: Mapping[str, float]
     seconds: float
@@ -126,7 +126,7 @@ MODELS: Mapping[str, Callable[[float, ClusterModel], float]] = {
     "sharded": sharded_seconds,
     "doubling": doubling_seconds,
 }
-"""The algorithms whose steps are known; a backend's own ("native") is not among them."""
+"""The algorithms with known steps; a backend's own ("native") is not among them."""
 
 
 def least_seconds(num_bytes: float, *, num_nodes: int, bytes_per_second: float) -> float:

@@ -1,4 +1,4 @@
-"""Sums of drawn numbers, repeated, and what was found wrong with them. Everything here is collective."""
+"""Repeat sums of drawn numbers, and report errors in them. All functions here are collective."""
 
 import hashlib
 import json
@@ -26,13 +26,13 @@ from bigbatch.comm.measure.exactness import (
 )
 
 PARTS = 64
-"""Into so many parts a tensor is cut, again and again, to find the first element in which two ranks differ."""
+"""Number of parts of each cut in the search for the first element in which two ranks differ."""
 SHOWN_RANKS = 4
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds what one way to sum gave, over all ranks and repetitions."""
+    """Results of one way to sum, over all ranks and repetitions."""
 
     errors: Errors
     """Errors of the first repetition."""
@@ -42,11 +42,11 @@ class Outcome:
     num_repeated: int
     """Repetitions, the first included, in which every rank held the bits of its first."""
     findings: tuple[str, ...]
-    """What is wrong, a sentence each; empty for a good sum."""
+    """Descriptions of errors, a sentence each; empty for a good sum."""
 
 
 class DrawnSums:
-    """Sums drawn numbers of one size again and again, and compares. Each rank checks its own part of the elements."""
+    """Sums drawn numbers of one size repeatedly, and compares. Each rank checks its part of the elements."""
 
     def __init__(self, communicator: Communicator, *, count: int, seed: int) -> None:
         device, num_ranks, rank = communicator.device, communicator.world_size, communicator.rank
@@ -65,7 +65,7 @@ class DrawnSums:
     def repeat(
         self, communicator: Communicator, memory_N: Tensor, *, precision: Precision, pieces: int, repetitions: int
     ) -> Outcome:
-        """Sum so many times in so many pieces, in memory_N, of precision.dtype and one element more than the numbers.
+        """Sum `times` times in pieces, in memory_N, of precision.dtype and one element more than the numbers.
 
         Raises: PeerLostError.
         """
@@ -80,7 +80,7 @@ class DrawnSums:
                 changes.append((repetition, first_of(changed_N), num_changed))
         errors = find_errors(self._first_N[self._part], self._reference, precision=precision)
         mine = {"digest": _digest(self._first_N), "changes": changes, "errors": asdict(errors)}
-        # together, as thousands of ranks take longer to gather than to sum
+        # together, as gathering over thousands of ranks takes longer than a sum
         everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
         digests = [each["digest"] for each in everyone]
         parts = [_read_errors(each["errors"]) for each in everyone]
@@ -98,7 +98,7 @@ class DrawnSums:
         )
 
     def _sum(self, communicator: Communicator, memory_N: Tensor, *, precision: Precision, pieces: int) -> None:
-        """Sum into the result, as gradients are: on the grid with one element more, which counts what was beyond it."""
+        """Sum into the result, like gradients: on the grid with one element more, which counts numbers beyond it."""
         sums_N = memory_N if precision.on_grid else memory_N[:-1]
         if precision.on_grid:
             self._grid.add_(sums_N.zero_(), self._own_N)
@@ -122,7 +122,7 @@ def _read_errors(record: Mapping[str, object]) -> Errors:
 
 
 def _usual(digests: Sequence[str]) -> str:
-    """Return what most ranks hold; of as many, what the first of them holds."""
+    """Return the digest of most ranks; among equals the first one."""
     return Counter(digests).most_common(1)[0][0]
 
 
@@ -155,7 +155,7 @@ def _find_difference(sum_N: Tensor, communicator: Communicator, *, odd: int, lik
 
 
 def _find_changes(changed: Mapping[int, Sequence[Sequence[int]]], *, num_ranks: int) -> list[str]:
-    """Say which repetitions gave other bits than the first one."""
+    """Return a sentence for each repetition with other bits than the first one."""
     found: dict[int, dict[int, Sequence[int]]] = {}
     for rank, changes in changed.items():
         for repetition, *where in changes:
@@ -169,7 +169,7 @@ def _find_changes(changed: Mapping[int, Sequence[Sequence[int]]], *, num_ranks: 
 
 
 def _find_beyond(parts: Sequence[Errors], *, precision: Precision) -> list[str]:
-    """Say where an error exceeds its bound; on the grid, where a sum is not the only one that there is."""
+    """Return where an error exceeds its bound; on the grid, where a sum is not the only exact one."""
     found = []
     for rank, part in enumerate(parts):
         if beyond := part.first_beyond:

@@ -1,4 +1,4 @@
-"""How exact a sum over ranks is: drawn numbers whose exact sum is known, and errors held against it. Pure."""
+"""Errors of a sum over ranks: drawn numbers with a known exact sum, and the comparison with it. Pure."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from bigbatch.comm.gradients.grid import FRACTION_BITS, SUM_BITS, Grid
 
 SCALES, SPREAD = 24, 8
-"""An element's size is one of so many powers of two, and each rank's number one of so many below it."""
+"""Number of powers of two for an element's size, and for each rank's number below it."""
 PORTION = 1 << 20
 """Elements that are drawn or compared at a time."""
 WORD = (1 << 32) - 1
@@ -19,7 +19,7 @@ SCALE_KEY, RANK_KEY = 0x5EED, 0x9E3779B1
 
 @dataclass(frozen=True)
 class Precision:
-    """Says how fp32 numbers are summed: as they are, over a narrower wire, or as whole numbers on Grid."""
+    """How fp32 numbers are summed: in fp32, over a narrower wire, or as whole numbers on Grid."""
 
     name: str
     wire_dtype: str | None = None
@@ -27,12 +27,12 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return what is handed to the all-reduce."""
+        """Return the dtype handed to the all-reduce."""
         return torch.int64 if self.on_grid else torch.float32
 
     @property
     def travels_as(self) -> torch.dtype:
-        """Return what the backend must be able to sum."""
+        """Return the dtype that the backend must be able to sum."""
         wire: torch.dtype = getattr(torch, self.wire_dtype) if self.wire_dtype else self.dtype
         return wire
 
@@ -49,11 +49,11 @@ PRECISIONS = {
 
 
 def draw(start: int, stop: int, *, rank: int, seed: int, device: torch.device) -> Tensor:
-    """Draw what a rank brings for elements start to stop: fp32 of either sign, from 2**-31 to 1 in size.
+    """Draw a rank's numbers for elements start to stop: fp32 of either sign, from 2**-31 to 1 in size.
 
-    A function of seed, rank and element alone. An element's size is drawn for all ranks together, as a weight's
-    gradients are alike, from 2**-23 to 1, and each rank's number below it by up to 2**-8: so float64 adds those of
-    4,000,000 ranks without rounding.
+    They depend on seed, rank and element alone. An element's size is drawn for all ranks together, like a weight's
+    gradients, from 2**-23 to 1, and each rank's number below it by up to 2**-8: so float64 adds those of 4,000,000
+    ranks without rounding.
     """
     place_N = _mixed(torch.arange(start, stop, dtype=torch.int64, device=device) & WORD)
     scale_N = _mixed(place_N ^ _key(seed, SCALE_KEY)) % SCALES
@@ -68,34 +68,34 @@ def _key(seed: int, purpose: int) -> int:
 
 
 def _mixed(words_N: Tensor) -> Tensor:
-    """Mix the bits of 32-bit words, in int64, whose products do not overflow."""
+    """Mix the bits of 32-bit words, in int64, so that products do not overflow."""
     for _ in range(2):
         words_N = ((words_N >> 16) ^ words_N) * 0x45D9F3B & WORD
     return (words_N >> 16) ^ words_N
 
 
 def grid_for(num_ranks: int) -> Grid:
-    """Make the grid of gradients, with fewer steps only where thousands of ranks leave no room for them."""
+    """Make the grid of gradients, with fewer steps only if thousands of ranks leave no room for them."""
     return Grid(num_ranks, fraction_bits=min(FRACTION_BITS, SUM_BITS - (num_ranks - 1).bit_length()))
 
 
 def part_of(count: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Say which elements a rank compares, from and to: all ranks together compare each one once."""
+    """Return the range of elements that a rank compares: all ranks together compare each one once."""
     return rank * count // num_ranks, (rank + 1) * count // num_ranks
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Holds, for elements from start on, what their sums must be."""
+    """The exact sums of elements from start on."""
 
     start: int
     num_ranks: int
     exact_S: Tensor
-    """float64, without a rounding."""
+    """float64, without rounding."""
     magnitude_S: Tensor
     """Sum of magnitudes, float64."""
     on_grid_S: Tensor
-    """What Grid must read, in fp32, to the bit."""
+    """Result that Grid must read, in fp32, to the bit."""
 
     def portions(self) -> "Iterator[Reference]":
         """Cut into parts that take little memory to compare."""
@@ -107,7 +107,7 @@ class Reference:
 
 
 def make_reference(start: int, stop: int, *, num_ranks: int, seed: int, device: torch.device) -> Reference:
-    """Add up what all ranks bring for elements start to stop."""
+    """Add up the numbers of all ranks for elements start to stop."""
     exact_S, magnitude_S = torch.zeros(2, stop - start, dtype=torch.float64, device=device)
     steps_S = torch.zeros(stop - start, dtype=torch.int64, device=device)
     steps = 2.0 ** grid_for(num_ranks).fraction_bits
@@ -150,7 +150,7 @@ def ulps(exact_S: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Beyond:
-    """Names an element that is too far from the exact sum."""
+    """An element that is too far from the exact sum."""
 
     element: int
     got: float
@@ -160,13 +160,13 @@ class Beyond:
 
 @dataclass(frozen=True)
 class Errors:
-    """Holds the errors of some elements of a sum."""
+    """The errors of some elements of a sum."""
 
     num_elements: int = 0
     largest_ulp: float = 0.0
     total_ulp: float = 0.0
     num_off: int = 0
-    """Elements whose bits are not those of the exact sum, rounded once to fp32."""
+    """Elements that differ from the exact sum, rounded once to fp32, in a bit."""
     bound_share: float = 0.0
     """Largest of error / bound."""
     num_beyond: int = 0
@@ -174,7 +174,7 @@ class Errors:
 
 
 def find_errors(sum_S: Tensor, reference: Reference, *, precision: Precision) -> Errors:
-    """Hold fp32 sums against the reference of the same elements."""
+    """Compare fp32 sums with the reference of the same elements."""
     return merge_errors(
         _find_errors(sum_S[part.start - reference.start :][: len(part.exact_S)], part, precision=precision)
         for part in reference.portions()
@@ -202,7 +202,7 @@ def _find_errors(sum_S: Tensor, reference: Reference, *, precision: Precision) -
 
 
 def merge_errors(parts: Iterable[Errors]) -> Errors:
-    """Put the errors of several parts together, in the order of their elements."""
+    """Merge the errors of several parts, in the order of their elements."""
     each = [Errors(), *parts]
     return Errors(
         num_elements=sum(part.num_elements for part in each),
@@ -216,16 +216,16 @@ def merge_errors(parts: Iterable[Errors]) -> Errors:
 
 
 def different_bits(a_N: Tensor, b_N: Tensor) -> Tensor:
-    """Tell where two fp32 tensors differ, -0 from 0 and one NaN from another, too."""
+    """Tell which elements of two fp32 tensors differ in a bit, including -0 from 0 and one NaN from another."""
     return a_N.view(torch.int32) != b_N.view(torch.int32)
 
 
 def first_of(is_so_N: Tensor) -> int:
-    """Return the first element that is so."""
+    """Return the index of the first True element."""
     return int(is_so_N.to(torch.uint8).argmax())
 
 
 def classes_of(digests: Sequence[str]) -> list[int]:
-    """Number digests from 1 on, equal ones alike."""
+    """Number digests from 1 on, with equal numbers for equal digests."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(digest, len(numbers) + 1) for digest in digests]

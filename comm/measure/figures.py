@@ -26,7 +26,7 @@ def parse_bytes(text: str, *, option: str) -> int:
 
 
 def show_bytes(num_bytes: int) -> str:
-    """Write the shortest text that parse_bytes takes back."""
+    """Write the shortest text that parse_bytes reads back."""
     for unit in ("G", "M", "K"):
         if num_bytes >= _UNITS[unit] and num_bytes % _UNITS[unit] == 0:
             return f"{num_bytes // _UNITS[unit]}{unit}"
@@ -55,7 +55,7 @@ def sweep_counts(*, min_bytes: int, max_bytes: int, factor: int, dtype: str) -> 
 
 
 def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tuple[str, ...]:
-    """Turn 'all' or 'ring,native' into names, of those available here. Raises: CommError naming them."""
+    """Return the names in 'all' or 'ring,native', if available here. Raises: CommError naming the legal ones."""
     if text == "all":
         return tuple(available)
     names = tuple(dict.fromkeys(text.split(",")))
@@ -69,10 +69,10 @@ def choose_algorithms(text: str, *, available: Sequence[str], where: str) -> tup
 
 @dataclass(frozen=True)
 class Limit:
-    """States what the links between nodes allow.
+    """Limit of the links between nodes.
 
-    wire_bytes_per_byte is below 1 where values travel in fewer bytes than they have in memory, and 2 where half
-    precision travels in fp32.
+    wire_bytes_per_byte is below 1 if values travel in fewer bytes than they have in memory, and 2 if half precision
+    travels in fp32.
     """
 
     num_nodes: int
@@ -88,7 +88,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Row:
-    """Holds the figures of one algorithm at one size. GB are 1e9 bytes."""
+    """Figures of one algorithm at one size. GB are 1e9 bytes."""
 
     size: int
     """Bytes of the tensor on each rank."""
@@ -104,7 +104,7 @@ class Row:
     algbw_gb_per_s: float
     """size / time."""
     busbw_gb_per_s: float
-    """algbw * 2(n-1)/n for n ranks: comparable with a link's bandwidth whatever the number of ranks."""
+    """algbw * 2(n-1)/n for n ranks: comparable with a link's bandwidth for any number of ranks."""
     num_wrong: int
     """Elements, over all ranks, that differ from the exact sum."""
     limit_share: float | None
@@ -177,12 +177,12 @@ def show_row(row: Row, *, is_best: bool) -> str:
 
 
 def show_gb_per_s(rate: float) -> str:
-    """Show a rate, with more decimals where it is small."""
+    """Write a rate, with more decimals if it is small."""
     return f"{rate:.3f}" if rate >= 0.01 else f"{rate:.5f}"
 
 
 def show_us(us: float) -> str:
-    """Show microseconds with as many decimals as mean something."""
+    """Write microseconds with their significant decimals."""
     return f"{us:.1f}" if us < 1000 else f"{us:.0f}"
 
 
@@ -193,9 +193,9 @@ def show_rows(rows: Sequence[Row]) -> list[str]:
 
 
 def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: Mapping[str, float]) -> str:
-    """Write the line above the table that says what the last column is a share of.
+    """Write the line above the table that explains the last column.
 
-    shares: wire_bytes_per_byte of each algorithm, of which limit has the least.
+    shares: wire_bytes_per_byte of each algorithm; limit has the least of them.
     """
     if num_nodes == 1:
         return "of limit: all ranks are on one node, so no link limits them; busbw is over ranks"

@@ -1,4 +1,4 @@
-"""What the measurements of a job have in common: options, the connection, room in memory."""
+"""Shared parts of the measurements of a job: options, the connection, the check of memory."""
 
 import argparse
 import os
@@ -14,18 +14,18 @@ from bigbatch.numbers import decimal, whole
 
 
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
-    """Add what connect_as_told() reads, but for --wire-dtype."""
+    """Add the options that connect_as_told() reads, except --wire-dtype."""
     add = parser.add_argument
     add("--backend", choices=BACKENDS, default="auto", help="what carries the bytes (default: %(default)s)")
-    add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="of half precision's sums (default: %(default)s)")
+    add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="precision of half-precision sums (%(default)s)")
     add("--group-size", type=whole, help="ranks per node group (default: all of a host)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
     add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
-    add("--timeout-seconds", type=decimal, default=60.0, help="a silent peer ends the job (default: %(default)s)")
+    add("--timeout-seconds", type=decimal, default=60.0, help="limit for a silent peer (default: %(default)s)")
 
 
 def require_numbers(arguments: argparse.Namespace, *, least: dict[str, int], seconds: tuple[str, ...]) -> None:
-    """Check options that are whole numbers of at least so much, and lengths of time. Raises: CommError naming one."""
+    """Check the least values of whole-number options, and lengths of time. Raises: CommError naming one."""
     for option, minimum in least.items():
         value = _value(arguments, option)
         if value is not None and value < minimum:
@@ -60,7 +60,7 @@ def connect_as_told(arguments: argparse.Namespace) -> Communicator:
 
 
 def require_memory(num_bytes: int, communicator: Communicator, *, copies: int) -> None:
-    """Refuse a --max-bytes of which so many copies cannot fit into the machine. Raises: CommError."""
+    """Refuse a --max-bytes if that many copies do not fit into the machine. Raises: CommError."""
     if communicator.device.type == "cuda":
         memory, share = torch.cuda.mem_get_info(communicator.device)[1], 1
     else:

@@ -1,4 +1,4 @@
-"""The image of a sweep: bus bandwidth and time by size, a line per algorithm."""
+"""The plot of a sweep: bus bandwidth and time by size, a line per algorithm."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ MARKERS = "osD^vPX"
 
 
 def plot_sweep(rows: Sequence[Row], path: Path, *, limit: Limit | None, title: str, caption: str) -> None:
-    """Draw busbw (log size) and time (both log) of each algorithm; the limit of the links dashed. By path's suffix."""
+    """Draw busbw (log size) and time (both log) of each algorithm; the links' limit dashed. Format by path's suffix."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""What a measurement of sums leaves behind: a table on the terminal and a JSONL file, both by the first rank."""
+"""Output of a measurement of sums: a table on the terminal and a JSONL file, both by the first rank."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def groups_text(conditions: Conditions) -> str:
 
 
 class Report:
-    """Prints and stores what the first rank is given; on the other ranks it does nothing."""
+    """Prints and stores rows on the first rank; does nothing on the other ranks."""
 
     def __init__(
         self, conditions: Conditions, communicator: Communicator, *, command: str, output: Path | None
@@ -49,8 +49,8 @@ class Report:
     ) -> None:
         """Open the file before anything takes long, and write the conditions and the head of the table. Collective.
 
-        record: what the line of conditions holds beside them. lines: what explains the columns.
-        Raises: CommError on all ranks where the file or the plot cannot be written.
+        record: further facts for the line of conditions. lines: the explanation of the columns.
+        Raises: CommError on all ranks if the file or the plot cannot be written.
         """
         problem = self._communicator.gather_text(self._open(plot))[0]
         if problem:
@@ -69,7 +69,7 @@ class Report:
         self.print(table_head(columns))
 
     def _open(self, plot: Path | None) -> str:
-        """Return what prevents it, or nothing."""
+        """Return the error that prevents it, or ""."""
         try:
             if self._output:
                 self._output.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class Report:
         return ""
 
     def working_on(self, text: str) -> None:
-        """Show what is under way, in a line that the next one replaces; on a terminal only."""
+        """Show the current work, in a line that the next one replaces; on a terminal only."""
         if self._on_terminal:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -91,7 +91,7 @@ class Report:
             print_line(line)
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Store a record, where there is a file."""
+        """Store a record, if there is a file."""
         if self._file:
             self._file.write((json.dumps(record) + "\n").encode())
             self._file.flush()

@@ -1,4 +1,4 @@
-"""Time every algorithm by size within a given time: in most detail where the choice between them is open."""
+"""Time every algorithm by size within a given time, with most effort where the choice between them is open."""
 
 import math
 import time
@@ -18,23 +18,23 @@ FACTOR = 4
 REPETITIONS = 100
 MOST_REPETITIONS = 400
 CONTENDER_RATIO = 1.5
-"""Where time is short, an algorithm that is slower than the best by more than this is timed once."""
+"""If time is short, an algorithm that is slower than the best by more than this ratio is timed once."""
 FIRST_SHARE = 0.6
-"""Share of the time for all sizes; the rest is for sizes where the choice is uncertain."""
+"""Share of the time for all sizes; the rest is for sizes with an uncertain choice."""
 MOST_NOISE = 0.02
-"""Two contenders at a size are told apart where their medians are known this well; two such errors stay below 4%."""
+"""Two contenders are distinguishable if their medians are known this well; two such errors stay below 4%."""
 NARROW = 1.5
-"""Between two sizes that choose differently and lie further apart than by this factor, one more is measured."""
+"""If two sizes choose differently and differ by more than this ratio, one between them is measured."""
 LEAST_REFINEMENT = 5
-"""Repetitions below which a second look is not worth its check."""
+"""Fewest repetitions for which a second measurement is worth its check."""
 LARGEST_BYTES = 256 << 20
 LEAST_BYTES = 1_000_000
-"""From here on bytes count, not latency (benchmarks/results/comm-exchange-*.json), and larger sums go by these."""
+"""From this size on, bytes count, not latency (benchmarks/results/comm-exchange-*.json); larger ones use it."""
 WORDS_PER_SIZE = 5
-"""How often ranks tell each other times and texts after a look at the clock: up to three times while a size is
-measured, at the next look, and at the end."""
+"""Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
+the next check, one at the end."""
 WORDS_TO_FIRST = 4
-"""How often they do before: when groups connect, at a look, and after two probes."""
+"""Exchanges before the first size: when groups connect, at a check of the clock, and after two probes."""
 
 
 def sizes_below(num_bytes: int) -> tuple[int, ...]:
@@ -46,9 +46,9 @@ def sizes_below(num_bytes: int) -> tuple[int, ...]:
 
 
 def make_table(times: Times, *, beyond: str) -> HybridTable:
-    """Make the hybrid of the times; short sums alone say nothing of gradients' buffers, which `beyond` then sums.
+    """Make the hybrid table; if only short sums were measured, `beyond` sums the larger buffers.
 
-    So it is where links are so slow, or ranks so many, that the time was over before LEAST_BYTES, or before any sum.
+    That happens if links are so slow, or ranks so many, that the time ended before LEAST_BYTES, or before any sum.
     """
     if not times:
         return HybridTable((HybridRow(None, beyond),))
@@ -89,7 +89,7 @@ def measure_times(
         # a smaller sum takes no longer than the last one
         if sweep.times and _seconds_again(sweep.times[reached[number - 1]]) + sweep.words > sweep.left:
             break
-        # an equal share of what is left, so that what a short sum does not need goes to the longer ones
+        # an equal share of the remaining time, so that time which short sums do not need goes to longer ones
         share = FIRST_SHARE * sweep.left / (len(reached) - number)
         sweep.measure(size, sweep.contestants, Effort(REPETITIONS, max(0.0, share - sweep.words), CONTENDER_RATIO))
     if sweep.times:
@@ -99,7 +99,7 @@ def measure_times(
 
 
 class _Sweep:
-    """Measures sizes one after another, and keeps the time. Every method is a collective."""
+    """Measures sizes one after another within the time. Every method is a collective."""
 
     def __init__(
         self,
@@ -109,19 +109,19 @@ class _Sweep:
         seconds: float,
         on_size: Callable[[int, Mapping[str, Measured]], None],
     ) -> None:
-        """Find what an exchange of texts costs. Measuring is to end seconds after start (of time.perf_counter)."""
+        """Measure the cost of an exchange of texts. Measuring must end `seconds` after start (of time.perf_counter)."""
         self.times: dict[int, dict[str, Measured]] = {}
         self._communicator, self._start, self._seconds, self._on_size = communicator, start, seconds, on_size
         before, now = (elapsed_seconds(communicator, start) for _ in range(2))
         self.word = now - before
-        """Seconds in which ranks tell each other a time: of thousands, more than of a short sum."""
+        """Seconds in which ranks exchange a time: with thousands of ranks, longer than a short sum."""
         self.words = WORDS_PER_SIZE * self.word
-        """Seconds of all that they tell while one size is measured, and to the end."""
+        """Seconds of all exchanges while one size is measured, and until the end."""
         self.left = seconds - now - self.word
-        """Seconds after the word that tells them, the same on all ranks."""
+        """Seconds left after the exchange that agrees on them, the same on all ranks."""
 
     def connect(self, largest: int, dtype: torch.dtype) -> None:
-        """Connect the groups of all algorithms, and take memory for the largest size."""
+        """Connect the groups of all algorithms, and allocate memory for the largest size."""
         self.contestants = self._communicator.with_every_algorithm()
         # one for all sizes: each measures its beginning
         self.tensor_N = self._communicator.allocate(largest // dtype.itemsize, dtype)
@@ -131,7 +131,7 @@ class _Sweep:
         self.left = self._seconds - elapsed_seconds(self._communicator, self._start) - self.word
 
     def measure(self, size: int, names: Iterable[str], effort: Effort) -> None:
-        """Time these algorithms at a size, beside what was timed of them before, and look at the clock."""
+        """Time these algorithms at a size, merge with earlier times, and check the clock."""
         part_N = self.tensor_N[: size // self.tensor_N.itemsize]
         contestants = {name: self.contestants[name] for name in names}
         sums = time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes")
@@ -144,7 +144,7 @@ class _Sweep:
         self._look()
 
     def refine(self) -> None:
-        """Look where the choice is uncertain, while there is time."""
+        """Measure again where the choice is uncertain, while there is time."""
         while (open_choice := next_open(self.times, granularity=self.tensor_N.itemsize)) is not None:
             size, names = open_choice
             left = self.left - self.words
@@ -153,12 +153,12 @@ class _Sweep:
             # twice: the check of the sum, and pilots, come first
             if 2 * LEAST_REFINEMENT * each > left:
                 break
-            # a quarter, so that several open choices get their turn, but enough for a look that tells something
+            # a quarter, so that several open choices get a turn, but enough for a useful measurement
             self.measure(size, names, Effort(REPETITIONS, max(left / 4, LEAST_REFINEMENT * each)))
 
 
 def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
-    """Choose a size to look at (again), and who contends there; None where the choice is clear everywhere.
+    """Choose the next size to measure, and its contenders; None if the choice is clear at all sizes.
 
     First between two sizes that choose differently and are far apart; then the size with the least certain choice.
     """
@@ -177,7 +177,7 @@ def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None
 
 
 def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
-    """Say how uncertain the choice is, and between whom; None where it is clear, or was looked at often enough."""
+    """Return the uncertainty of the choice and its contenders; None if it is clear, or was measured often enough."""
     best = min(at_size, key=lambda name: at_size[name].median)
     open_ones = {
         name: noise
@@ -190,9 +190,9 @@ def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
 
 
 def expected_seconds(times: Times, size: int, name: str) -> float:
-    """Estimate the seconds of an algorithm at a size that may not have been measured: that of the next larger one.
+    """Estimate the seconds of an algorithm at a size that may not have been measured: those of the next larger size.
 
-    Where there is none, that of the largest, as the bytes grow.
+    Without a larger one, those of the largest, in proportion to the bytes.
     """
     measured = [other for other in sorted(times) if name in times[other]]
     nearest = next((other for other in measured if other >= size), measured[-1])

@@ -1,4 +1,4 @@
-"""Timed all-reduces and messages between the ranks of a running job. Everything here is collective."""
+"""Time all-reduces and messages between the ranks of a running job. All functions here are collective."""
 
 import dataclasses
 import json
@@ -15,36 +15,36 @@ from bigbatch.comm.communicator import Communicator
 
 LEAST_REPETITIONS = 2
 ROUND = 5
-"""Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift touches all alike."""
+"""Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift affects all equally."""
 LOOP_SECONDS, MOST_LOOPS = 0.02, 20
-"""A repetition is as many sums in a row as fit into that time, from one to so many; its time is divided by them."""
+"""Seconds that a repetition fills with sums in a row, and the most sums; its time is divided by their number."""
 
 MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
 """Sizes of messages that are timed; each a multiple of 4."""
 
 LIMITS = {"float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
-"""Up to here every whole number has its own value: 2 to the number of significant bits."""
+"""Largest whole numbers without a gap below them: 2 to the number of significant bits."""
 
 PERIOD = 1021
-"""Elements after which the numbers repeat: a prime, so that a part in another's place is seen."""
+"""Elements after which the numbers repeat: a prime, so that a part in a wrong place is detected."""
 
 LARGEST = 63
-"""No single number exceeds this, however many would fit."""
+"""Largest number in the pattern, even if larger ones would fit."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Says how long to measure: at most so many repetitions, and so many seconds (two repetitions are made anyway)."""
+    """How long to measure: at most that many repetitions, and that many seconds (but always two repetitions)."""
 
     repetitions: int
     seconds: float
     contender_ratio: float = float("inf")
-    """Where time is short, an algorithm whose first time exceeds the best one's by this factor is not repeated."""
+    """If time is short, an algorithm is not repeated if its first time exceeds the best one's by this factor."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Holds, for one algorithm and size, the slowest rank's time of each repetition and the count of wrong elements."""
+    """For one algorithm and size: the slowest rank's time of each repetition, and the count of wrong elements."""
 
     measured: Measured
     num_wrong: int
@@ -55,8 +55,8 @@ def time_sums(
 ) -> dict[str, Sums]:
     """Time the all-reduce of tensor_N by each algorithm, in place; its content is lost.
 
-    Ranks do not meet before a repetition, as in training: each times its own, and the slowest rank's time counts.
-    Short sums are repeated in a row, as nccl-tests does: one alone measures when its ranks were scheduled. Each
+    Ranks do not meet before a repetition, as in training: each times its own, and the slowest rank's time counts. Short
+    sums are repeated in a row, as nccl-tests does: a single one would measure the scheduling of its ranks. Each
     algorithm first sums whole numbers, and every rank compares every element with the closed form; the timed
     repetitions sum zeros, which must stay zeros. Effort is shared between the algorithms.
     Raises: PeerLostError.
@@ -79,10 +79,10 @@ def time_sums(
         seconds[name] = []
         repeat(name, 1)
     pilots = _first(seconds, any_communicator)
-    # no more than there is time for: where one algorithm is quick, others may be a hundred times slower
+    # no more than the time allows: if one algorithm is quick, others may be a hundred times slower
     affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
     loops = max(1, min(loops_of(min(pilots.values())), affordable))
-    if loops > 1:  # then one sum alone is no repetition, and not even a sign of who is fast
+    if loops > 1:  # then one sum alone is no repetition, and does not even show which one is fast
         for name in communicators:
             seconds[name].clear()
             repeat(name, 1)
@@ -95,7 +95,7 @@ def time_sums(
         for name in chosen:
             repeat(name, min(left, ROUND))
         left -= ROUND
-    # together, as thousands of ranks take longer to gather than to sum
+    # together, as gathering over thousands of ranks takes longer than a sum
     mine = {**seconds, **{_wrong_by(name): count for name, count in wrong.items()}}
     everyone = [json.loads(text) for text in any_communicator.gather_text(json.dumps(mine))]
     return {
@@ -105,7 +105,7 @@ def time_sums(
 
 
 def loops_of(seconds: float) -> int:
-    """Return how many sums in a row, of so many seconds each, are one repetition."""
+    """Return how many sums in a row, of that many seconds each, are one repetition."""
     return max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(seconds, 1e-9))))
 
 
@@ -114,7 +114,7 @@ def _wrong_by(name: str) -> str:
 
 
 def _first(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, float]:
-    """Return the slowest rank's first repetition of each."""
+    """Return the slowest rank's first repetition of each algorithm."""
     return {name: times[0] for name, times in slowest(seconds, communicator).items()}
 
 
@@ -142,7 +142,7 @@ def _time_here(tensor_N: Tensor, communicator: Communicator, *, count: int, loop
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -158,7 +158,7 @@ def _longest(everyone: Sequence[Mapping[str, Sequence[float]]], name: str) -> li
 
 
 def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:
-    """Sum numbers whose sum is exact, and count this rank's elements that differ from it."""
+    """Sum numbers with an exact sum, and count this rank's elements that differ from it."""
     dtype = communicator.wire.of(tensor_N)
     limit = min(limit_of(dtype_name(tensor_N.dtype)), limit_of(dtype_name(dtype)))
     fill_(tensor_N, rank_pattern(communicator.rank, communicator.world_size, limit=limit))
@@ -167,15 +167,15 @@ def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: st
 
 
 def limit_of(dtype: str) -> int:
-    """Say how far a dtype, such as float16, counts without a gap. Raises: KeyError for an unknown one."""
+    """Return the largest whole number of a dtype without a gap below it. Raises: KeyError for an unknown dtype."""
     return LIMITS[dtype]
 
 
 def rank_pattern(rank: int, world_size: int, *, limit: int) -> list[int]:
-    """Return one period of what a rank brings into the sum: of whole numbers whose sum stays within limit.
+    """Return one period of the whole numbers that a rank adds to the sum, which stays within limit.
 
-    Any order of adding is exact, as every partial sum is a whole number within the limit. With more ranks than
-    the limit, those beyond bring zeros.
+    Any order of adding is exact, as every partial sum is a whole number within the limit. With more ranks than the
+    limit, the ranks beyond add zeros.
     """
     if rank >= limit:
         return [0] * PERIOD
@@ -198,7 +198,7 @@ def fill_(tensor_N: Tensor, pattern: Sequence[int]) -> None:
 
 
 def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
-    """Count elements that are not the repeated pattern's; what is not finite differs."""
+    """Count elements that differ from the repeated pattern; a value that is not finite differs."""
     pattern_P = torch.tensor(pattern, dtype=tensor_N.dtype, device=tensor_N.device)
     whole = tensor_N.numel() // len(pattern) * len(pattern)
     # in pieces: a comparison of all at once would need a mask as long as the tensor
@@ -209,7 +209,7 @@ def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Hops:
-    """Holds repeated times of messages by their bytes, from the shortest to the longest."""
+    """Repeated times of messages by their bytes, from the shortest to the longest."""
 
     times: tuple[tuple[int, Measured], ...]
 
@@ -220,9 +220,9 @@ class Hops:
 
     @property
     def best_bytes_per_second(self) -> float:
-        """Return the rate of the fastest of the longest messages: what the link can do when nothing holds the ranks up.
+        """Return the rate of the fastest of the longest messages: the link's rate when nothing delays the ranks.
 
-        Shorter ones do not count: a shaped or buffered link lets them through faster than it can go on.
+        Shorter ones do not count: a shaped or buffered link passes them faster than its lasting rate.
         """
         num_bytes, measured = self.times[-1]
         return num_bytes / measured.min
@@ -230,7 +230,7 @@ class Hops:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Says what messages cost; None where none travel: on one node, with one rank per node, without messages at all."""
+    """Costs of messages; None if none travel: on one node, with one rank per node, or without messages at all."""
 
     inside: Hops | None
     across: Hops | None
@@ -239,8 +239,8 @@ class MeasuredLinks:
 def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLinks:
     """Time messages inside nodes and between them.
 
-    As a ring uses them: every rank of a node (or every node's leader) sends to the next and receives from the last
-    at once. Between nodes one rank of each is at work.
+    As in a ring: every rank of a node (or every node's leader) sends to the next and receives from the last at once.
+    Between nodes one rank of each takes part.
     """
     topology = communicator.topology
     if not communicator.backend.capabilities.has_messages:
@@ -253,7 +253,7 @@ def measure_links(communicator: Communicator, *, seconds: float) -> MeasuredLink
 
 
 def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: float) -> Hops:
-    """Measure hops by length; half of the time goes to the longest messages."""
+    """Measure hops by length; half of the time is for the longest messages."""
     times = []
     for num_bytes in MESSAGE_BYTES:
         share = 0.5 if num_bytes == MESSAGE_BYTES[-1] else 0.5 / (len(MESSAGE_BYTES) - 1)
@@ -263,7 +263,7 @@ def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: f
 
 
 def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, effort: Effort) -> list[float]:
-    """Measure the slowest rank's seconds of each hop around a ring of ranks; the ranks outside it look on."""
+    """Measure the slowest rank's seconds of each hop around a ring of ranks; the ranks outside it only wait."""
     hop = _make_hop(communicator, ring, num_bytes)
     hop(1)  # connections open
     pilot = slowest({"": hop(2)}, communicator)[""]

@@ -28,35 +28,35 @@ from bigbatch.comm.measure.whole_steps import (
 LINKS_SHARE, BACKWARD_SHARE, STEPS_SHARE = 0.05, 0.15, 0.4
 """Shares of the time; the all-reduces by size get the rest."""
 COMPUTING_SHARE = 1.5
-"""A step before it is measured: of backward's seconds, forward with it."""
+"""Estimate of a step before it is measured: this factor times backward's seconds, forward included."""
 NEAR = 2.0
-"""An algorithm that is slower than the fastest by more than this is not tried in whole steps."""
+"""An algorithm that is slower than the fastest by more than this factor is not tried in whole steps."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Holds what was measured."""
+    """Results of all measurements."""
 
     links: MeasuredLinks
     times: Times
     backward: Backward
     tensors: tuple[TensorSpec, ...]
-    """In the order in which they become ready."""
+    """The gradients in the order in which they become ready."""
     fastest: HybridTable
-    """By the medians of single sums."""
+    """Table by the medians of single sums."""
     stated: Candidate
-    """What the config states."""
+    """The config's own choice."""
     steps: tuple[MeasuredStep, ...] = ()
-    """Whole steps; of the stated candidate first. Fewer than two where there was no time to compare any."""
+    """Whole steps, the stated candidate's first. Fewer than two if there was no time to compare any."""
 
     @property
     def best_step(self) -> MeasuredStep | None:
-        """Return the choice that whole steps make; None where none were compared."""
+        """Return the choice by whole steps; None if none were compared."""
         return choose_step(self.steps) if len(self.steps) > 1 else None
 
     @property
     def chosen(self) -> Candidate:
-        """Return what to train with; without whole steps the fastest algorithm by size, with the stated sizes."""
+        """Return the choice to train with; without whole steps the fastest algorithm by size, with the stated sizes."""
         return self.best_step.candidate if self.best_step else Candidate(self.fastest, self.stated.sizes)
 
 
@@ -71,8 +71,8 @@ def tune(
 ) -> Findings:
     """Measure messages, backward, sums by size, and whole steps. Collective.
 
-    forward computes a loss anew. stated: what the others are compared with. seconds: about how long it takes, the same
-    on all ranks. say: told what was found, line by line. Raises: CommError where a sum came out wrong; PeerLostError.
+    forward computes a new loss. stated: the base of comparisons. seconds: about how long it takes, the same on all
+    ranks. say: called with each line of results. Raises: CommError if a sum was wrong; PeerLostError.
     """
     start = time.perf_counter()
     links = measure_links(communicator, seconds=LINKS_SHARE * seconds)
@@ -125,7 +125,7 @@ def near_the_fastest(times: Times) -> list[str]:
 
 
 def explain_choice(findings: Findings) -> list[str]:
-    """Say what whole steps took, and what is chosen. Pure."""
+    """Return lines on the times of whole steps, and the choice. Pure."""
     best, stated = findings.best_step, findings.stated
     if best is None:
         return [
@@ -152,7 +152,7 @@ def explain_choice(findings: Findings) -> list[str]:
 
 
 def explain_links(links: MeasuredLinks) -> str:
-    """Say latency and bandwidth inside nodes and between them. Pure."""
+    """Return a line on latency and bandwidth inside nodes and between them. Pure."""
     parts = []
     for where, hops in (("inside a node", links.inside), ("between nodes", links.across)):
         if hops is not None:
@@ -167,7 +167,7 @@ def times_head(names: Sequence[str]) -> str:
 
 
 def times_line(size: int, at_size: Mapping[str, Measured], names: Sequence[str]) -> str:
-    """Write one size, an algorithm a column; '-' for one that was not measured."""
+    """Write one size, a column for each algorithm; '-' for one that was not measured."""
     best = min(at_size, key=lambda name: at_size[name].median)
     cells = {name: f"{each.median * 1e3:.3f}{'*' if name == best else ' '}" for name, each in at_size.items()}
     columns = "".join(f"{cells.get(name, '- '):>15}" for name in names)
@@ -179,7 +179,7 @@ def _ms(seconds: float) -> str:
 
 
 def _main_dtype(tensors: Sequence[TensorSpec]) -> str:
-    """Find the dtype of most bytes."""
+    """Return the dtype of most bytes."""
     num_bytes: Counter[str] = Counter()
     for tensor in tensors:
         num_bytes[tensor.dtype] += tensor.num_bytes

@@ -15,7 +15,7 @@ from bigbatch.errors import CommError
 
 WORKING_COPIES = 17
 """In bytes of the fp32 numbers: they and their sums, int64 of twice the bytes, as much again for algorithms, float64
-references, and what it takes to put numbers on the grid."""
+references, and the memory to put numbers on the grid."""
 
 COLUMNS = (
     ("size", "(B)", 12),
@@ -41,7 +41,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class VerifyRow:
-    """Holds the figures of one algorithm and cut, at one size and precision."""
+    """Figures of one algorithm and cut, at one size and precision."""
 
     size: int
     """Bytes of the numbers on each rank, in fp32."""
@@ -50,16 +50,16 @@ class VerifyRow:
     precision: str
     algorithm: str
     pieces: int
-    """In so many parts the tensor was summed."""
+    """Number of parts in which the tensor was summed."""
     largest_ulp: float | None
     """Largest error of an element, in units in the last place of fp32 at the exact sum; None if not finite."""
     mean_ulp: float | None
     bound_share: float | None
     """Largest of error / bound."""
     num_off: int
-    """Elements whose bits are not those of the exact sum, rounded once."""
+    """Elements that differ from the exact sum, rounded once, in a bit."""
     bits: int
-    """Equal numbers, within a size and precision, for equal bits."""
+    """Number of a class of equal bits, within a size and precision."""
     repetitions: int
     num_repeated: int
     """Repetitions in which every rank held the bits of its first."""
@@ -69,7 +69,7 @@ class VerifyRow:
 
     @property
     def sum(self) -> str:
-        """Name the algorithm and its cut."""
+        """Return the name of the algorithm and its cut."""
         return self.algorithm if self.pieces == 1 else f"{self.algorithm} in {self.pieces} pieces"
 
 
@@ -125,7 +125,7 @@ def _show_rows(rows: Sequence[VerifyRow], report: Report) -> None:
 def make_sums(
     communicator: Communicator, algorithms: Sequence[str], precisions: Sequence[Precision] | None, *, reduce_dtype: str
 ) -> list[tuple[Precision, dict[str, Communicator]]]:
-    """Make a communicator of each algorithm for each precision; None: for all that the backend can sum. Collective.
+    """Make a communicator of each algorithm for each precision; None: all that the backend can sum. Collective.
 
     Raises: CommError for a precision that it cannot sum.
     """
@@ -147,7 +147,7 @@ def make_sums(
 def make_rows(
     outcomes: Mapping[tuple[str, int], Outcome], *, count: int, precision: str, repetitions: int
 ) -> list[VerifyRow]:
-    """Make the rows of one size and precision, whose sums are by (algorithm, pieces)."""
+    """Make the rows of one size and precision from sums by (algorithm, pieces)."""
     classes = classes_of([outcome.digest for outcome in outcomes.values()])
     rows = []
     for ((algorithm, pieces), outcome), bits in zip(outcomes.items(), classes, strict=True):
@@ -195,7 +195,7 @@ def _show(value: float | None) -> str:
 
 
 def verdict(rows: Sequence[VerifyRow]) -> str:
-    """Say in a line what all rows come to."""
+    """Return a line on the result of all rows."""
     if num_findings := sum(len(row.findings) for row in rows):
         return f"FAILED: {num_findings} finding(s), above; do not train with these sums before the cause is known"
     pairs = {name: count_pairs([row for row in rows if row.precision == name]) for name in PRECISIONS}

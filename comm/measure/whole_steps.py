@@ -1,4 +1,4 @@
-"""Which algorithm and which sizes of fusion buffers make a step fastest: whole steps of each, in turns."""
+"""Find the fastest algorithm and fusion buffer sizes for a step, by timing whole steps of each in turns."""
 
 import math
 import time
@@ -15,20 +15,20 @@ from bigbatch.comm.measure.sizes import elapsed_seconds
 from bigbatch.comm.measure.timing import slowest, wait_for
 
 BUFFER_BYTES = tuple(1 << power for power in (20, 22, 24, 26, 28))
-"""Sizes of fusion buffers that are tried: 1, 4, 16, 64 and 256 MiB, as far as the gradients fill them."""
+"""Sizes of fusion buffers to try: 1, 4, 16, 64 and 256 MiB, as far as the gradients fill them."""
 LEAST_STEPS, MOST_STEPS = 3, 20
 """Steps of one candidate in one turn: in the first turn, and the most in any."""
 ENOUGH_STEPS = 60
 """Steps of each candidate after which no more are measured, even if time is left."""
 DROP_RATIO = 1.1
-"""Candidates slower than the fastest by more than this, and by more than noise, have no further turn."""
+"""Candidates slower than the fastest by more than this factor, and by more than noise, get no further turn."""
 LEAST_GAIN = 0.002
-"""Share of a step below which a gain is worth nothing."""
+"""Least gain that counts, as a share of a step."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Holds an algorithm by size, and the sizes of a fusion plan."""
+    """An algorithm by size, and the sizes of a fusion plan."""
 
     table: HybridTable
     sizes: PlanSizes
@@ -42,7 +42,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Holds the slowest rank's seconds of whole steps: forward, backward, and what is left of the sums."""
+    """The slowest rank's seconds of whole steps: forward, backward, and the exposed part of the sums."""
 
     candidate: Candidate
     measured: Measured
@@ -51,10 +51,10 @@ class MeasuredStep:
 def make_candidates(
     stated: Candidate, fastest: HybridTable, tensors: Sequence[TensorSpec], *, algorithms: Sequence[str]
 ) -> list[Candidate]:
-    """List what the config states, then what else is worth a try, the likeliest first; no two of the same plan. Pure.
+    """List the stated candidate, then others worth a try, the likeliest first; no two with the same plan. Pure.
 
-    Buffers of BUFFER_BYTES with the fastest algorithm by size; then, beside the stated sizes, each algorithm alone:
-    what is fastest alone need not be beside a backward pass.
+    Buffers of BUFFER_BYTES with the fastest algorithm by size; then, beside the stated sizes, each algorithm alone: the
+    fastest single sum need not be the fastest beside a backward pass.
     """
     total = sum(tensor.num_bytes for tensor in tensors)
     filled = [size for size in BUFFER_BYTES if size < total] or [BUFFER_BYTES[0]]
@@ -82,11 +82,11 @@ def measure_steps(
     step_seconds: float,
     seconds: float,
 ) -> tuple[MeasuredStep, ...]:
-    """Train with each candidate for some steps, but for the update, in turns. Collective.
+    """Train with each candidate for some steps, without the update, in turns. Collective.
 
-    After each round the clearly slower ones are dropped, but for the first candidate, so that time goes to those that
-    are close. order: in which gradients become ready. step_seconds: an estimate. Candidates that there was no time for
-    are not among the result.
+    After each round the clearly slower ones are dropped, except the first candidate, so that time goes to the close
+    ones. order: in which gradients become ready. step_seconds: an estimate. Candidates for which there was no time are
+    missing in the result.
     """
     found: list[list[float]] = [[] for _ in candidates]
     alive, count, start = list(range(len(candidates))), LEAST_STEPS, time.perf_counter()
@@ -105,7 +105,7 @@ def measure_steps(
             return _steps(candidates, found)
         left = seconds - elapsed_seconds(communicator, start)
         count = max(1, min(MOST_STEPS, int(left / 3 / sum(_median(steps[place]) for place in alive)) - 1))
-        alive.reverse()  # so that a drift of the machine touches all alike
+        alive.reverse()  # so that a drift of the machine affects all equally
 
 
 def _steps(candidates: Sequence[Candidate], found: Sequence[Sequence[float]]) -> tuple[MeasuredStep, ...]:
@@ -163,7 +163,7 @@ def choose_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
 
 
 def noise_between(one: MeasuredStep, other: MeasuredStep) -> float:
-    """Return the seconds below which a difference between the two means nothing."""
+    """Return the seconds below which a difference between the two is noise."""
     noise = math.hypot(*(_median(each) * each.measured.noise for each in (one, other)))
     return max(noise, LEAST_GAIN * _median(other))
 

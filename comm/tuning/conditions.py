@@ -1,4 +1,4 @@
-"""Under which conditions something was measured."""
+"""Conditions of a measurement."""
 
 import ctypes
 import os
@@ -19,12 +19,12 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.tuning.tuned import SETTINGS, ClusterFacts, make_cluster
 
 BUILT_FROM = Path(__file__).with_name("built_from.txt")
-"""Holds the commit in a container image, whose build has no git."""
+"""File with the commit in a container image, which is built without git."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """States versions, machines and the shape of the job: the first line of every file of figures."""
+    """Versions, machines and the shape of the job: the first line of every file of figures."""
 
     date: str
     """UTC, to the second."""
@@ -51,7 +51,7 @@ class Conditions:
 
     @property
     def cluster(self) -> ClusterFacts:
-        """Gather what must be the same for a tuned file to hold."""
+        """Return the facts that must be the same for a tuned file to hold."""
         return make_cluster(
             self.groups, backend=self.backend, device=self.device, **{name: getattr(self, name) for name in SETTINGS}
         )
@@ -80,7 +80,7 @@ def gather_conditions(communicator: Communicator) -> Conditions:
 
 
 def gather_cluster(communicator: Communicator) -> ClusterFacts:
-    """Gather what must be the same for a tuned file to hold. Collective."""
+    """Gather the facts that must be the same for a tuned file to hold. Collective."""
     devices = set(communicator.gather_text(device_name(communicator.device)))
     return make_cluster(
         communicator.topology.groups,
@@ -91,7 +91,7 @@ def gather_cluster(communicator: Communicator) -> ClusterFacts:
 
 
 def _settings(communicator: Communicator) -> dict[str, Any]:
-    """Return what SETTINGS names, as connect() takes it."""
+    """Return the values of SETTINGS, as given to connect()."""
     wire = communicator.wire
     return {
         "wire_dtype": dtype_name(wire.dtype) if wire.dtype else None,
@@ -106,7 +106,7 @@ def device_name(device: torch.device) -> str:
 
 
 def nccl_version() -> str:
-    """Ask the library that is loaded, which may be another than torch was built with; else take torch's own word."""
+    """Return the version of the loaded library, which may differ from the one torch was built with; else torch's."""
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
@@ -121,7 +121,7 @@ def num_cores() -> int:
 
 
 def cpu_name() -> str:
-    """Return the CPU's model as Linux tells it, else its architecture alone."""
+    """Return the CPU's model as Linux reports it, else its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -130,7 +130,7 @@ def cpu_name() -> str:
 
 
 def link_rates(sys: Path = Path("/sys/class")) -> dict[str, str]:
-    """List the rates of this host's network hardware that is up, as Linux tells them: in Mbit/s, or in its words.
+    """List the rates of this host's network hardware that is up, as Linux reports them: in Mbit/s, or in its words.
 
     Virtual interfaces have no rate, and containers give them a new name each time.
     """
@@ -144,14 +144,14 @@ def link_rates(sys: Path = Path("/sys/class")) -> dict[str, str]:
 
 
 def source_commit() -> str | None:
-    """Name the commit of the checkout that this code runs from, '+' if it was changed; that of the build in an image.
+    """Return the commit of the checkout that this code runs from, '+' if it was changed; in an image that of its build.
 
     None in any other installed wheel.
     """
     here = Path(__file__).resolve()
     git = partial(subprocess.run, cwd=here.parent, capture_output=True, text=True, check=True)
     try:
-        git(["git", "ls-files", "--error-unmatch", here.name])  # a wheel in a .venv lies in someone else's checkout
+        git(["git", "ls-files", "--error-unmatch", here.name])  # a wheel in a .venv lies in another project's checkout
         commit = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
         return commit + ("+" if git(["git", "status", "--porcelain", "-uno"]).stdout else "")
     except (OSError, subprocess.CalledProcessError):

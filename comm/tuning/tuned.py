@@ -1,4 +1,4 @@
-"""What `bigbatch comm tune` found for one cluster and one model, and the file that keeps it. Imports no torch."""
+"""The results of `bigbatch comm tune` for one cluster and one model, and their file. Imports no torch."""
 
 import dataclasses
 import errno
@@ -21,14 +21,14 @@ CHANGES = (
     "the order in which gradients are added, and so their rounding: runs with another table, or none, end with other "
     "bits, within rounding, but for run.reproducible"
 )
-"""What a table can change, as every file of one states."""
+"""Effect of a table on a run's bits, stated in every file."""
 
 DEFAULT_FOLDER = Path("tuned")
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """States what must be the same for measured times to hold. The network itself has no name to compare."""
+    """Facts that must be the same for measured times to hold. The network itself has no name to compare."""
 
     backend: str
     world_size: int
@@ -42,9 +42,9 @@ class ClusterFacts:
 
 
 SETTINGS = ("wire_dtype", "reduce_dtype", "buffers")
-"""Those of the facts that are keys of comm, not of the machines."""
+"""Facts that are keys of comm, not of the machines."""
 BEFORE = {"reduce_dtype": "wire", "buffers": "torch"}
-"""What held when files did not state these."""
+"""Values for files that do not state these."""
 
 
 def make_cluster(
@@ -56,7 +56,7 @@ def make_cluster(
     reduce_dtype: str = "fp32",
     buffers: str = "torch",
 ) -> ClusterFacts:
-    """Describe a cluster, and what comm is set to there; groups: the ranks of each node."""
+    """Return the facts of a cluster, and the settings of comm there; groups: the ranks of each node."""
     is_block = all(list(group) == list(range(group[0], group[0] + len(group))) for group in groups)
     return ClusterFacts(
         backend=backend,
@@ -71,34 +71,34 @@ def make_cluster(
 
 
 def complete_cluster(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete what an older file states of a cluster, and leave out what is no setting any more."""
+    """Add the facts that an older file lacks, and leave out former settings."""
     return {name: value for name, value in {**BEFORE, **stated}.items() if name != "max_ctas"}
 
 
 def fingerprint(tensors: Sequence[TensorSpec]) -> str:
-    """Digest names, sizes and dtypes of a model's gradients, in whatever order, in 16 hexadecimal digits."""
+    """Digest names, sizes and dtypes of a model's gradients, in any order, as 16 hexadecimal digits."""
     lines = sorted(f"{tensor.name} {tensor.num_elements} {tensor.dtype}" for tensor in tensors)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """Holds the choices for one cluster and model, and what they rest on."""
+    """The choices for one cluster and model, and their evidence."""
 
     cluster: ClusterFacts
     model: str
-    """Its name, for people; tensors tell models apart."""
+    """Name of the model, for the user; tensors distinguish models."""
     tensors: tuple[TensorSpec, ...]
     """The gradients, in the order in which they become ready."""
     table: HybridTable
     sizes: PlanSizes
     command: str
-    """The command that made this, and makes it anew."""
+    """The command that made the file, and makes it again."""
     evidence: Mapping[str, Any]
-    """Measured times, simulated exposed times, conditions: for people and for the simulator."""
+    """Measured times, simulated exposed times, conditions: for the user and for the simulator."""
 
     def require_model(self, tensors: Sequence[TensorSpec], *, path: Path) -> None:
-        """Refuse another model. Raises: TunedError where this was made for another model."""
+        """Raise TunedError if the file was made for another model."""
         if fingerprint(tensors) != fingerprint(self.tensors):
             raise TunedError(
                 f"{path} was tuned for another model: {_first_difference(self.tensors, tensors)}; "
@@ -108,7 +108,7 @@ class Tuned:
     def require_cluster(self, cluster: ClusterFacts, *, path: Path) -> None:
         """Refuse times that do not hold here. Raises: TunedError for another cluster, or other settings of comm.
 
-        comm.reduce_dtype makes no difference where nothing travels in half precision.
+        comm.reduce_dtype makes no difference if nothing travels in half precision.
         """
         for name in (field.name for field in dataclasses.fields(ClusterFacts)):
             there, here = getattr(self.cluster, name), getattr(cluster, name)
@@ -149,7 +149,7 @@ def _first_difference(there: Sequence[TensorSpec], here: Sequence[TensorSpec]) -
 
 
 def default_path(cluster: ClusterFacts, model: str, tensors: Sequence[TensorSpec]) -> Path:
-    """Name the file of a cluster and model: tuned/<model>-<backend>-<ranks per node>-<fingerprint>.json."""
+    """Return the path for a cluster and model: tuned/<model>-<backend>-<ranks per node>-<fingerprint>.json."""
     sizes = "+".join(map(str, cluster.group_sizes))
     if len(set(cluster.group_sizes)) == 1:
         sizes = f"{len(cluster.group_sizes)}x{cluster.group_sizes[0]}"
@@ -158,7 +158,7 @@ def default_path(cluster: ClusterFacts, model: str, tensors: Sequence[TensorSpec
 
 
 def require_folder(folder: Path) -> None:
-    """Make the folder of a file that is to be written. Raises: TunedError where the system refuses."""
+    """Make the folder of a file that will be written. Raises: TunedError if the system refuses."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -168,7 +168,7 @@ def require_folder(folder: Path) -> None:
 
 
 def write_tuned(tuned: Tuned, path: Path) -> None:
-    """Replace the file in one step. Raises: TunedError where the system refuses."""
+    """Replace the file in one step. Raises: TunedError if the system refuses."""
     record = {
         "format": FORMAT,
         "command": tuned.command,
@@ -189,7 +189,7 @@ def write_tuned(tuned: Tuned, path: Path) -> None:
 
 
 def read_tuned(path: Path) -> Tuned:
-    """Read what write_tuned wrote. Raises: TunedError for a missing, foreign or damaged file."""
+    """Read a file of write_tuned. Raises: TunedError for a missing, foreign or damaged file."""
     return parse_tuned(read_text(path), path=path)
 
 
@@ -203,7 +203,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_tuned(text: str, *, path: Path) -> Tuned:
-    """Parse the text of such a file; path is for messages. Raises: TunedError for a foreign or damaged one."""
+    """Parse the text of a tuned file; path is for messages. Raises: TunedError for a foreign or damaged one."""
     try:
         record = parse_json(text)
     except ValueError as error:
