@@ -1,6 +1,6 @@
-"""In the place of ssh: `python -m bigbatch.launch.emulate.agent [-OPTION ...] HOST WORD ...`, from inside a node.
+"""Replacement for ssh: `python -m bigbatch.launch.emulate.agent [-OPTION ...] HOST WORD ...`, from inside a node.
 
-As ssh does, it joins the words with blanks and lets the host's shell run them. mpirun (PRRTE) starts its daemons so.
+Like ssh, it joins the words with blanks and lets the host's shell run them. mpirun (PRRTE) starts its daemons by it.
 """
 
 import os
@@ -12,13 +12,13 @@ from typing import NoReturn
 from bigbatch.launch.emulate.namespaces import enter_node
 
 KEEPER = 1
-"""The keeper is the first process of the cluster's process namespace."""
+"""Number of the keeper: it is the first process of the cluster's process namespace."""
 
 
 def split_words(argv: Sequence[str]) -> tuple[int, str]:
-    """Return the node's number and the command line. Raises: SystemExit for what is no host of a cluster."""
+    """Return the node's number and the command line. Raises: SystemExit if HOST is not a node of the cluster."""
     words = list(argv)
-    # ssh's options: there is no connection that they could be about
+    # ssh's options have no meaning here: there is no connection
     while words and words[0].startswith("-"):
         del words[0]
     match = re.fullmatch(r"n(\d{1,3})", words[0], re.ASCII) if len(words) > 1 else None
@@ -28,7 +28,7 @@ def split_words(argv: Sequence[str]) -> tuple[int, str]:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Go to the node and become its shell."""
+    """Enter the node and become its shell."""
     node, line = split_words(argv)
     enter_node(KEEPER, node)
     os.execv("/bin/sh", ["sh", "-c", line])

@@ -22,10 +22,10 @@ from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save
 from bigbatch.locks import try_lock
 
 SYSTEM_PATH = "/usr/sbin:/sbin"
-"""Where Debian keeps ip and tc, and not on the PATH of plain users."""
+"""Folders of ip and tc on Debian, which a plain user's PATH lacks."""
 
 END_SECONDS = 60
-"""How long a busy machine may take to end all processes of a cluster, which it does in a moment else."""
+"""Time limit to end all processes of a cluster on a busy machine; usually it takes a moment."""
 
 WHY_NOT = (
     "needs root or unprivileged user namespaces: in a container, start it with --privileged; else allow them by sysctl "
@@ -35,9 +35,9 @@ WHY_NOT = (
 
 
 def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: int | None = None) -> EmulatedCluster:
-    """Build a cluster and leave it running; with a lifeline, a file descriptor, until nobody can write to that.
+    """Build a cluster and leave it running; with a lifeline, a file descriptor, until its other end is closed.
 
-    Raises: EmulationError when one of that name runs, a tool is missing or the kernel does not let this user.
+    Raises: EmulationError if one of that name runs, a tool is missing or the kernel does not let this user.
     """
     path = _require_tools(environ)
     folder = root / plan.name
@@ -45,7 +45,7 @@ def up(plan: ClusterPlan, *, root: Path, environ: Mapping[str, str], lifeline: i
     if found and is_alive(found):
         raise EmulationError(f"{plan.name} is up: bigbatch launch emulate down --name {plan.name}, or another --name")
     if found:
-        shutil.rmtree(folder)  # its keeper is gone, after a crash or a reboot
+        shutil.rmtree(folder)  # its keeper has ended, after a crash or a reboot
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
@@ -97,12 +97,12 @@ def _require_tools(environ: Mapping[str, str]) -> str:
 
 
 def system_path(environ: Mapping[str, str]) -> str:
-    """Return PATH, and where system tools lie."""
+    """Return PATH, with the folders of system tools."""
     return f"{environ.get('PATH', os.defpath)}:{SYSTEM_PATH}"
 
 
 def find(name: str, *, root: Path) -> EmulatedCluster:
-    """Return the running cluster of that name. Raises: EmulationError when there is none."""
+    """Return the running cluster of that name. Raises: EmulationError if there is none."""
     cluster = load(root / name)
     if cluster is None or not is_alive(cluster):
         raise EmulationError(
@@ -117,9 +117,9 @@ def names(root: Path) -> list[str]:
 
 
 def down(name: str, *, root: Path) -> bool:
-    """Remove a cluster and all that runs in it; return False where there was none.
+    """Remove a cluster and all that runs in it; return False if there was none.
 
-    Raises: EmulationError when the kernel does not end it within END_SECONDS.
+    Raises: EmulationError if the kernel does not end it within END_SECONDS.
     """
     folder = root / name
     cluster = load(folder)
@@ -133,11 +133,11 @@ def down(name: str, *, root: Path) -> bool:
 
 
 def end(cluster: EmulatedCluster) -> None:
-    """End all that runs in a cluster, and leave its folder. Raises: EmulationError as `down` does."""
+    """End all processes of a cluster, and keep its folder. Raises: EmulationError as `down` does."""
     with suppress(ProcessLookupError):
         keeper = os.pidfd_open(cluster.keeper)
         try:
-            if is_alive(cluster):  # the number still means our process, and from here on can mean no other
+            if is_alive(cluster):  # the number still belongs to our process, and from here on cannot belong to another
                 signal.pidfd_send_signal(keeper, signal.SIGKILL)
             if not _becomes_readable(keeper, END_SECONDS):
                 raise EmulationError(
@@ -155,7 +155,7 @@ def _becomes_readable(descriptor: int, seconds: float) -> bool:
 
 
 def count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...] | None:
-    """Count the bytes on each link so far; None where the cluster is gone."""
+    """Count the bytes on each link so far; None if the cluster has ended."""
     with suppress(OSError, KeyError):  # it may end meanwhile, its ports before its keeper
         if is_alive(cluster):
             return read_counters(cluster.keeper, num_nodes=cluster.plan.num_nodes)
@@ -164,7 +164,7 @@ def count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...] | None:
 
 @contextmanager
 def reaching(cluster: EmulatedCluster) -> Iterator[None]:
-    """Raise EmulationError for whatever the system refuses inside, as it does once the cluster is taken down."""
+    """Raise EmulationError for any system error inside, as after the cluster was taken down."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
@@ -176,10 +176,10 @@ def reaching(cluster: EmulatedCluster) -> Iterator[None]:
 
 
 def join(cluster: EmulatedCluster) -> None:
-    """Let the children of this process, which has one thread, be processes of the cluster. Raises: EmulationError."""
+    """Make the children of this single-threaded process be processes of the cluster. Raises: EmulationError."""
     with reaching(cluster):
         namespaces.enter_cluster(cluster.keeper)
-    if not is_alive(cluster):  # then the number meant another process already when we followed it
+    if not is_alive(cluster):  # then the number belonged to another process already when we followed it
         raise EmulationError(
             f"{cluster.plan.name} was taken down meanwhile: bigbatch launch emulate status shows what is up"
         )
@@ -188,7 +188,7 @@ def join(cluster: EmulatedCluster) -> None:
 def shape(
     cluster: EmulatedCluster, *, rate: int | None, root: Path, environ: Mapping[str, str], node: int | None = None
 ) -> EmulatedCluster:
-    """Give all links, or that of one node, another rate, at once, also under a running job. Raises: EmulationError."""
+    """Change the rate of all links, or of one node's, at once, also under a running job. Raises: EmulationError."""
     path = _require_tools(environ)
     changed = replace(cluster, plan=replace(cluster.plan, rate=rate)) if node is None else cluster
     with reaching(cluster):
@@ -203,7 +203,7 @@ def shape(
 def cut(
     cluster: EmulatedCluster, node: int, *, environ: Mapping[str, str], arriving: bool = True, leaving: bool = True
 ) -> None:
-    """Drop what arrives at a node, or what leaves it, or both, until its link is shaped. Raises: EmulationError."""
+    """Drop the packets to a node, or from it, or both, until its link is shaped. Raises: EmulationError."""
     path = _require_tools(environ)
     with reaching(cluster):
         for device, where, is_cut in (("eth0", node, leaving), (port(node), None, arriving)):
@@ -212,7 +212,7 @@ def cut(
 
 
 def _run_inside(cluster: EmulatedCluster, argv: list[str], *, node: int | None, environ: Mapping[str, str]) -> None:
-    """Run a tool in a node's network, or in the switch's."""
+    """Run a tool in the network of a node, or of the switch."""
 
     def enter() -> None:
         namespaces.enter_cluster(cluster.keeper)
@@ -226,9 +226,9 @@ def _run_inside(cluster: EmulatedCluster, argv: list[str], *, node: int | None, 
 
 @contextmanager
 def only_job(cluster: EmulatedCluster, *, root: Path) -> Iterator[None]:
-    """Let one job run at a time: two would share the links, and neither figure would mean anything.
+    """Let one job run at a time: two would share the links, and neither figure would be valid.
 
-    Raises: EmulationError when another job runs, or the cluster is gone.
+    Raises: EmulationError if another job runs, or the cluster has ended.
     """
     with reaching(cluster):
         fd = os.open(root / cluster.plan.name, os.O_RDONLY)

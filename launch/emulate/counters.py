@@ -11,7 +11,7 @@ from bigbatch.launch.emulate.programs import port
 
 @dataclass(frozen=True)
 class LinkBytes:
-    """This is what a node sent and received over its link, with Ethernet and IP headers of TCP's large packets."""
+    """Bytes that a node sent and received over its link, with Ethernet and IP headers of TCP's large packets."""
 
     host: str
     sent_bytes: int
@@ -19,19 +19,19 @@ class LinkBytes:
 
 
 def parse_counters(text: str, *, num_nodes: int) -> tuple[LinkBytes, ...]:
-    """Read /proc/net/dev of the switch: what its port receives, the node has sent. Raises: KeyError without a port."""
+    """Parse /proc/net/dev of the switch: its port receives what the node sends. Raises: KeyError without a port."""
     rows = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in text.splitlines())}
     ports = [rows[port(node)] for node in range(num_nodes)]
     return tuple(LinkBytes(host(node), int(row[0]), int(row[8])) for node, row in enumerate(ports))
 
 
 def read_counters(keeper: int, *, num_nodes: int) -> tuple[LinkBytes, ...]:
-    """Read the counters now; keeper is the process that is in the switch's network. Raises: OSError, KeyError."""
+    """Read the counters now; keeper is a process in the switch's network. Raises: OSError, KeyError."""
     return parse_counters(Path(f"/proc/{keeper}/net/dev").read_text(), num_nodes=num_nodes)
 
 
 def difference(after: Sequence[LinkBytes], before: Sequence[LinkBytes]) -> tuple[LinkBytes, ...]:
-    """Return what was counted in between."""
+    """Return the bytes counted between the two."""
     return tuple(
         LinkBytes(new.host, new.sent_bytes - old.sent_bytes, new.received_bytes - old.received_bytes)
         for new, old in zip(after, before, strict=True)
@@ -39,13 +39,13 @@ def difference(after: Sequence[LinkBytes], before: Sequence[LinkBytes]) -> tuple
 
 
 def format_table(counted: Sequence[LinkBytes]) -> str:
-    """Make lines to read; MB is 1e6 bytes."""
+    """Return the counts as a text table; MB is 1e6 bytes."""
     rows = [f"{each.host:6}{each.sent_bytes / 1e6:15.3f}{each.received_bytes / 1e6:15.3f}" for each in counted]
     return "\n".join([f"{'node':6}{'sent MB':>15}{'received MB':>15}", *rows])
 
 
 def format_json(counted: Sequence[LinkBytes], *, plan: ClusterPlan, seconds: float, exit_code: int) -> str:
-    """Write the same for programs, with the conditions."""
+    """Return the counts as JSON, with the conditions."""
     facts = {
         "ranks_per_node": plan.ranks_per_node,
         "link": format_rate(plan.rate),

@@ -1,8 +1,8 @@
-"""The process that is the cluster: first of its process namespace, holder of the nodes' namespaces.
+"""The process that holds the cluster: first of its process namespace, holder of the nodes' namespaces.
 
-When it ends, however that comes about, the kernel ends every process of the cluster and removes the network.
-`python -m bigbatch.launch.emulate.keeper FOLDER PLAN [once]` prints one line when the cluster is up: ok, or what is
-wrong. With `once` the cluster ends, and its folder goes, when standard input does.
+When it ends, for any reason, the kernel ends every process of the cluster and removes the network. `python -m
+bigbatch.launch.emulate.keeper FOLDER PLAN [once]` prints one line when the cluster is up: ok, or an error. With `once`
+the cluster and its folder are removed when standard input ends.
 """
 
 import json
@@ -28,13 +28,13 @@ from bigbatch.launch.emulate.switch import forward, open_port
 
 
 def main(argv: Sequence[str]) -> None:
-    """Become the cluster; returns in the process that was only needed to start it."""
+    """Become the cluster; return in the process that was only needed to start it."""
     folder, facts = Path(argv[0]), json.loads(argv[1])
     plan = ClusterPlan(**facts | {"ranks_per_node": tuple(facts["ranks_per_node"])})
     try:
         if os.geteuid() != 0:
             namespaces.become_root()
-        # counts for children only: the first one forked becomes process 1
+        # applies to children only: the first one forked becomes process 1
         namespaces.unshare(namespaces.NEWPID)
         if os.fork() == 0:
             _keep(plan, folder, is_once=argv[2:] == ["once"])
@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
-    pid = int(os.readlink("/proc/self"))  # as the rest of the machine numbers it: /proc is still theirs
-    namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)  # ours, so that we may come back
+    pid = int(os.readlink("/proc/self"))  # in the machine's numbering: /proc is still the machine's
+    namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)  # our own, to come back to
     # mounts of the machine come in, ours do not get out
     namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
     # from here on /proc shows the cluster's processes
@@ -60,10 +60,10 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
             namespaces.enter(f"/proc/self/fd/{fd}")
     _build(plan)
     ports = [open_port(port(node)) for node in range(plan.num_nodes)] if plan.delay_us else []
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are buried without a word
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are reaped silently
     save(folder, EmulatedCluster(plan, pid, start_ticks("self") or 0, boot_id()))
-    _report("ok")  # fails, and ends the cluster, where no one waits for it any more
-    # who started us reads until all ends of the pipe are closed
+    _report("ok")  # fails, and ends the cluster, if no process waits for it any more
+    # the starting process reads until all ends of the pipe are closed
     os.dup2(os.open("/dev/null", os.O_RDWR), sys.stdout.fileno())
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     if is_once:
@@ -75,10 +75,10 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
 
 
 def _end_with_input(folder: Path) -> None:
-    """Wait until nobody is left who could write to standard input; then leave nothing."""
+    """Wait until all writers of standard input have ended; then remove everything."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os.kill(-1, signal.SIGKILL)  # all but us, so that no one writes to the folder any more
+    os.kill(-1, signal.SIGKILL)  # all but this one, so that no process writes to the folder any more
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
@@ -99,13 +99,13 @@ def _make_node(node: int, hosts: Path) -> None:
     namespaces.mount("shm", "/dev/shm", kind="tmpfs")
     for kind in namespaces.KINDS:
         fd = os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
-        # at a number that others can work out, to enter by /proc/KEEPER/fd
+        # at a number that others can compute, to enter by /proc/KEEPER/fd
         os.dup2(fd, namespaces.node_fd(node, kind), inheritable=False)
         os.close(fd)
 
 
 def _build(plan: ClusterPlan) -> None:
-    """Run the commands, each in a process that goes where it belongs: this one stays in the switch's network."""
+    """Run the commands, each in a process that enters its namespace: this one stays in the switch's network."""
     nodes = {host(node): namespaces.node_fd(node, "net") for node in range(plan.num_nodes)}
     for place, argv in build_commands(plan):
         enter = partial(namespaces.enter, f"/proc/1/fd/{nodes[place]}") if place in nodes else None

@@ -1,4 +1,4 @@
-"""What is started in which node: mpirun, one torchrun per node, or the ranks themselves; pure."""
+"""Command lines to start in each node: mpirun, one torchrun per node, or the ranks themselves; pure."""
 
 import re
 import signal
@@ -19,45 +19,45 @@ from bigbatch.launch.launchers import mpirun, torchrun
 ORDERS = ("block", "cyclic")
 
 AGENT = "bigbatch.launch.emulate.agent"
-"""The module that stands in for ssh."""
+"""The module that replaces ssh."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All ranks run this: a bigbatch command, or a Python script or `-m module` with its arguments."""
+    """The command of all ranks: a bigbatch command, or a Python script or `-m module` with its arguments."""
 
     command: tuple[str, ...]
     is_python: bool = False
     environment: tuple[tuple[str, str], ...] = ()
-    """What all ranks get beside what such a command needs."""
+    """Variables of all ranks beside those that such a command needs."""
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """Return what all ranks get."""
+        """Return the variables of all ranks."""
         return (*(() if self.is_python else ((SAFE_PATH_VARIABLE, "1"),)), *self.environment)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return what comes behind the interpreter."""
+        """Return the words after the interpreter."""
         return python_words(self.command, is_python=self.is_python)
 
 
 @dataclass(frozen=True)
 class Site:
-    """The starts of a job depend on this, beside the job and the plan."""
+    """Facts that the starts of a job depend on, beside the job and the plan."""
 
     order: str = "block"
-    """In which ranks are placed on nodes: one of ORDERS."""
+    """Order in which ranks are placed on nodes: one of ORDERS."""
     master_port: int = FIRST_JOB_PORT
-    """At which the ranks meet in the first node."""
+    """Port at which the ranks meet in the first node."""
     mpirun: str = "mpirun"
-    """Path of the program."""
+    """Path of mpirun."""
     folder: Path = Path()
     """Folder of the cluster for files of mpirun and torchrun: hosts of several clusters have the same names."""
     terminal_columns: int = 0
     """Width of the terminal; 0 without one."""
     variables: tuple[str, ...] = ()
-    """Names of those that are set here."""
+    """Names of the variables that are set here."""
 
 
 def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
@@ -82,7 +82,7 @@ def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, 
 
 
 def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
-    """Return one torchrun per node. Raises: LaunchOptionError for an order that it does not have."""
+    """Return one torchrun per node. Raises: LaunchOptionError for an order that torchrun lacks."""
     if site.order != "block":
         raise LaunchOptionError(
             f"--place {site.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain"
@@ -103,12 +103,12 @@ def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProces
 
 
 def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
-    """Return mpirun in the first node, which reaches the others by our agent instead of ssh.
+    """Return mpirun in the first node, which reaches the others by the agent instead of ssh.
 
-    Everyone is root inside. Ranks that wait yield their core: they share a few.
-    Raises: LaunchOptionError for a Python that mpirun cannot be told of.
+    All processes are root inside. Ranks that wait yield their core: they share a few.
+    Raises: LaunchOptionError for a path of Python that mpirun cannot take.
     """
-    if re.search(r"[\s:]", sys.executable):  # mpirun parts its agents at colons and their words at blanks; no quotes
+    if re.search(r"[\s:]", sys.executable):  # mpirun splits its agents at colons and their words at blanks; no quotes
         raise LaunchOptionError(
             f"mpirun cannot call {sys.executable!r}, as its path has a blank or a colon: use --launcher torchrun or "
             "plain, or a virtual environment elsewhere"
@@ -128,12 +128,12 @@ def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess,
 
 @dataclass(frozen=True)
 class NodeLauncher:
-    """This launcher can start a job in nodes that are there."""
+    """A launcher that can start a job in existing nodes."""
 
     starts: Callable[[Job, ClusterPlan, Site], tuple[NodeProcess, ...]]
-    """Returns the processes to start; pure. Raises: LaunchOptionError for what it cannot do."""
+    """Returns the processes to start; pure. Raises: LaunchOptionError for a job that it cannot start."""
     asks_to_stop: signal.Signals
-    """Makes the processes pass on a request to save a checkpoint and stop."""
+    """Signal that makes the processes pass on a request to save a checkpoint and stop."""
 
 
 NODE_LAUNCHERS = {
@@ -146,6 +146,6 @@ RUN_OPTIONS = (
     Option("link", "rate of each node's link, each way, such as 200mbit (default: none = unlimited)"),
     Option("delay", "added one-way delay between nodes, such as 500us (default: 0)"),
     Option("launcher", "what starts the ranks (default: mpirun)", choices=tuple(NODE_LAUNCHERS), default="mpirun"),
-    Option("place", "of ranks on nodes (default: block)", choices=ORDERS, default="block"),
+    Option("place", "order of ranks on nodes (default: block)", choices=ORDERS, default="block"),
 )
 """Options of `bigbatch launch emulate run` that a sweep may state."""

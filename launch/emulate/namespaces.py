@@ -17,7 +17,7 @@ MS_REC = 16384
 MS_SLAVE = 1 << 19
 
 KINDS = ("net", "uts", "mnt")
-"""What a node has of its own. mnt comes last on entering: it changes what /proc shows."""
+"""Namespaces of each node. mnt comes last on entering: it changes what /proc shows."""
 
 FIRST_FD = 100
 
@@ -28,7 +28,7 @@ def node_fd(node: int, kind: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces for new ones. Raises: OSError."""
+    """Move to new namespaces. Raises: OSError."""
     _call("unshare", ctypes.c_int(flags))
 
 
@@ -49,7 +49,7 @@ def enter(path: str) -> None:
 def enter_node(keeper: int, node: int) -> None:
     """Become a process of a node; keeper is the process that holds the cluster, as /proc numbers it here.
 
-    The working directory stays. Raises: OSError.
+    Keeps the working directory. Raises: OSError.
     """
     # entering a mount namespace moves a process to its root
     folder = os.getcwd()
@@ -59,12 +59,12 @@ def enter_node(keeper: int, node: int) -> None:
 
 
 def enter_cluster(keeper: int) -> None:
-    """Let the children of this process be processes of the cluster, where no user but its owner has a say.
+    """Make the children of this process be processes of the cluster, under its owner's user namespace.
 
-    This process must have one thread, and can start none afterwards. Raises: OSError; also where keeper's number means
-    another process by now, one beside us: what is meant for the cluster must never reach our own neighbours.
+    This process must have one thread, and can start none afterwards. Raises: OSError; also if keeper's number belongs
+    to another process by now: a signal for the cluster must never reach a process outside it.
     """
-    # as root there is none of its own, and setns refuses the one that we are in
+    # as root there is no user namespace of the cluster, and setns refuses the current one
     if os.stat(f"/proc/{keeper}/ns/user").st_ino != os.stat("/proc/self/ns/user").st_ino:
         enter(f"/proc/{keeper}/ns/user")
     enter(f"/proc/{keeper}/ns/pid")
@@ -73,17 +73,17 @@ def enter_cluster(keeper: int) -> None:
 
 
 def become_root() -> None:
-    """Enter a user namespace of our own, in which this user is root. Raises: OSError."""
+    """Enter a new user namespace, in which this user is root. Raises: OSError."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(NEWUSER)
-    # in this order: without root the kernel takes a gid_map only after setgroups is denied
+    # in this order: without root the kernel accepts a gid_map only after setgroups is denied
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
 def leave_mounts() -> None:
-    """Let this process, and no other, see what it mounts from now on. It must have one thread. Raises: OSError."""
+    """Hide this process's further mounts from all other processes. It must have one thread. Raises: OSError."""
     if os.geteuid() != 0:
         become_root()
     unshare(NEWNS)

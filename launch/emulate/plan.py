@@ -1,4 +1,4 @@
-"""The emulated cluster as facts: nodes, names, addresses, rates. Integers and strings only; nothing is started."""
+"""The emulated cluster as data: nodes, names, addresses, rates. Integers and strings only; starts nothing."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MIN_RATE, MAX_RATE = 1_000_000, 100_000_000_000
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """`up` builds this. rate is in bits per second, each way; None: as fast as this machine."""
+    """Plan of a cluster for `up`. rate is in bits per second, each way; None: as fast as this machine."""
 
     name: str
     ranks_per_node: tuple[int, ...]
@@ -22,7 +22,7 @@ class ClusterPlan:
     delay_us: int = 0
     """Added one-way delay between two nodes."""
     slurm: bool = False
-    """A real Slurm runs on it, with a CPU for each rank."""
+    """True if a real Slurm runs on it, with a CPU for each rank."""
 
     @property
     def num_nodes(self) -> int:
@@ -31,12 +31,12 @@ class ClusterPlan:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that a job has."""
+        """Return the number of ranks of a job."""
         return sum(self.ranks_per_node)
 
 
 def make_plan(*, name: str, nodes: int | None, ranks_per_node: str, link: str | None, delay: str | None) -> ClusterPlan:
-    """Read what the command line says. Raises: LaunchOptionError."""
+    """Parse the values of the command line. Raises: LaunchOptionError."""
     return ClusterPlan(
         parse_name(name),
         parse_ranks(ranks_per_node, nodes=nodes),
@@ -46,7 +46,7 @@ def make_plan(*, name: str, nodes: int | None, ranks_per_node: str, link: str | 
 
 
 def parse_name(text: str) -> str:
-    """Return the name itself, which will be that of a folder. Raises: LaunchOptionError."""
+    """Return the name, which becomes that of a folder. Raises: LaunchOptionError."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,19}", text):
         raise LaunchOptionError(f"--name {text!r}: use up to 20 lower-case letters, digits and dashes, such as box")
     return text
@@ -93,7 +93,7 @@ def parse_delay(text: str) -> int:
 
 
 def parse_node(text: str, *, num_nodes: int) -> int:
-    """Read 'n2' -> 2. Raises: LaunchOptionError for a node that there is not."""
+    """Read 'n2' -> 2. Raises: LaunchOptionError if there is no such node."""
     names = [host(node) for node in range(num_nodes)]
     if text not in names:
         raise LaunchOptionError(f"--node {text!r}: there is no such node; there are {names[0]} to {names[-1]}")
@@ -136,7 +136,7 @@ def format_rate(rate: int | None) -> str:
 
 @dataclass(frozen=True)
 class RankSlot:
-    """Says where a rank runs."""
+    """Node and local rank of a rank."""
 
     node: int
     local_rank: int

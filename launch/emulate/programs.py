@@ -4,7 +4,7 @@ from bigbatch.launch.emulate.plan import ClusterPlan, address, host, mac
 
 MIN_BURST_BYTES = 16_384
 BURST_SECONDS = 1e-3
-"""How late a timer of a busy machine may be without costing throughput; what it costs: docs/emulate.md, "Burst"."""
+"""How late a timer of a busy machine may be without a loss of throughput; its cost: docs/emulate.md, "Burst"."""
 
 QUEUE_MS = 20
 """How long a packet may wait in a full link before it is dropped."""
@@ -21,7 +21,7 @@ def port(node: int) -> str:
 
 
 def burst_bytes(rate: int) -> int:
-    """Return what a link that has rested lets through at once; the price of timers, so no larger than they need."""
+    """Return the bytes that an idle link passes at once: as small as timers allow, since it distorts the rate."""
     return max(MIN_BURST_BYTES, round(rate * BURST_SECONDS / 8))
 
 
@@ -54,7 +54,7 @@ def bridge_commands() -> list[list[str]]:
 
 
 def port_commands(node: int, *, bridged: bool) -> list[list[str]]:
-    """Set up a port in the switch's namespace. Without a bridge a program carries the packets from port to port."""
+    """Set up a port in the switch's namespace. Without a bridge a program forwards the packets from port to port."""
     link = ["ip", "link", "set", "dev", port(node)]
     return [
         [*link, "addrgenmode", "none"],
@@ -64,7 +64,7 @@ def port_commands(node: int, *, bridged: bool) -> list[list[str]]:
 
 
 def shape_commands(device: str, rate: int | None) -> list[list[str]]:
-    """Limit what leaves a device. Both ends of a link are shaped, which makes it full duplex as a real one."""
+    """Limit the rate out of a device. Both ends of a link are shaped, which makes it full duplex like a real one."""
     gso = ["ip", "link", "set", "dev", device, "gso_max_size", str(gso_bytes(rate))]
     if rate is None:
         return [gso, ["tc", "qdisc", "replace", "dev", device, "root", "noqueue"]]
@@ -73,12 +73,12 @@ def shape_commands(device: str, rate: int | None) -> list[list[str]]:
 
 
 def cut_command(device: str) -> list[str]:
-    """Drop all that leaves a device without a word, as a dead switch does: a queue of one byte takes no packet."""
+    """Silently drop all packets out of a device, like a dead switch: a queue of one byte takes no packet."""
     return ["tc", "qdisc", "replace", "dev", device, "root", "bfifo", "limit", "1"]
 
 
 def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
-    """Return all of them with the place where they run, in order: a host name or 'switch'."""
+    """Return all commands in order, each with its place: a host name or 'switch'."""
     bridged = plan.delay_us == 0
     commands = [("switch", argv) for argv in (bridge_commands() if bridged else [])]
     for node in range(plan.num_nodes):

@@ -1,4 +1,4 @@
-"""Run one job on an emulated cluster and count what it sends."""
+"""Run one job on an emulated cluster and count the bytes that it sends."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.together import NodeProcess, run_together
 
 WATCHER = ("/bin/sh", "-c", "read line; kill -s KILL -- -1")
-"""Kills every process of its process namespace, but the first one and itself, once nobody can write to its input."""
+"""Kills every process of its process namespace, except the first one and itself, when its input ends."""
 
 
 def run_job(
@@ -35,16 +35,16 @@ def run_job(
 ) -> Ended:
     """Start the processes in their nodes and wait; return how the job ended.
 
-    Bytes of each link go to standard error, and to the file counters. What outlives the job is killed, and the job
-    itself where this process is killed. Raises: EmulationError when another job runs, the cluster is removed under
-    this one or the file cannot be written; LaunchOptionError for a missing launcher.
+    Prints the bytes of each link on standard error, and writes them to the file counters. Processes that outlive the
+    job are killed, and so is the job if this process is killed. Raises: EmulationError if another job runs, the cluster
+    is removed under this one or the file cannot be written; LaunchOptionError for a missing launcher.
     """
     with only_job(cluster, root=root):
         if counters:
             _clear(counters)
         before, start = _count(cluster), time.monotonic()
         join(cluster)
-        sweep()  # what an earlier job left would share the links
+        sweep()  # processes left by an earlier job would share the links
         with reaching(cluster), _swept():
             enter = partial(namespaces.enter_node, cluster.keeper)
             ended = run_together(starts, environ=with_secret(environ), enter=enter, asks_to_stop=asks_to_stop)
@@ -61,7 +61,7 @@ def run_job(
 
 
 def _clear(counters: Path) -> None:
-    """Find out before the job whether the file can be written; what an earlier job left must not pass for this one's.
+    """Check before the job that the file can be written, and remove the file of an earlier job.
 
     Raises: EmulationError.
     """
@@ -80,10 +80,10 @@ def _count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...]:
 
 @contextmanager
 def _swept() -> Iterator[None]:
-    """Sweep in the end, however it comes: should this process be killed, a watcher in the cluster does it.
+    """Sweep at the end, in any case: if this process is killed, a watcher in the cluster does it.
 
-    A signal at the parent's death (prctl) would reach the launchers only, not what torchrun or a rank has started.
-    Raises: OSError where the cluster is gone.
+    A signal at the parent's death (prctl) would reach only the launchers, not the processes of torchrun or a rank.
+    Raises: OSError if the cluster has ended.
     """
     nowhere = subprocess.DEVNULL
     with subprocess.Popen(WATCHER, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True):
@@ -94,10 +94,10 @@ def _swept() -> Iterator[None]:
 
 
 def sweep() -> None:
-    """Kill every process of the cluster but its keeper: here, everything outside counts as not there."""
+    """Kill every process of the cluster except its keeper: in this namespace, kill reaches no others."""
     try:
         child = os.fork()
-    except OSError:  # the cluster is gone, and all of its processes with it
+    except OSError:  # the cluster has ended, and all of its processes with it
         return
     if child == 0:
         try:

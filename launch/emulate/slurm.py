@@ -1,4 +1,4 @@
-"""Slurm on an emulated cluster as text: its configuration, argument lists, what sinfo says; pure."""
+"""Slurm on an emulated cluster as text: its configuration, argument lists, and the parser of sinfo's output; pure."""
 
 import shlex
 from collections.abc import Mapping
@@ -10,33 +10,33 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge"
 
 PARTITIONS = ("batch", "urgent")
-"""The default one, and one whose jobs take its nodes away: those jobs are told by their --signal and requeued."""
+"""The default partition, and one that preempts its jobs: they get their --signal and are requeued."""
 
 REQUEUE_SECONDS = 6
-"""A requeued job waits as long as its old credentials are good (Slurm's default: 120)."""
+"""Seconds a requeued job waits, the lifetime of its old credentials (Slurm's default: 120)."""
 
 NODE_TIMEOUT_SECONDS = 30
-"""After so long without an answer a node is down (Slurm's default: 300)."""
+"""Seconds without an answer after which a node is down (Slurm's default: 300)."""
 
 GRACE_SECONDS = 60
-"""What a preempted job gets to save a checkpoint."""
+"""Seconds that a preempted job gets to save a checkpoint."""
 
 
 def slurm_folder(cluster_folder: Path) -> Path:
-    """Return where Slurm keeps its configuration, logs and state."""
+    """Return the folder of Slurm's configuration, logs and state."""
     return cluster_folder / "slurm"
 
 
 def conf_path(cluster_folder: Path) -> Path:
-    """Return what SLURM_CONF names."""
+    """Return the path for SLURM_CONF."""
     return slurm_folder(cluster_folder) / "slurm.conf"
 
 
 def slurm_conf(plan: ClusterPlan, *, folder: Path) -> str:
-    """Return the text of slurm.conf of a cluster whose Slurm lives in folder.
+    """Return the text of slurm.conf of a cluster with Slurm's files in folder.
 
-    A node has a CPU for each of its ranks, whatever the machine has, and memory is never what a job waits for. Nodes
-    share the machine's control groups and its /tmp, so no plugin may use the former, and each has a part of the latter.
+    A node has a CPU for each of its ranks, whatever the machine has, and no job waits for memory. Nodes share the
+    machine's control groups and its /tmp, so no plugin may use the former, and each has a part of the latter.
     """
     daemons = [
         f"ClusterName={plan.name}",
@@ -83,9 +83,9 @@ def slurm_conf(plan: ClusterPlan, *, folder: Path) -> str:
 
 
 def slurm_commands(plan: ClusterPlan, *, folder: Path) -> list[tuple[int, list[str]]]:
-    """Return what starts Slurm, in order, each with its node: every one becomes a daemon.
+    """Return the commands that start Slurm, in order, each with its node: every one becomes a daemon.
 
-    All nodes share one munged: its socket is a file. It is told by --force that nobody else may reach our folder.
+    All nodes share one munged: its socket is a file. --force tells it that no other user can reach our folder.
     """
     files = {"socket": "munge.socket", "key-file": "munge.key", "seed-file": "munge.seed"}
     files |= {"pid-file": "munged.pid", "log-file": "munged.log"}
@@ -96,13 +96,13 @@ def slurm_commands(plan: ClusterPlan, *, folder: Path) -> list[tuple[int, list[s
 
 
 def describe_start(plan: ClusterPlan, *, folder: Path) -> str:
-    """Show the configuration and the commands, each with its host, as lines."""
+    """Return the configuration and the commands, each with its host, as lines."""
     commands = [f"{host(node)}: {shlex.join(argv)}" for node, argv in slurm_commands(plan, folder=folder)]
     return "\n".join([f"{folder}/slurm.conf:", slurm_conf(plan, folder=folder), *commands])
 
 
 def log_path(argv: list[str], *, folder: Path) -> Path:
-    """Return where a program of slurm_commands writes what it has to say."""
+    """Return the path of the log of a program of slurm_commands."""
     return folder / (f"slurmd.{argv[2]}.log" if argv[0] == "slurmd" else f"{argv[0]}.log")
 
 
@@ -110,11 +110,11 @@ SINFO = ("sinfo", "--noheader", "--Node", "--partition", PARTITIONS[0], "--forma
 
 
 def parse_states(text: str) -> dict[str, str]:
-    """Read node -> state out of what SINFO says: 'n0 idle', 'n1 down*'."""
+    """Parse SINFO's output, 'n0 idle', 'n1 down*', into node -> state."""
     return {host: state for host, _, state in (line.partition(" ") for line in text.splitlines())}
 
 
 def slurm_environ(environ: Mapping[str, str], *, cluster_folder: Path) -> dict[str, str]:
-    """Return variables by which Slurm's commands find this Slurm, without those of a job of another one around us."""
+    """Return variables by which Slurm's commands find this Slurm, without those of an enclosing Slurm job."""
     own = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
     return own | {"SLURM_CONF": str(conf_path(cluster_folder))}

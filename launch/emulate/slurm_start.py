@@ -33,13 +33,13 @@ from bigbatch.launch.jobs.foreground import shell_code
 from bigbatch.trainer.step.signals import handling_stops
 
 START_SECONDS = 180
-"""How long nodes may take to be idle; one second where the machine is."""
+"""Time limit until all nodes are idle; one second on an idle machine."""
 
 ANSWER_SECONDS = 10
 
 
 def require_slurm(folder: Path, *, environ: Mapping[str, str]) -> None:
-    """Find out before anything is built. Raises: EmulationError for what this machine, user or folder lacks."""
+    """Check before anything is built. Raises: EmulationError for what this machine, user or folder lacks."""
     if not _may_set_groups():
         raise EmulationError("--slurm needs root: Slurm sets the groups of its jobs, and no plain user may do that")
     missing = [name for name in PROGRAMS if shutil.which(name, path=system_path(environ)) is None]
@@ -53,15 +53,15 @@ def require_slurm(folder: Path, *, environ: Mapping[str, str]) -> None:
 
 
 def _may_set_groups() -> bool:
-    """Tell whether this user may: root may, but for that of a user namespace which was made without root."""
+    """Tell whether this user may: root may, except root of a user namespace that was made without root."""
     switch = Path("/proc/self/setgroups")
     return os.geteuid() == 0 and not (switch.exists() and switch.read_text().strip() == "deny")
 
 
 def start_slurm(cluster: EmulatedCluster, *, root: Path, environ: Mapping[str, str]) -> None:
-    """Start it and wait until all nodes are idle; this process can start no threads afterwards.
+    """Start Slurm and wait until all nodes are idle; this process can start no threads afterwards.
 
-    Where that fails, the cluster ends, and its folder stays for a look at the logs.
+    If that fails, the cluster ends, and its folder stays for its logs.
     Raises: EmulationError, naming the node and its log.
     """
     folder = slurm_folder(root / cluster.plan.name)
@@ -115,14 +115,14 @@ def _wait_for_nodes(cluster: EmulatedCluster, *, folder: Path, environ: Mapping[
 
 
 def _last_words(log: Path) -> str:
-    """Return what it died of, else its last line, with the log's name."""
+    """Return the fatal error of a log, else its last line, with the log's name."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     fatal = [line for line in lines if "fatal: " in line]
     return f"{log}: {(fatal or lines or ['empty'])[-1]}"
 
 
 def ask_states(cluster: EmulatedCluster, *, environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return Slurm's nodes and their states; None where it does not answer in ANSWER_SECONDS."""
+    """Return Slurm's nodes and their states; None if it does not answer in ANSWER_SECONDS."""
     enter = partial(namespaces.enter_node, cluster.keeper, 0)
     try:
         done = subprocess.run(
@@ -143,9 +143,9 @@ def describe_nodes(cluster: EmulatedCluster, *, root: Path, environ: Mapping[str
 
 
 def run_on_login_node(argv: Sequence[str], *, cluster: EmulatedCluster, root: Path, environ: Mapping[str, str]) -> int:
-    """Run a user's command in the first node, in the foreground; return its exit code, 128 + signal where one ended it.
+    """Run a user's command in the first node, in the foreground; return its exit code, 128 + signal if one ended it.
 
-    Ctrl-C reaches it from the terminal, as it does us. Raises: EmulationError for a program that is not installed.
+    Ctrl-C reaches it from the terminal, like this process. Raises: EmulationError for a program that is not installed.
     """
     name = cluster.plan.name
     if not cluster.plan.slurm:

@@ -1,4 +1,4 @@
-"""What is written down about running clusters: a folder for each, which only its user can read."""
+"""Records of running clusters: a folder for each, which only its user can read."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from bigbatch.launch.emulate.plan import ClusterPlan
 
 @dataclass(frozen=True)
 class EmulatedCluster:
-    """Describes a cluster that was built. keeper is the process that holds it; when that ends, all of it ends."""
+    """A cluster that was built. keeper is the process that holds it; when that ends, all of it ends."""
 
     plan: ClusterPlan
     keeper: int
@@ -29,7 +29,7 @@ class EmulatedCluster:
 def state_root(environ: Mapping[str, str] | None = None) -> Path:
     """Return the folder of this user's clusters, which is made if needed.
 
-    Raises: EmulationError where it belongs to someone else or is open to others, who could then name processes to end.
+    Raises: EmulationError if it belongs to or is open to others, who could then name processes to end.
     """
     runtime = runtime_folder(environ)
     if runtime and _owner(Path(runtime)) == os.geteuid():
@@ -54,12 +54,12 @@ def _owner(path: Path) -> int | None:
 
 
 def save(folder: Path, cluster: EmulatedCluster) -> None:
-    """Write the cluster down, in one piece."""
+    """Write the cluster's record, in one piece."""
     write_whole(folder / "cluster.json", json.dumps(asdict(cluster)).encode())
 
 
 def load(folder: Path) -> EmulatedCluster | None:
-    """Return what was written down; None where nothing readable was."""
+    """Return the cluster's record; None if there is no readable one."""
     try:
         facts = parse_json((folder / "cluster.json").read_text())
         plan = facts["plan"] | {"ranks_per_node": tuple(facts["plan"]["ranks_per_node"])}
@@ -71,7 +71,7 @@ def load(folder: Path) -> EmulatedCluster | None:
 
 
 def start_ticks(pid: int | str) -> int | None:
-    """Return when a process started, in clock ticks since boot; None when it is gone or only waits to be buried."""
+    """Return when a process started, in clock ticks since boot; None if it has ended, or is a zombie."""
     # not psutil's create_time(): seconds since 1970, which another process computes otherwise once the clock was set
     try:
         # after the last ): the program's name in parentheses may hold blanks and )
@@ -82,5 +82,5 @@ def start_ticks(pid: int | str) -> int | None:
 
 
 def is_alive(cluster: EmulatedCluster) -> bool:
-    """Say whether the keeper runs."""
+    """Tell whether the keeper runs."""
     return cluster.boot_id == boot_id() and start_ticks(cluster.keeper) == cluster.start_ticks

@@ -49,7 +49,7 @@ from bigbatch.trainer.step.signals import STOP_SIGNALS
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
-    """Run a subcommand; return the exit code, of `run` that of the job."""
+    """Run a subcommand; return the exit code, for `run` that of the job."""
     words, environ = list(argv), without_identity(environ)
     split = words.index("--") if "--" in words else len(words)
     arguments, command = _parser().parse_args(words[:split]), tuple(words[split + 1 :])
@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     add_options(size, RUN_OPTIONS[:2])
     size.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
     named = argparse.ArgumentParser(add_help=False)
-    named.add_argument("--name", default=DEFAULT_NAME, help=f"of the cluster (default: {DEFAULT_NAME})")
+    named.add_argument("--name", default=DEFAULT_NAME, help=f"name of the cluster (default: {DEFAULT_NAME})")
     up = actions.add_parser("up", parents=[named, size], help="build a cluster")
-    up.add_argument("--slurm", action="store_true", help="with a real Slurm, whose nodes have a CPU for each rank")
+    up.add_argument("--slurm", action="store_true", help="with a real Slurm, and a CPU for each rank")
     run = actions.add_parser(
         "run",
         parents=[size],
@@ -108,9 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="bigbatch launch emulate exec [--name NAME] -- COMMAND [OPTION ...]",
         help="run a command in the first node of a cluster with Slurm, such as -- sbatch job.sh, or -- squeue",
     )
-    shape = actions.add_parser("shape", parents=[named], help="give its links another rate")
+    shape = actions.add_parser("shape", parents=[named], help="give a cluster's links another rate")
     shape.add_argument("--link", required=True, help="such as 1gbit, or none")
-    shape.add_argument("--node", help="that of one node alone, such as n2, as of a bad cable (default: of all)")
+    shape.add_argument("--node", help="node with the changed link, such as n2, to emulate a bad cable (default: all)")
     actions.add_parser("status", help="list the clusters of this user")
     down = actions.add_parser("down", parents=[named], help="remove a cluster and all that runs in it")
     down.add_argument("--all", action="store_true", help="all clusters of this user")
@@ -176,12 +176,12 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
         try:
             return _run_on(built, arguments, job, root=root, environ=environ)
         finally:
-            _heed(signal.SIG_IGN)  # what takes milliseconds is not worth an interruption
+            _heed(signal.SIG_IGN)  # an operation of milliseconds needs no interruption
             clusters.down(plan.name, root=root)
 
 
 def _check(job: Job, plan: ClusterPlan, arguments: argparse.Namespace) -> None:
-    """Raise JobRefused for what is known to fail on such a cluster."""
+    """Raise JobRefused for errors that such a cluster would give."""
     with Findings() as findings:
         check_job(_spec(job, plan, arguments), findings, starts=not arguments.dry_run)
 
@@ -206,7 +206,7 @@ def _run_on(
 
     def start(spec: JobSpec) -> Ended:
         with exit_file(site.folder) as path:
-            # the codes of other launchers are those of their ranks
+            # the exit codes of other launchers are those of their ranks
             path = path if arguments.launcher == "mpirun" else None
             ended = run_job(
                 launcher.starts(replace(job, environment=telling(path)), cluster.plan, site),
@@ -227,7 +227,7 @@ def _spec(job: Job, plan: ClusterPlan, arguments: argparse.Namespace) -> JobSpec
 
 @contextmanager
 def _lifeline() -> Iterator[int]:
-    """Yield what the keeper of a cluster for one job listens at: it closes with this process, also by kill -9."""
+    """Yield the file descriptor that keeps a cluster for one job up: it closes with this process, also by kill -9."""
     reader, writer = os.pipe()
     try:
         yield reader
@@ -238,7 +238,7 @@ def _lifeline() -> Iterator[int]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let kill and a closed terminal unwind as Ctrl-C does, so that a cluster just for one job does not outlive it."""
+    """Let kill and a closed terminal unwind like Ctrl-C, so that a cluster for one job does not outlive it."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         _heed(signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""A switch in user space that hands packets on after a fixed delay, for kernels with or without netem.
+"""A switch in user space that forwards packets after a fixed delay, for kernels with or without netem.
 
-It reads and writes the switch's end of each link by packet sockets. With their virtio header TCP's large packets
-pass whole, so that even Python keeps up with some Gbit/s; the rate is limited by the kernel, at the links' ends.
+It reads and writes the switch's end of each link by packet sockets. With their virtio header TCP's large packets pass
+whole, so that even Python reaches some Gbit/s; the kernel limits the rate, at the links' ends.
 """
 
 import gc
@@ -27,14 +27,14 @@ VNET_HEADER_BYTES = 10
 LARGEST_BYTES = VNET_HEADER_BYTES + 14 + 65_536
 MAX_PER_TURN = 16
 LATEST_NS = 1_000_000
-"""No wake-up takes longer; beyond it, somebody has set the clock."""
+"""Longest plausible wake-up; a longer one means that the clock was set."""
 
 
 def open_port(device: str) -> socket.socket:
-    """Open a way for all packets in and out at a device of this network namespace. Raises: OSError."""
+    """Open a socket for all packets in and out of a device of this network namespace. Raises: OSError."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
-    # else the switch would read what it has just sent, and hand broadcasts on for ever
+    # else the switch would read its own packets, and forward broadcasts for ever
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     for plain, forced in ((socket.SO_SNDBUF, SO_SNDBUFFORCE), (socket.SO_RCVBUF, SO_RCVBUFFORCE)):
         port.setsockopt(socket.SOL_SOCKET, plain, BUFFER_BYTES)  # up to the system's limit
@@ -47,7 +47,7 @@ def open_port(device: str) -> socket.socket:
 
 
 def destinations(packet: bytes, *, source: int, addresses: Sequence[bytes]) -> Sequence[int]:
-    """Return the ports that a packet goes to: the one of its address, or all others for a broadcast."""
+    """Return the ports for a packet: the one of its address, or all others for a broadcast."""
     target = packet[VNET_HEADER_BYTES : VNET_HEADER_BYTES + 6]
     # the lowest bit of the first byte: broadcast and multicast
     if target[0] & 1:
@@ -56,7 +56,7 @@ def destinations(packet: bytes, *, source: int, addresses: Sequence[bytes]) -> S
 
 
 def age_ns(ancillary: Sequence[tuple[int, int, bytes]]) -> int:
-    """Say how long ago the kernel got a packet, by its time stamp: the delay counts from there, however late we are."""
+    """Return the age of a packet by the kernel's time stamp: the delay counts from there, even if we are late."""
     for _, kind, stamp in ancillary:
         if kind == SO_TIMESTAMPNS:
             seconds, nanoseconds = TIME.unpack(stamp)
@@ -65,7 +65,7 @@ def age_ns(ancillary: Sequence[tuple[int, int, bytes]]) -> int:
 
 
 def forward(ports: Sequence[socket.socket], *, delay_us: int) -> NoReturn:
-    """Hand packets on for ever. A port whose way out is full drops them, as a switch does.
+    """Forward packets for ever. A port with a full queue drops them, like a real switch.
 
     As root the process gets real-time priority: busy ranks must not lengthen the delay.
     """
@@ -84,7 +84,7 @@ def forward(ports: Sequence[socket.socket], *, delay_us: int) -> NoReturn:
         # until the next packet is due; with none waiting, until one comes
         seconds = max(0, waiting[0][0] - time.monotonic_ns()) / 1e9 if waiting else None
         for port in select.select(ports, (), (), seconds)[0]:
-            # bounded, so that one busy port holds up neither the others nor packets that are due
+            # bounded, so that one busy port delays neither the others nor packets that are due
             for _ in range(MAX_PER_TURN):
                 try:
                     packet, ancillary, _, _ = port.recvmsg(LARGEST_BYTES, socket.CMSG_SPACE(TIME.size))

@@ -1,4 +1,4 @@
-"""`bigbatch explain`: who made a job hang, read from what torch's flight recorder left of its ranks."""
+"""`bigbatch explain`: find the ranks that made a job hang, from their dumps of torch's flight recorder."""
 
 import argparse
 import gc
@@ -18,17 +18,17 @@ from bigbatch.launch.explain.verdict import headline, last_words, nothing_wrong,
 from bigbatch.paths import as_path
 
 MOST_BYTES = 1 << 26
-"""Largest dump: some fifty times what a recorder of 2,000 operations writes with stack traces."""
+"""Largest dump: some fifty times the size of 2,000 operations with stack traces."""
 MOST_SPOKEN = 4
-"""Culprits whose last words are printed."""
+"""Number of culprits with their last operation printed."""
 
 _SUFFIXES = (".json", ".pickle", ".pkl")
 _RANK = re.compile(r"rank[-_.]?(\d+)(?:-[a-z0-9_]{8})?$|(\d+)$")
-"""How names end: as torch's do, in the rank; our own in a folder for temporary files have letters behind it."""
+"""End of a dump's name: torch's end in the rank; bigbatch's in a folder for temporary files have letters after it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Name the culprits; return 0 where nothing is wrong, else FAILED. Raises: FaultError."""
+    """Name the culprits; return 0 if nothing is wrong, else FAILED. Raises: FaultError."""
     arguments = _parser().parse_args(argv)
     with _without_collections():
         job, findings = find_culprits(read_dumps(find_dumps(arguments.dumps)))
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Let Python look for no garbage meanwhile: a thousand dumps are millions of objects, and all of them stay."""
+    """Stop Python's garbage collection meanwhile: a thousand dumps are millions of objects, and all of them stay."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -92,7 +92,7 @@ example: bigbatch explain /shared/job""",
 
 
 def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
-    """Return the files of each rank, by their names. Raises: FaultError where there is none, or one tells no rank."""
+    """Return the files of each rank, by their names. Raises: FaultError if there is none, or a name has no rank."""
     found: dict[int, list[Path]] = {}
     for path in paths:
         try:
@@ -111,13 +111,13 @@ def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return its files; where none is named as a dump, those of its folders, such as one for each node."""
+    """Return a folder's dumps; if it has none, those of its subfolders, such as one for each node."""
     files = sorted(each for each in folder.iterdir() if not each.is_dir())
     return files if any(rank_of(each) is not None for each in files) else sorted(folder.glob("*/*"))
 
 
 def rank_of(path: Path) -> int | None:
-    """Return the rank that a file's name ends in; None for a name that ends otherwise."""
+    """Return the rank at the end of a file's name; None if there is none."""
     name = path.name
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
@@ -126,7 +126,7 @@ def rank_of(path: Path) -> int | None:
 
 
 def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
-    """Read each rank's dump; what is none is named on stderr. Raises: FaultError, also for one that would run code."""
+    """Read each rank's dump; name files that are none on stderr. Raises: FaultError, also for a dump with code."""
     recordings: dict[int, Recording] = {}
     reasons = []
     for rank, paths in sorted(files.items()):
@@ -141,7 +141,7 @@ def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
         if len(read) > 1 and not _are_of_one_job([path for path, _ in read]):
             names = " and ".join(str(path) for path, _ in read[:2])
             raise FaultError(f"rank {rank} has several dumps, {names}: name those of one job")
-        # torch's own says where calls were made, ours beside it does not
+        # torch's own says where calls were made, bigbatch's beside it does not
         for _, recording in sorted(read, key=lambda pair: pair[0].suffix == ".json")[:1]:
             recordings[rank] = recording
     if not recordings:
@@ -155,7 +155,7 @@ def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
 
 
 def _are_of_one_job(paths: Sequence[Path]) -> bool:
-    """Tell whether they are what torch wrote, and what we wrote beside it."""
+    """Tell whether they are torch's dump and bigbatch's of the same job."""
     return len(paths) == 2 and len({path.with_name(path.name.removesuffix(".json")) for path in paths}) == 1
 
 

@@ -1,4 +1,4 @@
-"""Whom all others wait for in the end, by what torch's flight recorder kept of the ranks of a job that hangs."""
+"""Find the ranks that all others wait for, from the flight recorders of a job that hangs."""
 
 import math
 from collections import Counter, defaultdict, deque
@@ -18,30 +18,30 @@ ABSENT, DIFFERS, CYCLE, LATE, UNSTARTED, HELD, STUCK, UNEVEN = KINDS = (
     "all have begun",
     "has begun less",
 )
-"""What is wrong with the ranks of a finding; what explains others comes first."""
+"""Kinds of findings; a kind that explains others comes first."""
 
 OWN_INPUTS, OWN_OUTPUTS = ("scatter",), ("gather",)
-"""Collectives in which the root's inputs, or outputs, are not those of the others; in all_to_all any may differ."""
+"""Collectives in which the root's inputs, or outputs, differ from the others'; in all_to_all any may differ."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Describes what keeps others waiting: the ranks, what is wrong with them, and in which operation that shows."""
+    """A cause of the hang: the ranks, what is wrong with them, and the operation that shows it."""
 
     kind: str
     ranks: tuple[int, ...]
     group: Group | None = None
     operation: Operation | None = None
-    """As a rank recorded it that is not to blame."""
+    """The operation as recorded by a rank that is not to blame."""
     waiting: tuple[int, ...] = ()
-    """Ranks that wait in it, or have done it."""
+    """Ranks that wait in it, or have completed it."""
     theirs: Mapping[int, Operation] = field(default_factory=dict)
-    """What each of the ranks does instead, or waits in."""
+    """The operation that each of the ranks calls instead, or waits in."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Which operation it is: a collective of all ranks of a group, or the messages of one rank."""
+    """Place of an operation: a collective of all ranks of a group, or the messages of one rank."""
 
     group: Group
     number: int
@@ -58,21 +58,21 @@ class _Cause:
 
 
 def find_culprits(recordings: Mapping[int, Recording]) -> tuple[RecordedJob, list[Finding]]:
-    """Compare what ranks recorded; return the job and what is wrong, the likeliest cause first; nothing if all agree.
+    """Compare recordings; return the job and its findings, the likeliest cause first; none if all ranks agree.
 
-    A rank that waits is no culprit where the one that it waits for waits, too: the chain is followed to its end.
+    A waiting rank is not a culprit if the rank that it waits for waits, too: the chain is followed to its end.
     """
     job = RecordedJob(recordings)
     search = _Search(job)
     found = [*search.absent(), *search.differing(), *search.ends()]
     if not found:
         found = search.uneven()
-    unlike = {(each.kind, each.group, each.ranks): each for each in reversed(found)}  # one may be found both ways
+    unlike = {(each.kind, each.group, each.ranks): each for each in reversed(found)}  # both searches may find one
     return job, sorted(unlike.values(), key=lambda each: KINDS.index(each.kind))
 
 
 class _Search:
-    """Follows who waits for whom, from the first operation that each rank has not ended."""
+    """Follows the waits between ranks, from the first operation that each rank has not ended."""
 
     def __init__(self, job: RecordedJob) -> None:
         self._job = job
@@ -91,7 +91,7 @@ class _Search:
         return [self._finding(ABSENT, gone, max(places, key=lambda each: places[each]))]
 
     def differing(self) -> list[Finding]:
-        """Return, of each group, the first collective that ranks call otherwise than others, ended or not."""
+        """Return for each group the first collective that ranks call differently, ended or not."""
         found = []
         for group, numbers in self._job.collectives.items():
             for number in sorted(numbers):
@@ -101,7 +101,7 @@ class _Search:
         return found
 
     def ends(self) -> list[Finding]:
-        """Return the ranks at the ends of all chains: waited for, and waiting for nobody else."""
+        """Return the ranks at the ends of all chains: others wait for them, and they wait for no other."""
         nodes = self._waits.keys() | frozenset().union(*self._waits.values())
         ends = {rank for rank in nodes if not self._waits.get(rank)}
         grouped: dict[tuple[str, _Place], set[int]] = defaultdict(set)
@@ -116,7 +116,7 @@ class _Search:
         return [self._finding(kind, ranks, place) for (kind, place), ranks in grouped.items()]
 
     def uneven(self) -> list[Finding]:
-        """Return, where nobody waits, the ranks that have begun fewer collectives of a group than others."""
+        """Return, if no rank waits, the ranks that have begun fewer collectives of a group than others."""
         found = []
         for group, begun in self._job.begun.items():
             begun = {rank: 0 for rank in group.ranks if self._is_whole(rank)} | begun
@@ -130,7 +130,7 @@ class _Search:
     def _odd(self, group: Group, number: int) -> frozenset[int]:
         """Return the ranks of a group that call another collective than most.
 
-        Where no call has a majority, as in a group of two, the calls of that number in groups of the same kind decide.
+        If no call has a majority, as in a group of two, the calls of that number in groups of the same kind decide.
         """
         odd = _odd(self._job.collectives[group][number])
         if odd != self._job.collectives[group][number].keys():
@@ -149,9 +149,9 @@ class _Search:
         return rank in self._job.recordings and self._job.recordings[rank].is_whole
 
     def _waits_for(self, rank: int) -> frozenset[int]:
-        """Return whom a rank waits for in the first operation that it has not ended; nobody where it is to blame.
+        """Return the ranks that a rank waits for in its first unended operation; empty if it is to blame itself.
 
-        Who is in that operation, too, and in another one first, keeps all others.
+        A rank in that operation that is in another one first delays all others.
         """
         cause = self._causes[rank]
         if cause.kind == LATE or rank not in cause.ranks:
@@ -212,7 +212,7 @@ class _Search:
     def _partner(
         self, rank: int, group: Group, message: Operation, peer: int
     ) -> tuple[Operation, Operation] | tuple[None, None]:
-        """Return the message that the peer has posted for this one, and the batch it is of; both keep one order."""
+        """Return the peer's matching message, and its batch; both sides keep one order."""
         mine = self._job.messages[rank, group, message.kind, peer]
         theirs = self._job.messages[peer, group, "recv" if message.kind == "send" else "send", rank]
         if not (self._is_whole(rank) and self._is_whole(peer)):
@@ -221,7 +221,7 @@ class _Search:
         return theirs[place] if place < len(theirs) else (None, None)
 
     def _earliest(self, rank: int) -> _Cause:
-        """Return why others wait for a rank that waits in nothing: the operation that comes first in the program.
+        """Return why others wait for a rank that does not wait: the operation that comes first in the program.
 
         One comes before another if a rank of both waits in it first.
         """
@@ -237,9 +237,9 @@ class _Search:
         return next(cause for cause in self._causes.values() if cause.place == first)
 
     def _circle(self, nodes: Iterable[int], ends: Iterable[int]) -> list[int]:
-        """Return ranks that wait for each other, and from which no chain leads to an end; none where all do.
+        """Return ranks that wait for each other, without a chain to an end; empty if every rank has one.
 
-        Of several circles one in which somebody has not begun what another waits in, and of these the smallest.
+        Among several circles one in which a rank has not begun what another waits in, and the smallest of these.
         """
         open_ends, todo = set(ends), list(ends)
         waited_by: dict[int, list[int]] = defaultdict(list)
@@ -257,7 +257,7 @@ class _Search:
         return sorted(found)
 
     def _way_back(self, rank: int) -> list[int]:
-        """Return the fewest ranks over which a rank waits for itself, and itself; none where it does not."""
+        """Return the fewest ranks by which a rank waits for itself, including it; empty if it does not."""
         came_from: dict[int, int] = {}
         todo = deque([rank])
         while todo:
@@ -273,7 +273,7 @@ class _Search:
         return []
 
     def _finding(self, kind: str, ranks: Iterable[int], place: _Place) -> Finding:
-        """Describe what is wrong; of ranks that are late for a collective, with those that have begun least."""
+        """Make the finding; for ranks that are late for a collective, only those that have begun least."""
         if place.of_rank is None:
             calls = self._job.collectives[place.group][place.number]
         else:
@@ -284,7 +284,7 @@ class _Search:
         ranks = tuple(sorted(ranks))
         others = [rank for rank in calls if rank not in ranks]
         example = calls[_most_common(calls, others or calls)]
-        if kind == HELD and place.of_rank is None:  # also of those whose recorders have forgotten it
+        if kind == HELD and place.of_rank is None:  # also of ranks whose recorders have overwritten it
             others = [rank for rank in self._job.begun[place.group] if rank not in ranks]
         doing = calls if kind == DIFFERS else self._job.waiting
         theirs = {rank: doing[rank] for rank in ranks if rank in doing}
@@ -292,7 +292,7 @@ class _Search:
 
 
 def _most_common(calls: Mapping[int, Operation], ranks: Iterable[int]) -> int:
-    """Return one of the ranks whose calls are like most others'."""
+    """Return one of the ranks with the most common call."""
     like = Counter(_signature(calls[rank], is_exact=False) for rank in ranks)
     return max(ranks, key=lambda rank: (like[_signature(calls[rank], is_exact=False)], -rank))
 
@@ -300,7 +300,7 @@ def _most_common(calls: Mapping[int, Operation], ranks: Iterable[int]) -> int:
 def _odd(calls: Mapping[int, Operation], *, is_exact: bool = False) -> frozenset[int]:
     """Return the ranks that call another collective than most, or with other sizes or types.
 
-    All of those that differ where no call has a majority. is_exact: [2, 8] is not [4, 4], either.
+    All of those that differ if no call has a majority. is_exact: [2, 8] is not [4, 4], either.
     """
     raw = {(each.name, each.sizes, each.types, len(each.parts)) for each in calls.values()}
     if len(raw) == 1 and not any(each.parts for each in calls.values()):
@@ -315,7 +315,7 @@ def _odd(calls: Mapping[int, Operation], *, is_exact: bool = False) -> frozenset
 
 
 def _signature(operation: Operation, *, is_exact: bool) -> tuple[object, ...]:
-    """Return what must be equal on all ranks of a collective."""
+    """Return the values that must be equal on all ranks of a collective."""
     parts = tuple(_signature(each, is_exact=is_exact) for each in operation.parts)
     kind = operation.kind
     may_differ = kind.startswith("all_to_all") or kind.endswith(("_v", "_v_single"))
@@ -327,6 +327,6 @@ def _signature(operation: Operation, *, is_exact: bool) -> tuple[object, ...]:
 
 
 def _amount(message: Operation) -> tuple[int, frozenset[str]]:
-    """Return how many numbers of which type a message has; both sides name its one tensor, some releases once."""
+    """Return a message's number of elements and types; both sides name its one tensor, some releases only once."""
     inputs, outputs = message.sizes
     return sum(map(math.prod, inputs or outputs)), frozenset((*message.types[0], *message.types[1]))

@@ -1,4 +1,4 @@
-"""What torch's flight recorder kept of all ranks of a job, by group and number."""
+"""Recordings of torch's flight recorder from all ranks of a job, by group and number."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from bigbatch.comm.rendezvous.recording import MESSAGE, Group, Operation, Record
 
 
 class RecordedJob:
-    """What all ranks recorded, compared."""
+    """The recordings of all ranks, by group."""
 
     def __init__(self, recordings: Mapping[int, Recording]) -> None:
         self.recordings = recordings
         told = {rank for each in recordings.values() for group in each.groups.values() for rank in group.ranks}
         self.ranks = sorted(told | recordings.keys())
-        """All that are known of, with and without a dump."""
+        """All known ranks, with and without a dump."""
         self.waiting = {rank: each.waiting for rank, each in recordings.items() if each.waiting is not None}
         """Rank -> the first operation that it has not ended."""
         self._groups: dict[tuple[int, str], Group] = self._complete_groups()
         self.begun: dict[Group, dict[int, int]] = {}
         self.collectives: dict[Group, dict[int, dict[int, Operation]]] = {}
-        """Group -> number -> rank -> what it called."""
+        """Group -> number -> rank -> its operation."""
         self.messages: dict[tuple[int, Group, str, int], list[tuple[Operation, Operation]]] = defaultdict(list)
-        """Rank, group, send or recv, peer -> its messages, each with the batch that it is of, or itself."""
+        """Rank, group, send or recv, peer -> its messages, each with its batch, or itself."""
         for rank, recording in recordings.items():
             self._index(rank, recording)
 
@@ -44,12 +44,12 @@ class RecordedJob:
         return found
 
     def _complete_groups(self) -> dict[tuple[int, str], Group]:
-        """Return rank and name -> group; of one whose ranks torch does not tell, those that used it."""
+        """Return rank and name -> group; a group without ranks in the dump gets those that used it."""
         users = defaultdict(set)
         for rank, recording in self.recordings.items():
             for group in {each.group.name: each.group for each in recording.operations}.values():
                 users[group.name, group.description].add(rank)
-        known: dict[tuple[str, tuple[int, ...]], Group] = {}  # of one name there may be several
+        known: dict[tuple[str, tuple[int, ...]], Group] = {}  # several groups may have one name
         completed = {}
         for rank, recording in self.recordings.items():
             groups = {each.group.name: each.group for each in recording.operations}

@@ -1,4 +1,4 @@
-"""What was found out about a job that hangs, in words: a headline for each finding, and what each rank did last."""
+"""Describe the findings about a job that hangs: a headline for each, and the last operation of each rank."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from bigbatch.launch.explain.culprits import (
 from bigbatch.launch.explain.recorded_job import RecordedJob
 
 MOST_NAMED = 8
-"""Ranks that are named one by one."""
+"""Most ranks that are named one by one."""
 MOST_FRAMES = 3
 MOST_PARTS = 3
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "/torch/")
-"""In the names of files that are not the job's own code."""
+"""Parts of file names that do not belong to the job's own code."""
 HEAD = ("rank", "group", "last begun", "last ended", "now", "where")
 
 
@@ -71,7 +71,7 @@ def headline(finding: Finding) -> str:
 
 
 def nothing_wrong(job: RecordedJob) -> str:
-    """Return that there is no finding, and how far that goes."""
+    """Return a sentence that nothing is wrong, and for which operations that holds."""
     short = [rank for rank, recording in job.recordings.items() if not recording.is_whole]
     kept = ""
     if short:
@@ -95,7 +95,7 @@ def _differing(finding: Finding, names: str, what: str) -> str:
 
 
 def last_words(job: RecordedJob, rank: int) -> str:
-    """Return what a rank did last, or waits in, and where its own code called it."""
+    """Return a rank's last operation, or the one it waits in, and where the job's code called it."""
     if rank not in job.recordings:
         return f"rank {rank}: no dump"
     operation = _last(job, rank)
@@ -121,7 +121,7 @@ def describe(operation: Operation, *, is_numbered: bool = True) -> str:
 
 
 def called_at(operation: Operation, *, most: int = MOST_FRAMES) -> str:
-    """Return the innermost lines of the job's own code, the innermost first; of any code where there is none."""
+    """Return the innermost lines of the job's own code, the innermost first; of any code if there are none."""
     frames = [*operation.frames] or [frame for part in operation.parts[:1] for frame in part.frames]
     python = [each for each in frames if not str(each.get("filename", "??")).startswith("??")]
     own = [each for each in python if not any(mark in str(each["filename"]) for mark in LIBRARIES)]
@@ -130,7 +130,7 @@ def called_at(operation: Operation, *, most: int = MOST_FRAMES) -> str:
 
 
 def table(job: RecordedJob, group: Group | None) -> str:
-    """Return a line for each rank, or for all that have done the same, in a group or in that which they wait in."""
+    """Return a line for each rank, or for all ranks in one state, in a group or in the operation that they wait in."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank in job.ranks:
         rows.setdefault(_row(job, rank, group), []).append(rank)
@@ -160,7 +160,7 @@ def _row(job: RecordedJob, rank: int, group: Group | None) -> tuple[str, ...]:
 
 
 def last_numbers(job: RecordedJob, rank: int, group: Group) -> tuple[int | None, int | None]:
-    """Return the numbers of the last collectives of a group that a rank has begun, and ended; None for none."""
+    """Return the numbers of a rank's last begun and last ended collective of a group; None if there is none."""
     mine = [each for each in job.recordings[rank].collectives if job.group_of(rank, each) is group]
     ended = [each.number for each in mine if each.is_over]
     return (mine[-1].number if mine else None), (ended[-1] if ended else None)
@@ -172,7 +172,7 @@ def _last(job: RecordedJob, rank: int) -> Operation | None:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks for a sentence, each with the word, so that a search for one finds it; of many, the spans."""
+    """Return ranks for a sentence, each with the word rank, so that a search finds it; many ranks as spans."""
     if len(ranks) > MOST_NAMED:
         return f"{len(ranks)} ranks ({spans(ranks)})"
     names = [f"rank {rank}" for rank in ranks]
@@ -191,7 +191,7 @@ def spans(ranks: Iterable[int]) -> str:
 
 
 def record(job: RecordedJob, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return all that is said, for machines."""
+    """Return all results as JSON values."""
     return {
         "culprits": list(findings[0].ranks) if findings else [],
         "findings": [_finding_record(each) for each in findings],
@@ -252,7 +252,7 @@ def _group(group: Group) -> str:
 
 
 def _shapes(operation: Operation) -> str:
-    """Return sizes and types, the outputs' only where they are others."""
+    """Return sizes and types; the outputs' only if they differ."""
     inputs, outputs = (" ".join(str(list(each)) for each in sizes[:MOST_PARTS]) for sizes in operation.sizes)
     sizes = " -> ".join(dict.fromkeys(text for text in (inputs, outputs) if text))
     return f"{sizes} {'/'.join(sorted({*operation.types[0], *operation.types[1]}))}".strip()

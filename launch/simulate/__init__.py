@@ -1,1 +1,1 @@
-"""What a cluster that nobody has started would do: a step's events, and the answers that follow from them."""
+"""Predict a run on a cluster without starting it: the events of a step, and the figures that follow from them."""

@@ -1,4 +1,4 @@
-"""Which published steps the simulator was held against, so that an answer can say which is the nearest. Pure."""
+"""Published steps that the simulator was compared with, to name the nearest one. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Checked:
-    """A published step, of so many devices and images each."""
+    """A published step, with its number of devices and images of each."""
 
     system: str
     model: str
@@ -37,13 +37,13 @@ CHECKED = (
     Checked("K80 with parameter servers, EC2", "inception_v3", 128, 64, 2457.7),
 )
 BATCH_FACTOR = 2.0
-"""A local batch beyond all of a model's checked ones by more than this was not checked."""
+"""Ratio to a model's largest and smallest checked local batch, beyond which a batch counts as unchecked."""
 OTHER_MODEL = 10.0
-"""In doublings: another model is further off than any size."""
+"""Distance of another model, in doublings: further than any size."""
 
 
 def nearest_checked(model: str, num_devices: int, local_batch: float) -> Checked:
-    """Return the published step that is nearest: of the same model, then by the doublings of size and batch."""
+    """Return the nearest published step: of the same model, then by the doublings of size and batch."""
 
     def distance(each: Checked) -> float:
         doublings = abs(math.log2(num_devices / each.num_devices)) + abs(math.log2(local_batch / each.local_batch))
@@ -53,7 +53,7 @@ def nearest_checked(model: str, num_devices: int, local_batch: float) -> Checked
 
 
 def beyond_checked(model: str, num_devices: int, local_batch: float) -> str | None:
-    """Say what no published step has: the model, so many devices, or such a batch; None within them."""
+    """Return what exceeds all published steps: the model, the number of devices, or the batch; None if nothing does."""
     known = [each for each in CHECKED if each.model == model]
     if not known:
         return f"no step of {model} was published"

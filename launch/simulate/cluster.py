@@ -1,4 +1,4 @@
-"""A cluster as data: what its file states, and where each value is from. Pure but for reading it."""
+"""A cluster as data: the values of its file, and their sources. Pure except for reading it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from bigbatch.trainer.config.strict_yaml import parse_yaml
 FOLDER = PACKAGED / "clusters"
 
 LIMITS: Mapping[str, tuple[float, float]] = {
-    # what a value may be; beyond it somebody mistook the unit
+    # limits of a value; a value beyond has the wrong unit
     "devices_per_node": (1, 1024),
     "inside_gbyte_per_s": (0.01, 10_000),
     "across_gbit_per_s": (0.01, 100_000),
@@ -39,7 +39,7 @@ RATE_FACTS = ("model", "local_batch", "images_per_second", "source", "assumed")
 
 @dataclass(frozen=True)
 class Rate:
-    """One device trains a model at so many images per second, with so many images a step."""
+    """Images per second of one device training a model, at a number of images per step."""
 
     model: str
     local_batch: float
@@ -50,25 +50,25 @@ class Rate:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describes nodes of one kind. assumed: the keys whose values nobody has published."""
+    """Nodes of one kind. assumed: the keys with values that were not published."""
 
     name: str
     device: str
     network: Network
-    """Network of one node; of_devices makes it larger."""
+    """Network of one node; of_devices enlarges it."""
     rates: tuple[Rate, ...]
     is_replayed: bool
     price_per_device_hour: float | None
     switch_nodes: int | None
     """Nodes that one switch connects at full rate; None for any number."""
     oversubscription: float
-    """How many times less of their rate more nodes than those have."""
+    """Factor by which the rate drops with more nodes than one switch connects."""
     input_images_per_second: float | None
-    """That the loaders of one node bring; None where nothing says so: then they keep up."""
+    """Rate of one node's loaders; None if unknown: then they are assumed to keep up."""
     assumed: tuple[str, ...]
 
     def of_devices(self, count: int) -> Network:
-        """Return the network of so many devices on full nodes, or on a part of one.
+        """Return the network of that many devices on full nodes, or on a part of one.
 
         Raises: SimulationError for a count that fills no whole number of nodes.
         """
@@ -85,18 +85,18 @@ class Cluster:
 
     @property
     def seconds_per_tensor(self) -> float:
-        """Return what a step takes for each parameter, whatever the batch."""
+        """Return a step's fixed seconds for each parameter, at any batch."""
         constants = self.network.constants
         return constants.graph_seconds_per_tensor if self.is_replayed else constants.seconds_per_tensor
 
     def compute(
         self, shape: ModelShape, *, rate: Rate | None = None, pixels: int | None = None
     ) -> tuple[Compute, Rate]:
-        """Return how long a device computes for a model, and the rate that says so.
+        """Return a device's compute time for a model, and the rate that it is based on.
 
         rate: measured by the caller, with the same pixels. Another model's rate is scaled by operations, another
         image's by its pixels.
-        Raises: SimulationError where no rate is known.
+        Raises: SimulationError if no rate is known.
         """
         found = rate or min(
             self.rates, key=lambda each: abs(load_shape(each.model).operations - shape.operations), default=None
@@ -107,7 +107,7 @@ class Cluster:
         known = load_shape(found.model)
         fixed = per_tensor * len(known.num_elements)
         step = found.local_batch / found.images_per_second
-        # a rate of small batches is nearly all fixed time: then an image costs at least a tenth of what it seems
+        # a rate of small batches is nearly all fixed time: then an image costs at least a tenth of its apparent time
         each_image = max(step - fixed, 0.1 * step) / found.local_batch
         scale = shape.operations / known.operations
         if rate is None and pixels is not None:
@@ -116,14 +116,14 @@ class Cluster:
 
 
 def cluster_names() -> list[str]:
-    """Name the clusters that come with bigbatch."""
+    """Return the names of the packaged clusters."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
-    """Read a packaged cluster, or a file; devices_per_node: instead of what it states.
+    """Read a packaged cluster, or a file; devices_per_node: replaces the file's value.
 
-    Raises: SimulationError naming the key, its value and what it may be.
+    Raises: SimulationError naming the key, its value and the legal ones.
     """
     names = cluster_names()
     path = FOLDER / f"{name}.yaml" if name in names else Path(name)
@@ -141,7 +141,7 @@ def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one file; its errors name it."""
+    """Reads one file, and names it in errors."""
 
     path: Path
 

@@ -1,4 +1,4 @@
-"""`bigbatch simulate`: what a recipe would do on a cluster that nobody has started."""
+"""`bigbatch simulate`: predict a recipe's time and cost on a cluster without starting it."""
 
 import argparse
 import re
@@ -32,7 +32,7 @@ UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the answer, and write what is asked for; return 0."""
+    """Print the answer, and write the requested files; return 0."""
     arguments, overrides = _parser().parse_known_args(argv)
     if moved := [word for word in overrides if word.partition("=")[0] in MOVED]:
         raise LaunchOptionError(
@@ -162,7 +162,7 @@ def _above_0(option: str, value: float) -> float:
 
 
 def read_counts(text: str, *, per_node: int) -> list[int]:
-    """Read numbers of devices: 8,16 or 8..2048, which doubles from the first; `per_node` stands for an empty text."""
+    """Parse numbers of devices: 8,16 or 8..2048, which doubles from the first; `per_node` replaces an empty text."""
     if not text:
         return [per_node * 2**i for i in range(9)]
     counts: list[int] = []
@@ -183,7 +183,7 @@ def read_counts(text: str, *, per_node: int) -> list[int]:
 
 
 def read_hours(text: str) -> float:
-    """Read a time such as 90s, 6.6m, 1h or 2d; without a unit, hours."""
+    """Parse a time such as 90s, 6.6m, 1h or 2d; without a unit, hours."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     hours = float(found[1]) * UNITS[found[2] or "h"] if found else 0.0
     if not 0 < hours < 1e6:
@@ -192,7 +192,7 @@ def read_hours(text: str) -> float:
 
 
 def read_factors(text: str) -> Factors:
-    """Read what-ifs such as link=2x,batch=0.5x."""
+    """Parse what-ifs such as link=2x,batch=0.5x."""
     names = [field.name for field in fields(Factors)]
     found: dict[str, float] = {}
     for word in text.split(","):
@@ -221,11 +221,11 @@ def _parser() -> argparse.ArgumentParser:
         type=expand_path,
         nargs="?",
         metavar="CONFIG",
-        help="a recipe, as train takes it; --section.key overrides it",
+        help="a recipe as for train; --section.key overrides it",
     )
-    add("--cluster", type=expand_path, metavar="NAME", help=f"a file, or one of {', '.join(cluster_names())}")
+    add("--cluster", type=expand_path, metavar="NAME", help=f"a YAML file, or one of {', '.join(cluster_names())}")
     add("--gpus", default="", metavar="N,N..M", help="such as 8..2048, doubling (default: 1 to 256 nodes)")
-    add("--algorithm", choices=CHOICES, help="instead of the recipe's, whose auto and hybrid mean the fastest known")
+    add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")
     add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
     add(
         "--profile",
@@ -238,22 +238,22 @@ def _parser() -> argparse.ArgumentParser:
         type=decimal,
         help="images/s that the loaders of one node bring, instead of the cluster's",
     )
-    add("--images", type=decimal, default=1_281_167, help="in an epoch (default: ImageNet's 1,281,167)")
-    add("--price", type=decimal, help="of a GPU for an hour, in any currency: adds what it costs")
+    add("--images", type=decimal, default=1_281_167, help="images of an epoch (default: ImageNet's 1,281,167)")
+    add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")
     add("--deadline", metavar="TIME", help="such as 1h: which number of GPUs is the cheapest that keeps it?")
     add("--failure-hours", type=decimal, help="mean time between failures of a node: adds what restarts cost")
-    seconds = f"from a failure to the first new step (default: {RESTART_SECONDS:g})"
+    seconds = f"time from a failure to the first new step (default: {RESTART_SECONDS:g})"
     add("--restart-seconds", type=decimal, default=RESTART_SECONDS, help=seconds)
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
     add("--what-if", metavar="X=2x", help="link, inside, rate, batch, input: so many times as large, side by side")
-    add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire; seconds")
+    add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire")
     add("--json", type=expand_path, metavar="FILE", help="all figures")
-    add("--html", type=expand_path, metavar="FILE", help="all of it as one page, like that of bigbatch report")
-    add("--plot", type=expand_path, metavar="FILE", help="images per second and GPU, PNG or SVG")
+    add("--html", type=expand_path, metavar="FILE", help="write all results as one page, like bigbatch report")
+    add("--plot", type=expand_path, metavar="FILE", help="plot of images per second and GPU, PNG or SVG")
     add(
         "--trace",
         type=expand_path,
         metavar="FILE",
-        help="the step of the most GPUs, for ui.perfetto.dev or chrome://tracing",
+        help="trace of the step with the most GPUs, for ui.perfetto.dev or chrome://tracing",
     )
     return parser

@@ -1,7 +1,7 @@
-"""What the twin assumes of hardware and software: each constant has one cause, and none belongs to a single row.
+"""Assumptions of the simulator on hardware and software: each constant has one cause, and none is fitted to one row.
 
-PUBLISHED: read from what somebody else measured. ASSUMED: set by us so that published rows of many systems come out,
-and then left alone; docs/simulate.md says on which rows, and what the error is.
+PUBLISHED: read from others' measurements. ASSUMED: set by us so that published rows of many systems are matched, and
+then not changed; docs/simulate.md says on which rows, and what the error is.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ BACKWARD_SHARE = 2 / 3
 
 @dataclass(frozen=True)
 class Constants:
-    """Holds what the step's model is made of; seconds, bytes per second and shares."""
+    """Constants of the step's model; seconds, bytes per second and shares."""
 
     seconds_per_tensor: float = 22e-6
-    """Of a step, whatever the batch: the least time of the four or five kernels that a parameter has in forward,
-    backward and update. ASSUMED, about 5 us each; 3.5 ms for ResNet-50's 161."""
+    """Fixed time of a step per parameter, at any batch: the least time of its four or five kernels in forward, backward
+    and update. ASSUMED, about 5 us each; 3.5 ms for ResNet-50's 161."""
     eager_seconds_per_tensor: float = 65e-6
     """The same before 2021: hosts started each kernel, a convolution, its norm, the weight's norm and its update each
     by itself. ASSUMED, about thirteen kernels; 10 ms for ResNet-50. Published forward passes of one V100 alone have
     1.5 ms that no image explains (NVIDIA's examples of 2020)."""
     graph_seconds_per_tensor: float = 14e-6
-    """The same where software of 2023 and later replays steps as CUDA graphs. ASSUMED."""
+    """The same if software of 2023 and later replays steps as CUDA graphs. ASSUMED."""
     link_share: float = 0.8
-    """Of a link's stated rate that an all-reduce of large buffers reaches. PUBLISHED: NCCL's tests reach 0.74 to 0.9
-    between nodes and 0.78 to 1 over NVLink (ANCHORS D3)."""
+    """Share of a link's stated rate that an all-reduce of large buffers reaches. PUBLISHED: NCCL's tests reach 0.74 to
+    0.9 between nodes and 0.78 to 1 over NVLink (ANCHORS D3)."""
     inside_latency_seconds: float = 4e-6
     """Latency of a hop between two GPUs of a node. PUBLISHED: NCCL's own tables of 2019 and later, 3.4 to 5.7 us."""
     across_latency_seconds: float = 20e-6
@@ -36,37 +36,37 @@ class Constants:
     old_hop_seconds: float = 12e-6
     """Time of each hop of the rings that NCCL had before its trees (2.4, 2019). ASSUMED."""
     launch_seconds: float = 40e-6
-    """What each all-reduce takes from computing, hidden or not: its kernel's start and the GPU's share that it holds.
+    """Compute time that each all-reduce costs, hidden or not: its kernel's start and the GPU's share that it holds.
     ASSUMED, from one framework's rows with 25 and with 1 MiB buffers."""
     cycle_seconds: float = 2e-3
-    """How long Horovod gathers gradients before each sum, at least. ASSUMED from its default cycle of 5 ms (2018)."""
+    """Least time for which Horovod gathers gradients before each sum. ASSUMED from its default cycle of 5 ms (2018)."""
     host_bytes_per_second: float = 2.5e9
     """Bandwidth of MPI's all-reduce in host memory. ASSUMED."""
     host_tensor_seconds: float = 1.5e-4
-    """What MPI in host memory takes for each gradient: negotiation and two copies. ASSUMED."""
+    """Time of MPI in host memory for each gradient: negotiation and two copies. ASSUMED."""
     host_node_seconds: float = 4e-3
-    """What each doubling of nodes adds to it. ASSUMED."""
+    """Time that each doubling of nodes adds to it. ASSUMED."""
     socket_bytes_per_second: float = 1.1e9
-    """Of NCCL over sockets, one process per GPU and no tuning, where the Ethernet's rate is not stated. ASSUMED: 8.8
-    Gbit/s, what one thread's socket carries."""
+    """Rate of NCCL over sockets, one process per GPU and no tuning, if the Ethernet's rate is not stated. ASSUMED: 8.8
+    Gbit/s, the rate of one thread's socket."""
     slow_socket_bytes_per_second: float = 0.25e9
-    """The same from virtual machines of the K80's time. ASSUMED."""
+    """The same for virtual machines of the K80's time. ASSUMED."""
     socket_step_seconds: float = 36e-3
-    """What crossing sockets adds to each step, whatever its bytes: with them nothing hides behind backward. ASSUMED."""
+    """Time that sockets add to each step, for any bytes: with them nothing hides behind backward. ASSUMED."""
     socket_node_seconds: float = 4e-3
-    """What each doubling of nodes adds to that. ASSUMED."""
+    """Time that each doubling of nodes adds to that. ASSUMED."""
     most_servers: int = 8
-    """Parameter servers of a job whose number is not stated. ASSUMED."""
+    """Number of parameter servers if a job does not state it. ASSUMED."""
     server_bytes_per_second: float = 1.85 * GIGABIT
     """Bandwidth of a small virtual machine's Ethernet if its rate is not stated. ASSUMED."""
     straggler_share: float = 0.004
-    """How much longer than one node the slowest of 2, 4, 8 nodes computes: this for each doubling. ASSUMED."""
+    """Extra compute time of the slowest of 2, 4, 8 nodes over one node: this share for each doubling. ASSUMED."""
     server_straggler_share: float = 0.022
-    """The same where virtual machines share hosts, and parameter servers wait for all. ASSUMED."""
+    """The same if virtual machines share hosts, and parameter servers wait for all. ASSUMED."""
     input_share: float = 0.02
-    """What real images cost more across nodes than in one: their decoding disturbs the slowest node. ASSUMED."""
+    """Extra time of real images across nodes over one node: their decoding disturbs the slowest node. ASSUMED."""
     unstated_gbit_per_device: float = 100.0
-    """Rate of a network that is not stated. ASSUMED: a card of 100 Gbit/s for each accelerator."""
+    """Rate of a network without a stated one. ASSUMED: a card of 100 Gbit/s for each accelerator."""
 
 
 DEFAULTS = Constants()

@@ -24,7 +24,7 @@ EPOCHS_TO_759 = {
 def epochs_to_759(global_batch_size: int) -> float | None:
     """Return ResNet-50's epochs until 75.9% top-1 with LARS: between two records by the logarithm of the batch.
 
-    Below the smallest record its epochs hold; None above the largest, where nobody has shown any.
+    Below the smallest record its epochs apply; None above the largest, as none were published.
     """
     batches = sorted(EPOCHS_TO_759)
     if global_batch_size > batches[-1]:

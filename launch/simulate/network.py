@@ -1,4 +1,4 @@
-"""Seconds of one all-reduce, by what carries it: NCCL, sockets, MPI in host memory, parameter servers. Pure."""
+"""Seconds of one all-reduce over each carrier: NCCL, sockets, MPI in host memory, parameter servers. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ Carrier = Literal["nccl", "sockets", "host", "servers"]
 
 ALGORITHMS = ("native", *MODELS)
 WIDENS = ("native", "doubling")
-"""What sends sums in fp32 of half-precision terms as fp32: doubling has partial sums of whole buffers, and a library of
-its own would round each addition, so that runs give it fp32."""
+"""Algorithms that send fp32 sums of half-precision terms as fp32: doubling has partial sums of whole buffers, and a
+library's own sum would round each addition, so that runs give it fp32."""
 BY_SIZE = "hybrid"
-"""For each buffer the fastest of these."""
+"""Takes the fastest algorithm for each buffer."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Describes nodes, what links them, and the library that sums over them.
+    """Nodes, the links between them, and the library that sums over them.
 
     inside: bytes per second and direction of a device; across: the same of a node's whole connection to the others.
     """
@@ -36,11 +36,11 @@ class Network:
 
     @property
     def num_devices(self) -> int:
-        """Count the ranks."""
+        """Return the number of ranks."""
         return self.num_nodes * self.devices_per_node
 
     def cluster(self) -> ClusterModel:
-        """Return the same as the closed forms take it."""
+        """Return the cluster in the form that cost_model takes."""
         return ClusterModel(
             (self.devices_per_node,) * self.num_nodes,
             inside=LinkModel(self.constants.inside_latency_seconds, self.inside_bytes_per_second),
@@ -50,7 +50,7 @@ class Network:
     def seconds(self, num_bytes: float, algorithm: str = "native", *, widened: float = 1.0) -> float:
         """Compute one all-reduce; algorithm: one of cost_model's, native, the carrier's own, or the fastest by size.
 
-        widened: how many times these bytes their sums have, which WIDENS send.
+        widened: ratio of the bytes of fp32 sums, which WIDENS send, to these bytes.
         """
         if self.num_devices == 1:
             return 0.0
@@ -68,7 +68,7 @@ class Network:
         return self._nccl(num_bytes)
 
     def fastest(self, num_bytes: float, *, widened: float = 1.0) -> str:
-        """Name the algorithm that takes the least time."""
+        """Return the name of the fastest algorithm."""
         return min(ALGORITHMS, key=lambda name: self.seconds(num_bytes, name, widened=widened))
 
     def _nccl(self, num_bytes: float) -> float:
@@ -94,6 +94,6 @@ class Network:
 
 
 def across_bytes_per_second(gbit_per_s: float | None, *, devices_per_node: int, constants: Constants) -> float:
-    """Return what a node's links carry of an all-reduce; None where their rate is not stated."""
+    """Return the rate of a node's links for an all-reduce; None if it is not stated."""
     stated = devices_per_node * constants.unstated_gbit_per_device if gbit_per_s is None else gbit_per_s
     return stated * GIGABIT * constants.link_share

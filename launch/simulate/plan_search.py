@@ -1,4 +1,4 @@
-"""Which fusion plan leaves the least communication exposed after backward: simulated, not tried."""
+"""Find the fusion plan with the least exposed communication after backward, by simulation."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -10,16 +10,16 @@ from bigbatch.comm.measure.cost_model import Backward, SecondsOf
 NUM_BUFFER_SIZES = 64
 NUM_FIRST_SIZES = 16
 NUM_THRESHOLDS = 8
-"""How many values of each are tried: some thousand plans, 0.2 seconds for ResNet-50's 161 gradients."""
+"""Values of each size to try: some thousand plans, 0.2 seconds for ResNet-50's 161 gradients."""
 
 LEAST_GAIN = 0.002
-"""Share of backward and exposed time: what a plan must save to be worth more buffers, each of which costs the host
-some work."""
+"""Least saving, as a share of backward and exposed time, that is worth more buffers, as each costs the host some work.
+"""
 
 
 @dataclass(frozen=True)
 class PlannedTransfer:
-    """Says when one buffer is on the wire, in seconds since backward's start."""
+    """Time of one buffer on the wire, in seconds since backward's start."""
 
     num_bytes: int
     ready_seconds: float
@@ -30,7 +30,7 @@ class PlannedTransfer:
 def simulate(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf) -> tuple[PlannedTransfer, ...]:
     """Send the buffers of a plan in order, one at a time, each as soon as its last gradient is ready.
 
-    Leaves out that computing and communicating may slow each other down.
+    Ignores that computing and communicating may slow each other down.
     """
     transfers, free = [], 0.0
     for num_bytes, ready in _loads(plan, backward):
@@ -59,7 +59,7 @@ def exposed_seconds(plan: FusionPlan, backward: Backward, seconds_of: SecondsOf)
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Holds sizes, the plan that they make, and the seconds of communication that it leaves exposed."""
+    """Sizes, their plan, and the seconds of communication that it leaves exposed."""
 
     sizes: PlanSizes
     plan: FusionPlan
@@ -69,10 +69,10 @@ class PlanChoice:
 def search_plan(
     tensors: Sequence[TensorSpec], backward: Backward, seconds_of: SecondsOf, *, stated: PlanSizes | None = None
 ) -> PlanChoice:
-    """Find the sizes whose plan exposes least; of those within LEAST_GAIN of it, the plan of the fewest buffers.
+    """Find the sizes of the least exposed plan, or of one within LEAST_GAIN of it that has the fewest buffers.
 
-    Tried are all sizes that make a difference where there are few gradients, else those of a geometric series, and the
-    stated ones. Raises: ValueError without gradients.
+    For few gradients it tries all sizes that make a difference, else a geometric series, and the stated sizes. Raises:
+    ValueError without gradients.
     """
     if not tensors:
         raise ValueError("there is no gradient to plan for")
@@ -83,7 +83,7 @@ def search_plan(
         PlanSizes(threshold, buffer, first)
         for buffer in buffer_sizes
         for first in first_sizes
-        # a first buffer as large as the others is None's plan over again
+        # a first buffer as large as the others is the plan of None again
         if first is None or first < buffer
         for threshold in thresholds
     ]
@@ -93,7 +93,7 @@ def search_plan(
     good = best + LEAST_GAIN * (backward.seconds + best)
     return min(
         (c for c in choices if c.exposed_seconds <= good),
-        # of equals the largest threshold: it sends the fewest gradients alone
+        # among equals the largest threshold: it sends the fewest gradients alone
         key=lambda c: (len(c.plan.buffers), c.exposed_seconds, -c.sizes.threshold_bytes),
     )
 

@@ -1,4 +1,4 @@
-"""What the doctor measured of a model on one machine, as a rate of one device."""
+"""Read the doctor's measurement of a model on one machine, as a rate of one device."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a run takes beside its steps: evaluations, checkpoints, and what failures cost. Pure."""
+"""Time of a run beside its steps: evaluations, checkpoints, and the cost of failures. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ FORWARD_SHARE = 1 / 3
 STATE_BYTES = 8
 """Bytes of a parameter in a checkpoint: its fp32 weight and its momentum."""
 COPY_BYTES_PER_SECOND = 2.2e9
-"""Of a checkpoint's copy on the first rank, for which training waits; the rest is written beside it. MEASURED on two
-busy cores: benchmarks.checkpoint, 205 MB in 92 ms."""
+"""Rate of a checkpoint's copy on the first rank, for which training waits; the rest is written beside it. MEASURED on
+two busy cores: benchmarks.checkpoint, 205 MB in 92 ms."""
 RESTART_SECONDS = 60.0
-"""From a failure to the first new step. ASSUMED: emulated clusters took 7 to 34 s (docs/jobs.md), starts of GPUs and
-their library come on top."""
+"""Seconds from a failure to the first new step. ASSUMED: emulated clusters took 7 to 34 s (docs/jobs.md); starts of
+GPUs and their library add to it."""
 LEAST_EFFECTIVE = 0.01
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Says how often a node fails, and what each time costs beside the steps that are lost."""
+    """How often a node fails, and the cost of each failure beside the lost steps."""
 
     node_hours: float
     """Mean time between failures of one node."""
@@ -34,26 +34,26 @@ class Failures:
 
 @dataclass(frozen=True)
 class RunTime:
-    """Holds the hours of a run by what they go to."""
+    """The hours of a run by their cause."""
 
     steps: float
     evaluations: float
     checkpoints: float
     failures: float = 0.0
-    """Restarts, and steps that were done again."""
+    """Restarts, and steps that were repeated."""
 
     @property
     def total(self) -> float:
-        """Return all of them."""
+        """Return the sum of all."""
         return self.steps + self.evaluations + self.checkpoints + self.failures
 
     @property
     def effective_share(self) -> float:
-        """Return the share of the time that moves the run on."""
+        """Return the share of effective training time."""
         return 1 - self.failures / self.total
 
     def times(self, factor: float) -> "RunTime":
-        """Return a run so many times as long."""
+        """Return the time of a run that is `factor` times as long."""
         parts = (self.steps, self.evaluations, self.checkpoints, self.failures)
         return RunTime(*(factor * part for part in parts))
 
@@ -69,9 +69,9 @@ def time_of_run(
     num_nodes: int,
     failures: Failures | None = None,
 ) -> RunTime:
-    """Add up an experiment's run: its epochs, and what its settings ask for beside them.
+    """Add up an experiment's run: its epochs, and the evaluations and checkpoints of its settings.
 
-    Raises: SimulationError where so many nodes fail so often that it hardly gets on.
+    Raises: SimulationError if so many nodes fail so often that it makes hardly any progress.
     """
     evaluations = run.epochs / run.eval_every_epochs
     num_steps = run.epochs * steps_per_epoch
@@ -95,13 +95,13 @@ def time_of_run(
 
 
 def effective_share(interval_seconds: float, failures: Failures, *, num_nodes: int) -> float:
-    """Return the share of the time that moves a run on, when nodes fail at random: T / ((M + R) (exp(T/M) - 1)).
+    """Return the share of effective training time if nodes fail at random: T / ((M + R) (exp(T/M) - 1)).
 
-    T seconds between two checkpoints, M between two failures of any node, R of a restart; as it is the mean time to
-    work off an interval from which every failure throws one back. Source: Daly 2006, exponential failures.
+    T seconds between two checkpoints, M between two failures of any node, R of a restart. It is T over the mean time to
+    complete an interval, if every failure restarts it. Source: Daly 2006, exponential failures.
     """
     mean = failures.node_hours * 3600 / num_nodes
     ratio = interval_seconds / mean
-    if ratio > 700:  # exp beyond it is no float any more
+    if ratio > 700:  # exp of more overflows a float
         return 0.0
     return interval_seconds / ((mean + failures.restart_seconds) * math.expm1(ratio))

@@ -1,4 +1,4 @@
-"""What a recipe would do on a cluster, at each number of devices: time, losses, cost. Pure."""
+"""Predict a recipe on a cluster, at each number of devices: time, losses, cost. Pure."""
 
 import itertools
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ PAYS = 0.5
 
 @dataclass(frozen=True)
 class Factors:
-    """Holds what-ifs: how many times the links between nodes, those inside, a device's speed, the batch, the input."""
+    """What-ifs: factors of the links between nodes, those inside, a device's speed, the batch, the input."""
 
     link: float = 1.0
     inside: float = 1.0
@@ -44,26 +44,26 @@ class Factors:
 
 @dataclass(frozen=True)
 class Question:
-    """Holds what is asked of a recipe and a cluster, beside the numbers of devices."""
+    """A recipe, a cluster and the options of a simulation, without the numbers of devices."""
 
     config: Config
     cluster: Cluster
     rate: Rate | None = None
     compute: Compute | None = None
-    """Fitted to a measured step; None to take the rate, or the cluster's."""
+    """Compute fitted to a measured step; None to use the rate, or the cluster's."""
     algorithm: str | None = None
-    """None for the recipe's, which `auto` and `hybrid` leave to the fastest that is known."""
+    """None for the recipe's; there `auto` and `hybrid` mean the fastest known one."""
     factors: Factors = Factors()
     num_images: int = IMAGES
     failures: Failures | None = None
-    """None where nodes never fail."""
+    """None if nodes never fail."""
     input_images_per_second: float | None = None
-    """That the loaders of a node bring; None to take what the cluster states."""
+    """Rate of a node's loaders; None to use the cluster's."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One number of devices, and what it comes to; low and high are a 90% interval of a step."""
+    """Prediction for one number of devices; low and high are a 90% interval of a step."""
 
     num_devices: int
     num_nodes: int
@@ -76,14 +76,14 @@ class Point:
     run: RunTime
     """Time of the recipe's epochs."""
     hours_to_759: float | None
-    """Until ResNet-50 is at 75.9% top-1, by MLPerf's records of epochs at that batch; None where there are none."""
+    """Hours until ResNet-50 is at 75.9% top-1, by MLPerf's records of epochs at that batch; None without a record."""
     beyond_checked: str | None
-    """What no published step has; None within what was checked."""
+    """What exceeds all published steps; None within what was checked."""
     sent: SentPerStep
 
     @property
     def is_extrapolated(self) -> bool:
-        """Say whether no published step checks such a one."""
+        """Tell whether no published step checks this one."""
         return self.beyond_checked is not None
 
     @property
@@ -93,16 +93,16 @@ class Point:
 
     @property
     def hours(self) -> float:
-        """Return what the run takes: steps, evaluations, checkpoints and, where nodes fail, what that costs."""
+        """Return the hours of the run: steps, evaluations, checkpoints and, if nodes fail, their cost."""
         return self.run.total
 
     @property
     def device_hours(self) -> float:
-        """Return what the run takes of all devices."""
+        """Return the hours of all devices."""
         return self.hours * self.num_devices
 
     def measured(self, *, fewest: int) -> MeasuredPoint:
-        """Return the same as a report takes it."""
+        """Return the point as a report takes it."""
         step = self.step
         parts = {"computing": step.computing, "communication": step.communication, "input": step.input}
         return MeasuredPoint(
@@ -127,7 +127,7 @@ class Refused:
 
 
 def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Point], list[Refused]]:
-    """Work out each number of devices, in order. Raises: SimulationError where none of them is possible."""
+    """Predict each number of devices, in order. Raises: SimulationError if none of them is possible."""
     points, refused = [], []
     for count in sorted(set(counts)):
         try:
@@ -140,7 +140,7 @@ def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Po
 
 
 def fit_to_step(question: Question, count: int, seconds: float) -> Question:
-    """Return the question with a device's compute fitted to a measured step of so many devices."""
+    """Return the question with a device's compute fitted to a measured step of that many devices."""
     config = question.config
     num_microbatches = accumulation_steps(config.batch, world_size=count)
     network = _network(question, count)
@@ -153,7 +153,7 @@ def fit_to_step(question: Question, count: int, seconds: float) -> Question:
 
 
 def simulate_point(question: Question, count: int) -> Point:
-    """Work out one number of devices. Raises: ConfigError or SimulationError where it is not possible."""
+    """Predict one number of devices. Raises: ConfigError or SimulationError if it is not possible."""
     config, factors = question.config, question.factors
     batch = replace(config.batch, global_batch_size=round(config.batch.global_batch_size * factors.batch))
     num_microbatches = accumulation_steps(batch, world_size=count)
@@ -196,7 +196,7 @@ def simulate_point(question: Question, count: int) -> Point:
 
 
 def input_rate(question: Question) -> float | None:
-    """Return the images/s that a node's loaders bring; None where nothing says so, or the recipe's reads no files."""
+    """Return the images/s of a node's loaders; None if unknown, or if the recipe's loader reads no files."""
     if question.config.data.loader not in READERS:
         return None
     stated = question.input_images_per_second or question.cluster.input_images_per_second
@@ -204,24 +204,24 @@ def input_rate(question: Question) -> float | None:
 
 
 def is_imagenet_resnet50(question: Question) -> bool:
-    """Say whether MLPerf's records of epochs hold."""
+    """Tell whether MLPerf's records of epochs apply."""
     return question.config.model.name == "resnet50" and question.num_images == IMAGES
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Says what other settings would make of a point's step: seconds."""
+    """A point's step with other settings, in seconds."""
 
     half_wire_seconds: float | None
-    """With fp16 on the wire; None where gradients are halves already."""
+    """With fp16 on the wire; None if gradients are halves already."""
     half_wire_options: str
-    """Which options that takes."""
+    """Options for that."""
     plan: PlanChoice
     planned_seconds: float
 
 
 def advise(question: Question, point: Point) -> Advice:
-    """Search the fusion plan that leaves the least exposed, and try half the bytes on the wire."""
+    """Search the fusion plan with the least exposed communication, and try half the bytes on the wire."""
     network = _network(question, point.num_devices)
     compute, job = _compute(question), _job(question, network, algorithm=point.algorithm)
     local_batch = point.global_batch_size / point.num_devices
@@ -235,7 +235,7 @@ def advise(question: Question, point: Point) -> Advice:
     tensors, stated = job.shape.tensors(job.element_bytes), _sizes(question.config)
     plan = search_plan(tensors, point.step.backward, seconds_of, stated=stated)
     is_half = job.element_bytes * job.wire_share <= 2
-    # a library of its own is given fp32 unless its sums may round each addition
+    # a library's own sum is given fp32 unless it may round each addition
     rounds = point.algorithm == "native"
     half = None if is_half else simulated(replace(job, wire_share=0.5, sums_in_fp32=job.sums_in_fp32 and not rounds))
     options = f"--comm.wire_dtype float16{' --comm.reduce_dtype wire' if rounds else ''}"
@@ -243,14 +243,14 @@ def advise(question: Question, point: Point) -> Advice:
 
 
 def efficiencies(points: Sequence[Point]) -> list[Efficiency]:
-    """Set each point beside the one of the fewest devices, with what the rest is lost to."""
+    """Compare each point with the one of the fewest devices, and split its losses."""
     fewest = points[0].num_devices
     measured = [point.measured(fewest=fewest) for point in points]
     return [efficiency_of(each, measured[0]) for each in measured]
 
 
 def knee(points: Sequence[Point]) -> Point:
-    """Return the last point whose devices beyond the one before add at least PAYS of what the first ones do, each."""
+    """Return the last point at which each further device adds at least PAYS of what each of the first ones does."""
     first = points[0].images_per_second / points[0].num_devices
     best = points[0]
     for before, point in itertools.pairwise(points):
@@ -262,7 +262,7 @@ def knee(points: Sequence[Point]) -> Point:
 
 
 def cheapest_within(points: Sequence[Point], hours: float) -> Point | None:
-    """Return the point of the fewest device-hours that is done in time; None where none is."""
+    """Return the point with the fewest device-hours that ends in time; None if there is none."""
     return min((point for point in points if point.hours <= hours), key=lambda point: point.device_hours, default=None)
 
 
@@ -290,17 +290,17 @@ def _algorithms(question: Question) -> tuple[str, ...]:
     if carrier != "nccl":
         if question.algorithm not in (None, "native"):
             raise SimulationError(
-                f"cluster {question.cluster.name} sums by {carrier}, of which its own form (native) is all that is "
+                f"cluster {question.cluster.name} sums by {carrier}, and only its own form (native) is "
                 f"known: nothing can be said of {question.algorithm}. State carrier: nccl for the closed forms"
             )
         return ("native",)
-    # a recipe that leaves it open gets the fastest for all buffers; who asks for one by size gets that
+    # a recipe that leaves it open gets the fastest for all buffers; an explicit choice by size is kept
     is_open = stated == "auto" or (stated == BY_SIZE and question.algorithm is None)
     return ALGORITHMS if is_open else (stated,)
 
 
 def _wire_of(config: Config) -> str | None:
-    """Return the narrower precision in which gradients travel, where their own is fp32; None without."""
+    """Return the narrower precision in which fp32 gradients travel; None if they travel in their own."""
     return None if config.optimizer.precision in HALF else config.comm.wire_dtype
 
 

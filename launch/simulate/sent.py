@@ -1,4 +1,4 @@
-"""What a rank and a node send in one step: bytes and messages of all buffers. Pure."""
+"""Bytes and messages of all buffers that a rank and a node send in one step. Pure."""
 
 from dataclasses import astuple, dataclass
 
@@ -9,9 +9,9 @@ from bigbatch.launch.simulate.traffic import SEGMENT_BYTES, first_sends
 
 @dataclass(frozen=True)
 class SentPerStep:
-    """Counts what the first rank sends to anyone, and its node to other nodes. None: nobody knows.
+    """What the first rank sends to anyone, and its node to other nodes. None: unknown.
 
-    No other sends more than an element more of a buffer.
+    No other rank sends more than one element more of a buffer.
     """
 
     rank_bytes: int | None
@@ -23,8 +23,8 @@ class SentPerStep:
 def sent_per_step(job: Job, step: SimulatedStep) -> SentPerStep:
     """Count the gradients' sums of one step.
 
-    A library of its own (native) has no messages to count; its bytes are the mean over ranks and nodes of any form
-    that sends no more than it must: 2(n-1)/n. Parameter servers' are not known.
+    A library's own sum (native) has no messages to count; its bytes are the mean over ranks and nodes of any form that
+    sends no more than it must: 2(n-1)/n. Parameter servers' are not known.
     """
     network = job.network
     if network.num_devices == 1:
@@ -37,7 +37,7 @@ def sent_per_step(job: Job, step: SimulatedStep) -> SentPerStep:
 
 
 def _one_sum(job: Job, num_elements: int) -> SentPerStep:
-    """Count one buffer's."""
+    """Count one buffer's sum."""
     network, wire_bytes = job.network, job.element_bytes * job.wire_share
     element_bytes = round(wire_bytes)
     algorithm = job.algorithm_of(num_elements * job.element_bytes)
@@ -56,6 +56,6 @@ def _one_sum(job: Job, num_elements: int) -> SentPerStep:
         node_size=network.devices_per_node,
         segment_bytes=SEGMENT_BYTES,
     )
-    # a code has its exponents beside its values; 1 for all else
+    # a code has its exponents beside its values; else 1
     rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (sent.rank, sent.node))
     return SentPerStep(rank_bytes, sent.rank.num_messages, node_bytes, sent.node.num_messages)

@@ -1,4 +1,4 @@
-"""What a model asks of a network: its gradients in the order in which backward finishes them. Pure."""
+"""Gradients of a model in the order in which backward finishes them. Pure."""
 
 import json
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ LEAST_SQUARE = 30_000
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Names a model and lists its gradients as backward finishes them.
+    """A model's name and its gradients in backward's order.
 
-    ready_shares: how much of backward is over when each is ready, by its operations; 1 for the last.
+    ready_shares: share of backward that is over when each is ready, by its operations; 1 for the last.
     """
 
     name: str
@@ -54,13 +54,13 @@ def _tensors(shape: ModelShape, element_bytes: int) -> tuple[TensorSpec, ...]:
 
 @cache
 def shape_names() -> tuple[str, ...]:
-    """Name the models whose shapes are known."""
+    """Return the names of the models with known shapes."""
     return tuple(_stored())
 
 
 @cache
 def load_shape(name: str) -> ModelShape:
-    """Return a model's shape. Raises: SimulationError for one that is not known."""
+    """Return a model's shape. Raises: SimulationError for an unknown one."""
     if name not in _stored():
         choice = shape_names()
         raise SimulationError(f"no shape of {name} is known{or_nearest(name, choice)}; known are {', '.join(choice)}")
@@ -77,7 +77,7 @@ def load_shape(name: str) -> ModelShape:
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
-    """Return the shape of an experiment's model. Raises: SimulationError for one that is not known."""
+    """Return the shape of an experiment's model. Raises: SimulationError for an unknown one."""
     shape = load_shape(config.name)
     if config.name != "resnet9" or not config.options:
         return shape

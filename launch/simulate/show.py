@@ -1,4 +1,4 @@
-"""What a simulation says: sentences, tables, a plot, JSON and the simulated step as a trace."""
+"""Output of a simulation: sentences, tables, a plot, JSON and the simulated step as a trace."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -36,15 +36,15 @@ EXPLAINED = (
     "ten measurements. docs/simulate.md says how far off such figures were on published rows."
 )
 WORTH_NAMING = 0.005
-"""A loss of less of the step is not named."""
+"""A loss below this share of the step is not named."""
 
 
 UNKNOWN = ""
-"""Shown for the messages of a library and of parameter servers."""
+"""Shown for the unknown messages of a library and of parameter servers."""
 
 
 def assumptions(question: Question) -> list[str]:
-    """Say what the figures rest on."""
+    """Return lines on the values that the figures are based on."""
     cluster = question.cluster
     _, rate = cluster.compute(shape_of(question.config.model), rate=question.rate)
     lines = [
@@ -123,7 +123,7 @@ def _batch(point: Point) -> str:
 
 
 def loss_table(points: Sequence[Point]) -> Table:
-    """Show where the rest goes, as shares of the step, in the report's words."""
+    """Show the parts of lost efficiency, as shares of the step, in the report's words."""
     rows = [
         (f"{point.num_devices:,}", percent(each.efficiency), *(percent(each.losses[part] or 0.0) for part in PARTS))
         for point, each in zip(points, efficiencies(points), strict=True)
@@ -132,7 +132,7 @@ def loss_table(points: Sequence[Point]) -> Table:
 
 
 def run_table(points: Sequence[Point]) -> Table:
-    """Show what the run's hours go to."""
+    """Show the run's hours by their cause."""
     rows = [
         (
             f"{point.num_devices:,}",
@@ -148,7 +148,7 @@ def run_table(points: Sequence[Point]) -> Table:
 
 
 def sent_table(points: Sequence[Point]) -> Table:
-    """Show what a rank sends in one step, and what a node sends to others."""
+    """Show the bytes and messages that a rank sends in one step, and a node to others."""
     rows = [
         (
             f"{point.num_devices:,}",
@@ -174,7 +174,7 @@ def _number(value: int | None) -> str:
 
 
 def comparison_table(title: str, columns: Mapping[str, Sequence[Point]]) -> Table:
-    """Set several simulations side by side: milliseconds of a step."""
+    """Compare several simulations: milliseconds of a step."""
     counts = sorted({point.num_devices for points in columns.values() for point in points})
     found = {name: {point.num_devices: point for point in points} for name, points in columns.items()}
     rows = [
@@ -188,7 +188,7 @@ def comparison_table(title: str, columns: Mapping[str, Sequence[Point]]) -> Tabl
 
 
 def findings(points: Sequence[Point], *, model: str, deadline_hours: float | None) -> list[str]:
-    """Say the main things in plain words."""
+    """Return the main results in words."""
     last, each = points[-1], efficiencies(points)[-1]
     lines = []
     if len(points) > 1:
@@ -226,7 +226,7 @@ def findings(points: Sequence[Point], *, model: str, deadline_hours: float | Non
 
 
 def _extrapolated(points: Sequence[Point], *, model: str) -> list[str]:
-    """Say of each kind of extrapolation what is beyond, and the nearest step that was checked."""
+    """Return for each kind of extrapolation what exceeds the checks, and the nearest checked step."""
     lines: dict[str, str] = {}
     for point in points:
         if point.beyond_checked is not None:
@@ -240,7 +240,7 @@ def _extrapolated(points: Sequence[Point], *, model: str) -> list[str]:
 
 
 def advice(question: Question, point: Point) -> list[str]:
-    """Say what other settings would be worth at that number of devices."""
+    """Return the gain of other settings at that number of devices."""
     found = advise(question, point)
     plan, now = found.plan, point.step.seconds
     lines = []
@@ -342,7 +342,7 @@ def page(
     findings: Sequence[str],
     asked: str,
 ) -> str:
-    """Write all of it as the report writes a page; asked: the command."""
+    """Write all results in the page format of the report; asked: the command."""
     rests_on = [("asked", asked), ("bigbatch", __version__)]
     rests_on += [("taken for it", line) for line in assumptions(question)]
     return make_page(
@@ -355,7 +355,7 @@ def page(
 
 
 def trace(point: Point) -> str:
-    """Write the step as Chrome trace events with the rows of a real one's: backward, and each buffer's all-reduce."""
+    """Write the step as Chrome trace events in the rows of a real one: backward, and each buffer's all-reduce."""
     step = point.step
     start = step.input + step.computing - step.backward.seconds
     end = step.input + step.computing
@@ -380,7 +380,7 @@ def _event(name: str, row: str, start: float, end: float, num_bytes: int | None 
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file that the user named. Raises: SimulationError where that fails."""
+    """Write a file that the user named. Raises: SimulationError if that fails."""
     try:
         write_named(path, text.encode())
     except OSError as error:

@@ -1,11 +1,11 @@
-"""A device's seconds of an image from a measured step, and how far a simulated step may be off. Pure."""
+"""Seconds per image from a measured step, and the error band of a simulated step. Pure."""
 
 import math
 
 from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
 
 PRECISION = 1e-4
-"""To which share the seconds of an image are found."""
+"""Relative precision of the seconds of an image."""
 NORMAL_90 = 1.645
 """Standard deviations on each side of the 90% interval of a normal distribution."""
 RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
@@ -18,7 +18,7 @@ COMMUNICATION_SPREAD, FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 0.6, 1.0
 def fit_compute(
     job: Job, fixed_seconds: float, local_batch: float, seconds: float, *, num_microbatches: int = 1
 ) -> Compute:
-    """Find the seconds of an image with which a job's simulated step takes so many seconds."""
+    """Find the seconds of an image with which a job's simulated step takes the given seconds."""
     low, high = 0.0, seconds / local_batch
     while high - low > PRECISION * high:
         middle = (low + high) / 2

@@ -16,26 +16,26 @@ WIDE_BYTES = 4
 SLOW_SHARE = 0.1
 """Share of steps that are slower than slow_seconds."""
 EXACT_NODES = 100
-"""Beyond which the sum of 1/n is a logarithm, to half a hundredth."""
+"""Number of nodes beyond which the sum of 1/n is a logarithm, to half a hundredth."""
 CYCLE_BYTES = 64 * 2**20
 """Horovod's fusion buffer."""
 
 
 @dataclass(frozen=True)
 class InGroups:
-    """Gradients travel in so many groups, equal in the number of gradients: 1 waits for all of backward."""
+    """Sends gradients in that many groups, equal in the number of gradients: 1 waits for all of backward."""
 
     count: int
 
     def plan(self, tensors: tuple[TensorSpec, ...]) -> FusionPlan:
-        """Cut the gradients."""
+        """Return the plan of these groups."""
         size = math.ceil(len(tensors) / self.count)
         return FusionPlan(tuple(BufferPlan(tensors[i : i + size]) for i in range(0, len(tensors), size)))
 
 
 @dataclass(frozen=True)
 class InCycles:
-    """Whatever is ready when the wire is free travels together, up to a buffer's bytes: Horovod's fusion."""
+    """Sends all ready gradients together when the wire is free, up to a buffer's bytes: Horovod's fusion."""
 
     buffer_bytes: int = CYCLE_BYTES
 
@@ -45,28 +45,28 @@ Fusion = PlanSizes | InGroups | InCycles
 
 @dataclass(frozen=True)
 class Compute:
-    """Says how long one device computes: seconds_per_image of each image, and fixed_seconds whatever the batch."""
+    """Compute time of one device: seconds_per_image of each image, and fixed_seconds at any batch."""
 
     seconds_per_image: float
     fixed_seconds: float
 
     def seconds(self, local_batch: float) -> float:
-        """Compute forward, backward and update of so many images."""
+        """Compute forward, backward and update of a batch."""
         return self.seconds_per_image * local_batch + self.fixed_seconds
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Holds where a step's seconds go; `communication` is what backward did not hide."""
+    """Parts of a step's seconds; `communication` is what backward did not hide."""
 
     computing: float
     communication: float
     stragglers: float
-    """On average; slow_seconds has their spread."""
+    """Mean; slow_seconds has their spread."""
     input: float
-    """Waiting for images, where the loaders of a node bring fewer than its devices could train."""
+    """Waiting for images, if a node's loaders are slower than its devices."""
     slow_seconds: float
-    """What one step in ten takes longer than, as its latest node is later than it is on average."""
+    """Time that one step in ten exceeds, as its latest node is later than on average."""
     backward: Backward
     transfers: tuple[PlannedTransfer, ...]
 
@@ -78,7 +78,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class Job:
-    """Describes what one step of a job does, but for its local batch and its compute."""
+    """One step of a job, without its local batch and its compute."""
 
     shape: ModelShape
     network: Network
@@ -88,14 +88,14 @@ class Job:
     wire_share: float = 1.0
     """Share of these bytes that is sent: half if fp32 gradients are sent in half precision."""
     sums_in_fp32: bool = False
-    """Whether what travels in half precision is summed in fp32: then doubling and a library's own sums send it so."""
+    """Whether half-precision values are summed in fp32: then doubling and a library's own sums send fp32."""
     algorithm: str = "native"
     reads_pictures: bool = True
     input_images_per_second: float | None = None
-    """That the loaders of a node bring; None where they keep up."""
+    """Rate of a node's loaders; None if they keep up."""
 
     def simulate(self, compute: Compute, local_batch: float, *, num_microbatches: int = 1) -> SimulatedStep:
-        """Work out one step of so many images per device; gradients travel during the last microbatch's backward."""
+        """Simulate one step of a local batch per device; gradients travel during the last microbatch's backward."""
         each = compute.seconds(local_batch / num_microbatches)
         computing = num_microbatches * each
         backward = backward_of(self.shape, BACKWARD_SHARE * each)
@@ -107,19 +107,19 @@ class Job:
         return SimulatedStep(computing, exposed, stragglers, waits, slow, backward, transfers)
 
     def sum_seconds(self, num_bytes: float) -> float:
-        """Compute the sum of a buffer of so many bytes of gradients."""
+        """Return the seconds to sum a buffer of that many bytes of gradients."""
         algorithm = self.algorithm_of(num_bytes)
         return self.network.seconds(num_bytes * self.wire_share, algorithm, widened=self._widened)
 
     def algorithm_of(self, num_bytes: float) -> str:
-        """Name the algorithm that such a buffer takes."""
+        """Return the algorithm for such a buffer."""
         if self.algorithm != BY_SIZE:
             return self.algorithm
         return self.network.fastest(num_bytes * self.wire_share, widened=self._widened)
 
     @property
     def _widened(self) -> float:
-        """Return how many times the bytes of a gradient on the wire its sum in fp32 has."""
+        """Return the ratio of the bytes of an fp32 sum to those of a gradient on the wire."""
         return max(1.0, WIDE_BYTES / (self.element_bytes * self.wire_share)) if self.sums_in_fp32 else 1.0
 
     def _transfers(self, backward: Backward) -> tuple[PlannedTransfer, ...]:
@@ -140,7 +140,7 @@ class Job:
 
     @property
     def _is_blocking(self) -> bool:
-        """Say whether nothing hides behind backward."""
+        """Tell whether nothing hides behind backward."""
         return self.network.carrier == "sockets" and self.network.num_nodes > 1
 
     def _exposed(self, backward: Backward, transfers: tuple[PlannedTransfer, ...], computing: float) -> float:
@@ -173,7 +173,7 @@ class Job:
         return constants.server_straggler_share if is_shared else constants.straggler_share
 
     def _input(self, local_batch: float, *, busy_seconds: float) -> float:
-        """Compute what a step waits for images: loaders work ahead, so the slower of the two sets the pace."""
+        """Return the seconds that a step waits for images: loaders work ahead, so the slower side sets the pace."""
         if self.input_images_per_second is None:
             return 0.0
         node_pictures = local_batch * self.network.devices_per_node
@@ -192,7 +192,7 @@ def lateness(num_nodes: int) -> float:
 
 
 def backward_of(shape: ModelShape, seconds: float) -> Backward:
-    """Spread a backward's seconds over the gradients."""
+    """Distribute a backward's seconds over the gradients."""
     ready = {f"{position}": share * seconds for position, share in enumerate(shape.ready_shares)}
     return Backward(ready, seconds)
 

@@ -1,15 +1,15 @@
-"""What an all-reduce sends from node to node: payload and messages, from sizes and places alone; no torch.
+"""Payload and messages of an all-reduce between nodes, from sizes and places alone; no torch.
 
-The closed forms of cost_model give seconds of equal parts; these count to the byte, whatever does not divide.
+The closed forms of cost_model give seconds of equal parts; these count to the byte, also for unequal parts.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 LENGTH_BYTES = 8
-"""What precedes each message of backend tcp: its length."""
+"""Bytes of the length before each message of backend tcp."""
 SEGMENT_BYTES = 512 * 1024
-"""That of comm.algorithms.ring, which needs torch; a test holds the two equal."""
+"""Same as in comm.algorithms.ring, which needs torch; a test compares the two."""
 
 Hop = tuple[int, int, int]
 """From, to, and number of elements."""
@@ -17,13 +17,13 @@ Hop = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counts what goes one way."""
+    """Bytes and messages of one direction."""
 
     payload_bytes: int = 0
     num_messages: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        """Count both."""
+        """Add both."""
         return Traffic(self.payload_bytes + other.payload_bytes, self.num_messages + other.num_messages)
 
     @property
@@ -38,7 +38,7 @@ def node_traffic(
     """Count what each node sends to each other in one all-reduce over backend tcp, summed in its own precision.
 
     groups: the ranks of each node; hierarchical and sharded are those with shared memory inside. segment_bytes: of
-    comm.algorithms.ring. Raises: ValueError for an algorithm whose messages are not known.
+    comm.algorithms.ring. Raises: ValueError for an algorithm with unknown messages.
     """
     node_of = {rank: node for node, ranks in enumerate(groups) for rank in ranks}
     counted: dict[tuple[int, int], Traffic] = {}
@@ -51,7 +51,7 @@ def node_traffic(
 
 @dataclass(frozen=True)
 class Sent:
-    """Counts what the first rank sends to anyone, and its node to other nodes; no other sends an element more."""
+    """What the first rank sends to anyone, and its node to other nodes; no other sends an element more."""
 
     rank: Traffic
     node: Traffic
@@ -60,16 +60,16 @@ class Sent:
 def first_sends(
     algorithm: str, num_elements: int, *, element_bytes: int, num_nodes: int, node_size: int, segment_bytes: int
 ) -> Sent:
-    """Count one all-reduce over full nodes without listing its hops, of which 100,000 ranks have 2e10.
+    """Count one all-reduce over full nodes without listing its hops: for 100,000 ranks these are 2e10.
 
-    Between nodes to the byte, as node_traffic does; inside them in the hops that cost_model's forms have: four passes
-    of a ring for hierarchical, two for sharded, the leader's broadcast for doubling.
-    Raises: ValueError for an algorithm whose messages are not known.
+    Between nodes to the byte, as node_traffic does; inside them in the hops of cost_model's forms: four passes of a
+    ring for hierarchical, two for sharded, the leader's broadcast for doubling.
+    Raises: ValueError for an algorithm with unknown messages.
     """
     m, k = num_nodes, node_size
 
     def pass_on(count: int, num_ranks: int, place: int = 0, *, segments: int | None = None) -> Traffic:
-        """Send all parts twice, but for the two that the last hops would bring back."""
+        """Send all parts twice, except the two that the last hops would bring back."""
         if num_ranks == 1:
             return Traffic()
         missed = sum(_part(count, num_ranks, (place + after) % num_ranks) for after in (1, 2))
@@ -77,7 +77,7 @@ def first_sends(
         return Traffic((2 * count - missed) * element_bytes, 2 * (num_ranks - 1) * each)
 
     if algorithm == "ring":
-        # what leaves the first node is sent by its last rank
+        # the last rank of the first node sends what leaves it
         return Sent(pass_on(num_elements, m * k), pass_on(num_elements, m * k, k - 1) if m > 1 else Traffic())
     inside = pass_on(num_elements, k, segments=1)
     if algorithm == "hierarchical":
@@ -126,7 +126,7 @@ def _ring(num_elements: int, ranks: Sequence[int]) -> Iterator[Hop]:
 
 
 def _doubling(num_elements: int, ranks: Sequence[int]) -> Iterator[Hop]:
-    """Exchange all with the partner whose place differs in one bit; places beyond a power of two hand in and get."""
+    """Exchange all with the partner at the place with one bit flipped; places beyond a power of two hand in and get."""
     even = 1 << (len(ranks).bit_length() - 1)
     for place in range(even, len(ranks)):
         yield (ranks[place], ranks[place - even], num_elements)
