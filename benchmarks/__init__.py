@@ -1,1 +1,1 @@
-"""What is measured, and with what: run from the root of a checkout, such as `python -m benchmarks.comm.run --list`."""
+"""Measurements and their commands; run from the root of a checkout, such as `python -m benchmarks.comm.run --list`."""

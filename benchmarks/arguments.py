@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share."""
+"""Shared parts of the benchmarks' command lines."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from bigbatch.errors import UserError
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Make a type for argparse: whole numbers from least on."""
+    """Make a type for argparse: whole numbers from `least` on."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -20,7 +20,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def require_at_least_one(parser: argparse.ArgumentParser, options: argparse.Namespace, *names: str) -> None:
-    """End the process with a line for the first of the options so named that is below 1."""
+    """End the process with a message on the first of these options that is below 1."""
     for name in names:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, as a share of the interval between two: written beside steps, and waited for.
+"""Cost of a checkpoint for training, as a share of the interval between two: written beside steps, and waited for.
 
     python -m benchmarks.checkpoint --out benchmarks/results/checkpoint.json
 
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", default="resnet50", help="a name that model.name takes")
+    parser.add_argument("--model", default="resnet50", help="value of model.name")
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8, help="images of a rank and step")
     parser.add_argument("--interval-seconds", type=at_least(1), default=60, help="between two checkpoints")
@@ -88,7 +88,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(
     step: Action, state: Callable[[], dict[str, Any]], folder: Path, *, number: int, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Time a step alone, a checkpoint that is waited for, and one beside steps: its copy, and how much these lose."""
+    """Time a step alone, a checkpoint that is waited for, and one beside steps: its copy and its delay of these."""
 
     def save(kept: dict[str, Any], *, checkpoint: int) -> Path:
         return save_checkpoint(folder, kept, step=2 * number + checkpoint, top1=None, keep=1)

@@ -1,4 +1,4 @@
-"""How long from submitting a job to its first step, and from Slurm's signal to a job that trains again?
+"""Time from submitting a job to its first step, and from Slurm's signal to a job that trains again.
 
     python -m benchmarks.jobs --out benchmarks/results/jobs.json
 
@@ -122,7 +122,7 @@ def reports(metrics: Path, kind: str) -> list[float]:
 
 
 def wait_for(look: Callable[[], Any]) -> Any:
-    """Return what look returns, once that is true."""
+    """Poll look() until its result is true; return that."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (found := look()):
         if time.monotonic() > deadline:
@@ -132,7 +132,7 @@ def wait_for(look: Callable[[], Any]) -> Any:
 
 
 def login(cluster: str, folder: Path, *words: str) -> str:
-    """Return what a command on the login node says."""
+    """Return the output of a command on the login node."""
     argv = [*BIGBATCH, "launch", "emulate", "exec", "--name", cluster, "--", *words]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=True, timeout=120).stdout
 

@@ -1,4 +1,4 @@
-"""What large loads take: many steps, images, points of a sweep, reports of a run; in seconds and memory.
+"""Cost of large loads: many steps, images, points of a sweep, reports of a run; in seconds and memory.
 
     python -m benchmarks.load --out benchmarks/results/load.json
 
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
     "schedule.warmup_epochs": 0,
     "run.checkpoint_every_steps": 0,
 }
-"""Quickstart, as small as it goes."""
+"""Quickstart, as small as possible."""
 NUM_CLASSES = 1000
 LOOK_SECONDS = 0.02
 LINKS = 60_000
@@ -83,12 +83,12 @@ def parse() -> argparse.Namespace:
 
 
 def run(*command: str, folder: Path) -> dict[str, Any]:
-    """Run a bigbatch command; its seconds, and the most memory that it took. Raises: SystemExit where it fails."""
+    """Run a bigbatch command; return its seconds, and its peak memory. Raises: SystemExit if it fails."""
     start, peak = time.perf_counter(), 0
     with (folder / "output").open("a") as output:
         process = subprocess.Popen([sys.executable, "-m", "bigbatch", *command], stdout=output, stderr=output)
         while process.poll() is None:
-            # not by getrusage, which counts what this process held as it forked
+            # not by getrusage, which counts the memory of this process when it forked
             with suppress(OSError):
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))])
@@ -105,8 +105,8 @@ def words(settings: dict[str, Any]) -> list[str]:
 
 
 def load_of_steps(folder: Path, *, steps: int) -> dict[str, Any]:
-    """Train so many steps, 100 in an epoch, in this process; what it held at a tenth of them, and at last."""
-    torch.set_flush_denormal(True)  # what such a network ends in, with which CPUs take many times as long
+    """Train that many steps, 100 in an epoch, in this process; return its resources at a tenth and at the end."""
+    torch.set_flush_denormal(True)  # denormals, with which CPUs take many times as long
     epochs = -(-steps // 100)
     held: list[dict[str, int]] = []
     start = time.perf_counter()
@@ -135,7 +135,7 @@ def what_is_held() -> dict[str, int]:
 
 
 def load_of_pictures(folder: Path, *, pictures: int) -> dict[str, Any]:
-    """List so many names in class folders."""
+    """List that many names in class folders."""
     write_dataset(folder / "few", train_per_class=1, val_per_class=1, side_pixels=(32, 36))
     source = next(folder.glob("few/train/*/*"))
     each = pictures // NUM_CLASSES
@@ -161,7 +161,7 @@ def load_of_pictures(folder: Path, *, pictures: int) -> dict[str, Any]:
 
 
 def load_of_points(folder: Path, *, points: int) -> dict[str, Any]:
-    """Plan a sweep of so many points."""
+    """Plan a sweep of that many points."""
     file = {
         "name": "load",
         "config": "quickstart",
@@ -181,7 +181,7 @@ def load_of_points(folder: Path, *, points: int) -> dict[str, Any]:
 
 
 def load_of_reports(folder: Path, *, megabytes: int) -> dict[str, Any]:
-    """Read so many bytes of reports of a finished run: for its report, and where it is started again."""
+    """Read that many bytes of reports of a finished run: for its report, and when it is started again."""
     place = folder / "run"
     options = words(SMALL | {"run.epochs": 1, "run.log_every_steps": 5, "run.directory": place})
     run("train", "--config=quickstart", *options, folder=folder)

@@ -1,4 +1,4 @@
-"""Does preflight find a node slowed by half, and a link at a tenth, and nothing where nothing is?
+"""Does preflight find a node slowed by half, and a link at a tenth, and nothing on a healthy cluster?
 
     python -m benchmarks.preflight --out benchmarks/results/preflight.json
 
@@ -30,7 +30,7 @@ BIGBATCH = (sys.executable, "-m", "bigbatch", "launch", "emulate")
 
 
 def main() -> int:
-    """Run the trials; 1 where one went wrong."""
+    """Run the trials; return 1 if one gave a wrong result."""
     options = parse()
     name = f"preflight-{os.getpid()}"
     run("up", "--name", name, "--nodes", str(NODES), "--link", LINK)
@@ -66,7 +66,7 @@ def parse() -> argparse.Namespace:
 
 
 def trial(cluster: str, fault: str, *, node: int) -> dict[str, Any]:
-    """Run one preflight; return which nodes it blamed, and whether that is right."""
+    """Run one preflight; return the nodes that it blamed, and whether that is right."""
     faults: dict[str, Callable[[], Any]] = {
         "none": nullcontext,
         "slow node": lambda: slowed(f"n{node}"),
@@ -110,7 +110,7 @@ def run(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
 
 @contextmanager
 def bad_link(cluster: str, node: str) -> Iterator[None]:
-    """Leave one node a tenth of the rate within."""
+    """Reduce one node's rate to a tenth within the block."""
     run("shape", "--name", cluster, "--node", node, "--link", SLOW_LINK)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the spread of repetitions, the conditions, the file of figures."""
+"""Shared parts of the benchmarks: the spread of repetitions, the conditions, the file of figures."""
 
 import argparse
 import json
@@ -32,13 +32,13 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def show(name: str, values: Mapping[str, float], *, unit: str) -> str:
-    """Show a spread in one line: median, smallest and largest."""
+    """Write a spread in one line: median, smallest and largest."""
     shown = {key: f"{values[key]:,.4g}" if values[key] < 1000 else f"{values[key]:,.0f}" for key in values}
     return f"{name:32} {shown['median']:>10} {unit:18} ({shown['min']} to {shown['max']}, n = {values['n']})"
 
 
 def conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Gather what another person needs to repeat it. Take it before measuring: the load is that of the others then."""
+    """Gather the facts that others need to repeat it. Call it before measuring: the load is then that of others."""
     return {
         "commit": source_commit(),
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
@@ -54,9 +54,9 @@ def conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def without_place(value: Any) -> Any:
-    """Strip an option, or each of a list: of a path that is absolute or leaves the folder, the last part is left.
+    """Strip an option, or each of a list: of a path that is absolute or leaves the folder, keep the last part.
 
-    The rest of it tells of one machine, and nobody needs it to repeat a measurement.
+    The rest of it belongs to one machine, and is not needed to repeat a measurement.
     """
     if isinstance(value, list | tuple):
         return type(value)(map(without_place, value))
@@ -69,13 +69,13 @@ def without_place(value: Any) -> Any:
 
 
 def cpu_name() -> str:
-    """Ask the kernel for the CPU's name, which knows it better than Python."""
+    """Ask the kernel for the CPU's name, which is more exact than Python's."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
 def version_of(distribution: str) -> str | None:
-    """Look up an installed version; None where it is not installed."""
+    """Return an installed version; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def file_system(path: Path) -> str:
-    """Name the kind that path lies on, such as ext2/ext3 (which is ext4, too), tmpfs or nfs."""
+    """Return the file system of path, such as ext2/ext3 (which is ext4, too), tmpfs or nfs."""
     command = ["stat", "--file-system", "--format=%T", str(path)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 

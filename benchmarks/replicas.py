@@ -1,4 +1,4 @@
-"""What it costs to compare the ranks' weights every run.compare_every_steps, as a share of the steps between.
+"""Cost of comparing the ranks' weights every run.compare_every_steps, as a share of the steps between.
 
     python -m benchmarks.replicas --out benchmarks/results/replicas-cpu.json
 
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", default="resnet50", help="a name that model.name takes")
+    parser.add_argument("--model", default="resnet50", help="value of model.name")
     parser.add_argument("--image-size", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32, help="images of a rank and step")
     parser.add_argument("--every-steps", type=int, default=RunConfig.compare_every_steps)

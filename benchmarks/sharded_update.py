@@ -44,11 +44,11 @@ SETTINGS: dict[str, Any] = {
     "betas": (0.9, 0.999),
 }
 LR = 1e-6
-"""So small that random gradients leave the weights where they are."""
+"""So small that random gradients leave the weights unchanged."""
 
 
 def main() -> None:
-    """Start the ranks; or be one of them."""
+    """Start the ranks; in a rank, run it."""
     options = parse()
     if not options.is_rank:
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}"]
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Update:
-    """Holds a model with gradients, and all that updates it."""
+    """A model with gradients, and all parts that update it."""
 
     def __init__(self, options: argparse.Namespace, communicator: Communicator, *, kind: str) -> None:
         is_sharded = kind != "whole"
@@ -121,7 +121,7 @@ class Update:
 
     @torch.no_grad()
     def turn(self) -> tuple[float, float]:
-        """Return the seconds of the sums, and of the update with what spreads it, and the forward."""
+        """Return the seconds of the sums, and of the update with its gather, and the forward."""
         for buffer_N in self.reducer.buffers:
             buffer_N.normal_()
         marks = [self._now()]
@@ -159,7 +159,7 @@ def bytes_beside(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> int:
 
 
 def measure(updates: dict[str, Update], *, repetitions: int) -> dict[str, list[tuple[float, float]]]:
-    """Turn by turn; the first two are thrown away."""
+    """Measure turn by turn; the first two are discarded."""
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for turn in range(repetitions + 2):
         first = turn % len(KINDS)
@@ -173,7 +173,7 @@ def measure(updates: dict[str, Update], *, repetitions: int) -> dict[str, list[t
 def summarise(
     seconds: dict[str, list[tuple[float, float]]], updates: dict[str, Update], communicator: Communicator
 ) -> dict[str, Any]:
-    """Find, of all ranks, the slowest, and the one that keeps most. Collective."""
+    """Return the slowest rank's times, and the most kept bytes of any rank. Collective."""
     mine = {kind: {"seconds": seconds[kind], "bytes": updates[kind].kept_bytes()} for kind in KINDS}
     ranks = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
     results: dict[str, Any] = {"weights": sum(p.numel() for p in updates["whole"].model.parameters())}
@@ -195,7 +195,7 @@ def summarise(
 
 
 def tell(results: dict[str, Any]) -> None:
-    """Print a table for people."""
+    """Print a table."""
     for kind in KINDS:
         for key in ("sum_seconds", "update_seconds", "seconds"):
             print(show(f"{kind}: {key}", results[kind][key], unit="s"))

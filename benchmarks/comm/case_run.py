@@ -1,4 +1,4 @@
-"""One case as each of its ranks runs it: options, job and links before the work, links and record after."""
+"""Run one case on each rank: options, job and links before the work, links and record after."""
 
 import argparse
 import dataclasses
@@ -18,12 +18,12 @@ from bigbatch.comm.tuning.conditions import gather_conditions
 from bigbatch.errors import CommError
 
 GOODPUT_SECONDS = 5
-"""How long iperf3 measures a link, before the work and after it."""
+"""Seconds for which iperf3 measures a link, before the work and after it."""
 
 
 @dataclass(frozen=True)
 class CaseRun:
-    """Holds a case under way: its ranks, its conditions, and what a link brought before it and, at last, after it."""
+    """State of a case: its ranks, its conditions, and a link's goodput before it and, at the end, after it."""
 
     options: argparse.Namespace
     job: Job
@@ -32,7 +32,7 @@ class CaseRun:
     """Bits per second."""
 
     def measure_links_again(self) -> None:
-        """Measure what a link brings after the work, with the congestion control of backend tcp. Collective.
+        """Measure a link's goodput after the work, with the congestion control of backend tcp. Collective.
 
         Raises: CommError.
         """
@@ -41,7 +41,7 @@ class CaseRun:
         self.goodput.append(links.find_goodput(self.job, given, seconds=GOODPUT_SECONDS, control=control))
 
     def write(self, benchmark: str, results: Mapping[str, Any]) -> None:
-        """Write the record: what all benchmarks of comm have in theirs, and this one's results. For rank 0."""
+        """Write the record: the facts of all comm benchmarks, and this one's results. For rank 0."""
         shared = {
             "benchmark": benchmark,
             "case": self.options.case,
@@ -55,7 +55,7 @@ class CaseRun:
 def begin(options: argparse.Namespace) -> CaseRun:
     """Meet the other ranks, note the conditions, measure a link and open gloo, in this order. Collective.
 
-    The load average is that of others, and nothing of a peer's takes part in the link's goodput.
+    So the load average is that of others, and no peer's library affects the link's goodput.
     Raises: CommError.
     """
     job = join(interface=options.interface)
@@ -67,7 +67,7 @@ def begin(options: argparse.Namespace) -> CaseRun:
 
 
 def job_parser(description: str | None) -> argparse.ArgumentParser:
-    """Make a parser of what every rank program takes; description is the program's docstring."""
+    """Make a parser of the options of every rank program; description is the program's docstring."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
@@ -96,7 +96,7 @@ def choose_contestants(names: str | None, available: Sequence[str], *, left_out:
 def choose_with_horovod(
     job: Job, names: str | None, contestants: Sequence[str]
 ) -> tuple[tuple[str, ...], Any, dict[str, str]]:
-    """Open Horovod and choose of the contestants: those chosen, its module, and who is left out, why. Collective.
+    """Open Horovod and choose contestants: return their names, Horovod's module, and who is left out, why. Collective.
 
     Raises: CommError for a name that cannot run here.
     """
@@ -108,7 +108,7 @@ def choose_with_horovod(
 
 
 def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:
-    """Gather what another person needs to repeat it. Collective."""
+    """Gather the facts that others need to repeat the measurement. Collective."""
     conditions = dataclasses.asdict(gather_conditions(job.communicator))
     return conditions | {
         "machine": cpu_name(),
@@ -122,7 +122,7 @@ def gather_facts(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _congestion_control(prepare: Callable[[socket.socket], None] = lambda stream: None) -> str:
-    """Ask for the congestion control of a new TCP connection."""
+    """Return the congestion control of a new TCP connection."""
     with socket.socket() as stream:
         prepare(stream)
         return stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()

@@ -1,4 +1,4 @@
-"""What is measured: clusters, programs and their sizes; and the commands that do it. Pure."""
+"""Cases of the benchmarks: clusters, programs and their sizes; and their commands. Pure."""
 
 import json
 import sys
@@ -14,23 +14,23 @@ WITHOUT_HOOKS = "ours tuned,ours fp16,ddp,horovod"
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a job on an emulated cluster, or on this machine as it is where there is no link."""
+    """A job on an emulated cluster, or directly on this machine if it has no link."""
 
     name: str
     module: str
-    """Of benchmarks.comm."""
+    """Module in benchmarks.comm."""
     options: tuple[str, ...] = ()
     ranks_per_node: str = "2,2,2,2"
     link: str = ""
     delay: str = "0"
     place: str = "block"
     seconds: int = 60
-    """About how long it takes, for the reader and for the time limit."""
+    """About how long it takes, for the user and for the time limit."""
     is_long: bool = False
-    """Only with --long."""
+    """True if it runs only with --long."""
 
     def command(self, out: Path) -> list[str]:
-        """List the words that run it; the record goes to out."""
+        """List the words of its command; the record is written to out."""
         program = ["-m", f"benchmarks.comm.{self.module}", "--out", str(out), *self.options]
         if not self.link:
             return [sys.executable, *program]
@@ -202,11 +202,11 @@ QUICK = (
     Case("step-resnet50-1gbit-paced", "step", (*_FEW, "--pace", "0.6"), link="1gbit", seconds=60),
     Case("reducer-overhead", "reducer_overhead", ("--repetitions", "5"), seconds=15),
 )
-"""Does everything work? Too few repetitions for a claim."""
+"""Check that everything works; too few repetitions for a claim."""
 
 
 def choose_cases(*, quick: bool, long: bool, only: Sequence[str]) -> list[Case]:
-    """Choose cases: named ones (by any part of the name) whether long or not. Raises: ValueError where none is."""
+    """Choose cases: named ones (by any part of the name), long ones included. Raises: ValueError if there is none."""
     cases = QUICK if quick else CASES
     chosen = [c for c in cases if (any(word in c.name for word in only) if only else long or not c.is_long)]
     if not chosen:
@@ -217,10 +217,10 @@ def choose_cases(*, quick: bool, long: bool, only: Sequence[str]) -> list[Case]:
 
 
 def record_path(folder: Path, case: Case, *, quick: bool) -> Path:
-    """Name the file of a case's record."""
+    """Return the file of a case's record."""
     return folder / f"{prefix(quick=quick)}{case.name}.json"
 
 
 def prefix(*, quick: bool) -> str:
-    """Begin the names of records: quick ones are told apart from those that a claim may rest on."""
+    """Return the prefix of record names, which distinguishes quick records from those that support a claim."""
     return "comm-quick-" if quick else "comm-"

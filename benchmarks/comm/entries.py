@@ -1,4 +1,4 @@
-"""Who takes part in exchange.py, and how each of them sums a tensor."""
+"""Contestants of exchange.py, and how each of them sums a tensor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ CONTESTANTS = (
     "native",
     "hierarchical over mpi",
 )
-"""In the order in which time is given to them."""
+"""In the order in which they get time."""
 HYBRIDS = {"hybrid": "float32", "hybrid fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Says how a contestant sums a tensor, and where that tensor comes from."""
+    """How a contestant sums a tensor, and which memory the tensor needs."""
 
     sum_: Callable[[Tensor], object]
     memory: str
-    """"plain", or the backend of ours whose allocate() gave it."""
+    """"plain", or the backend with the allocate() that the tensor comes from."""
     enter: Callable[[Tensor], object] = lambda tensor_N: None
     leave: Callable[[], object] = lambda: None
     round: int = 1
@@ -50,7 +50,7 @@ Allocate = Callable[[int], Tensor]
 
 
 def make_entries(job: Job) -> tuple[dict[str, Entry], dict[str, Allocate], dict[str, str]]:
-    """Make all who can run here, their memory, and why others cannot; hybrid without its table. Collective."""
+    """Make the contestants that can run here, their memory, and why others cannot; hybrid without table. Collective."""
     ours = job.communicator
     entries = {name: ours_entry(ours.with_algorithm(name)) for name in ours.algorithms}
     entries |= {name: Entry(nobody, "tcp", wire=wire) for name, wire in HYBRIDS.items()}
@@ -89,7 +89,7 @@ def sum_by_mpi(world: Any, tensor_N: Tensor) -> None:
 
 
 def nobody(tensor_N: Tensor) -> None:
-    """Stand in for hybrid before its table. Raises: AssertionError."""
+    """Placeholder of hybrid before its table is made. Raises: AssertionError."""
     raise AssertionError("hybrid has no table yet")
 
 

@@ -117,7 +117,7 @@ def tune(job: Job, options: argparse.Namespace, *, wire: str) -> tuple[Times, Hy
 def measure_size(
     job: Job, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], *, size: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measure a row for each contestant: of its repetitions, or of its first sum where there is no time for more."""
+    """Measure a row for each contestant: of its repetitions, or of its first sum if there is no time for more."""
     parts = {memory: tensor_N[: size // 4] for memory, tensor_N in tensors.items()}
     checked = {name: check(job, name, entry, parts[entry.memory]) for name, entry in entries.items()}
     first = {name: seconds for name, (seconds, _) in checked.items()}
@@ -166,7 +166,7 @@ def make_contestant(name: str, entry: Entry, part_N: Tensor, *, loops: int) -> C
 
 
 def check(job: Job, name: str, entry: Entry, part_N: Tensor) -> tuple[float, int]:
-    """Check the first sum, of numbers whose sum is exact: its seconds, and all ranks' wrong elements. Collective."""
+    """Check the first sum, of numbers with an exact sum; return its seconds and all wrong elements. Collective."""
     world_size = job.communicator.world_size
     limit = limit_of(entry.wire)
     contestant = make_contestant(name, entry, part_N, loops=1)
@@ -177,7 +177,7 @@ def check(job: Job, name: str, entry: Entry, part_N: Tensor) -> tuple[float, int
 
 
 def within_time(first: Mapping[str, float], *, seconds: float, repetitions: int) -> list[str]:
-    """Choose the contestants, in order, whose repetitions fit into the time; the first two always do."""
+    """Choose the contestants, in order, if their repetitions fit into the time; the first two always."""
     chosen: list[str] = []
     left = seconds
     for name in sorted(first, key=CONTESTANTS.index):
@@ -201,7 +201,7 @@ def without_hopeless(entries: Mapping[str, Entry], rows: Sequence[Mapping[str, A
 def with_limit(
     rows: Sequence[Mapping[str, Any]], *, num_nodes: int, goodput: Sequence[float | None]
 ) -> list[dict[str, Any]]:
-    """Make rows with their share of the limit, by the higher goodput that was measured: the stricter one."""
+    """Make rows with their share of the limit, by the higher measured goodput, which is the stricter limit."""
     best = links.best_goodput(goodput)
     if best is None or num_nodes < 2:
         return [dict(row) | {"limit_share": None} for row in rows]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from bigbatch.trainer.models import build_model
 
 NUM_VALUES = 3
-"""Gradients have one of so many values, so that one in another's place is seen."""
+"""Number of different gradient values, so that one in a wrong place is detected."""
 
 
 class Pace:
-    """Sleeps as a step: forward for its time, backward until each gradient may be ready, counted from its start."""
+    """Sleeps like a step: forward for its time, backward until each gradient may be ready, counted from its start."""
 
     def __init__(self, ready_seconds: Sequence[float], *, forward_seconds: float = 0.0) -> None:
         self._ready_seconds = ready_seconds
@@ -36,7 +36,7 @@ class Pace:
         return [self._stretch * each for each in self._ready_seconds]
 
     def take(self, seconds: float) -> None:
-        """Let forward and backward last so long from now on."""
+        """Set the seconds of forward and backward from now on."""
         self._stretch *= seconds / self.seconds
 
     def begin(self) -> None:
@@ -50,7 +50,7 @@ class Pace:
 
 
 class _Ready(torch.autograd.Function):
-    """Passes a number on; its backward gives a parameter a gradient of one value, whatever the loss is."""
+    """Passes a number on; its backward gives a parameter a gradient of one value, for any loss."""
 
     @staticmethod
     def forward(ctx: Any, chain_1: Tensor, parameter: Tensor, value: float, wait: Callable[[], None]) -> Tensor:
@@ -81,20 +81,20 @@ class CostlessModel(nn.Module):
             self._ordered.append(parameter)
 
     def forward(self, chain_1: Tensor) -> Tensor:
-        """Compute a loss out of any one number that requires a gradient."""
+        """Compute a loss from any one number that requires a gradient."""
         for i, parameter in enumerate(self._ordered):
             wait = partial(self._pace.wait_for, i) if self._pace else _go_on
             chain_1 = _Ready.apply(chain_1, parameter, float(gradient_value(i) * self._weight), wait)
         return chain_1.sum()
 
     def begin(self) -> None:
-        """Do what a step does before backward."""
+        """Do a step's work before backward."""
         if self._pace:
             self._pace.begin()
 
 
 def _go_on() -> None:
-    """Go on at once, without a pace."""
+    """Return at once, without a pace."""
 
 
 def start() -> Tensor:
@@ -108,26 +108,26 @@ def gradient_value(index: int) -> int:
 
 
 def parameter_shapes(model: str) -> dict[str, tuple[int, ...]]:
-    """List names and shapes of a network's parameters, without making it."""
+    """Return names and shapes of a network's parameters, without making it."""
     with torch.device("meta"):
         network = build_model(model, num_classes=1000, norm=nn.BatchNorm2d)
     return {name: tuple(p.shape) for name, p in network.named_parameters()}
 
 
 def make_values(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Make zeros that all contestants' parameters share; nobody writes them, so they take no memory."""
+    """Make zeros that all contestants' parameters share; no code writes them, so they take no memory."""
     return {name: _unwritten_zeros(shape) for name, shape in shapes.items()}
 
 
 def _unwritten_zeros(shape: Sequence[int]) -> Tensor:
-    """Return fp32 zeros on pages that the system gives at the first write; malloc's, which it keeps, may be written."""
+    """Return fp32 zeros on pages that the system allocates at the first write; malloc's may be in use already."""
     num_bytes = 4 * math.prod(shape)
     pages = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.float32).view(tuple(shape))
 
 
 def count_wrong(parameters: Iterable[nn.Parameter], *, expected: float) -> int:
-    """Count parameters whose gradient is not `expected` times its value, by first, middle and last element."""
+    """Count parameters with a gradient other than `expected` times its value, by first, middle and last element."""
     wrong = 0
     for i, parameter in enumerate(parameters):
         assert parameter.grad is not None

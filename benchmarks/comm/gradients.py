@@ -44,7 +44,7 @@ def main() -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = job_parser(__doc__)
-    parser.add_argument("--model", default="resnet50", help="whose gradients (default: %(default)s)")
+    parser.add_argument("--model", default="resnet50", help="model of the gradients (default: %(default)s)")
     parser.add_argument("--tune-seconds", type=float, default=25.0, help="for each tuned contestant's table and plan")
     options = parser.parse_args(argv)
     require_at_least_one(parser, options, "repetitions")
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     make = partial(make_contestant, job, tuned=tuned, horovod=horovod, wrong=wrong)
     contestants = [make(name, CostlessModel(values, weight=job.rank + 1)) for name in names]
     job.say(f"{options.model}, warming up")
-    # DDP and our reducer learn the order in the first step; who has rounds warms up in each
+    # DDP and our reducer learn the order in the first step; a contestant with rounds warms up in each
     take_turns(job, [each for each in contestants if each.round == 1], repetitions=2)
     measured = take_turns(job, contestants, repetitions=options.repetitions)
     case.measure_links_again()
@@ -111,9 +111,9 @@ class Step:
     wait: Callable[[], None]
     clear: Callable[[], None]
     expected: float
-    """Times each gradient's value: the sum of all ranks' weights, or their mean."""
+    """Factor of each gradient's value: the sum of all ranks' weights, or their mean."""
     begin: Callable[[], None]
-    """Under the clock, before backward."""
+    """Timed, before backward."""
     loss: Tensor | None = None
 
     def prepare(self) -> None:
@@ -174,7 +174,7 @@ def _local_step(job: Job, model: CostlessModel) -> Step:
 
 
 def _ddp_step(job: Job, name: str, model: CostlessModel) -> Step:
-    ddp = DistributedDataParallel(model, init_sync=False)  # all ranks have the same parameters: nobody writes them
+    ddp = DistributedDataParallel(model, init_sync=False)  # all ranks have the same parameters: no code writes them
     if name == "ddp fp16":
         ddp.register_comm_hook(None, fp16_compress_hook)
     elif name == "ddp with our hook":

@@ -1,4 +1,4 @@
-"""The ranks of one measurement: how they meet, talk and end."""
+"""The ranks of one measurement: their meeting, messages and end."""
 
 import json
 import os
@@ -24,14 +24,14 @@ TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Job:
-    """Holds the ranks of one job, connected over tcp, and how they start together."""
+    """The ranks of one job, connected over tcp, and their common start."""
 
     communicator: Communicator
     meeting_N: Tensor
     interface: str | None
-    """Whose counters are read; None: all but loopback."""
+    """Interface with the counters to read; None: all but loopback."""
     others: list[Communicator] = field(default_factory=list)
-    """Further connections, to be closed with the job's own."""
+    """Further connections, to close with the job's own."""
 
     @property
     def rank(self) -> int:
@@ -48,7 +48,7 @@ class Job:
         self.communicator.sum_(self.meeting_N, label="meeting before a repetition")
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a value that JSON knows, of every rank. Collective."""
+        """Gather a JSON value of every rank. Collective."""
         return [json.loads(text) for text in self.communicator.gather_text(json.dumps(value))]
 
     def say(self, text: str) -> None:
@@ -57,7 +57,7 @@ class Job:
             print(text, file=sys.stderr, flush=True)
 
     def say_left_out(self, left_out: Mapping[str, str]) -> None:
-        """Say who cannot take part, and why."""
+        """Print the contestants that cannot take part, and why."""
         for name, reason in left_out.items():
             self.say(f"left out: {name}: {reason}")
 
@@ -79,7 +79,7 @@ def join(*, interface: str | None) -> Job:
 def run_rank(run: Callable[[], None]) -> None:
     """Run a rank's program and end the process: one line and 1 for a user's error.
 
-    Without the interpreter's teardown, in which threads of gloo and Horovod may abort; a failed rank waits for nobody.
+    Skips the interpreter's teardown, in which threads of gloo and Horovod may abort; a failed rank waits for no other.
     """
     code = 0
     try:

@@ -1,4 +1,4 @@
-"""The links between nodes: what a plain TCP stream gets through them, what they have carried, and what they allow."""
+"""The links between nodes: the goodput of a plain TCP stream, the bytes that they carried, and their limit."""
 
 import json
 import socket
@@ -14,9 +14,9 @@ from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.errors import CommError
 
 NUM_TESTS = 3
-"""How often the link is measured anew where iperf3 reports nothing."""
+"""Number of measurements of a link if iperf3 reports nothing."""
 NUM_TRIES = 50
-"""How often its client tries to reach its server, every TRY_SECONDS."""
+"""Number of tries of its client to reach its server, every TRY_SECONDS."""
 TRY_SECONDS = 0.1
 
 
@@ -26,7 +26,7 @@ def read_sent_bytes(interface: str | None = None) -> int:
 
 
 def parse_sent_bytes(text: str, *, interface: str | None = None) -> int:
-    """Parse the same out of /proc/net/dev. Raises: CommError for an interface that is not there."""
+    """Parse these bytes from /proc/net/dev. Raises: CommError for an interface that does not exist."""
     rows = {name.strip(): values.split() for name, colon, values in (x.partition(":") for x in text.splitlines())}
     sent = {name: int(row[8]) for name, row in rows.items() if len(row) == 16 and name != "lo"}
     if interface is None:
@@ -42,20 +42,20 @@ def limit_seconds(num_bytes: float, *, num_nodes: int, goodput: float) -> float:
 
 
 def best_goodput(goodput: Sequence[float | None]) -> float | None:
-    """Take the highest that was measured: it makes the strictest limit. None where there is no link."""
+    """Return the highest measured goodput: it makes the strictest limit. None if there is no link."""
     return max((each for each in goodput if each), default=None)
 
 
 def find_goodput(job: Job, given_mbit: float | None, *, seconds: float, control: str | None = None) -> float | None:
-    """Find the bits per second of a link: as given, else measured. Collective."""
+    """Return the bits per second of a link: as given, else measured. Collective."""
     return given_mbit * 1e6 if given_mbit else measure_goodput(job, seconds=seconds, control=control)
 
 
 def measure_goodput(job: Job, *, seconds: float, control: str | None) -> float | None:
-    """Measure the bits per second that one TCP stream of iperf3 brings from the second node to the first. Collective.
+    """Measure the bits per second of one TCP stream of iperf3 from the second node to the first. Collective.
 
-    control: the stream's congestion control, None for the system's.
-    None where there is one node. Raises: CommError without iperf3, or where it fails again and again; on all ranks.
+    control: the stream's congestion control, None for the system's. None if there is one node. Raises: CommError
+    without iperf3, or if it fails repeatedly; on all ranks.
     """
     if job.num_nodes < 2:
         return None
@@ -67,7 +67,7 @@ def measure_goodput(job: Job, *, seconds: float, control: str | None) -> float |
 
 
 def _test_once(job: Job, *, seconds: float, control: str | None) -> tuple[float | None, str | None]:
-    """Measure the goodput, or say what went wrong, the same on all ranks. Collective."""
+    """Measure the goodput, or return the error, the same on all ranks. Collective."""
     receiver, sender = job.communicator.topology.leaders[:2]
     server, where, problem = None, None, None
     if job.rank == receiver:
@@ -115,7 +115,7 @@ def _run_client(address: str, port: int, *, seconds: float, control: str | None)
 
 
 def parse_iperf3(text: str) -> float:
-    """Read the bits per second that arrived, out of iperf3 -J. Raises: ValueError with iperf3's own words."""
+    """Read the received bits per second from iperf3 -J. Raises: ValueError with iperf3's own words."""
     try:
         report = json.loads(text)
         return float(report["end"]["sum_received"]["bits_per_second"])

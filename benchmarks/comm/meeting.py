@@ -1,4 +1,4 @@
-"""What the meeting and the roll call of many ranks take, as threads of a few processes that share this machine.
+"""Time of the meeting and the roll call of many ranks, as threads of a few processes that share this machine.
 
     python -m benchmarks.comm.meeting --out benchmarks/results/comm-meeting.json
 
@@ -32,7 +32,7 @@ LIMIT = timedelta(seconds=300)
 
 
 class Rank(NamedTuple):
-    """What one rank took, and whom it misses in the end."""
+    """Times of one rank, and the rank that it misses in the end."""
 
     rank: int
     meeting_seconds: float
@@ -61,12 +61,12 @@ def main() -> None:
 
 
 def silent(num_ranks: int) -> int:
-    """Name the rank that does not answer."""
+    """Return the rank that does not answer."""
     return num_ranks // 3 * 2
 
 
 def is_right(rank: Rank, num_ranks: int) -> bool:
-    """Tell whether a rank misses the silent one alone."""
+    """Tell whether a rank misses only the silent one."""
     return rank.verdict == f"no answer from rank {silent(num_ranks)} on host{silent(num_ranks)}"
 
 
@@ -94,13 +94,13 @@ def begin_together(start: Any) -> None:
 
 
 def live(numbers: range, num_ranks: int, port: int) -> list[tuple[Any, ...]]:
-    """Be these ranks, each on a thread; what they took travels between processes as plain tuples."""
+    """Run these ranks, each on a thread; their times travel between processes as plain tuples."""
     with ThreadPoolExecutor(len(numbers)) as pool:
         return [tuple(rank) for rank in pool.map(lambda rank: live_as(rank, num_ranks, port), numbers)]
 
 
 def live_as(rank: int, num_ranks: int, port: int) -> Rank:
-    """Meet the others, and call the roll, but for the silent one."""
+    """Meet the others, and call the roll, unless it is the silent one."""
     start = time.perf_counter()
     store = JobStore(Line("127.0.0.1", port, SECRET, rank=rank, timeout=LIMIT), "", timeout=LIMIT, seconds=300)
     control = Control(ALONE, timeout_seconds=LIMIT.total_seconds(), find_master=meet_by_mpi)
@@ -108,7 +108,7 @@ def live_as(rank: int, num_ranks: int, port: int) -> Rank:
     control.store.set(f"bigbatch/host/{rank}", f"host{rank}")
     control.gather_text(f'{{"rank": {rank}, "host": "host{rank}", "local_rank": 0, "local_size": 1}}', what="meeting")
     met = time.perf_counter() - start
-    if rank == 0:  # the last to leave the meeting
+    if rank == 0:  # the last rank to leave the meeting
         control.store.set("go", "1")
     control.read("go", what="the start of the roll call")
     if rank == silent(num_ranks):

@@ -1,4 +1,4 @@
-"""What a rank sends in a step, per recipe and algorithm, at more ranks than there are: counted, without any arithmetic.
+"""Messages of a rank in a step, per recipe and algorithm, at any number of ranks: counted, without any arithmetic.
 
     python -m benchmarks.comm.messages --nodes 256 --ranks-per-node 8
 
@@ -26,7 +26,7 @@ from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, to_half_
 
 COUNTED = ("native", "ring", "hierarchical", "sharded", "doubling")
-"""hybrid is these, by the size of each buffer."""
+"""hybrid uses these, by the size of each buffer."""
 RECIPES = sorted(Path(__file__).parents[2].glob("configs/imagenet/*.yaml"))
 
 WITHOUT_MEMORY = Capabilities(("meta",))
@@ -34,7 +34,7 @@ WITHOUT_MEMORY = Capabilities(("meta",))
 
 @dataclass
 class CountingBackend:
-    """Plays one rank of a world where every other one does its part: counts what it starts."""
+    """One rank of a world in which every other rank does its part: counts the operations that it starts."""
 
     rank: int
     world_size: int
@@ -45,15 +45,15 @@ class CountingBackend:
     message_bytes: int = 0
     collectives: int = 0
     groups: list[Group] = field(default_factory=list)
-    """Those made beside the world, as far as this rank is in them."""
+    """Groups made beside the world, as far as this rank is in them."""
     world: Group = field(init=False)
 
     def __post_init__(self) -> None:
-        """Put all ranks into the world."""
+        """Make the world of all ranks."""
         self.world = Group(tuple(range(self.world_size)))
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Make this rank's own."""
+        """Return this rank's group."""
         self.groups.append(Group(tuple(next(family for family in families if self.rank in family))))
         return self.groups[-1]
 
@@ -87,11 +87,11 @@ class CountingBackend:
         return Done()
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Do nothing: it counts where it is sent."""
+        """Do nothing: it is counted by the sender."""
         return Done()
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Count what is sent."""
+        """Count the sent message."""
         return self.start_send(send, to=to)
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
@@ -100,7 +100,7 @@ class CountingBackend:
         return Done()
 
     def oldest(self) -> Pending | None:
-        """Return nothing: nothing is ever under way."""
+        """Return None: no operation is ever under way."""
         return None
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ def plan_of(recipe: str) -> tuple[BufferPlan, ...]:
     """Plan the fusion buffers of a recipe, before their order is learned."""
     config = load_config(["--config", recipe])
     with torch.device("meta"):
-        # what else a recipe says of its model changes no gradient's size
+        # other settings of a recipe's model change no gradient's size
         width = {name: value for name, value in (config.model.options or {}).items() if name == "width"}
         model = build_model(config.model.name, num_classes=config.data.num_classes, norm=nn.BatchNorm2d, **width)
         to_half_(model, COMPUTE_DTYPES[config.optimizer.precision])
@@ -146,7 +146,7 @@ def empty(plan: Iterable[BufferPlan]) -> list[Tensor]:
 
 
 def cell(algorithm: str, plan: Iterable[BufferPlan], *, nodes: int, ranks_per_node: int) -> str:
-    """Write what a leader sends in a step; and what the others of its node do, where that is another number."""
+    """Write a leader's messages in a step; and those of the others in its node, if their number differs."""
     size = {"nodes": nodes, "ranks_per_node": ranks_per_node}
     leader, last = (count(algorithm, place(rank, **size), empty(plan)) for rank in (0, ranks_per_node - 1))
     collectives = f"{leader.collectives} collectives" if leader.collectives else ""

@@ -1,4 +1,4 @@
-"""Whom we are compared with: gloo, MPI and Horovod, beside our communicator in the same processes."""
+"""Peers of the measurements: gloo, MPI and Horovod, beside our communicator in the same processes."""
 
 from datetime import timedelta
 from typing import Any
@@ -11,9 +11,8 @@ from bigbatch.comm.backends.mpi import mpi_world
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 
 HOROVOD_ROUND = 5
-"""Repetitions of Horovod in a row. Its threads talk every millisecond even when idle, which slows everybody else
-down (seen once, 8 ranks on 2 busy cores: a short sum of ours took 12.5 ms instead of 1.5), so it is started for its
-rounds only."""
+"""Repetitions of Horovod in a row. Its threads talk every millisecond even when idle, which slows all others down (seen
+once, 8 ranks on 2 busy cores: a short sum of ours took 12.5 ms instead of 1.5), so it runs only in its rounds."""
 
 
 def open_gloo(job: Job) -> None:

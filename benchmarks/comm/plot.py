@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STYLES = {
-    # contestant: (label, colour, marker, line width); colours of Okabe and Ito, told apart by colour-blind readers too
+    # contestant: (label, colour, marker, line width); colours of Okabe and Ito, for colour-blind readers
     "hybrid": ("bigbatch hybrid", "#0072B2", "o", 2.6),
     "hierarchical": ("hierarchical", "#56B4E9", "s", 1.2),
     "sharded": ("sharded", "#56B4E9", "D", 1.2),
@@ -89,7 +89,7 @@ def draw(exchanges: Sequence[Record], sets: Mapping[str, Record], path: Path) ->
 
 
 def draw_shares(axes: "Axes", record: Record) -> None:
-    """Draw one link rate: a line per contestant, fp32 wire; what had time for one sum only is left out."""
+    """Draw one link rate: a line per contestant, fp32 wire; without those that had time for one sum only."""
     rows = [row for row in record["rows"] if row["seconds"]["n"] > 1 and row["limit_share"] is not None]
     for name in reversed(STYLES):
         mine = [row for row in rows if row["contestant"] == name]
@@ -121,7 +121,7 @@ def draw_shares(axes: "Axes", record: Record) -> None:
 
 
 def far_apart(sizes: Sequence[int]) -> list[int]:
-    """Keep those whose labels do not touch: about a factor of ten from each to the next."""
+    """Keep sizes with labels that do not touch: about a factor of ten from each to the next."""
     shown = list(sizes[:1])
     for size in sizes:
         if size > 8 * shown[-1]:
@@ -156,7 +156,7 @@ def draw_bars(axes: "Axes", sets: Mapping[str, Record]) -> None:
 
 
 def relative(row: Record, rows: Mapping[str, Record]) -> float:
-    """Divide median seconds by those of ours at fp32."""
+    """Divide median seconds by ours at fp32."""
     return median(row) / median(rows["ours tuned"])
 
 

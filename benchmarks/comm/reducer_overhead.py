@@ -1,4 +1,4 @@
-"""What the gradient reducer costs where there is nobody to sum with: one rank's steps with it and without, in turn.
+"""Cost of the gradient reducer on one rank, without communication: steps with it and without, in turn.
 
     python -m benchmarks.comm.reducer_overhead --device cuda --out benchmarks/results/reducer-overhead.json
 
@@ -144,7 +144,7 @@ def capture(step: Step) -> Step:
 def measure(
     pairs: dict[str, tuple[Step, Step]], *, options: argparse.Namespace
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Measure the seconds of each repetition, without and with the reducer; who goes first alternates."""
+    """Measure the seconds of each repetition, without and with the reducer; the order alternates."""
     timed = partial(seconds_of, count=options.steps, device=options.device)
     for pair in pairs.values():
         for step in pair:
@@ -182,7 +182,7 @@ def describe(plain: Sequence[float], reducer: Sequence[float], *, steps: int) ->
 
 
 def facts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Gather what another person needs to repeat it."""
+    """Gather the facts that others need to repeat the measurement."""
     return {
         "commit": source_commit(),
         "device": device_name(device),

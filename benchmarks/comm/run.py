@@ -19,12 +19,12 @@ from benchmarks.comm.cases import Case, choose_cases, prefix, record_path
 from benchmarks.comm.summary import read_records, summarise
 
 MOST_TIMES_LONGER = 4
-"""A case that takes so many times longer than it should is ended."""
+"""Factor of a case's expected time after which it is ended."""
 STOP_SECONDS = 20
 
 
 def main() -> int:
-    """Run the cases, print the summary; return 1 where a case failed."""
+    """Run the cases, print the summary; return 1 if a case failed."""
     options = parse()
     if options.list:
         for case in options.cases:
@@ -48,8 +48,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("benchmarks/results"), help="folder (default: %(default)s)")
     add("--quick", action="store_true", help="few cases, sizes and repetitions")
-    add("--long", action="store_true", help="also what takes long at 200 Mbit/s")
-    add("--only", default="", metavar="NAME,...", help="cases whose names contain one of these")
+    add("--long", action="store_true", help="also cases that take long at 200 Mbit/s")
+    add("--only", default="", metavar="NAME,...", help="only cases with one of these in their names")
     add("--list", action="store_true", help="name the cases and how long they take")
     options = parser.parse_args()
     try:
@@ -61,9 +61,9 @@ def parse() -> argparse.Namespace:
 
 
 def run_case(case: Case, *, out: Path, quick: bool) -> bool:
-    """Run one case; tell whether it ended well."""
+    """Run one case; tell whether it ended without an error."""
     path = record_path(out, case, quick=quick).resolve()
-    path.unlink(missing_ok=True)  # that of an earlier run must not pass for this one's, should the case fail
+    path.unlink(missing_ok=True)  # the record of an earlier run must not pass for this one's, if the case fails
     print(f"\n== {case.name}, about {case.seconds} s ==", file=sys.stderr, flush=True)
     start = time.monotonic()
     process = subprocess.Popen(case.command(path))
@@ -78,7 +78,7 @@ def run_case(case: Case, *, out: Path, quick: bool) -> bool:
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Let the emulated cluster be taken down; whatever happens, leave no process."""
+    """Let the emulated cluster be removed; leave no process in any case."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.terminate()  # nothing, if it has ended
         process.wait(timeout=STOP_SECONDS)

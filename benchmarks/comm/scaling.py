@@ -101,13 +101,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def step_lengths(weak: float | None, strong: float | None, *, num_nodes: int) -> dict[str, float]:
-    """Divide seconds of forward and backward on each node, by the kind of scaling."""
+    """Return seconds of forward and backward on each node, by the kind of scaling."""
     lengths = {"weak": weak, "strong": strong and strong / num_nodes}
     return {mode: seconds for mode, seconds in lengths.items() if seconds is not None}
 
 
 def record_pace(job: Job, options: argparse.Namespace) -> tuple[dict[str, tuple[int, ...]], Pace]:
-    """Record shapes of parameters, and how forward and backward go, of the slowest rank. Collective."""
+    """Record shapes of parameters, and the times of forward and backward, on the slowest rank. Collective."""
     model = make_real_model(job, options)
     named = dict(model.network.named_parameters())
     backward = measure_backward(named, lambda: model.loss_of(model.network), job.communicator, seconds=10.0)
@@ -155,7 +155,7 @@ def describe(mode: str, measured: dict[str, list[Repetition]], *, seconds: float
 
 
 def show(row: dict[str, Any]) -> str:
-    """Show a row in a line to read."""
+    """Write a row as one line."""
     efficiency = row.get("efficiency")
     return (
         f"{row['scaling']:6} {row['contestant']:10} step {row['seconds']['median']:7.3f} s, computing "

@@ -1,4 +1,4 @@
-"""Training steps with a real backward: what communication is left exposed, ours and DDP's, in turn. A rank program.
+"""Training steps with a real backward: exposed communication, ours and DDP's, in turn. A rank program.
 
     bigbatch launch emulate run --nodes 4 --ranks-per-node 2 --link 1gbit --python -- \
         -m benchmarks.comm.step --out step.json
@@ -59,7 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default="resnet50", help="(default: %(default)s)")
     add("--batch", type=int, default=1, help="images per rank (default: %(default)s)")
     add("--image-size", type=int, default=64, help="pixels (default: %(default)s)")
-    add("--pace", type=float, metavar="SECONDS", help="backward sleeps so long instead of computing")
+    add("--pace", type=float, metavar="SECONDS", help="backward sleeps for this time instead of computing")
     add("--tune-seconds", type=float, default=25.0, help="for each tuned contestant (default: %(default)s)")
     options = parser.parse_args(argv)
     require_at_least_one(parser, options, "repetitions", "batch", "image_size")
@@ -102,16 +102,16 @@ def run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """Holds a network, and says how its loss is computed and backward begins."""
+    """A network, its loss function, and its start of backward."""
 
     network: nn.Module
     loss_of: Callable[[nn.Module], Tensor]
-    """Of the network itself, or of what wraps it."""
+    """Takes the network, or its wrapper."""
     begin_backward: Callable[[], None] = nothing
 
 
 def choose_model(job: Job, options: argparse.Namespace) -> Callable[[], Model]:
-    """Choose what makes a model: the real one, or with --pace one that sleeps as that computes. Collective."""
+    """Choose the function that makes a model: the real one, or with --pace one that sleeps as long. Collective."""
     real = partial(make_real_model, job, options)
     if options.pace is None:
         return real
@@ -153,7 +153,7 @@ class Step:
 
     model: Model
     network: nn.Module
-    """The model's, or what wraps it."""
+    """The model's network, or its wrapper."""
     parameters: Sequence[nn.Parameter]
     wait: Callable[[], None]
     clear: Callable[[], None]
@@ -178,7 +178,7 @@ def make_step(job: Job, name: str, model: Model, *, tuned: Mapping[str, Findings
     """Make one of CONTESTANTS over its own model. Collective."""
     network = model.network
     step = Step(model, network, list(network.parameters()), nothing, partial(network.zero_grad, set_to_none=True))
-    for index, parameter in enumerate(step.parameters):  # before those who start to sum by such a hook
+    for index, parameter in enumerate(step.parameters):  # before contestants that start to sum by such a hook
         parameter.register_post_accumulate_grad_hook(partial(step.mark, index))
     if name == "ddp":
         step.network = DistributedDataParallel(network, init_sync=False)  # all ranks have the same weights
@@ -221,7 +221,7 @@ def describe_step(
 
 
 def show(row: dict[str, Any]) -> str:
-    """Show a row in a line to read."""
+    """Write a row as one line."""
     over = row.get("exposed_over_limit")
     limit = row.get("limit_exposed_seconds")
     return (

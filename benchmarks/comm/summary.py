@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def read_records(folder: Path, *, quick: bool = False) -> dict[str, Record]:
-    """Read case -> record of the files that run.py wrote; other JSON there may be."""
+    """Read case -> record from the files of run.py; ignores other JSON files."""
     start = prefix(quick=quick)
     paths = sorted(folder.glob(f"{start}*.json"))
     found = {
@@ -42,7 +42,7 @@ def summarise(records: Mapping[str, Record]) -> str:
 
 
 def verdict_table(verdicts: Sequence[Verdict]) -> str:
-    """Write verdicts in Markdown, what was missed last."""
+    """Write verdicts in Markdown, missed targets last."""
     rows = [
         (v.what, v.case, v.goal, v.measured, "met" if v.is_met else "**not met**")
         for v in sorted(verdicts, key=lambda v: not v.is_met)
@@ -57,7 +57,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def exchange_table(record: Record) -> str:
-    """Write milliseconds and shares of the limit by size and contestant; what was measured once in brackets."""
+    """Write milliseconds and shares of the limit by size and contestant; single measurements in brackets."""
     rows = record["rows"]
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     lines = []
@@ -78,7 +78,7 @@ def exchange_table(record: Record) -> str:
 
 
 def show_cell(row: Record | None) -> str:
-    """Show one contestant at one size."""
+    """Write one contestant at one size."""
     if row is None:
         return ""
     share = row["limit_share"]
@@ -188,7 +188,7 @@ def _goodput(record: Record) -> str:
 
 
 def _origin(record: Record) -> str:
-    """Say what a case was measured on, which others need not be."""
+    """Return the conditions of a case that others may not share."""
     facts = record["conditions"]
     day = str(facts.get("date") or "")[:10]
     return ", ".join(filter(None, (f"Commit {facts['commit']}", day, facts.get("machine")))) + "."
@@ -200,7 +200,7 @@ def _conditions(records: Mapping[str, Record]) -> list[str]:
         return []
 
     def stated(text: str) -> str:
-        """Fill the text with each record's facts, once for those that are alike."""
+        """Fill the text with each record's facts, once for equal ones."""
         return ", ".join(sorted({text.format_map(each) for each in facts}))
 
     versions = sorted({f"{name} {version}" for each in facts for name, version in each["versions"].items() if version})
@@ -216,7 +216,7 @@ def _conditions(records: Mapping[str, Record]) -> list[str]:
 
 
 def ways_table(record: Record) -> str:
-    """Write seconds and bytes of each way, and how many times as fast as the first it is."""
+    """Write seconds and bytes of each way, and its speed relative to the first."""
     lines = []
     for row in record["rows"]:
         ratio = row["times_as_fast"]

@@ -1,4 +1,4 @@
-"""The issue's targets beside what was measured. Pure."""
+"""The issue's targets beside the measurements. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ LEAST_SMALL_RATIO = 3.0
 MOST_HYBRID_RATIO = 1.05
 LEAST_RATIO, LEAST_FP16_RATIO, LEAST_CYCLIC_RATIO = 1.25, 2.4, 2.0
 MOST_CYCLIC_OVER_BLOCK = 1.03
-"""No slower, but for what two runs differ by."""
+"""Highest ratio that counts as no slower: two runs differ by this much."""
 MOST_EXPOSED_RATIO = 1.05
 LEAST_EXPOSED_PART = 0.1
-"""Of the time of all bytes: where the limit of what is exposed is less, a ratio to it says nothing."""
+"""Share of the time of all bytes: if the limit of the exposed time is below it, a ratio to it is not meaningful."""
 MOST_OVERHEAD = 1.01
 LEAST_EFFICIENCY = 0.95
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Puts one of the issue's targets beside what was measured."""
+    """One of the issue's targets and its measurement."""
 
     what: str
     case: str
@@ -33,7 +33,7 @@ class Verdict:
 
 
 def judge(records: Mapping[str, Record]) -> list[Verdict]:
-    """Judge every target that the records say something about."""
+    """Judge every target for which there are records."""
     found: list[Verdict] = []
     for case, record in records.items():
         found += JUDGES[record["benchmark"]](case, record)
@@ -102,7 +102,7 @@ def judge_exchange(case: str, record: Record) -> list[Verdict]:
 
 @dataclass(frozen=True)
 class HybridLoss:
-    """Compares hybrid at one size with the single algorithms that were repeated there."""
+    """Comparison of hybrid at one size with the single algorithms that were repeated there."""
 
     ratio: float
     """Hybrid's median over the best one's."""
@@ -111,7 +111,7 @@ class HybridLoss:
 
 
 def hybrid_loss(at_size: Mapping[str, Any]) -> HybridLoss | None:
-    """Compute hybrid's loss at one size; None where no single algorithm was repeated."""
+    """Compute hybrid's loss at one size; None if no single algorithm was repeated."""
     singles = tuple(name for name in SINGLES if is_repeated(at_size, name))
     if not singles:
         return None
@@ -170,7 +170,7 @@ def judge_placement(records: Mapping[str, Record]) -> list[Verdict]:
 
 
 def judge_step(case: str, record: Record) -> list[Verdict]:
-    """Judge exposed communication at fp32 against its limit, where backward cannot hide nearly all of it."""
+    """Judge exposed communication at fp32 against its limit, unless backward can hide nearly all of it."""
     rows = {row["contestant"]: row for row in record["rows"]}
     name = "ours tuned" if "ours tuned" in rows else "ours"
     row = rows.get(name, {})
@@ -186,7 +186,7 @@ def judge_step(case: str, record: Record) -> list[Verdict]:
 
 
 def judge_scaling(case: str, record: Record) -> list[Verdict]:
-    """Judge scaling efficiency, where the links allow it."""
+    """Judge scaling efficiency, if the links allow it."""
     wrong = sum(record["num_wrong"].values())
     found = [Verdict("wrong values, all contestants", case, "none", str(wrong), wrong == 0)]
     for row in record["rows"]:

@@ -1,4 +1,4 @@
-"""What `bigbatch comm tune` would choose for a job and a model, measured in less time. For "ours tuned"."""
+"""Choices of `bigbatch comm tune` for a job and a model, measured in less time. For "ours tuned"."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ from bigbatch.comm.measure.tune import Findings, tune
 from bigbatch.comm.measure.whole_steps import Candidate
 
 DEFAULT_ALGORITHM = "hierarchical"
-"""That of the packaged experiments."""
+"""Algorithm of the packaged experiments."""
 TUNED_WIRES = {"ours tuned": None, "ours fp16": "float16"}
 """Contestants that are tuned, each with its own wire, as a user would."""
 
@@ -28,7 +28,7 @@ def tune_each(
     *,
     seconds: float,
 ) -> dict[str, Findings]:
-    """Tune for each contestant that is to be tuned, with its own wire. Collective."""
+    """Tune for each contestant that needs it, with its own wire. Collective."""
     stated, found = Candidate(HybridTable((HybridRow(None, DEFAULT_ALGORITHM),)), DEFAULT_SIZES), {}
     for name, wire in TUNED_WIRES.items():
         if name in contestants:
@@ -52,7 +52,7 @@ def make_reducer(
 
 
 def describe_times(times: Times) -> dict[str, Any]:
-    """Describe what a table rests on: size in bytes -> algorithm -> repetitions and median seconds."""
+    """Describe the measurements behind a table: size in bytes -> algorithm -> repetitions and median seconds."""
     return {
         str(size): {name: {"n": len(each.seconds), "median": each.median} for name, each in times[size].items()}
         for size in sorted(times)

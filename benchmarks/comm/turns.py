@@ -1,4 +1,4 @@
-"""Contestants that take turns at the same work in one job, and what each repetition cost."""
+"""Contestants that take turns at the same work in one job, and the cost of each repetition."""
 
 import random
 import statistics
@@ -13,12 +13,12 @@ from benchmarks.record import spread
 
 
 def nothing() -> None:
-    """Do what a contestant without a need for it does."""
+    """Do nothing, for contestants without such a step."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Does the same work in one way. All ranks call everything alike."""
+    """One way to do the same work. All ranks make the same calls."""
 
     name: str
     run: Callable[[], Sequence[float] | None]
@@ -28,7 +28,7 @@ class Contestant:
     finish: Callable[[], None] = nothing
     """After each repetition, not timed."""
     enter: Callable[[], None] = nothing
-    """Before a round of repetitions: for peers whose threads would disturb the others while these take their turn."""
+    """Runs before a round of repetitions: for peers with threads that would disturb others at their turns."""
     leave: Callable[[], None] = nothing
     round: int = 1
     """Repetitions in a row."""
@@ -36,12 +36,12 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Holds one repetition of one contestant, over all ranks."""
+    """One repetition of one contestant, over all ranks."""
 
     marks: tuple[float, ...]
-    """Seconds from the common start; of each mark the slowest rank's. The last is the end."""
+    """Seconds from the common start; for each mark the slowest rank's. The last is the end."""
     cpu_seconds: float
-    """Of all ranks together, user and system; what the kernel does for the network in interrupts is not in it."""
+    """Over all ranks, user and system; without the kernel's network work in interrupts."""
     node_bytes: tuple[int, ...]
     """Sent over each node's link, by the kernel's counters, headers and acknowledgements included."""
 
@@ -52,10 +52,10 @@ class Repetition:
 
 
 def take_turns(job: Job, contestants: Sequence[Contestant], *, repetitions: int) -> dict[str, list[Repetition]]:
-    """Repeat each contestant's work, one repetition of each in turn, so that a slow spell meets all alike. Collective.
+    """Repeat each contestant's work, one repetition of each in turn, so that a slow spell affects all. Collective.
 
-    Every turn has another order, so that nobody always follows the same one. A contestant with a round of several
-    makes as many in a row, every that many turns.
+    Every turn has another order, so that no contestant always follows the same one. A contestant with a round of
+    several makes as many in a row, every that many turns.
     """
     mine: dict[str, list[Any]] = {each.name: [] for each in contestants}
     for turn in range(repetitions):

@@ -36,7 +36,7 @@ ALONE_EACH = PlanSizes(1, 1, None)
 
 @dataclass(frozen=True)
 class Way:
-    """Says how the gradients are summed."""
+    """How the gradients are summed."""
 
     algorithm: str
     wire: str | None
@@ -56,7 +56,7 @@ WAYS = {
         "fused hierarchical": Way("hierarchical", "float16"),
     },
 }
-"""The first of each is what the others are compared with."""
+"""The first one of each is the base of the comparison."""
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = job_parser(__doc__)
     parser.add_argument("--ways", choices=WAYS, default="wires", help="which comparison (default: %(default)s)")
-    parser.add_argument("--model", default="resnet50", help="whose gradients (default: %(default)s)")
+    parser.add_argument("--model", default="resnet50", help="model of the gradients (default: %(default)s)")
     options = parser.parse_args(argv)
     require_at_least_one(parser, options, "repetitions")
     return options
@@ -109,7 +109,7 @@ def measure(job: Job, model: str, ways: dict[str, Way], *, repetitions: int) -> 
 
 
 def make_contestant(job: Job, name: str, way: Way, values: dict[str, Tensor], wrong: dict[str, int]) -> Contestant:
-    """Make a contestant over a model of its own. Collective. Wrong gradients are counted in wrong[name]."""
+    """Make a contestant over a separate model. Collective. Wrong gradients are counted in wrong[name]."""
     model = CostlessModel(values, weight=job.rank + 1)
     communicator = job.communicator.with_algorithm(way.algorithm, wire=make_wire(way.wire))
     reducer = GradientReducer(model.named_parameters(), communicator, **asdict(way.sizes))

@@ -1,1 +1,1 @@
-"""What failures cost a job, beside others' ways to survive them."""
+"""Cost of failures for a job, beside others' ways to survive them."""

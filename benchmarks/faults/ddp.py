@@ -19,7 +19,7 @@ NUM_CLASSES = 10
 
 
 def main() -> None:
-    """Train until somebody ends it."""
+    """Train until the process is killed."""
     options = parse()
     dist.init_process_group("gloo")
     model, optimizer, images_BCHW, labels_B = make_training(options)
@@ -64,7 +64,7 @@ def make_training(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.O
 
 
 def note(folder: Path, step: float) -> None:
-    """Write down how far the job is."""
+    """Write the job's progress to a file."""
     (folder / f"step.{os.getpid()}").write_text(f"{time.time()} {step}")
     (folder / f"step.{os.getpid()}").replace(folder / "step")
 

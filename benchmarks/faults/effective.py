@@ -1,4 +1,4 @@
-"""Effective training time: the share of the time that moves a job forward while its ranks are killed, ours and others'.
+"""Effective training time: its share while ranks of a job are killed, for bigbatch and others.
 
     python -m benchmarks.faults.effective --out benchmarks/results/effective-time.json --plot effective-time.png
 
@@ -38,15 +38,15 @@ START_SECONDS = 120
 END_SECONDS = 60
 LOOK_SECONDS = 0.05
 AGENTS = (b"torch.distributed.run", b"emulate")
-"""In the command of what starts ranks."""
+"""Words in the commands of processes that start ranks."""
 FIRST_STEP = 20
-"""From here it is timed: kernels, links and the order of gradients are known."""
+"""First timed step: kernels, links and the order of gradients are known."""
 PORT = 29511
 
 
 @dataclass
 class Course:
-    """How a job went: when it was how far, and when which rank was struck."""
+    """Course of a job: its progress over time, and its strikes."""
 
     steps: list[tuple[float, float]] = field(default_factory=list)
     strikes: list[tuple[float, int]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Course:
 
     @property
     def step_seconds(self) -> float:
-        """Return what a step takes where nothing fails: the median, of those between looks that saw some."""
+        """Return the seconds of a step without failures: the median over polls that saw some steps."""
         taken = [
             (late - early) / (last - first)
             for (early, first), (late, last) in pairwise(self.steps)
@@ -63,7 +63,7 @@ class Course:
         return statistics.median(taken)
 
     def effective(self, seconds: float) -> float:
-        """Return the share of so many seconds, or more if the last word came later, that moved the job forward."""
+        """Return the share of effective training time in these seconds, or more if the last report came later."""
         return (self.steps[-1][1] - self.steps[0][1]) * self.step_seconds / max(seconds, self.steps[-1][0])
 
     @property
@@ -74,11 +74,11 @@ class Course:
         return self.steps[-1][1] > self._last_before(self.strikes[-1][0])
 
     def _last_before(self, strike_seconds: float) -> float:
-        """Return the furthest step until a strike; the others may end the one that is under way."""
+        """Return the furthest step before a strike; the other ranks may end the one under way."""
         return max(step for seconds, step in self.steps if seconds <= strike_seconds + self.step_seconds)
 
     def costs(self) -> Iterator[tuple[float, float]]:
-        """Yield, of each strike that no other one followed too soon, seconds until it was made good, and steps lost."""
+        """Yield, for each strike without another too soon after it, seconds until it was made good, and steps lost."""
         for (when, _), (end, _) in pairwise([*self.strikes, (float("inf"), 0)]):
             noticed, before = when + self.step_seconds, self._last_before(when)
             after = [(seconds, step) for seconds, step in self.steps if noticed < seconds <= end]
@@ -94,9 +94,9 @@ class Way:
 
     what: str
     argv: Callable[[Path], list[str]]
-    """The command, for a folder of its own."""
+    """The command, for a separate folder."""
     look: Callable[[Path], tuple[float, float] | None]
-    """Returns the time and the step of the last word of a job in that folder."""
+    """Returns the time and the step of the last report of a job in that folder."""
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def main() -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 course = follow(way, Path(folder), options)
-        except UserError as error:  # what the others took minutes to show is kept
+        except UserError as error:  # keep the results of the others, which took minutes
             failed.append(f"{way.what}: {error}")
             continue
         share = course.effective(options.seconds)
@@ -157,7 +157,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def ways(options: argparse.Namespace) -> dict[str, Way]:
-    """Return what can be compared here, by name."""
+    """Return the ways that can be compared here, by name."""
     emulate = [sys.executable, "-m", "bigbatch", "launch", "emulate", "run", "--launcher", "plain"]
     emulate += ["--nodes", str(options.nodes)]
     peer = ["--batch", str(options.batch), "--image-size", str(options.image_size)]
@@ -224,7 +224,7 @@ def look_at_run(folder: Path) -> tuple[float, float] | None:
 
 
 def look_at_note(folder: Path) -> tuple[float, float] | None:
-    """Read what a peer noted."""
+    """Read the last report of a peer."""
     try:
         seconds, step = (folder / "step").read_text().split()
     except FileNotFoundError:
@@ -233,7 +233,7 @@ def look_at_note(folder: Path) -> tuple[float, float] | None:
 
 
 def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
-    """Start a job, strike it, and say how it went. Raises: UserError where it does not begin, or ends."""
+    """Start a job, strike it, and return its course. Raises: UserError if it does not begin, or ends."""
     mark = uuid.uuid4().hex
     draw = random.Random(options.seed)
     pending = list(moments(draw, options))
@@ -258,7 +258,7 @@ def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
 
 
 def moments(draw: random.Random, options: argparse.Namespace) -> Iterator[tuple[float, int]]:
-    """Yield when to strike whom, in seconds since the first steps."""
+    """Yield times of strikes, in seconds since the first steps, and their ranks."""
     seconds = draw.expovariate(1 / options.mean_seconds)
     while seconds < options.seconds:
         yield seconds, draw.randrange(options.nodes)
@@ -267,7 +267,7 @@ def moments(draw: random.Random, options: argparse.Namespace) -> Iterator[tuple[
 
 @contextlib.contextmanager
 def ended_job(way: Way, folder: Path, mark: str, output: Any) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a job; at the end nothing of it is left."""
+    """Start a job; at the end remove all of its processes."""
     environ = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(way.argv(folder), env=environ, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -299,7 +299,7 @@ def marked(mark: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def strike(mark: str, rank: int) -> bool:
-    """Kill a rank; False where there is none at the moment. What a rank has started is younger than itself."""
+    """Kill a rank; return False if there is none at the moment. Processes that a rank started are younger than it."""
     for pid, environ in marked(mark):
         with contextlib.suppress(OSError):
             if environ.get("RANK") != str(rank) or is_agent(pid, environ):
@@ -310,7 +310,7 @@ def strike(mark: str, rank: int) -> bool:
 
 
 def is_agent(pid: int, environ: dict[str, str]) -> bool:
-    """Tell what starts ranks again from a rank."""
+    """Tell whether a process starts ranks again, and is not a rank."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes()
     return any(agent in words for agent in AGENTS) or (b"torchft_ddp" in words and "BENCHMARK_WORKER" not in environ)
 
@@ -323,7 +323,7 @@ def plot(found: dict[str, Any], options: argparse.Namespace) -> None:
     axes = figure.subplots()
     for way in found.values():
         times, steps = zip(*way["steps"], strict=True)
-        seconds = list(accumulate(times, max))  # what a job goes back to was reported before
+        seconds = list(accumulate(times, max))  # the step that a job resumes from was reported before
         done = [(step - steps[0]) * way["step_seconds"] for step in steps]
         (line,) = axes.plot(seconds, done, label=f"{way['what']}: {100 * way['effective_share']:.0f}%")
         for when, _ in way["strikes"]:

@@ -22,7 +22,7 @@ PORT = 29510
 
 
 def main() -> None:
-    """Train until somebody ends it; outside of a worker, start one again and again."""
+    """Train until the process is killed; outside of a worker, start one again and again."""
     if WORKER in os.environ:
         train()
     rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def without_rank() -> dict[str, str]:
-    """Return the environment of a process that is no rank, and is not struck."""
+    """Return the environment of a process that is not a rank, and is not struck."""
     return {name: value for name, value in os.environ.items() if name != "RANK"}
 
 

@@ -1,1 +1,1 @@
-"""One GPU: speed, the limits of memory and of kernels, and peers; small where there is none."""
+"""One GPU: speed, limits of memory and kernels, and peers; small if there is no GPU."""

@@ -33,7 +33,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Form:
-    """Describes a way to run a model; its gain is over the form named in over."""
+    """A way to run a model; its gain is over the form named in over."""
 
     name: str
     over: str | None = None
@@ -44,7 +44,7 @@ class Form:
     compile: bool = False
 
 
-FORMS = (  # each of the first five has what those before it have
+FORMS = (  # each of the first five has the settings of those before it
     Form("eager-fp32"),
     Form("folded", "eager-fp32", fold=True),
     Form("half", "folded", fold=True, half=True),
@@ -70,7 +70,7 @@ STRICT = replace(AS_TORCH_STARTS, convolutions_in_tf32=False)
 
 @dataclass(frozen=True)
 class Ready:
-    """Holds a form of the model on the device, with its images."""
+    """A form of the model on the device, with its images."""
 
     form: Form
     forward: Callable[[], Tensor]
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Parse the command line; sizes fit the device where they are not given."""
+    """Parse the command line; default sizes fit the device."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
@@ -123,8 +123,8 @@ def make_models(options: argparse.Namespace) -> dict[bool, nn.Module]:
 
 
 def measure(models: dict[bool, nn.Module], batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all forms at one batch size, in turn, in as many rounds as asked for."""
-    torch.compiler.reset()  # torch counts what it compiles, over all models, and ends at a limit
+    """Measure all forms at one batch size, in turn, in the number of rounds asked for."""
+    torch.compiler.reset()  # torch counts its compilations, over all models, and ends at a limit
     images_BCHW = torch.randn(batch, 3, options.image_size, options.image_size)
     forms = [form for form in FORMS if options.only is None or form.name in options.only]
     ready = [prepare(form, models[form.theirs], images_BCHW, options) for form in forms]

@@ -39,13 +39,13 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 SMALL = {"models": ["resnet18"], "batch": 64, "steps": 3, "untimed": 1, "epochs": 1, "memory_mb": 2000}
 CASE = (sys.executable, "-m", "benchmarks.gpu.precision_case")
 FREE = ("out", "data", "small")
-"""Options that may differ between a run and the one that goes on with it."""
+"""Options that may differ between a run and its continuation."""
 WARMUP_SHARE = 5 / 24
-"""Of the epochs, as the config has it."""
+"""Share of the epochs, as in the config."""
 
 
 def main() -> None:
-    """Measure what is missing, and write the record, the table and the image."""
+    """Measure what is missing, and write the record, the table and the plot."""
     options = parse()
     device = choose_device(ALONE)
     record = start_record(options, device)
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def start_record(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Read what --out holds, or an empty record with the conditions of now."""
+    """Read the record of --out, or make an empty one with the present conditions."""
     facts = {**conditions(options), "device": device_name(device)}
     facts["options"] = {key: value for key, value in facts["options"].items() if key not in FREE}
     if not options.out.exists():
@@ -105,7 +105,7 @@ def start_record(options: argparse.Namespace, device: torch.device) -> dict[str,
 
 
 def why_not(precision: str, device: torch.device) -> str | None:
-    """Say why this device has nothing to measure there."""
+    """Return why this device cannot be measured in that precision; None if it can."""
     if device.type == "cpu":
         return "a CPU trains in fp32 then" if precision == "tf32" else None
     try:
@@ -118,7 +118,7 @@ def why_not(precision: str, device: torch.device) -> str | None:
 
 
 def plan(options: argparse.Namespace, *, left_out: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """List what is to be measured, in order."""
+    """List the measurements to make, in order."""
     precisions = [name for name in options.precisions if name not in left_out]
     for model in options.models:
         for repeat in range(options.repeats):
@@ -132,18 +132,18 @@ def plan(options: argparse.Namespace, *, left_out: dict[str, str]) -> Iterator[d
 
 
 def key_of(measurement: dict[str, Any]) -> tuple[Any, ...]:
-    """Name what tells two measurements apart."""
+    """Return the values that distinguish a measurement."""
     return tuple(measurement[key] for key in ("what", "model", "precision", "turn"))
 
 
 def measure(asked: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Measure its figures in a process of its own."""
+    """Measure in a separate process."""
     if asked["what"] == "accuracy":
         return {"top1": train(asked, options)}
     words = [asked["what"], "--model", asked["model"], "--precision", asked["precision"]]
     for key in ("batch", "steps", "untimed", "memory_mb"):
         words += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
-    if asked["what"] == "largest":  # libraries of a CPU may crash where its memory ends
+    if asked["what"] == "largest":  # libraries of a CPU may crash when its memory ends
         return {"largest": None, **json.loads(run(*CASE, *words, may_crash=True))}
     figures: dict[str, Any] = json.loads(run(*CASE, *words))
     return figures
@@ -170,7 +170,7 @@ def train(asked: dict[str, Any], options: argparse.Namespace) -> float:
 
 
 def run(*command: str, may_crash: bool = False) -> str:
-    """Return the last line that a command prints; an empty object where a signal ended it and that may be."""
+    """Return the last line that a command prints; an empty object if a signal ended it and that is allowed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0 and may_crash:
         return "{}"
@@ -211,7 +211,7 @@ def by_turn(
 
 
 def table(record: dict[str, Any]) -> str:
-    """Write Markdown for people: medians, and the extremes of what was repeated."""
+    """Write Markdown: medians, and the extremes of repeated measurements."""
     facts = record["conditions"]
     options = facts["options"]
     has_search = any(each["what"] == "largest" for each in record["measurements"])
@@ -240,7 +240,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def show(values: dict[str, float] | None, form: str) -> str:
-    """Show median and extremes."""
+    """Write median and extremes."""
     if values is None:
         return "not measured"
     return form.format(values["median"]) + f" ({form.format(values['min'])} to {form.format(values['max'])})"

@@ -28,7 +28,7 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES, set_tf32
 
 SPAN = 32
 OCTAVES, PER_OCTAVE = 12, 4
-"""Of microbatches to try: 32 to 131072, each at most a fifth larger than the one before, in whole ghost batches."""
+"""Microbatches to try: 32 to 131072, each at most a fifth larger than the one before, in whole ghost batches."""
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def measure_speed(config: Config, options: argparse.Namespace, *, device: torch.
 
 
 def measure_largest(config: Config, options: argparse.Namespace, *, device: torch.device) -> dict[str, int | None]:
-    """Find the images of a microbatch; None where not even one ghost batch fits."""
+    """Find the images of a microbatch; None if not even one ghost batch fits."""
     if device.type == "cpu":
         now = re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())
         assert now, "Linux tells it"

@@ -81,7 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Measure a point for each number of blocks. Two steps are thrown away, of which one counts memory."""
+    """Measure a point for each number of blocks. Two steps are discarded; one of these counts memory."""
     dtype = COMPUTE_DTYPES[options.precision]
     shape = (options.batch, 3, options.image_size, options.image_size)
     images_BCHW = torch.randn(shape, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -152,14 +152,14 @@ def measure_peak(model: nn.Module, images_BCHW: Tensor, precision: str) -> int |
     """Measure bytes allocated at once in a step, weights, gradients and cuDNN's workspace included; None on a CPU."""
     if not images_BCHW.is_cuda:
         return None
-    step(model, images_BCHW, precision)  # cuDNN's search wants more, once
+    step(model, images_BCHW, precision)  # cuDNN's search needs more, once
     torch.cuda.reset_peak_memory_stats()
     step(model, images_BCHW, precision)
     return torch.cuda.max_memory_allocated()
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:
-    """Time until the device has done it; on a CPU, those of processor time."""
+    """Time until the device has done the work; on a CPU, its processor time."""
     now = time.process_time if device.type == "cpu" else time.perf_counter
     wait_for(device)
     begin = now()
@@ -169,7 +169,7 @@ def timed(work: Callable[[], None], device: torch.device) -> float:
 
 
 def tell(point: dict[str, Any], *, whole: dict[str, Any]) -> None:
-    """Print a line for people, on standard error, beside the record."""
+    """Print a line on standard error, beside the record."""
     peak = "" if point["peak_bytes"] is None else f"peak {point['peak_bytes'] / GB:8.3f} GB  "
     print(
         f"{point['recomputed_blocks']:3} blocks  kept {point['kept_bytes'] / GB:8.3f} GB "
@@ -180,7 +180,7 @@ def tell(point: dict[str, Any], *, whole: dict[str, Any]) -> None:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Draw memory and time against the number of blocks, as shares of those without."""
+    """Draw memory and time against the number of blocks, relative to none."""
     curve, facts = record["curve"], record["conditions"]
     blocks = [point["recomputed_blocks"] for point in curve]
     key, what = ("kept_bytes", "kept for backward") if curve[0]["peak_bytes"] is None else ("peak_bytes", "peak memory")

@@ -1,1 +1,1 @@
-"""From an image on disk to a batch: decoding, reading, starting, and what of it a training waits for."""
+"""From an image on disk to a batch: decoding, reading, starting, and the wait of training for it."""

@@ -1,4 +1,4 @@
-"""Who decodes in decode.py: our loaders, what others do, and a limit."""
+"""Contestants of decode.py: our loaders, others' ways, and a limit."""
 
 import io
 import time
@@ -23,12 +23,12 @@ from bigbatch.trainer.input.order import ImageIndex
 OURS = ("our_dali", "our_pillow")
 
 Draw = Callable[[int], Iterator[Any]]
-"""round -> batches; exhausting them leaves nothing in flight."""
+"""Takes a round, returns batches; exhausting them leaves nothing in flight."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Says what a contestant is to do."""
+    """Work of each contestant."""
 
     index: ImageIndex
     image_size: int
@@ -36,7 +36,7 @@ class Work:
     threads: int
     batches_per_thread: int
     prefetch_batches: int = 2
-    """Prepared ahead of use, by those who can choose."""
+    """Batches prepared ahead of use, by contestants that have a choice."""
     device_id: int | None = None
     """GPU on which DALI decodes."""
 
@@ -44,7 +44,7 @@ class Work:
 
     @property
     def fill_batches(self) -> int:
-        """Return the number of batches drawn before the time runs."""
+        """Return the number of batches drawn before the clock starts."""
         return 2 * self.prefetch_batches * self.threads
 
     @property
@@ -54,11 +54,11 @@ class Work:
 
     @property
     def total_batches(self) -> int:
-        """Count all, with some behind the timed ones, or the pipeline would run dry while the time still runs."""
+        """Return the number of all batches, some after the timed ones: else the pipeline would run dry while timed."""
         return self.fill_batches + self.batches + 2 * self.prefetch_batches * self.threads
 
     def synchronize(self) -> None:
-        """Wait for what the GPU has been given."""
+        """Wait for the GPU's work."""
         if self.device_id is not None:
             torch.cuda.synchronize(self.device_id)
 
@@ -72,7 +72,7 @@ class Contestant:
 
 
 def make_contestants(work: Work, *, names: Sequence[str]) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Find who takes part, and who cannot and why."""
+    """Return the contestants that can run here, and why others cannot."""
     contestants, left_out = {}, {}
     for name in names:
         # the limit has one thread, whatever the others get
@@ -121,7 +121,7 @@ def _ours(work: Work, loader: Loader) -> Draw:
 
 
 def bare_dali(work: Work) -> Draw:
-    """Do what DALI's own documentation does, without labels to torch: its reader, its random crop."""
+    """Run the pipeline of DALI's own documentation, without labels to torch: its reader, its random crop."""
     from nvidia.dali import Pipeline, fn, types
 
     pipeline = Pipeline(

@@ -95,13 +95,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def subset(index: ImageIndex, *, number: int) -> ImageIndex:
-    """Draw the same random images in every call, in the order of the split; all where there are no more."""
+    """Draw the same random images in every call, in the order of the split; all if there are no more."""
     chosen = np.sort(np.random.default_rng(0).permutation(len(index))[:number])
     return replace(index, paths=[index.paths[i] for i in chosen.tolist()], labels_N=index.labels_N[chosen])
 
 
 def read_all(index: ImageIndex) -> dict[str, float]:
-    """Count how much there is to decode; to read it brings it into the page cache."""
+    """Count the bytes and images to decode, and read them into the page cache."""
     num_bytes = num_pixels = 0
     for position in range(len(index)):
         data = index.read(position)
@@ -147,7 +147,7 @@ def seconds_of(batches: Iterator[Any], work: Work) -> float:
 
 
 def draw_microseconds(*, batch: int = 256, calls: int = 50) -> float:
-    """Measure what random_resized_crop costs per image."""
+    """Measure the cost of random_resized_crop per image."""
     crop, indices_B = random_resized_crop(seed=0), np.arange(batch)
     sizes_B2 = np.tile(np.array([[375, 500]]), (batch, 1))
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Training fed by real images beside training on generated tensors: how long steps wait, and what the input costs.
+"""Training fed by real images beside training on generated tensors: the wait of steps, and the cost of the input.
 
     python -m benchmarks.input.feed data/shapes --ranks 2 --out benchmarks/results/input-feed-quickstart.json
     python -m benchmarks.input.feed data/imagenet --ranks 1 --out benchmarks/results/input-feed-resnet50.json -- \\
@@ -74,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train, and return the summary of one run. Raises: DataError with the end of its output where it fails."""
+    """Train, and return the summary of one run. Raises: DataError with the end of its output if it fails."""
     with tempfile.TemporaryDirectory(prefix="bigbatch-feed-") as folder:
         command = [sys.executable, "-m", "bigbatch"]
         if options.ranks > 1:
@@ -87,7 +87,7 @@ def train(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, An
 
 
 def describe(summaries: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Describe spreads of what all summaries state, and of the ratio of rates within the repetitions."""
+    """Describe spreads of all summaries' facts, and of the ratio of rates within the repetitions."""
     pairs = zip(summaries["real"], summaries["generated"], strict=True)
     return {
         "real": {name: spread(values) for name in UNITS if None not in (values := _stated(name, summaries["real"]))},

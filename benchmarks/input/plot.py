@@ -1,4 +1,4 @@
-"""Draw what decode.py measured: images a second and core of each contestant, with the quartiles.
+"""Plot the results of decode.py: images a second and core of each contestant, with the quartiles.
 
 python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png
 """

@@ -1,1 +1,1 @@
-"""What large batches need: LARS beside its peers, and each measure of the recipe left out once."""
+"""Methods for large batches: LARS beside its peers, and ablations of the recipe."""

@@ -1,4 +1,4 @@
-"""How far LARS and its peers are from a float64 oracle written from the formula, after each of 200 random steps.
+"""Error of LARS and its peers against a float64 oracle written from the formula, after each of 200 random steps.
 
     python -m benchmarks.largebatch.exactness --out benchmarks/results/lars-exactness.json
 
@@ -28,12 +28,12 @@ from bigbatch.trainer.optim.lars import LARS, MOMENTUM_FORMS
 
 MOMENTUM, WEIGHT_DECAY, TRUST, BASE_LR = 0.9, 1e-4, 0.001, 10.0
 WARMUP_SHARE = 0.25
-"""Of the steps: the momentum forms differ while the rate changes."""
+"""Share of the steps: the momentum forms differ while the rate changes."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Describes a tensor and what its gradients are like."""
+    """A tensor, and the kind of its gradients."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ CASES = (
 )
 
 Maker = Callable[..., torch.optim.Optimizer]
-"""(tensor, case, *, nesterov) -> an optimizer of it. Raises: NotImplementedError for what it cannot do."""
+"""(tensor, case, *, nesterov) -> an optimizer of it. Raises: NotImplementedError for a case that it cannot do."""
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def own_deviations(dtype: torch.dtype, *, steps: int) -> dict[str, float | None]
 
 
 def peer_deviations(maker: Maker, *, steps: int) -> dict[str, float | None]:
-    """Measure the worst with and without Nesterov, where the peer has it; None for a case that it cannot express."""
+    """Measure the worst with and without Nesterov, if the peer has it; None for a case that it cannot express."""
     found: dict[str, float | None] = {}
     for case in CASES:
         values = []
@@ -119,7 +119,7 @@ def peer_deviations(maker: Maker, *, steps: int) -> dict[str, float | None]:
 
 
 def deviation(maker: Maker, case: Case, *, form: str, nesterov: bool, dtype: torch.dtype, steps: int) -> float:
-    """See the top of the file. Both are given the same gradients, rounded to dtype."""
+    """Return the deviation described at the top of the file. Both get the same gradients, rounded to dtype."""
     generator = torch.Generator().manual_seed(0)
     start = case.weight_scale * torch.randn(case.shape, generator=generator, dtype=torch.float64)
     weight = start.to(dtype).requires_grad_()
@@ -161,7 +161,7 @@ def relative(weight: Tensor, expected: np.ndarray) -> float:
 
 
 def our_maker(form: str) -> Maker:
-    """Make bigbatch's, in that momentum form."""
+    """Return a maker of bigbatch's LARS in that momentum form."""
 
     def make(weight: Tensor, case: Case, *, nesterov: bool) -> torch.optim.Optimizer:
         group = {"params": [weight], "adapt": case.is_adapted, "weight_decay": case.weight_decay}
@@ -171,7 +171,7 @@ def our_maker(form: str) -> Maker:
 
 
 def timm_maker(**settings: Any) -> Maker:
-    """Make timm's Lars. always_adapt follows the case, as far as timm lets it: without it, weight decay decides."""
+    """Return a maker of timm's Lars. always_adapt follows the case, if timm allows it: else weight decay decides."""
     from timm.optim.lars import Lars
 
     def make(weight: Tensor, case: Case, *, nesterov: bool) -> torch.optim.Optimizer:
@@ -183,7 +183,7 @@ def timm_maker(**settings: Any) -> Maker:
 
 
 def torch_optimizer_maker(**settings: Any) -> Maker:
-    """Make that of the package torch-optimizer, which has it from lightning-bolts."""
+    """Return a maker for the package torch-optimizer, which has LARS from lightning-bolts."""
     from torch_optimizer import LARS as Peer
 
     def make(weight: Tensor, case: Case, *, nesterov: bool) -> torch.optim.Optimizer:
@@ -194,7 +194,7 @@ def torch_optimizer_maker(**settings: Any) -> Maker:
 
 
 def nus_maker(path: Path) -> Maker:
-    """Make Lars of the file. Raises: FileNotFoundError."""
+    """Return a maker of the file's Lars. Raises: FileNotFoundError."""
     spec = importlib.util.spec_from_file_location("nus_lars", path)
     assert spec is not None
     assert spec.loader is not None
@@ -211,7 +211,7 @@ def nus_maker(path: Path) -> Maker:
 
 
 def available_peers(nus: Path | None) -> tuple[dict[str, Maker], dict[str, str]]:
-    """Find who takes part, and who does not and why."""
+    """Return the peers that can take part, and why others cannot."""
     makers: dict[str, Callable[[], Maker]] = {
         "timm, eps 0": lambda: timm_maker(eps=0.0),
         "timm, eps 0, foreach": lambda: timm_maker(eps=0.0, foreach=True),

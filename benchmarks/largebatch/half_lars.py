@@ -62,7 +62,7 @@ class HalfLARS(torch.optim.Optimizer):
 
 
 def trust_ratio(w: Tensor, g: Tensor, group: dict[str, Any]) -> Tensor:
-    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w|) in fp16; 1 where |w| or |g| is 0."""
+    """Compute trust_coefficient * |w| / (|g| + weight_decay * |w|) in fp16; 1 if |w| or |g| is 0."""
     w_norm, g_norm = (torch.linalg.vector_norm(t.float()).half() for t in (w, g))
     ratio = group["trust_coefficient"] * w_norm / (g_norm + group["weight_decay"] * w_norm)
     return torch.where((w_norm > 0) & (g_norm > 0), ratio, torch.ones_like(ratio))

@@ -1,4 +1,4 @@
-"""Who makes a LARS step beside ours, and plain SGD as the floor. A package that is missing raises ImportError."""
+"""LARS steps beside ours, and plain SGD as the floor. A missing package raises ImportError."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 from bigbatch.trainer.optim.lars import LARS
 
 Groups = list[dict[str, Any]]
-"""As param_groups gives them: decaying and adapting, then neither."""
+"""Like param_groups: decaying and adapting, then neither."""
 
 LR, MOMENTUM, TRUST = 0.1, 0.9, 0.001
 
 
 class LoopLARS(torch.optim.Optimizer):
-    """Does LARS in the usual way: a Python loop with some ten kernels for each tensor."""
+    """LARS in the usual way: a Python loop with some ten kernels for each tensor."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -34,14 +34,14 @@ class LoopLARS(torch.optim.Optimizer):
 
 
 def timm_lars(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
-    """Make timm's Lars; foreach is timm's own choice where it is not given."""
+    """Make timm's Lars; foreach defaults to timm's own choice."""
     from timm.optim.lars import Lars
 
     return Lars(groups, lr=LR, momentum=MOMENTUM, trust_coeff=TRUST, **settings)
 
 
 def torch_optimizer_lars(groups: Groups, **settings: Any) -> torch.optim.Optimizer:
-    """Make that of the package torch-optimizer, which took it from lightning-bolts."""
+    """Make LARS of the package torch-optimizer, which took it from lightning-bolts."""
     from torch_optimizer import LARS as Peer
 
     return Peer(groups, lr=LR, momentum=MOMENTUM, trust_coefficient=TRUST, **settings)

@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def own_conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Note what the shared conditions lack."""
+    """Return the conditions that the shared ones lack."""
     return {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "cpu_threads": torch.get_num_threads(),
@@ -89,7 +89,7 @@ def num_parameters(model: str) -> int:
 
 
 def make_steps(model: str, *, device: str) -> tuple[dict[str, Action], dict[str, str]]:
-    """Make the step of each contestant over fresh weights with random gradients; say who cannot take part, and why."""
+    """Make the step of each contestant over fresh weights with random gradients; and who cannot take part, and why."""
     steps: dict[str, Action] = {}
     left_out: dict[str, str] = {}
     for name, maker in MAKERS.items():
@@ -105,7 +105,7 @@ def make_steps(model: str, *, device: str) -> tuple[dict[str, Action], dict[str,
 
 
 def captured(step: Action) -> Action:
-    """Capture the step as a CUDA graph, in which the host's share of the time is gone."""
+    """Capture the step as a CUDA graph, which removes the host's share of the time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -125,7 +125,7 @@ def bandwidth_actions(num_elements: int, *, device: str) -> dict[str, Action]:
 
 
 def seconds_of(action: Action, *, device: str) -> float:
-    """Time an action; on a GPU between two events of its stream, launches included where the host is slower."""
+    """Time an action; on a GPU between two events of its stream, launches included if the host is slower."""
     if device == "cpu":
         start = time.perf_counter()
         action()
@@ -140,7 +140,7 @@ def seconds_of(action: Action, *, device: str) -> float:
 
 
 def measure(actions: dict[str, Action], *, repeats: int, device: str) -> dict[str, list[float]]:
-    """Measure in turn, so that a slow spell of the machine hits all alike; two rounds are thrown away."""
+    """Measure in turn, so that a slow spell of the machine affects all alike; two rounds are discarded."""
     rounds = [{name: seconds_of(each, device=device) for name, each in actions.items()} for _ in range(repeats + 2)]
     return {name: [each[name] for each in rounds[2:]] for name in actions}
 

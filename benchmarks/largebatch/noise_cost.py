@@ -1,8 +1,8 @@
-"""What a measurement of the gradient noise scale adds to a training step: CPU time, steps with and without it in turns.
+"""Cost of a gradient noise scale measurement per training step: CPU time, steps with and without it in turns.
 
   python -m benchmarks.largebatch.noise_cost --out benchmarks/results/noise-cost-cpu.json
 
-A step of two microbatches of random images by our own training step, on one thread, whose processor time others on
+A step of two microbatches of random images by our own training step, on one thread; its processor time others on
 the machine change little. A measured step has its hooks put on and taken off, and its figures read, as in a run.
 """
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale beside the critical batch that trainings show: does one tell the other here?
+"""Compare the gradient noise scale with the critical batch of trainings: does one predict the other here?
 
   python -m benchmarks.largebatch.noise_scale --out benchmarks/results/noise-scale-cpu.json --plot docs/noise-scale.png
 
@@ -51,19 +51,19 @@ MICROBATCHES = 2
 """In a global batch."""
 TUNING_SEED = 1_000
 CHECKS = 1.02
-"""Factor between the steps after which the loss of the whole set is looked at: steps are told to 2%."""
+"""Factor between the steps at which the loss of the whole set is computed: steps are known to 2%."""
 MEASUREMENTS = 400
-"""Of the noise scale in a run, about."""
+"""Measurements of the noise scale in a run, about."""
 RESAMPLED = 1_000
 NOBODY_ASKS: Any = None
-"""A step looks at no request to stop: the loop around it does."""
+"""A step checks no request to stop: the loop around it does."""
 SCALES = "noise_scale_of_seeds"
 LIKELY_STEPS, MOST_STEPS, EXPLODED = 300, 50_000, 20.0
 
 
 @dataclass(frozen=True)
 class Task:
-    """Holds the whole training set, as numbers around 0, and what a training must reach on it."""
+    """The whole training set, as numbers around 0, and the target of a training on it."""
 
     images_BN: Tensor
     labels_B: Tensor
@@ -77,7 +77,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Says what a training needed; None steps where it did not reach the target."""
+    """The steps that a training needed; None if it did not reach the target."""
 
     steps: int | None
     pairs: tuple[Pair, ...] = ()
@@ -151,7 +151,7 @@ def tuned_rate(task: Task, *, batch: int, start: float) -> float:
 
     def steps_at(place: int) -> float:
         if place not in found:
-            # what takes longer than the best so far need not go on
+            # a training slower than the best so far need not go on
             cap = min(found.values(), default=math.inf)
             outcome = train(task, batch=batch, lr=start * 2 ** (place / 2), seed=TUNING_SEED, cap=cap)
             found[place] = math.inf if outcome.steps is None else outcome.steps
@@ -169,7 +169,7 @@ def train(task: Task, *, batch: int, lr: float, seed: int, cap: float = math.inf
     """Train until the whole set's loss is at the target, for cap steps at most."""
     plan, parts = make_parts(make_model(seed), task.communicator, batch=batch, lr=lr, seed=seed)
     step, stream = TrainStep(plan, parts), InputStream(batches(task, size=batch // MICROBATCHES, seed=seed))
-    # about as many measurements whatever the batch: steps are in proportion to 1 + some hundred / batch
+    # about as many measurements for any batch: steps are proportional to 1 + some hundred / batch
     every = max(1, round(LIKELY_STEPS * (1 + LIKELY_STEPS / batch) / MEASUREMENTS)) if measures else 0
     noise = GradientNoise(plan, parts, every_steps=every)
     done, check = 0, 1.0
@@ -203,7 +203,7 @@ def make_model(seed: int) -> nn.Module:
 
 
 def make_parts(model: nn.Module, communicator: Communicator, *, batch: int, lr: float, seed: int) -> tuple[Plan, Parts]:
-    """Make what a training step works with, as a run of one rank has it."""
+    """Make the parts of a training step, as a run of one rank has them."""
     device = torch.device("cpu")
     precision = Precision(model, name="fp32", device=device)
     parts = Parts(
@@ -254,7 +254,7 @@ def whole_loss(task: Task, model: nn.Module) -> float:
 
 
 def noise_scale(outcome: Outcome, *, batch: int) -> NoiseScale:
-    """Read the critical batch of a run from its noise scale; without bounds where it measured too little."""
+    """Read the critical batch of a run from its noise scale; without bounds if it measured too little."""
     shares = segments(outcome.pairs)
     return critical_batch(shares, global_batch_size=batch) if shares else NoiseScale(None, 0.0, None)
 
@@ -293,7 +293,7 @@ def fit(sizes: Sequence[int], steps: Sequence[float]) -> dict[str, float]:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Show one batch in a line."""
+    """Write one batch as one line."""
     scales = [each for each in row[SCALES] if each is not None]
     return (
         f"batch {row['global_batch_size']:5}  lr {row['lr']:.4g}  steps {row['steps']['median']:.0f} "

@@ -1,4 +1,4 @@
-"""LARS on one tensor in float64, line by line from its formula; shares no code with the optimizer it judges."""
+"""LARS on one tensor in float64, line by line from its formula; shares no code with the tested optimizer."""
 
 import math
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""The simulator held against published rows, the paper and the emulated cluster."""
+"""Compare the simulator with published rows, the paper and the emulated cluster."""

@@ -37,10 +37,10 @@ from bigbatch.launch.simulate.traffic import Traffic, node_traffic
 from bigbatch.trainer.config.sections import ModelConfig
 
 SHAPE = shape_of(ModelConfig(name="resnet9", options={"width": 24}))
-"""Whose gradients travel: 0.93 million in fp32. Links bound their step, where two cores could not carry larger ones."""
+"""Model of the gradients: 0.93 million in fp32. Links bound their step; two cores could not carry larger ones."""
 SIZES = PlanSizes(threshold_bytes=500_000, buffer_bytes=500_000)
 STEP_SECONDS = 0.3
-"""Of forward and backward."""
+"""Seconds of forward and backward."""
 RATES = ("25mbit", "100mbit")
 TIMEOUT_SECONDS = 300
 ELEMENT_BYTES = 4
@@ -48,7 +48,7 @@ ELEMENT_BYTES = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One cluster: so many nodes, ranks on each, a rate between them, and how ranks are dealt out."""
+    """One cluster: its nodes, ranks on each, the rate between them, and the placement of ranks."""
 
     num_nodes: int
     ranks_per_node: int
@@ -57,13 +57,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return what its row begins with."""
+        """Return the beginning of its row."""
         return f"{self.num_nodes * self.ranks_per_node} on {self.num_nodes}, {self.link}, {self.place}"
 
 
 @dataclass(frozen=True)
 class Links:
-    """What is calibrated: seconds and bytes per second inside a node, seconds and a share of the rate between nodes."""
+    """Calibrated values: seconds and bytes per second inside a node, seconds and a share of the rate between nodes."""
 
     inside_seconds: float = 1e-4
     inside_bytes_per_second: float = 1e9
@@ -72,7 +72,7 @@ class Links:
 
 
 def cases(rates: Sequence[str] = RATES) -> list[Case]:
-    """List them; one node has no link, and a rank for each node can be placed in one way only."""
+    """List the cases; one node has no link, and one rank per node has only one placement."""
     found = [Case(1, ranks, "none", "block") for ranks in (1, 2, 4, 8)]
     for link, nodes, world in itertools.product(rates, (2, 4), (2, 4, 8)):
         each = world // nodes
@@ -81,7 +81,7 @@ def cases(rates: Sequence[str] = RATES) -> list[Case]:
 
 
 def measure(case: Case, *, repetitions: int, shape: ModelShape = SHAPE, seconds: float = STEP_SECONDS) -> Any:
-    """Run the case on an emulated cluster; return the record of its rank 0. Raises: RuntimeError where it fails."""
+    """Run the case on an emulated cluster; return the record of its rank 0. Raises: RuntimeError if it fails."""
     job = {
         "elements": shape.num_elements,
         "ready_shares": shape.ready_shares,
@@ -110,7 +110,7 @@ def simulated_seconds(
         DEFAULTS,
         inside_latency_seconds=links.inside_seconds,
         across_latency_seconds=links.across_seconds,
-        straggler_share=0.0,  # who sleeps is not late
+        straggler_share=0.0,  # a sleeping rank is not late
     )
     rate = parse_rate(case.link) or math.inf
     network = Network(
@@ -164,7 +164,7 @@ def predicted_traffic(
 
 
 def counted_bytes(record: Mapping[str, Any], algorithm: str) -> dict[tuple[int, int], int]:
-    """Add what the kernels of ranks on different nodes counted in one step."""
+    """Add the counts of the kernels of ranks on different nodes in one step."""
     node_of = {rank: node for node, ranks in enumerate(record["groups"]) for rank in ranks}
     total: dict[tuple[int, int], int] = {}
     for receiver, peers in record["received_bytes"][algorithm].items():
@@ -207,7 +207,7 @@ def compare(records: Mapping[Case, Mapping[str, Any]]) -> tuple[Links, float, li
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the errors' size: ours, and those of who knows no network."""
+    """Return the errors: ours, and those of the predictors that know no network."""
     names = ("error", "linear_error", "line_error")
     medians = {f"median_{name}": median(abs(row[name]) for row in rows) for name in names}
     return medians | {"largest_error": max(abs(row["error"]) for row in rows)}
@@ -228,7 +228,7 @@ def _nulls(case: Case, name: str, seconds: Mapping[tuple[Case, str], float]) -> 
 
 
 def show(row: Mapping[str, Any]) -> str:
-    """Show a row in a line to read."""
+    """Write a row as one line."""
     nulls = "".join(f"{row[key]:9.1%}" if key in row else f"{'':9}" for key in ("linear_error", "line_error"))
     return (
         f"{row['case']:28}{row['algorithm']:13}{1e3 * row['measured']['median']:9.0f}"
@@ -239,7 +239,7 @@ def show(row: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, *, run: Callable[..., Any] = measure) -> int:
-    """Measure, predict, print the table; return 1 where bytes or values are not as they must be."""
+    """Measure, predict, print the table; return 1 if bytes or values are not as required."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=3, help="of each step (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")

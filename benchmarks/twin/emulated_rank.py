@@ -1,4 +1,4 @@
-"""One rank of benchmarks.twin.emulated: steps of stated length whose gradients cross emulated links; bytes counted.
+"""One rank of benchmarks.twin.emulated: steps of stated length with gradients over emulated links; bytes counted.
 
 Nothing is computed: forward and backward sleep, so that eight ranks on two cores take the time of eight devices, and
 each gradient is ready when the simulator says so. The sums are real.
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 class _Step:
-    """Holds one contestant's model and reducer."""
+    """One contestant's model and reducer."""
 
     def __init__(self, job: Job, name: str, asked: dict[str, Any]) -> None:
         shape = ModelShape("", tuple(asked["elements"]), tuple(asked["ready_shares"]), 0.0)
@@ -102,11 +102,11 @@ class _Step:
 
 
 def _count(job: Job, step: _Step) -> dict[str, dict[str, int]]:
-    """Return what each rank received from each other in one step, by its kernel's count of the streams. Collective."""
+    """Return the bytes that each rank received from each other in one step, as its kernel counts them. Collective."""
     backend = job.communicator.backend
     if not isinstance(backend, TcpBackend):  # one rank alone has no links
         return {"0": {}}
-    job.gather(None)  # the control channel's: nobody sends over the links before all have read
+    job.gather(None)  # the control channel's: no rank sends over the links before all have read
     before = backend.received_bytes()
     job.gather(None)
     step.count_once()

@@ -1,4 +1,4 @@
-"""What was published of links inside nodes and of accelerators: for rows that do not state it.
+"""Published rates of links inside nodes and of accelerators: for rows that do not state them.
 
 PUBLISHED and ASSUMED as in launch/simulate/constants.py.
 """
@@ -22,7 +22,7 @@ INSIDE_BYTES_PER_SECOND = {
     "torus": 150e9,  # PUBLISHED: four to six links of 62 to 82 GB/s of a TPU v2 to v4; ASSUMED half of them
     "": 15e9,  # ASSUMED, where nothing is stated
 }
-"""By the beginning of the link's name as `_plain` spells it; the longest that fits counts."""
+"""Keyed by the beginning of the link's name as `_plain` spells it; the longest match counts."""
 
 RESNET50_RATES: dict[str, tuple[float | None, float | None]] = {
     # images per second of one accelerator in training, at its usual local batch: fp32, then fp16, bf16 or mixed
@@ -63,7 +63,7 @@ def inside_bytes_per_second(link: str) -> float:
 
 
 def stated_gbit_per_s(link: str) -> float | None:
-    """Read the rate out of a link's name: 8 x HDR InfiniBand 200 Gb/s -> 1600; None where none is stated."""
+    """Read the rate from a link's name: 8 x HDR InfiniBand 200 Gb/s -> 1600; None if none is stated."""
     count = re.match(r"(\d{1,3}) *x ", link)
     rate = re.search(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d{1,4})(\.\d+)? *(G(?:b(?:it)?(?:/s|ps)?|bE)\b|GB/s)", link)
     if not rate:
@@ -73,7 +73,7 @@ def stated_gbit_per_s(link: str) -> float | None:
 
 
 def resnet50_rate(accelerator: str, *, is_fp32: bool) -> float | None:
-    """Return the images per second of an accelerator that were published; None where none were.
+    """Return the published images per second of an accelerator; None if there are none.
 
     NVIDIA H100-SXM5-80GB is an H100; an NVIDIA A4000 is no A40.
     """

@@ -15,7 +15,7 @@ from bigbatch.trainer.models.resnet9 import resnet9
 
 FILE = Path(__file__).resolve().parents[2] / "launch" / "simulate" / LAYERS
 OTHER_OPERATIONS = 8
-"""Of an element that leaves a layer which is no product: normalisation, activation, pooling."""
+"""Operations per output element of a layer that is not a product: normalisation, activation, pooling."""
 
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], int]] = {
     # name: (how it is made, pixels of a side)
@@ -40,7 +40,7 @@ def layers_of(model: nn.Module, *, pixels: int) -> list[tuple[float, list[int]]]
 
     model: on the meta device. Layers without parameters count with the next that has some, or the last.
     """
-    batch = 2  # batch norm wants more than one value per channel
+    batch = 2  # batch norm needs more than one value per channel
     found: list[tuple[float, list[int]]] = []
 
     def note(module: nn.Module, inputs: object, output: Tensor) -> None:

@@ -17,7 +17,7 @@ from bigbatch.launch.simulate.network import Network, across_bytes_per_second
 
 @dataclass(frozen=True)
 class Published:
-    """Holds a table: GB/s on the bus by megabytes (10^6)."""
+    """A table: GB/s on the bus by megabytes (10^6)."""
 
     name: str
     network: Network
@@ -53,7 +53,7 @@ def errors_of(table: Published) -> dict[float, float]:
 
 
 def print_table(table: Published) -> None:
-    """Print a line a size."""
+    """Print a line for each size."""
     P, errors = table.network.num_devices, errors_of(table)
     print(f"\n{table.name}\n{'MB':>8} {'published':>10} {'simulated':>10}  GB/s on the bus; error of the time")
     for size, rate in table.rows.items():

@@ -23,23 +23,23 @@ from bigbatch.launch.simulate.step import Compute, SimulatedStep
 
 MOST_DEVICES = 2048
 LEAST_BATCH_SHARE, MOST_BATCH_SHARE = 0.1, 2.5
-"""Of the local batch of the row that is scaled: what published rows have checked."""
+"""Range of local batches, as shares of the scaled row's, that published rows have checked."""
 
 MOST_CORRECTION = 3.0
-"""How much a second row may stretch or shrink what the model says a step has beyond its images."""
+"""Largest factor by which a second row may change the model's time of a step beyond its images."""
 
 TRUST = 0.5
-"""Of the second row, which is noisy, too: the power of its factor."""
+"""Power of the second row's factor, as that row is noisy, too."""
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
-"""Of what two rows do not share, as Row.alike lists it; another model counts by the doublings of its operations."""
+"""Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
 CORRECTED_DOUBT = 0.8
-"""How much less the model's own parts are in doubt where a second row has checked them. ASSUMED."""
+"""Factor of the doubt about the model's own parts if a second row has checked them. ASSUMED."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Holds what is expected of a row; low and high are a 90% interval."""
+    """Prediction of a row; low and high are a 90% interval."""
 
     row: Row
     base: Row
@@ -53,9 +53,9 @@ class Prediction:
 def predict_row(question: Row, given: Sequence[Row], constants: Constants = DEFAULTS) -> Prediction:
     """Scale the nearest measured row to the question's size, batch and network.
 
-    The measured row gives the seconds of an image: its step, less what the model says it has beyond them. A second
-    row of the same ladder stretches that rest, by a factor within MOST_CORRECTION.
-    Raises: SimulationError where nothing is given.
+    The measured row gives the seconds of an image: its step, less the model's time beyond them. A second row of the
+    same ladder stretches that rest, by a factor within MOST_CORRECTION.
+    Raises: SimulationError if nothing is given.
     """
     measured = [row for row in given if row.seconds is not None]
     if not measured:
@@ -66,7 +66,7 @@ def predict_row(question: Row, given: Sequence[Row], constants: Constants = DEFA
     beyond = step.seconds - compute.seconds_per_image * question.local_batch
     second = _second(question, base, measured)
     factor, has_waited = _correction(base, second, constants) if second else (1.0, True)
-    if not has_waited:  # the second row says nothing of a wire that was never waited for
+    if not has_waited:  # the second row says nothing about a wire that was never waited for
         beyond -= step.communication
     seconds = step.seconds + (factor - 1) * beyond
     reach = reach_of(
@@ -79,7 +79,7 @@ def predict_row(question: Row, given: Sequence[Row], constants: Constants = DEFA
 
 
 def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Compute:
-    """Find the seconds of an image with which the base's simulated step is the measured one; for the question's model.
+    """Find the seconds of an image for which the base's simulated step equals the measured; for the question's model.
 
     Another model's images are scaled by their operations, another device's by the published rates of both.
     """
@@ -93,7 +93,7 @@ def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Comp
 
 
 def is_extrapolated(question: Row, base: Row) -> bool:
-    """Say whether no published row checks such a step: another system, a size or a batch beyond all of them."""
+    """Tell whether no published row checks such a step: another system, a size or a batch beyond all of them."""
     share = question.local_batch / base.local_batch
     return (
         _kinship(question, base) != "ladder"
@@ -116,7 +116,7 @@ def _kinship(question: Row, base: Row) -> str:
 
 
 def _distance(question: Row, row: Row) -> tuple[float, ...]:
-    """Order measured rows by how little has to be assumed: one node of the same ladder comes first."""
+    """Return a sort key of measured rows, fewest assumptions first: one node of the same ladder comes first."""
     kinship = ("ladder", "device", "other").index(_kinship(question, row))
     is_other_ladder = row["ladder"] not in (question["ladder"], question["null_line"])
     differences = (
@@ -141,7 +141,7 @@ def _second(question: Row, base: Row, measured: Sequence[Row]) -> Row | None:
 
 
 def _correction(base: Row, second: Row, constants: Constants) -> tuple[float, bool]:
-    """Say how many times the second row's rest is what the model says, and whether it waits for the wire."""
+    """Return the second row's rest over the model's, and whether it waits for the wire."""
     compute = calibrate(base, second, constants)
     step = second.job(constants).simulate(compute, second.local_batch)
     pictures = compute.seconds_per_image * second.local_batch
@@ -157,12 +157,12 @@ COLUMNS = ("id", "ms_per_step", "low", "high", "extrapolated", "scaled_from")
 
 
 MOST_NAMED = 5
-"""Rows of a table that are left out, of which each is named; more are counted."""
+"""Most rows left out of a table that are named; further ones are counted."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Holds the predicted rows, and a line for each row of either table that is left out."""
+    """The predicted rows, and a line for each row of either table that is left out."""
 
     predictions: list[Prediction]
     left_out: list[str]
@@ -171,8 +171,8 @@ class Answers:
 def predict_table(given: Path, questions: Path, out: Path) -> Answers:
     """Predict each row of a table from the measured rows of another, and write the third.
 
-    Measured values are read from `given` alone, and a row of it that is also a question predicts not itself.
-    Raises: SimulationError for a file that cannot be read or written, or where no row can be predicted.
+    Measured values are read from `given` alone, and a row of it that is also a question does not predict itself.
+    Raises: SimulationError for a file that cannot be read or written, or if no row can be predicted.
     """
     if any(out.resolve() == path.resolve() for path in (given, questions)):
         raise SimulationError(f"--out {out} would overwrite a table that is read: name another file")
@@ -204,7 +204,7 @@ def _line(each: Prediction) -> Sequence[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict one table from another, and write the third; the exit code."""
+    """Predict one table from another, and write the third; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--given", type=Path, required=True, metavar="CSV", help="measured rows, with the columns of docs/simulate.md")

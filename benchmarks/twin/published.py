@@ -1,4 +1,4 @@
-"""Predict published rows, and set the errors beside those of two predictors that know no network.
+"""Predict published rows, and compare the errors with those of two predictors that know no network.
 
 Cold: only one-node rows are given (role fit1). Warm: the next size, too (fit2). Nulls: `linear` keeps each device's
 rate of row 1; `line` is a straight line in the local batch through rows 1 and 2. Strangers: all one-node rows of other
@@ -27,7 +27,7 @@ FIT_1, FIT_2, JUDGE = "fit1", "fit2", "judge"
 
 
 def nulls(row: Row, fits: dict[str, dict[str, Row]]) -> dict[str, float]:
-    """Return the seconds that `linear` and `line` predict; without those that have no rows to go by."""
+    """Return the seconds that `linear` and `line` predict; without those that lack rows."""
     fit = fits.get(row["null_line"], {})
     if FIT_1 not in fit:
         return {}
@@ -44,7 +44,7 @@ def nulls(row: Row, fits: dict[str, dict[str, Row]]) -> dict[str, float]:
 
 
 def errors_of(rows: Sequence[Row], *, warm: bool, constants: Constants = DEFAULTS) -> list[dict[str, Any]]:
-    """Predict every row that has a row to go by; errors as shares of the measured step."""
+    """Predict every row that has a row to scale from; errors as shares of the measured step."""
     fits: dict[str, dict[str, Row]] = collections.defaultdict(dict)
     for row in rows:
         if row["role"] in (FIT_1, FIT_2):
@@ -60,7 +60,7 @@ def errors_of(rows: Sequence[Row], *, warm: bool, constants: Constants = DEFAULT
 
 
 def as_strangers(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Predict every row to be judged from one-node rows of other families alone; there is no null to set beside."""
+    """Predict every row to judge from one-node rows of other families alone; there is no null to compare with."""
     found = []
     for row in rows:
         given = [each for each in rows if each.num_nodes == 1 and each["family"] != row["family"]]
@@ -70,7 +70,7 @@ def as_strangers(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def as_new_sizes(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Predict every row to be judged from all rows but those of its own ladder and size."""
+    """Predict every row to judge from all rows but those of its own ladder and size."""
     found = []
     for row in rows:
         own = (row["ladder"], row.num_devices)
@@ -122,7 +122,7 @@ def summarise(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sensitivity(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Return by how much the cold median error across nodes moves with each constant at 3/4 and 5/4 of its value."""
+    """Return the change of the cold median error across nodes with each constant at 3/4 and 5/4 of its value."""
     plain = _cold_median(rows, DEFAULTS)
     found = {}
     for name, value in asdict(DEFAULTS).items():
@@ -175,7 +175,7 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Print both tables; write results and plot where asked."""
+    """Print both tables; write results and plot if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--out", type=Path, help="a file for the results as JSON")

@@ -1,4 +1,4 @@
-"""Published measurements as rows of a table, and what each says of its system. Pure but for reading the file."""
+"""Published measurements as rows of a table, and the facts of their systems. Pure except for reading the file."""
 
 import csv
 import re
@@ -17,27 +17,27 @@ from bigbatch.launch.simulate.step import Fusion, InCycles, InGroups, Job
 from bigbatch.numbers import decimal
 
 NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "model")
-"""Columns without a value for which nothing can be said of a row; a global batch does for a local one."""
+"""Columns that a row must state to be used; a global batch replaces a local one."""
 MOST_STATED = 1e9
-"""No number of a row is larger: accelerators, images, Gbit/s, milliseconds."""
+"""Largest number that a row may state: accelerators, images, Gbit/s, milliseconds."""
 
 BROKEN = "exclude"
-"""The role of a row that its table says not to compare."""
+"""The role of a row that its table excludes from comparisons."""
 MEBIBYTE = 2**20
 DDP_FIRST_BYTES = MEBIBYTE
-"""Of PyTorch's first bucket."""
+"""Bytes of PyTorch's first bucket."""
 DEVICES_OF_UNSTATED_NODES = 8
 FIRST_YEAR_OF_GRAPHS, FIRST_NCCL_OF_GRAPHS = 2021, (2, 9)
-"""Since when software starts a step's kernels together: MLPerf v1.0."""
+"""First versions with software that starts a step's kernels together: MLPerf v1.0."""
 MLPERF_YEARS = {"0.5": 2018, "0.6": 2019, "0.7": 2020}
-"""Of the first rounds; v1 and later are of 2021 and the years that follow."""
+"""Years of the first rounds; v1 and later are of 2021 and the years that follow."""
 UNKNOWN_SHAPE = "resnet50"
-"""Stands for a model whose shape is not known; such a row is marked as extrapolated."""
+"""Replaces a model with an unknown shape; such a row is marked as extrapolated."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Wraps a line of the table; empty text where something is not stated."""
+    """A line of the table; empty text for a value that is not stated."""
 
     stated: Mapping[str, str]
 
@@ -55,12 +55,12 @@ class Row:
 
     @property
     def missing(self) -> list[str]:
-        """Name the needed values that are not stated."""
+        """Return the needed columns that are not stated."""
         has_batch = bool(self["global_batch_size"])
         return [name for name in NEEDED if not self[name] and not (name == "batch_per_accelerator" and has_batch)]
 
     def check(self) -> None:
-        """Raise SimulationError for a needed value that is not stated, or one that cannot be."""
+        """Raise SimulationError for a needed value that is missing or impossible."""
         if self.missing:
             raise SimulationError(f"row {self.id or 'without id'} states no {self.missing[0]}")
         self.job()
@@ -74,7 +74,7 @@ class Row:
 
     @cached_property
     def num_nodes(self) -> int:
-        """Count the nodes; of eight accelerators each where nothing is stated."""
+        """Return the number of nodes; of eight accelerators each if it is not stated."""
         each = self._count("accelerators_per_node") or DEVICES_OF_UNSTATED_NODES
         nodes = self._count("num_nodes") or max(1, self.num_devices // each)
         if nodes > self.num_devices:
@@ -88,12 +88,12 @@ class Row:
 
     @property
     def is_measured(self) -> bool:
-        """Say whether a step is stated, or a rate that it follows from."""
+        """Tell whether a step is stated, or a rate that it follows from."""
         return bool(self["ms_per_step"] or self["images_per_second"])
 
     @cached_property
     def seconds(self) -> float | None:
-        """Return the measured step; None of a question."""
+        """Return the measured step; None for a question."""
         if stated := self._number("ms_per_step"):
             return stated / 1e3
         rate = self._number("images_per_second")
@@ -101,32 +101,32 @@ class Row:
 
     @cached_property
     def shape_name(self) -> str | None:
-        """Name the model's shape: ResNet-50 v1.5 -> resnet50; None where it is not known."""
+        """Return the model's shape name: ResNet-50 v1.5 -> resnet50; None if it is not known."""
         words = re.sub(r"[^a-z0-9]+", "", self["model"].lower())
         fitting = [name for name in shape_names() if words.startswith(name.replace("_", ""))]
         return max(fitting, key=len, default=None)
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Return the model's shape, or that of one in its place."""
+        """Return the model's shape, or its replacement's."""
         return load_shape(self.shape_name or UNKNOWN_SHAPE)
 
     @cached_property
     def alike(self) -> tuple[str, ...]:
-        """Return what two rows should share, the weightiest first: device, precision, framework, input, system."""
+        """Return the facts that two rows should share, by weight: device, precision, framework, input, system."""
         return (
             self["accelerator"],
             self["precision"],
             self["framework"].split(",")[0],
             self["input_data"],
             self["system"],
-            # of one architecture's models, such as resnet's, operations take alike long
+            # models of one architecture, such as resnet's, take similarly long per operation
             self.shape.name.rstrip("0123456789"),
         )
 
     @cached_property
     def carrier(self) -> Carrier:
-        """Tell what sums the gradients, by the names of framework, library and link."""
+        """Return the carrier of the sums, by the names of framework, library and link."""
         framework, library = self["framework"].lower(), self["collective_library_version"].lower()
         if "parameter server" in framework or "distributed_replicated" in framework:
             return "servers"
@@ -136,7 +136,7 @@ class Row:
 
     @cached_property
     def library_version(self) -> tuple[int, int] | None:
-        """Return NCCL's version; None where it is not stated."""
+        """Return NCCL's version; None if it is not stated."""
         found = re.match(r"NCCL (\d{1,4})\.(\d{1,4})", self["collective_library_version"])
         return (int(found[1]), int(found[2])) if found else None
 
@@ -150,14 +150,14 @@ class Row:
 
     @property
     def has_trees(self) -> bool:
-        """Say whether NCCL has more than rings: from 2.4, of 2019, on."""
+        """Tell whether NCCL has more than rings: from 2.4, of 2019, on."""
         if self.library_version:
             return self.library_version >= (2, 4)
         return not (self["collective_library_version"] == "NCCL" and self.year is not None and self.year < 2019)
 
     @property
     def device_rate(self) -> float | None:
-        """Return the images of ResNet-50 per second that were published of such a device; None where none were."""
+        """Return the published images of ResNet-50 per second of such a device; None if there are none."""
         return resnet50_rate(self["accelerator"], is_fp32=self["precision"] == "fp32")
 
     @property
@@ -178,12 +178,12 @@ class Row:
         return _ddp_sizes(25) if "pytorch" in self["framework"].lower() else InCycles()
 
     def fixed_seconds(self, constants: Constants) -> float:
-        """Return what a step takes whatever the batch."""
+        """Return a step's fixed seconds, at any batch."""
         return self._seconds_per_tensor(constants) * len(self.shape.num_elements)
 
     @property
     def is_compiled(self) -> bool:
-        """Say whether a step is one program that a compiler made, its sums among them: on TPUs."""
+        """Tell whether a step is one compiled program, with its sums: on TPUs."""
         return self["accelerator"].startswith("TPU")
 
     def _seconds_per_tensor(self, constants: Constants) -> float:
@@ -198,7 +198,7 @@ class Row:
         return constants.graph_seconds_per_tensor if version >= (2, 17) else constants.seconds_per_tensor
 
     def job(self, constants: Constants = DEFAULTS) -> Job:
-        """Return what one of its steps does."""
+        """Return the job of one of its steps."""
         return Job(
             self.shape,
             self._network(constants),
@@ -259,14 +259,14 @@ def _ddp_sizes(mebibytes: float) -> PlanSizes:
 
 @dataclass(frozen=True)
 class Table:
-    """Holds the rows of a file that say what they must, and a line for each that does not."""
+    """The valid rows of a file, and a line for each of the others."""
 
     rows: list[Row]
     unusable: list[str]
 
 
 def read_given(path: Path) -> Table:
-    """Read measured rows; those that state no step, or that the table marks as broken, are passed over.
+    """Read measured rows; skip those that state no step, or that the table excludes.
 
     Raises: SimulationError for a file that is no such table, or without any measured row.
     """
@@ -281,7 +281,7 @@ def read_given(path: Path) -> Table:
 
 
 def read_questions(path: Path) -> Table:
-    """Read rows to be predicted. Raises: SimulationError for a file that is no such table, or with no usable row."""
+    """Read rows to predict. Raises: SimulationError for a file that is no such table, or without a usable row."""
     table = _usable(path, _read(path), lambda row: row.local_batch)
     if not table.rows:
         raise SimulationError(table.unusable[0] if table.unusable else f"{path} has no row below its first line")
@@ -289,7 +289,7 @@ def read_questions(path: Path) -> Table:
 
 
 def _usable(path: Path, lines: Sequence[tuple[int, Row]], needed: Callable[[Row], object]) -> Table:
-    """Keep the rows of which what is needed can be read."""
+    """Keep the rows with readable needed values."""
     table = Table([], [])
     for number, row in lines:
         try:

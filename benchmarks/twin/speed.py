@@ -1,4 +1,4 @@
-"""How long the simulator thinks: 2,048 and 100,000 GPUs, all algorithms, and how many events it works off.
+"""Time of the simulator: 2,048 and 100,000 GPUs, all algorithms, and its number of events.
 
 python -m benchmarks.twin.speed --out benchmarks/results/simulate-speed.json
 """
@@ -17,19 +17,19 @@ from bigbatch.trainer.config.file import load_config
 
 RECIPE, CLUSTER = "imagenet/resnet50_64k", "dgx_a100"
 PICTURES = 128
-"""Of each GPU in a step: the batch grows with their number."""
+"""Images of each GPU in a step: the batch grows with their number."""
 LIMITS = {2048: 1.0, 102_400: 10.0}
 """Seconds that all algorithms together may take, by the number of GPUs."""
 
 
 def question_of(num_devices: int, *, algorithm: str) -> Question:
-    """Ask of a step of so many GPUs with PICTURES each, by one algorithm."""
+    """Return the question of a step on that many GPUs with PICTURES each, by one algorithm."""
     batch = ["--batch.global_batch_size", str(num_devices * PICTURES), "--batch.microbatch_size", str(PICTURES)]
     return Question(load_config(["--config", RECIPE, *batch]), load_cluster(CLUSTER), algorithm=algorithm)
 
 
 def simulate_all(num_devices: int) -> int:
-    """Simulate a step by each algorithm; return how many buffers travelled in all."""
+    """Simulate a step by each algorithm; return the number of buffers in all."""
     transfers = 0
     for algorithm in (*ALGORITHMS, BY_SIZE):
         (point,), _ = simulate_scaling(question_of(num_devices, algorithm=algorithm), [num_devices])

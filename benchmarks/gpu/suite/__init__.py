@@ -1,1 +1,1 @@
-"""The cases of benchmarks.gpu, and what they share."""
+"""The cases of benchmarks.gpu, and their shared parts."""

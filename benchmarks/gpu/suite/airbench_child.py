@@ -1,4 +1,4 @@
-"""One seed of airbench94 in a process of its own: its warm-up run and the run that follows, as a line of JSON."""
+"""One seed of airbench94 in a separate process: its warm-up run and the run that follows, as a line of JSON."""
 
 import importlib.util
 import json

@@ -21,7 +21,7 @@ from bigbatch.trainer.input.shards import open_split
 
 RECIPE = "cifar10_10epochs"
 SCRIPTS = ("legacy/airbench94.py", "airbench94.py")
-"""Where a checkout has it, today and before March 2025."""
+"""Path in a checkout, today and before March 2025."""
 CHILD = Path(__file__).with_name("airbench_child.py")
 TINY = {
     "run.epochs": 9,
@@ -58,7 +58,7 @@ def measure(context: Context) -> Found:
 
 
 def describe(found: Found, *, ours: list[dict[str, Any]], airbench94: list[dict[str, Any]]) -> None:
-    """Describe times and accuracies; ratios of the two of each seed."""
+    """Describe times and accuracies; ratios of the two for each seed."""
     for name, runs in ((RECIPE, ours), ("airbench94", airbench94)):
         for key, unit in (("seconds", "s"), ("first_seconds", "s"), ("process_seconds", "s"), ("top1", "share")):
             if values := [run[key] for run in runs if key in run]:
@@ -69,7 +69,7 @@ def describe(found: Found, *, ours: list[dict[str, Any]], airbench94: list[dict[
 
 
 def train(context: Context, root: Path, *, seed: int) -> dict[str, Any]:
-    """Train our recipe in a process of its own; its summary's seconds and accuracy, and the whole process's seconds."""
+    """Train our recipe in a separate process; return its summary's seconds and accuracy, and the process's seconds."""
     folder = context.scratch / f"ours-{seed}"
     settings = {"data.root": str(root), "run.directory": str(folder), "run.seed": seed}
     settings |= TINY if context.is_small else {}
@@ -82,7 +82,7 @@ def train(context: Context, root: Path, *, seed: int) -> dict[str, Any]:
 
 
 def find_script(context: Context) -> tuple[Path | None, str]:
-    """Find airbench94.py, or why it does not take part. Raises: ConfigError where --airbench is no such checkout."""
+    """Find airbench94.py, or why it does not take part. Raises: ConfigError if --airbench is no such checkout."""
     if context.airbench is None:
         return None, "needs a checkout of KellerJordan/cifar10-airbench: name it by --airbench"
     found = [context.airbench / name for name in SCRIPTS if (context.airbench / name).is_file()]

@@ -1,4 +1,4 @@
-"""The command line of the suite, and the record that it keeps."""
+"""The command line of the suite, and its record."""
 
 import argparse
 import gc
@@ -46,7 +46,7 @@ def cases_of(size: Size) -> dict[str, Callable[[Context], Found]]:
 
 
 def main() -> int:
-    """Measure, write, compare; return 1 where a case failed or lost speed."""
+    """Measure, write, compare; return 1 if a case failed or lost speed."""
     options = parse()
     try:
         device = choose_device(ALONE)
@@ -55,7 +55,7 @@ def main() -> int:
         if options.list:
             print("\n".join(names))
             return 0
-        try:  # before anything takes long
+        try:  # before any long work
             options.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--out {options.out}: {error.strerror}; name a folder") from error
@@ -96,13 +96,13 @@ def parse() -> argparse.Namespace:
 
 
 def size_of(options: argparse.Namespace, device: torch.device) -> Size:
-    """Choose how large to measure: small where there is no GPU, or where that is asked for."""
+    """Return the size of the measurements: small without a GPU, or if asked for."""
     size = SMALL if options.small or device.type == "cpu" else FULL
     return size if options.rounds is None else replace(size, rounds=options.rounds)
 
 
 def choose_cases(only: list[str] | None, names: list[str]) -> list[str]:
-    """Choose those asked for, by name or what stands before the slash. Raises: UserError for a word that is none."""
+    """Return the cases of --only, by name or the part before the slash. Raises: UserError for an unknown word."""
     for word in only or ():
         if not any(name == word or name.startswith(f"{word}/") for name in names):
             raise UserError(f"--only {word}: there is no such case; the cases are {', '.join(names)}")
@@ -110,7 +110,7 @@ def choose_cases(only: list[str] | None, names: list[str]) -> list[str]:
 
 
 class Suite:
-    """Keeps the record of one device, and says what happens to it."""
+    """The record of one device, with messages on its changes."""
 
     def __init__(self, options: argparse.Namespace, *, device: torch.device, size: Size, path: Path) -> None:
         self.options, self.device, self.size, self.path = options, device, size, path
@@ -122,7 +122,7 @@ class Suite:
         self.failed: list[str] = []
 
     def run(self, names: list[str]) -> int:
-        """Run the cases one after the other; the exit code."""
+        """Run the cases one after the other; return the exit code."""
         start = time.monotonic()
         if self.options.guard and self.last is None:
             say(f"no earlier results of {self.record['device']}: these are the first, and nothing is compared")
@@ -140,14 +140,14 @@ class Suite:
         start = time.monotonic()
         try:
             entry = self._measure(name)
-        except Exception as error:  # the others have their own conditions, and hours of measuring are not thrown away
+        except Exception as error:  # the others have their own conditions, and hours of measuring are not discarded
             if not isinstance(error, UserError):
                 traceback.print_exc()
             say(f"== {name} failed: {error}")
             self.failed.append(name)
             return
         finally:
-            gc.collect()  # what lies in cycles
+            gc.collect()  # frees reference cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         for what, why in entry["left_out"].items():
@@ -167,7 +167,7 @@ class Suite:
         return {**vars(found), "conditions": facts | found.conditions}
 
     def _keep(self, name: str, entry: dict[str, Any]) -> None:
-        """Keep a case in the record; what lost stays beside it, so the next guard still knows the better figures."""
+        """Keep a case in the record; write a slower one beside it, so the next guard still has the better figures."""
         before = (self.last or {"cases": {}})["cases"].get(name) if self.options.guard else None
         compared = [] if before is None else compare_case(before, entry)
         for each in compared:
@@ -185,7 +185,7 @@ class Suite:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """Read a record; None where there is none. Raises: UserError."""
+    """Read a record; None if there is none. Raises: UserError."""
     try:
         return dict(json.loads(path.read_text())) if path.exists() else None
     except (OSError, ValueError) as error:
@@ -193,5 +193,5 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def say(line: str) -> None:
-    """Print beside the report, which goes to standard output."""
+    """Print on standard error: the report is on standard output."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a case is told, and what it gives back."""
+"""Input and result of a case."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from benchmarks.record import spread
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Says how large a measurement is."""
+    """Size of a measurement."""
 
     name: str
     model: str
@@ -21,17 +21,17 @@ class Size:
     batch: int
     local_batches: tuple[int, ...]
     steps: int
-    """Between two looks at the clock; on a GPU at least as many as a replay needs."""
+    """Between two readings of the clock; on a GPU at least as many as a replay needs."""
     rounds: int
     """Turns of each contestant."""
     eval_images: int
     matmul: int
-    """Rows and columns of the product that shows the device's peak."""
+    """Rows and columns of the product that measures the device's peak."""
     copy_bytes: int
     repeats: int
-    """Looks at the clock for a peak."""
+    """Readings of the clock for a peak."""
     calls: int
-    """Between two of them: a launch and a look take longer than the smallest layers."""
+    """Calls between two readings: a launch and a reading take longer than the smallest layers."""
 
 
 FULL = Size(
@@ -71,14 +71,14 @@ TOO_LONG = "left out small on a CPU: compiling takes longer than all the rest"
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Says where and how large to measure, and names the folders that only the user can."""
+    """Device and size of the measurements, and the folders that only the user can name."""
 
     size: Size
     device: torch.device
     scratch: Path
-    """An empty folder, for what a case makes."""
+    """An empty folder for a case's files."""
     data: Path | None = None
-    """Images in class folders or shards, as of ImageNet."""
+    """Images like ImageNet's, in class folders or shards."""
     cifar: Path | None = None
     vision: Path | None = None
     """references/classification of a checkout of torchvision."""
@@ -92,22 +92,22 @@ class Context:
 
     @property
     def compiles(self) -> bool:
-        """Tell whether it compiles; not where small on a CPU: compiling takes longer there than all the rest."""
+        """Tell whether to compile; not for the small size on a CPU: compiling takes longer there than all the rest."""
         return not (self.is_small and self.device.type == "cpu")
 
 
 @dataclass
 class Found:
-    """Holds what a case measured."""
+    """Results of a case."""
 
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name: unit and spread."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """What was not measured, and why."""
+    """Missing measurements, and why."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Title: rows with the same columns, computed from the figures or measured beside them."""
     conditions: dict[str, Any] = field(default_factory=dict)
-    """Those of this case alone, beside those of all."""
+    """Conditions of this case alone, beside the common ones."""
 
     def add(self, name: str, values: Sequence[float], *, unit: str) -> None:
         """Add a figure. The guard watches images/s, s, TFLOP/s and GB/s, not ratio and share."""

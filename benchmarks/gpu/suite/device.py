@@ -1,4 +1,4 @@
-"""Which device this is, and in which state."""
+"""Name and state of the device."""
 
 import re
 import subprocess
@@ -16,11 +16,11 @@ ASKED = {
     "max_sm_clock": "clocks.max.sm",
     "temperature_celsius": "temperature.gpu",
 }
-"""Condition: what nvidia-smi calls it."""
+"""Condition: its name in nvidia-smi."""
 
 
 def device_name(device: torch.device) -> str:
-    """Name what records of one machine and another are told apart by."""
+    """Return the name that distinguishes records of different machines."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -46,7 +46,7 @@ def device_conditions(device: torch.device) -> dict[str, Any]:
 
 
 def _ask_driver(gpu: str) -> dict[str, str | None]:
-    """Ask nvidia-smi; None for all where there is no nvidia-smi, as in some containers."""
+    """Ask nvidia-smi; None for all values without nvidia-smi, as in some containers."""
     command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(ASKED.values())}", "--format=csv,noheader"]
     try:
         line = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout

@@ -13,11 +13,11 @@ from bigbatch.trainer.input.loaders import dali
 from bigbatch.trainer.input.shards import open_split
 
 ROUNDS = 3
-"""At most: each of them takes a minute or more."""
+"""Most rounds: each takes a minute or more."""
 
 
 def measure(context: Context) -> Found:
-    """Time the loader drained, and the evaluation, in turn; the first round is thrown away."""
+    """Time the loader alone, and the evaluation, in turn; the first round is discarded."""
     found, size = Found(), context.size
     made = small_images if context.is_small else lambda scratch: like_imagenet(scratch, num_images=size.eval_images)
     root = context.data or made(context.scratch)

@@ -1,15 +1,15 @@
-"""Holds new figures against the last ones of the same GPU."""
+"""Compare new figures with the last ones of the same GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 MOST_LOST = 0.05
-"""Share of a rate, or of a time in addition, that may be lost without failing."""
+"""Share of a rate, or added share of a time, that may be lost without failing."""
 WATCHED = {"images/s": 1, "TFLOP/s": 1, "GB/s": 1, "s": -1}
-"""Units: 1 where more is better, -1 where less is. Ratios are not watched: a peer may have become faster."""
+"""Units: 1 if more is better, -1 if less is. Ratios are not watched: a peer may have become faster."""
 DIGITS = 9
-"""So that a loss of exactly 5% is no more than that."""
+"""Rounding, so that a loss of exactly 5% passes."""
 
 Case = Mapping[str, Any]
 Figure = Mapping[str, Any]
@@ -17,18 +17,18 @@ Figure = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Puts a figure of then beside that of now, which is None where it was not measured any more."""
+    """An earlier figure beside the new one, which is None if it was not measured."""
 
     name: str
     unit: str
     before: float
     now: float | None
     noise: float
-    """Distance of the quartiles as a share of the median, of the noisier of the two."""
+    """Distance of the quartiles as a share of the median, for the noisier of the two."""
 
     @property
     def loss(self) -> float:
-        """Return the share of the rate that was lost, or of the time that was added; negative where it got better."""
+        """Return the lost share of the rate, or the added share of the time; negative if it improved."""
         if self.now is None:
             return 1.0
         lost = 1 - self.now / self.before if WATCHED[self.unit] > 0 else self.now / self.before - 1
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def compare_case(before: Case, now: Case) -> list[Comparison]:
-    """Compare every watched figure that the earlier record of a case has. Figures that are new have nothing to lose."""
+    """Compare every watched figure of the earlier record of a case. New figures have nothing to lose."""
     return [
         _compare(name, figure, now["figures"].get(name))
         for name, figure in before["figures"].items()

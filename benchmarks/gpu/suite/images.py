@@ -1,4 +1,4 @@
-"""Images for cases that the user gave none."""
+"""Images for cases without the user's own."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from bigbatch.trainer.datasets.generated import write_dataset
 
 
 def small_images(scratch: Path, *, side: int = 40) -> Path:
-    """Write the embedded data set, a few images of it, of that height and width."""
+    """Write some images of the embedded data set at that size."""
     root = scratch / f"shapes-{side}"
     write_dataset(root, train_per_class=2, val_per_class=2, side_pixels=(side, side))
     return root

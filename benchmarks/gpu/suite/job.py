@@ -1,4 +1,4 @@
-"""A config's real parts and training step, and the rates of several contestants in turn."""
+"""The parts and training step of a config, and the rates of several contestants in turn."""
 
 import sys
 import time
@@ -26,15 +26,15 @@ from bigbatch.trainer.step.loop import TrainStep
 
 COMPILED: dict[str, Any] = {"compute.compile": "default"}
 CAPTURED = {**COMPILED, "compute.cuda_graph": True}
-"""The fastest step that we have: compiled, and in one CUDA graph."""
+"""The fastest step of bigbatch: compiled, and in one CUDA graph."""
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Keeps what configs and peers switch for the whole process: each contestant gets its own back at its turn.
+    """Process-wide settings of configs and peers: each contestant gets its own at its turn.
 
-    By torch's older switches alone, as the trainer (docs/decisions/042): its compiler fails on a mix of both.
+    By torch's older switches alone, like the trainer (docs/decisions/042): its compiler fails on a mix of both.
     """
 
     cudnn_benchmark: bool = field(default_factory=lambda: torch.backends.cudnn.benchmark)
@@ -42,7 +42,7 @@ class Flags:
     products: str = field(default_factory=torch.get_float32_matmul_precision)
 
     def switch(self) -> None:
-        """Switch flags back as they were when this was made."""
+        """Restore the flags as they were when this was made."""
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch announces the newer ones
@@ -55,7 +55,7 @@ AS_TORCH_STARTS = Flags()
 
 @dataclass(frozen=True)
 class Contestant:
-    """Trains so many steps of a batch."""
+    """Trains that many steps of a batch."""
 
     run: Callable[[int], object]
     batch: int
@@ -64,7 +64,7 @@ class Contestant:
 
 
 def settings_for(size: Size, *, batch: int, precision: str) -> dict[str, Any]:
-    """List overrides of imagenet/resnet50_8k: that model on generated tensors, one microbatch a step."""
+    """Return overrides of imagenet/resnet50_8k: that model on generated tensors, one microbatch a step."""
     return {
         "model.name": size.model,
         "data.loader": "synthetic",
@@ -82,7 +82,7 @@ def settings_for(size: Size, *, batch: int, precision: str) -> dict[str, Any]:
 
 
 def in_precision(precision: str) -> dict[str, Any]:
-    """Add the precision, with the loss scale that fp16 needs."""
+    """Return the settings of the precision, with the loss scale that fp16 needs."""
     scale = ("optimizer.loss_scale", "optimizer.loss_scale_growth_steps")
     values = (65536.0, 2000) if precision in SCALED else (None, None)
     return {"optimizer.precision": precision, **dict(zip(scale, values, strict=True))}
@@ -115,26 +115,26 @@ class Job:
         self._step = 0
 
     def run(self, steps: int) -> None:
-        """Run so many further steps."""
+        """Run that many further steps."""
         self.parts.model.train()
         for _ in range(steps):
             self._train_step(self._step, self._stream)
             self._step += 1
 
     def run_reading_the_loss(self, steps: int) -> None:
-        """Run the same, and the host waits for the loss of each step, as many training scripts do."""
+        """Run the same, waiting on the host for each step's loss, as many training scripts do."""
         for _ in range(steps):
             self.run(1)
             self._train_step.window.sums_3.tolist()
 
     def close(self) -> None:
-        """Stop what works ahead, let go of the parts, leave the job."""
+        """Stop background work, release the parts, leave the job."""
         self.parts.close()
         self.train_split.loader.close()
         self.eval_split.loader.close()
         self.communicator.close()
         if "torch._dynamo" in sys.modules:  # something was compiled
-            torch._dynamo.reset()  # or the next batch size counts as a dynamic shape
+            torch._dynamo.reset()  # else the next batch size counts as a dynamic shape
 
 
 def contestant(settings: Settings, *, reads_loss: bool = False, with_nccl: bool = False) -> Contestant:
@@ -154,7 +154,7 @@ def seconds_of(action: Callable[[], object], *, device: torch.device) -> float:
 
 
 def turn(each: Contestant, *, steps: int, device: torch.device) -> float:
-    """Measure images per second of so many steps."""
+    """Measure images per second over that many steps."""
     each.flags.switch()
     return steps * each.batch / seconds_of(lambda: each.run(steps), device=device)
 
@@ -162,7 +162,7 @@ def turn(each: Contestant, *, steps: int, device: torch.device) -> float:
 def rates_in_turn(
     contestants: Mapping[str, Contestant], *, size: Size, device: torch.device
 ) -> dict[str, Sequence[float]]:
-    """Measure images/s of each, interleaved, so that a slow spell hits all alike; the first round is thrown away.
+    """Measure images/s of each, interleaved, so that a slow spell affects all alike; the first round is discarded.
 
     On a GPU, which captures after some steps, a turn is long enough for a replay, at the small size too.
     """

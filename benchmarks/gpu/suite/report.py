@@ -1,4 +1,4 @@
-"""A record as a page of Markdown."""
+"""Write a record as a page of Markdown."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from benchmarks.gpu.suite.targets import TARGETS
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """Write targets, then each case: its figures, its tables, what was left out, and under which conditions."""
+    """Write targets, then each case: its figures, its tables, missing measurements, and its conditions."""
     title = f"# {record['device']}: benchmarks/gpu"
     if record["size"] != "full":
         return "\n\n".join([title, "Small size: shows that all cases run, and no figure of it means anything.\n"])
@@ -16,7 +16,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def targets(cases: Mapping[str, Any]) -> str:
-    """Write all of them, and whether they are met."""
+    """Write all targets, and whether they are met."""
     rows = []
     for target in TARGETS:
         value = target.value(cases)

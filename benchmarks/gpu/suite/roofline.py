@@ -1,4 +1,4 @@
-"""What this device can do at best, measured, and the shortest step that this leaves."""
+"""Measure the peaks of this device, and compute the shortest possible step from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ PASSES = 3
 
 @dataclass(frozen=True)
 class Layer:
-    """Describes a convolution, or the classifier as one of 1 x 1, at a batch size."""
+    """A convolution, or the classifier as one of 1 x 1, at a batch size."""
 
     input_shape: tuple[int, ...]
     weight_shape: tuple[int, ...]
@@ -38,13 +38,13 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """Read and written by all passes, each tensor once a pass."""
+        """Elements read and written by all passes, each tensor once a pass."""
         shapes = (self.input_shape, self.weight_shape, self.output_shape)
         return self.num_passes * sum(torch.Size(shape).numel() for shape in shapes)
 
 
 def layers_of(model: str, *, batch: int, image_size: int, num_classes: int) -> list[Layer]:
-    """List layers in which a ResNet does its arithmetic, from a forward without memory."""
+    """List the layers with a ResNet's arithmetic, from a forward without memory."""
     layers: list[Layer] = []
 
     def see(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -66,12 +66,12 @@ def layers_of(model: str, *, batch: int, image_size: int, num_classes: int) -> l
 
 
 def shortest_seconds(layers: list[Layer], *, flops_per_s: float, bytes_per_s: float, element_bytes: int) -> float:
-    """Add up layers whose passes take as long as their arithmetic or as their tensors, whichever is longer."""
+    """Add up layers; each takes as long as its arithmetic or as its tensors, whichever is longer."""
     return sum(max(each.flops / flops_per_s, element_bytes * each.elements / bytes_per_s) for each in layers)
 
 
 def measure_peaks(context: Context, found: Found, *, layers: list[Layer]) -> float:
-    """Add the peaks of product, copy and convolutions alone to found; seconds of the shortest step of those layers."""
+    """Add the peaks of product, copy and convolutions alone to found; return the seconds of the shortest step."""
     size = context.size
     products, copies = product_seconds(context), copy_seconds(context)
     torch.backends.cudnn.benchmark = True
@@ -120,7 +120,7 @@ def convolution_seconds(layer: Layer, context: Context) -> list[float]:
 
 
 def repeated(action: Callable[[], object], context: Context) -> list[float]:
-    """Measure the seconds of one call, of several repetitions; the first one is thrown away."""
+    """Measure the seconds of one call, over several repetitions; the first one is discarded."""
     size = context.size
 
     def calls() -> None:

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/gpu as cases: a process each, whose own record is read."""
+"""The scripts of benchmarks/gpu as cases: each runs in a separate process and leaves its record."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def measure_inference(context: Context) -> Found:
 
 
 def measure_recompute(context: Context) -> Found:
-    """Measure the curve of memory against time, from no block that is computed again to all."""
+    """Measure the curve of memory against time, from no recomputed block to all."""
     size, found = context.size, Found()
     options = ["--batch", str(size.batch), "--repetitions", str(size.rounds), *_net(context)]
     if context.is_small:
@@ -57,7 +57,7 @@ def measure_recompute(context: Context) -> Found:
 
 
 def run_script(name: str, options: list[str], context: Context) -> dict[str, Any]:
-    """Run a script; return its record. What it says goes to standard error, as it comes."""
+    """Run a script; return its record. Its output goes to standard error at once."""
     out = context.scratch / f"{name}.json"
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", *options, "--out", str(out)]
     subprocess.run(command, check=True, stdout=sys.stderr)

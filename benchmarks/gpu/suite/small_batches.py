@@ -12,7 +12,7 @@ MODES: dict[str, dict[str, Any]] = {"eager": {}, "compile": COMPILED, "cuda_grap
 
 
 def measure(context: Context, *, batch: int) -> Found:
-    """Measure a local batch in every mode, in turn. On a GPU sums of a world of one go through NCCL all the same."""
+    """Measure a local batch in every mode, in turn. On a GPU even a world of one sums through NCCL."""
     found, contestants = Found(), {}
     with ExitStack() as stack:
         for mode, settings in MODES.items():
@@ -33,5 +33,5 @@ def measure(context: Context, *, batch: int) -> Found:
 
 
 def cases(local_batches: tuple[int, ...]) -> dict[str, partial[Found]]:
-    """List one case for each local batch, so that each is written when it is done."""
+    """List one case for each local batch, so that each is written at its end."""
     return {f"small_batches/{batch}": partial(measure, batch=batch) for batch in local_batches}

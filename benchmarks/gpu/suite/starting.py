@@ -1,4 +1,4 @@
-"""From the command to the end of the first step, with a cold and with a warm compile cache."""
+"""Time from the command to the end of the first step, with a cold and with a warm compile cache."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from benchmarks.gpu.suite.job import COMPILED, Settings, as_options, settings_fo
 from bigbatch.trainer.run.folder import RunDir, read_records
 
 ROUNDS = 3
-"""At most: each of them takes a minute or more."""
+"""Most rounds: each takes a minute or more."""
 
 
 def measure(context: Context) -> Found:
@@ -53,10 +53,10 @@ def first_step(context: Context, settings: Settings, *, name: str, cache: str = 
 
 
 def with_cache(folder: Path) -> dict[str, str]:
-    """Copy this process's environment, and where the compiler keeps its results."""
+    """Return this process's environment with the compiler's cache in folder."""
     return {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
 
 
 def seconds_to_first_step(folder: Path, *, start: float) -> float:
-    """Return the seconds to the first step's record. start: seconds since the epoch, as records have them."""
+    """Return the seconds to the first step's record. start: seconds since the epoch, like the records."""
     return next(float(each["time"]) for each in read_records(RunDir(folder).metrics) if each["kind"] == "train") - start

@@ -1,4 +1,4 @@
-"""The way to the published record in steps, each with what it gained and its share of the roofline."""
+"""Steps from a plain script to the published record, each with its gain and its share of the roofline."""
 
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -23,17 +23,17 @@ UNFUSED = {
     "optimizer.name": "torch.optim.SGD",
     "optimizer.options": {"momentum": 0.9},
 }
-"""As torchvision's script updates. Our own optimizers are fused always."""
+"""The update of torchvision's script. Our own optimizers are always fused."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Says what changes against the steps before."""
+    """A change against the steps before."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     reads_loss: bool = True
-    """The host waits for the loss of each step."""
+    """True if the host waits for the loss of each step."""
 
 
 STEPS = (
@@ -67,7 +67,7 @@ def measure(context: Context) -> Found:
 
 
 def make_contestants(context: Context, found: Found, *, stack: ExitStack) -> dict[str, Contestant]:
-    """Make those steps that this device can do; the others are left out of the later ones, too."""
+    """Make the steps that this device supports; later steps leave out the others, too."""
     size, made = context.size, {}
     settings = settings_for(size, batch=size.batch, precision="fp32")
     for step in STEPS:

@@ -1,4 +1,4 @@
-"""What the figures should reach."""
+"""Targets of the figures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from benchmarks.gpu.suite.torchvision_peer import SCRIPT
 
 @dataclass(frozen=True)
 class Target:
-    """Names the median of a figure, or its ratio to the median of another one."""
+    """A target for the median of a figure, or for its ratio to the median of another one."""
 
     words: str
     figure: tuple[str, str]
-    """Case, and name in it."""
+    """Case, and the figure's name in it."""
     over: tuple[str, str] | None = None
     least: float | None = None
     most: float | None = None
 
     def value(self, cases: Mapping[str, Any]) -> float | None:
-        """Look up the value; None where it was not measured."""
+        """Return the value; None if it was not measured."""
         medians = [_median(cases, where) for where in (self.figure, self.over) if where is not None]
         known = [each for each in medians if each is not None]
         if len(known) < len(medians):
@@ -28,7 +28,7 @@ class Target:
         return known[0] if len(known) == 1 else known[0] / known[1]
 
     def is_met(self, value: float) -> bool:
-        """Tell whether a value is enough."""
+        """Tell whether a value meets the target."""
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
     @property

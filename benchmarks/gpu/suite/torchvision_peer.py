@@ -1,4 +1,4 @@
-"""torchvision's reference training script with AMP and channels-last, or a stand-in where it is not at hand."""
+"""torchvision's reference training script with AMP and channels-last, or a stand-in if it is not available."""
 
 import contextlib
 import importlib
@@ -25,7 +25,7 @@ SCRIPT = "torchvision's script"
 STAND_IN = f"stand-in for {SCRIPT}"
 NEEDED = ("model", "criterion", "optimizer", "data_loader", "device", "epoch", "args", "scaler")
 OF_SCRIPT = {"print_freq": 10, "clip_grad_norm": None, "model_ema_steps": 32}
-"""Its defaults, as far as an epoch reads them."""
+"""The script's defaults, as far as an epoch reads them."""
 
 Epoch = Callable[..., Any]
 Batches = Generator[tuple[Tensor, Tensor], None, None]
@@ -33,7 +33,7 @@ Batches = Generator[tuple[Tensor, Tensor], None, None]
 
 @dataclass(frozen=True)
 class Few:
-    """Yields so many batches of an endless stream, with the length for which the script asks."""
+    """Yields that many batches of an endless stream, with the length that the script needs."""
 
     batches: Batches
     count: int
@@ -46,7 +46,7 @@ class Few:
 
 
 def peer_name(context: Context) -> str:
-    """Name what the figures of this peer are called: the stand-in is never called torchvision's."""
+    """Return the peer's name for figures: the stand-in is never called torchvision's."""
     return STAND_IN if context.vision is None else SCRIPT
 
 
@@ -80,7 +80,7 @@ def stand_in_epoch(
     args: Namespace,
     scaler: torch.amp.GradScaler | None = None,
 ) -> None:
-    """Do what such a script does in an epoch: autocast, scaled update, loss and accuracies read at every step."""
+    """Run an epoch like that script: autocast, scaled update, loss and accuracies read at every step."""
     model.train()
     for batch_images, batch_labels in data_loader:
         images, labels = batch_images.to(device), batch_labels.to(device)
@@ -115,7 +115,7 @@ def peer(context: Context, batches: Batches, *, num_classes: int) -> Contestant:
         with contextlib.redirect_stdout(io.StringIO()):
             epoch(model, F.cross_entropy, optimizer, Few(batches, steps), device, 0, args, scaler=scaler)
 
-    flags = replace(AS_TORCH_STARTS, cudnn_benchmark=True)  # as the script has it
+    flags = replace(AS_TORCH_STARTS, cudnn_benchmark=True)  # as in the script
     return Contestant(run, context.size.batch, batches.close, flags)
 
 
@@ -130,7 +130,7 @@ def generated_batches(context: Context) -> Batches:
 
 
 def image_batches(context: Context, root: Path) -> Batches:
-    """Load training images as the script's preset makes them, by torch's DataLoader with a worker per core."""
+    """Load training images like the script's preset, by torch's DataLoader with a worker per core."""
     import torchvision
     from torchvision.transforms import v2
 
@@ -151,5 +151,5 @@ def image_batches(context: Context, root: Path) -> Batches:
 
 
 def num_workers(context: Context) -> int:
-    """Count processes that read for the script."""
+    """Return the number of the script's worker processes."""
     return 1 if context.is_small else len(os.sched_getaffinity(0))

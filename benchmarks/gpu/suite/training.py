@@ -14,11 +14,11 @@ from benchmarks.record import ratios
 from bigbatch.trainer.input.shards import open_split
 
 MOST_BATCHES_AHEAD = 2
-"""Of each worker of torch's DataLoader, which have to be used up before the clock starts."""
+"""Batches ahead of each worker of torch's DataLoader, which are consumed before the clock starts."""
 
 
 def measure_generated(context: Context) -> Found:
-    """Measure with all resident on the device, so that nothing but the steps counts; the contestants take turns."""
+    """Measure with all tensors on the device, so that only the steps count; the contestants take turns."""
     size, found, contestants = context.size, Found(), {}
     peer = torchvision_peer.peer_name(context)
     with ExitStack() as stack:
@@ -33,7 +33,7 @@ def measure_generated(context: Context) -> Found:
 
 
 def measure_images(context: Context) -> Found:
-    """Measure the same from JPEG files: DALI beside torch's DataLoader, each alone with the cores at its turn."""
+    """Measure from JPEG files: DALI beside torch's DataLoader, each alone with the cores at its turn."""
     found = Found()
     root = context.data or (small_images(context.scratch) if context.is_small else None)
     if root is None:
@@ -59,12 +59,12 @@ def measure_images(context: Context) -> Found:
 
 
 def precisions(context: Context) -> tuple[str, ...]:
-    """List precisions, without fp16 on a CPU, which takes its time."""
+    """List precisions, without fp16 on a CPU, where it is slow."""
     return ("bf16",) if context.is_small else ("bf16", "fp16")
 
 
 def fastest(context: Context, *, precision: str) -> dict[str, Any]:
-    """Choose settings on generated tensors: compiled and captured, but for a CPU; the steps show each alone."""
+    """Return settings on generated tensors: compiled and captured, except on a CPU; the steps show each alone."""
     settings = settings_for(context.size, batch=context.size.batch, precision=precision)
     return settings | CAPTURED if context.compiles else settings
 
@@ -88,7 +88,7 @@ def theirs(context: Context, root: Path, *, num_classes: int) -> Contestant:
 
 
 def rate_alone(each: Contestant, context: Context) -> float:
-    """Measure images per second once all that was read ahead has been used up."""
+    """Measure images per second once all batches read ahead have been consumed."""
     ahead = MOST_BATCHES_AHEAD * torchvision_peer.num_workers(context)
     turn(each, steps=ahead + context.size.steps, device=context.device)
     return turn(each, steps=3 * context.size.steps, device=context.device)
