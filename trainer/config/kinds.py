@@ -1,4 +1,4 @@
-"""Options of our own models, optimizers and schedules: what the key options of a section holds for each of them."""
+"""Options of bigbatch's own models, optimizers and schedules: legal values of `options` in each section."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -28,11 +28,11 @@ class ResNet9Options:
     width: Annotated[int, COUNT] = 64
     """Channels of the first layer."""
     pool_first: bool = True
-    """Max-pool before norm and activation, which then have a quarter of the pixels."""
+    """Max-pool before norm and activation, which then compute on a quarter of the pixels."""
     celu_alpha: Annotated[float | None, FP32] = None
     """CELU with this alpha instead of ReLU; null for ReLU."""
     norm_scale: Annotated[float | None, FP32] = None
-    """Batch norm's scales stay at this value; null to learn them."""
+    """Fix batch norm's scales at this value; null to learn them."""
     logit_scale: Annotated[float, POSITIVE] = 0.125
     """Factor on the logits."""
     whitening_eps: Annotated[float | None, POSITIVE] = None
@@ -55,11 +55,11 @@ class MuonOptions:
     """Options of muon."""
 
     vector_lr_factor: Annotated[float, POSITIVE] = 1.0
-    """Factor on the schedule's rate for what is no matrix (bias, batch norm), which SGD updates."""
+    """Factor on the learning rate of weights that are not matrices (bias, batch norm), which SGD updates."""
     newton_schulz_steps: Annotated[int, COUNT] = 5
     """Steps of the iteration that makes an update orthogonal."""
     newton_schulz_precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of these steps; bf16 is the source's, for GPUs."""
+    """Precision of these steps; the source uses bf16, on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,11 @@ class ShampooOptions:
     """Options of shampoo."""
 
     block_size: Annotated[int, COUNT] = 1024
-    """Most rows and columns of a block of a matrix."""
+    """Largest number of rows and of columns in a block of a matrix."""
     root_every_steps: Annotated[int, COUNT] = 10
-    """Updates from one computation of the inverse roots to the next."""
+    """Updates between two computations of the inverse roots."""
     factor_decay: Annotated[float, BELOW_ONE] = 0.95
-    """Share of the running means of G Gᵀ and Gᵀ G that is kept, in [0, 1)."""
+    """Decay rate of the running means of G Gᵀ and Gᵀ G, in [0, 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +97,9 @@ class CyclicOptions:
     """Options of cyclic."""
 
     cycle_epochs: Annotated[float, POSITIVE] = 2.0
-    """Length of a cycle, half of it up and half down, in epochs."""
+    """Length of a cycle, half of it rising and half falling, in epochs."""
     cycle_factor: Annotated[float, ABOVE_ZERO] = 1.0
-    """Height of each cycle, over that of the one before, in (0, 1]."""
+    """Height of each cycle relative to the one before, in (0, 1]."""
 
 
 HOLDERS: dict[str, dict[str, type]] = {
@@ -112,18 +112,18 @@ KINDS = {
     section: {name: {key.name: key for key in read_keys(f"{section}.options", holder)} for name, holder in own.items()}
     for section, own in HOLDERS.items()
 }
-"""The same by the name of each option."""
+"""Section -> name of a model, optimizer or schedule -> name of an option -> its key."""
 OPTION_KEYS = {str(key): key for own in KINDS.values() for keys in own.values() for key in keys.values()}
-"""Every option of our own by its dotted key, such as model.options.width."""
+"""Dotted key -> key of every option above, such as model.options.width."""
 
 
 def is_option(name: str) -> bool:
-    """Tell whether a dotted key is an option of a model, an optimizer or a schedule, ours or another's."""
+    """Tell whether a dotted key is an option of a model, optimizer or schedule, of bigbatch or another package."""
     return any(name.startswith(f"{section}.options.") for section in KINDS)
 
 
 def fold(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather options that are stated apart: {'model.options.width': 4} -> {'model.options': {'width': 4}}."""
+    """Collect options under their section: {'model.options.width': 4} -> {'model.options': {'width': 4}}."""
     folded = {name: value for name, value in values.items() if not is_option(name)}
     for name in filter(is_option, values):
         section, key, option = name.split(".", 2)
@@ -132,7 +132,7 @@ def fold(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spread(values: Mapping[str, Any]) -> dict[str, Any]:
-    """State options apart, each by its dotted key: what fold takes back."""
+    """Undo fold: return each option under a dotted key, such as model.options.width."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if name in SPREAD and isinstance(value, Mapping):
@@ -146,19 +146,19 @@ SPREAD = tuple(f"{section}.options" for section in KINDS)
 
 
 def complete(section: str, name: str, stated: Any) -> Any:
-    """Return all options of that model, optimizer or schedule, with defaults; as stated where it is not ours."""
+    """Return all options of that model, optimizer or schedule, with defaults; unchanged for another package's."""
     keys = KINDS[section].get(name)
     if keys is None or not isinstance(stated, Mapping | None):
         return stated or None
     held = {option: key.default for option, key in keys.items()} | dict(stated or {})
     for option in held.keys() & keys.keys():
-        with suppress(TypeError):  # which check_options refuses
+        with suppress(TypeError):  # check_options refuses it
             held[option] = conform(held[option], keys[option].kind)
     return held
 
 
 def check_options(section: str, name: str, stated: Mapping[str, Any] | None) -> Iterator[str]:
-    """Refuse what is no option of that model, optimizer or schedule of ours, or has no legal value."""
+    """Yield an error for each unknown option of that model, optimizer or schedule, and each illegal value."""
     keys = KINDS[section].get(name, {})
     for option, value in (stated or {}).items():
         named = f"{section}.options.{option}"
@@ -175,7 +175,7 @@ def check_options(section: str, name: str, stated: Mapping[str, Any] | None) -> 
 
 
 def check_ranges(name: str, value: Any, key: Key) -> Iterator[str]:
-    """Refuse numbers that are none of the key's legal ones."""
+    """Yield an error if a number is outside a legal range of key."""
     numbers = value if isinstance(value, tuple) else (value,)
     for legal in key.ranges:
         if value is not None and not all(map(legal.holds, numbers)):
