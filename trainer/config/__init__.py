@@ -1,1 +1,1 @@
-"""What a run is: sections, their defaults and checks, files."""
+"""The config of a run: sections, their defaults and checks, files."""

@@ -1,4 +1,4 @@
-"""Which augmentations go together, with the batch, and with the size of the images."""
+"""Check that the augmentations fit each other, the batch and the image sizes."""
 
 from collections.abc import Iterator
 
@@ -6,14 +6,14 @@ from bigbatch.trainer.config.batch import ranks_per_ghost
 from bigbatch.trainer.config.sections import AugmentConfig, BatchConfig, DataConfig
 
 SMALLEST_SHARPENED = 3
-"""Pixels a side that one of RandAugment's operations needs."""
+"""Smallest side, in pixels, for one of RandAugment's operations."""
 
 SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
-"""Pixels a side that a model needs to reach its last pooling; the ResNets take any."""
+"""Smallest side, in pixels, that reaches a model's last pooling; the ResNets take any."""
 
 
 def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
-    """Say where augmentations contradict each other or the batch."""
+    """Yield an error for each augmentation that contradicts another or the batch."""
     if (augment.randaugment_ops == 0) != (augment.randaugment_magnitude is None):
         remedy = "give one, 9 is usual" if augment.randaugment_ops else "set it to null"
         yield (
@@ -29,13 +29,13 @@ def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
     if (augment.mixup_alpha or augment.cutmix_alpha) and ranks_per_ghost(batch) > 1:
         yield (
             f"augment.mixup_alpha={augment.mixup_alpha} and augment.cutmix_alpha={augment.cutmix_alpha} mix within a "
-            f"ghost batch, whose images batch.bn_span={batch.bn_span} spreads over ranks of "
+            f"ghost batch, which batch.bn_span={batch.bn_span} spreads over ranks of "
             f"batch.microbatch_size={batch.microbatch_size}: set both to 0"
         )
 
 
 def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) -> Iterator[str]:
-    """Say where images are too small for the model, or for an augmentation."""
+    """Yield an error for each image size that is too small for the model or an augmentation."""
     needs = [(SMALLEST_IMAGE.get(model, 1), f"model.name={model}")]
     if augment.randaugment_ops:
         needs.append((SMALLEST_SHARPENED, f"augment.randaugment_ops={augment.randaugment_ops}"))

@@ -1,4 +1,4 @@
-"""Which global batches, microbatches, ghost batches and numbers of ranks go together."""
+"""Check that global batch, microbatches, ghost batches and number of ranks fit each other."""
 
 import math
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import BatchConfig
 
 LEAST_SPAN = 8
-"""Images of a ghost batch below which none is proposed: their statistics say too little."""
+"""Smallest ghost batch that an error proposes: statistics of fewer images are too noisy."""
 
 
 def check_batch(batch: BatchConfig) -> Iterator[str]:
-    """Check what can be said before the number of ranks is known."""
+    """Yield each error that does not depend on the number of ranks."""
     microbatch_size, bn_span = batch.microbatch_size, batch.bn_span
     if microbatch_size % bn_span and bn_span % microbatch_size:
         yield (
@@ -35,12 +35,12 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def ranks_per_ghost(batch: BatchConfig) -> int:
-    """Count the neighbouring ranks that share each ghost batch: 1 where a microbatch holds whole ones."""
+    """Return the number of neighbouring ranks that share a ghost batch: 1 if a microbatch holds whole ones."""
     return max(1, batch.bn_span // batch.microbatch_size)
 
 
 def ghosts_per_microbatch(batch: BatchConfig) -> int:
-    """Count the ghost batches that a microbatch belongs to: all of several, or a part of one."""
+    """Return the number of ghost batches in a microbatch; 1 if it holds a part of one."""
     return max(1, batch.microbatch_size // batch.bn_span)
 
 
@@ -68,7 +68,7 @@ def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
 
 
 def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
-    """Name what fits: a smaller microbatch, for the same update, where there is one, else what changes the update."""
+    """Return a remedy: a smaller microbatch, which keeps the update, else values that change the update."""
     whole = _fitting_microbatch(batch, num_ranks=num_ranks, least_shares=1, most_shares=1)
     shared = _fitting_microbatch(
         batch, num_ranks=num_ranks, least_shares=max(2, ranks_per_ghost(batch)), most_shares=batch.bn_span
@@ -89,7 +89,7 @@ def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
 
 
 def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, least_shares: int, most_shares: int) -> int | None:
-    """Find the largest microbatch up to the config's own that fits where so many ranks share a ghost batch, if any."""
+    """Return the largest legal microbatch, up to the config's, if that many ranks share a ghost batch; else None."""
     for size in range(batch.microbatch_size, 0, -1):
         shares, rest = divmod(batch.bn_span, size) if size < batch.bn_span else (1, size % batch.bn_span)
         divides = rest == 0 and num_ranks % shares == 0 and batch.global_batch_size % (size * num_ranks) == 0
@@ -119,7 +119,7 @@ def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
 
 
 def _fitting_ranks(batch: BatchConfig, *, limit: int) -> int:
-    """Find the most ranks up to limit that can share the global batch, or the fewest where all exceed limit."""
+    """Return the most ranks up to limit that can divide the global batch, or the fewest if all exceed limit."""
     shares, num_parts = ranks_per_ghost(batch), batch.global_batch_size // max(batch.bn_span, batch.microbatch_size)
     return shares * largest_divisor(num_parts, max(1, limit // shares))
 

@@ -1,4 +1,4 @@
-"""What goes together in the computation of forward and backward."""
+"""Check that the settings of forward and backward fit each other."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ RESIDUAL_BLOCKS = {
 
 
 def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> Iterator[str]:
-    """Check what compiling and recomputation go with."""
+    """Yield an error for each setting that compilation or recomputation cannot have."""
     if compute.compile is None and compute.compile_fallback:
         yield "compute.compile_fallback=True has no meaning without compute.compile: set it to false"
     if compute.compile is not None and ranks_per_ghost(batch) > 1:
@@ -34,21 +34,21 @@ def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> 
 
 
 def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
-    """Refuse what a captured step cannot have."""
+    """Yield an error for each setting that a captured step cannot have."""
     if not compute.cuda_graph:
         return
     if is_foreign(optimizer.name):
         yield (
-            f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}, for which the host waits every "
+            f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}: the host waits for it every "
             "step: set compute.cuda_graph to false"
         )
     if optimizer.name == "shampoo":
         yield (
-            "compute.cuda_graph=True cannot capture optimizer.name=shampoo, which computes roots in some steps alone: "
+            "compute.cuda_graph=True cannot capture optimizer.name=shampoo, which computes roots in some steps only: "
             "set it to false"
         )
     if comm.timeline_steps is not None:
         yield (
-            f"comm.timeline_steps={list(comm.timeline_steps)} cannot look into the steps of compute.cuda_graph=True: "
+            f"comm.timeline_steps={list(comm.timeline_steps)} cannot record the steps of compute.cuda_graph=True: "
             "set one of them to null or false"
         )

@@ -1,4 +1,4 @@
-"""Which settings of the input go together, and with the rest of the run."""
+"""Check that the data settings fit each other and the rest of the run."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from bigbatch.trainer.config.sections import CommConfig, DataConfig
 
 
 def check_loader(data: DataConfig) -> Iterator[str]:
-    """Say where crop, sizes or stage do not go with the loader."""
+    """Yield an error if crop, sizes or stage do not fit the loader."""
     if (data.loader == "resident") != (data.crop == "padded"):
         yield (
             f"data.crop={data.crop} does not go with data.loader={data.loader}: resident takes padded crops, the "
@@ -25,7 +25,7 @@ def check_loader(data: DataConfig) -> Iterator[str]:
 
 
 def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:
-    """Refuse a patience of which twice (input/retry.py) is more than other ranks wait."""
+    """Yield an error if twice the patience (input/retry.py) is longer than other ranks wait."""
     patience, timeout = data.patience_seconds, comm.timeout_seconds
     if data.loader == "synthetic" or 2 * (patience + 1) <= timeout:
         return
@@ -38,7 +38,7 @@ def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:
 
 
 def check_train_sizes(data: DataConfig, *, epochs: int) -> Iterator[str]:
-    """Say where the sizes are not those of a run of so many epochs."""
+    """Yield an error if train_sizes do not fit a run of that many epochs."""
     if data.train_sizes is None:
         return
     firsts = [first for first, _ in data.train_sizes]

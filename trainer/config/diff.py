@@ -11,7 +11,7 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what differs. Raises: ConfigError."""
+    """Print the keys that differ. Raises: ConfigError."""
     arguments = _make_parser().parse_args(argv)
     names = (arguments.a, arguments.b)
     a, b = (resolve([f"--config={name}"], prog="bigbatch config diff") for name in names)

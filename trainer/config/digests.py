@@ -1,4 +1,4 @@
-"""What digests of a step can be recorded with."""
+"""Check that the settings of digests fit the rest of the run."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from bigbatch.trainer.config.sections import ComputeConfig, RunConfig
 
 
 def check_digests(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
-    """Refuse layers and values of which nothing would be recorded."""
+    """Yield an error for layers and values that no digest would record."""
     for name, patterns in (("digest_layers", run.digest_layers), ("digest_values", run.digest_values)):
         if patterns is not None and not run.digest_every_steps:
             yield (

@@ -1,4 +1,4 @@
-"""Classes of other packages, by their dotted names."""
+"""Classes of other packages, by import path."""
 
 import inspect
 import os
@@ -10,16 +10,16 @@ from importlib.util import find_spec
 from types import ModuleType
 
 LIBRARIES = ("bigbatch", "timm", "torch", "torchvision")
-"""Packages in which much else than models, losses and optimizers can be called."""
+"""Packages with many callables besides models, losses and optimizers."""
 
 
 def is_dotted(name: str) -> bool:
-    """Tell whether name has the form of a dotted name, such as schedulefree.SGDScheduleFree; nothing is imported."""
+    """Tell whether name has the form of an import path, such as schedulefree.SGDScheduleFree; imports nothing."""
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
 def import_owner(name: str) -> tuple[ModuleType, str]:
-    """Import the module of a dotted name; return it, and the name within it.
+    """Import the module of an import path; return the module and the name within it.
 
     Raises: ValueError saying what is missing, and how to get it.
     """
@@ -44,7 +44,7 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
 
 
 def is_of_library(found: object, *, name: str) -> bool:
-    """Tell whether what has that dotted name is a library's or Python's own, by the name or by where it was defined.
+    """Tell whether an object belongs to a library or Python, by its import path or by where it was defined.
 
     Of these it may load files or start processes: it is called only where its kind is known.
     """
@@ -54,14 +54,14 @@ def is_of_library(found: object, *, name: str) -> bool:
 
 
 def _find_in_work_folder(package: str) -> None:
-    """Let an own package in the work folder be found, behind all that is installed, which it cannot stand in for."""
+    """Add the work folder to the end of the import path: it cannot replace an installed package."""
     folder = os.getcwd()
     if folder not in sys.path and find_spec(package) is None and PathFinder.find_spec(package, [folder]) is not None:
         sys.path.append(folder)
 
 
 def words_of(error: Exception) -> str:
-    """Say in one line what others' code raised, and where."""
+    """Return one line: the error that foreign code raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (line {frames[-1].lineno} of {frames[-1].filename})" if frames and frames[-1].lineno else ""
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

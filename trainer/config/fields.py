@@ -1,4 +1,4 @@
-"""What the field of a section says of its key: type, default, legal numbers, and the choices that it is for."""
+"""Read from the fields of a section each key's type, default, legal numbers and the choices it applies to."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from bigbatch.trainer.config.strict_yaml import Ambiguous
 
 @dataclass(frozen=True)
 class Range:
-    """A Range says which numbers a field may hold, alone or in a tuple; null is legal where its type says so."""
+    """Legal numbers of a field, alone or in a tuple; null is legal if the field's type allows it."""
 
     legal: str
     holds: Callable[[float], bool]
@@ -33,9 +33,9 @@ PATH = "path"
 
 @dataclass(frozen=True)
 class OnlyFor:
-    """Says that the key has a meaning for some values of another key of its section alone: elsewhere it is null.
+    """Limits a key to some values of another key of its section: with other values it must be null.
 
-    For those values it must not be null, unless or_null.
+    With those values it must not be null, unless or_null.
     """
 
     decider: str
@@ -66,7 +66,7 @@ class Key:
 
 
 def read_keys(section: str, holder: type) -> Iterator[Key]:
-    """Yield the keys of a section out of its dataclass, in order."""
+    """Yield the keys of a section from its dataclass, in order."""
     hints = get_type_hints(holder, include_extras=True)
     for field in fields(holder):
         hint = hints[field.name]
@@ -83,7 +83,7 @@ def read_keys(section: str, holder: type) -> Iterator[Key]:
 
 
 def conform(value: Any, kind: Any) -> Any:
-    """Give a value as a field of that type holds it: whole numbers become floats, lists tuples. Raises: TypeError."""
+    """Convert a value to a field's type: whole numbers to floats, lists to tuples. Raises: TypeError."""
     outer, inner = get_origin(kind), get_args(kind)
     if outer in (Union, UnionType):
         if value is None and NoneType in inner:
@@ -98,7 +98,7 @@ def conform(value: Any, kind: Any) -> Any:
             return tuple(map(conform, value, kinds))
     if outer is dict and isinstance(value, dict) and not any(ambiguous(value)):
         return value
-    # float() of a larger one may overflow; bool is no int here, as type() is asked
+    # float() of a larger one may overflow; type() excludes bool
     if kind is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
     if kind is str and isinstance(value, str):
@@ -122,7 +122,7 @@ def takes_text(kind: Any) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """Put a type into words, such as: int or null; one of 'a', 'b'; [float, float], a list as it is written."""
+    """Describe a type, such as: int or null; one of 'a', 'b'; [float, float] for a list."""
     outer, inner = get_origin(kind), get_args(kind)
     if outer in (Union, UnionType):
         return " or ".join(describe(each) for each in inner)

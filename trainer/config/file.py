@@ -1,4 +1,4 @@
-"""YAML files, one upon the other, and command-line overrides in, a checked Config out; and back."""
+"""Read YAML files with their bases and command-line overrides into a checked Config, and write it back."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -31,29 +31,29 @@ from bigbatch.trainer.config.strict_yaml import dump_yaml, parse_yaml
 from bigbatch.trainer.config.trust import RUN_CONFIG, TRUST, is_of_run, require_trusted
 
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
-"""The experiments that come with bigbatch, in a checkout and in a wheel alike."""
+"""Folder of the packaged experiments, in a checkout and in a wheel."""
 BASES = "bases"
-"""Folder of packaged YAML that others extend, and which make no experiment alone."""
+"""Folder of packaged YAML that experiments extend; not experiments themselves."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Holds an experiment, and where each of its values comes from."""
+    """An experiment, and the origin of each of its values."""
 
     config: Config
     origins: dict[str, str]
     """Key -> default, base FILE, recipe FILE or command line."""
     of_runs: dict[str, Path]
-    """Key -> the file of a run folder, which others may have written, that states it."""
+    """Key -> file of a run folder that states it; the user may not have written that file."""
 
 
 def packaged_configs() -> list[str]:
-    """Name the experiments that come with bigbatch, such as quickstart and imagenet/resnet50_8k."""
+    """List the packaged experiments, such as quickstart and imagenet/resnet50_8k."""
     return [name for name in _packaged() if name.split("/")[0] != BASES]
 
 
 def find_config(name: str, *, what: str = "--config") -> Path:
-    """Find a file of that path, else a packaged experiment or base of that name, else a run folder's config.
+    """Return the file of that path, else the packaged experiment or base of that name, else a run folder's config.
 
     what: how an error calls the name. Raises: ConfigError naming the nearest.
     """
@@ -61,7 +61,7 @@ def find_config(name: str, *, what: str = "--config") -> Path:
 
 
 def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
-    """Parse and check an experiment before its code is imported. is_run: its file is a run folder's.
+    """Return the checked config of an experiment; imports no code of it. is_run: its file is a run folder's.
 
     Raises: ConfigError, a line for each refusal, of a run folder's import paths too; SystemExit after --help.
     """
@@ -72,7 +72,7 @@ def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bo
 
 
 def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Resolved:
-    """Parse and check an experiment to look at, and keep the origins of its values. Raises: as load_config."""
+    """Return an experiment to print, with the origins of its values. Raises: as load_config."""
     refusals = Refusals()
     names, overrides = _parse(argv, refusals, prog=prog)
     with refusals.finally_of():
@@ -82,7 +82,7 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool =
 
 
 def parse_overrides(argv: Sequence[str], *, prog: str) -> dict[str, Any]:
-    """Return what options such as --run.epochs=3 state, by key. Raises: ConfigError."""
+    """Return key -> value of options such as --run.epochs=3. Raises: ConfigError."""
     refusals = Refusals()
     with refusals.finally_of():
         names, overrides = _parse(argv, refusals, prog=prog)
@@ -102,7 +102,7 @@ def _parse(argv: Sequence[str], refusals: Refusals, *, prog: str) -> tuple[list[
 
 @dataclass(frozen=True)
 class Experiment:
-    """Holds what an experiment's file and those that it extends state: read once, to make any number of configs."""
+    """Values that an experiment's file and its bases state: read once, to make any number of configs."""
 
     path: Path
     stated: Mapping[str, Any]
@@ -110,7 +110,7 @@ class Experiment:
     of_runs: Mapping[str, Path]
 
     def with_values(self, overrides: dict[str, Any]) -> Resolved:
-        """Make a config with these values, of the types of their keys. Raises: ConfigError."""
+        """Return the config with these values, which have the types of their keys. Raises: ConfigError."""
         stated, origins = dict(self.stated), dict(self.origins)
         if "schedule.base_lr" in overrides:  # goes before the rate that a file takes from a range test
             stated.pop(RANGE_TEST, None)
@@ -136,7 +136,7 @@ class Experiment:
 
 
 def read_experiment(name: str) -> Experiment:
-    """Read a file, a packaged experiment or a run folder's. Raises: ConfigError, of its import paths, too."""
+    """Read a file, a packaged experiment or a run folder's. Raises: ConfigError, also for its import paths."""
     refusals = Refusals()
     with refusals.finally_of():
         path = find_config(name, what="config")
@@ -157,7 +157,7 @@ def _only(names: Sequence[str]) -> Path:
 def read_stated(
     path: Path, refusals: Refusals, *, is_run: bool = False
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, Path]]:
-    """Read what a YAML file and those that it extends state, the file itself last, and where: by dotted key.
+    """Return the values that a YAML file and its bases state, by dotted key, and where; the file overrides its bases.
 
     is_run: the file is a run folder's, whatever else lies there. Third come the keys that such files state last, and
     those files: what a run folder's extends is not the user's choice either.
@@ -196,9 +196,9 @@ def read_stated(
 
 
 def read_dumped(text: str) -> dict[str, Any]:
-    """Read what dump_config once wrote, as YAML has it, by dotted key: a key that came later has its default.
+    """Return the values of a file of dump_config, by dotted key; keys that a newer release added have their defaults.
 
-    But for comm.reduce_dtype, where it tells: half precision was rounded at each hop before there was that key.
+    Except comm.reduce_dtype: releases before that key rounded half precision at each hop.
     """
     content = parse_yaml(text)
     modernize_(content, is_run=True)
@@ -219,7 +219,7 @@ def dump_config(config: Config) -> str:
 
 
 def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Put sections and keys into dotted keys: {'run': {'seed': 0}} -> {'run.seed': 0}."""
+    """Flatten sections into dotted keys: {'run': {'seed': 0}} -> {'run.seed': 0}."""
     return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
 
 
@@ -275,7 +275,7 @@ def _flatten_checked(content: dict[str, Any], *, path: Path, refusals: Refusals)
 
 
 def _value_of(key: str, word: str) -> Any:
-    """Read what an option's word states: YAML, but for text, which needs no quotes. Raises: ConfigError."""
+    """Return the value of an option's word: YAML, except that text needs no quotes. Raises: ConfigError."""
     known = key_of(key)
     kind = known.kind if known else Any
     try:

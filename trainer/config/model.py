@@ -1,4 +1,4 @@
-"""Which settings of the model go together."""
+"""Check that the model settings fit each other."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from bigbatch.trainer.config.kinds import check_options
 from bigbatch.trainer.config.sections import MODELS, ModelConfig
 
 LIBRARIES = ("torchvision:", "timm:")
-"""What names of models and weights in torchvision and timm begin with."""
+"""Prefixes of the names of models and weights in torchvision and timm."""
 STATED_ELSEWHERE = {
     "num_classes": "data.num_classes",
     "weights": "model.weights",
@@ -19,12 +19,12 @@ STATED_ELSEWHERE = {
 
 
 def is_foreign_model(name: str) -> bool:
-    """Tell whether the model is torchvision's, timm's or, by its dotted name, of some other package."""
+    """Tell whether the model comes from torchvision, timm or, by its import path, from another package."""
     return "." in name or ":" in name
 
 
 def check_model_name(name: str) -> Iterator[str]:
-    """Refuse a name of none of the forms; a package is not imported here: a host that submits jobs need not have it."""
+    """Yield an error for a name of unknown form. Imports nothing: the login node may lack the package."""
     if not is_foreign_model(name):
         if name not in MODELS:
             yield (
@@ -41,7 +41,7 @@ def check_model_name(name: str) -> Iterator[str]:
 
 
 def check_model(model: ModelConfig) -> Iterator[str]:
-    """Refuse settings that contradict each other."""
+    """Yield an error for each pair of settings that contradict each other."""
     if not is_foreign_model(model.name):
         yield from check_options("model", model.name, model.options)
     for argument, key in STATED_ELSEWHERE.items():

@@ -1,4 +1,4 @@
-"""Which key was meant by a name that is none: a misspelt one, or that of another trainer."""
+"""Find the key that an unknown name means: a misspelt key, or an option of another trainer."""
 
 from collections.abc import Iterable
 
@@ -52,7 +52,7 @@ OTHERS_NAMES = {
     "workers": "data.num_threads",
     "num_workers": "data.num_threads",
 }
-"""What PyTorch's ImageNet example, timm's train.py and torchvision's references call what a key of ours sets."""
+"""Option of PyTorch's ImageNet example, timm's train.py or torchvision's references -> key of bigbatch."""
 
 _ACCUMULATION = "it follows from batch.global_batch_size, batch.microbatch_size and the number of ranks"
 ELSEWHERE = {
@@ -66,16 +66,16 @@ ELSEWHERE = {
     "test_only": "bigbatch evaluate RUN does that",
     "world_size": "bigbatch launch ... --ranks N says how many",
 }
-"""What their names stand for that no key of ours sets: what does."""
+"""Their options that no key sets -> hint: what sets them in bigbatch."""
 
 
 def meant_name(name: str, known: Iterable[str]) -> str:
-    """Return the known name that was meant, in whatever section; empty where none is like it."""
+    """Return the known name that was meant, in any section; empty if none is similar."""
     known = list(known)
     last = name.rpartition(".")[2].replace("-", "_")
     if OTHERS_NAMES.get(last) in known:
         return OTHERS_NAMES[last]
-    # without its section in the second place: that may be another one, or not be there
+    # then without the section, which may be wrong or missing
     whole = {each: each for each in known} if "." in name else {}
     for words, word in ((whole, name.replace("-", "_")), ({each.rpartition(".")[2]: each for each in known}, last)):
         if near := nearest(word, words):

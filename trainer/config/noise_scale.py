@@ -1,4 +1,4 @@
-"""What the gradient noise scale can be measured with."""
+"""Check that the gradient noise scale can be measured."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from bigbatch.trainer.config.sections import BatchConfig, ComputeConfig, RunConf
 
 
 def check_noise_scale(run: RunConfig, batch: BatchConfig, compute: ComputeConfig) -> Iterator[str]:
-    """Refuse what has no gradients of two batch sizes, or none that are seen."""
+    """Yield an error if the run has no gradients of two batch sizes, or hides them in a CUDA graph."""
     if not run.noise_scale_every_steps:
         return
     key = f"run.noise_scale_every_steps={run.noise_scale_every_steps}"
@@ -26,6 +26,6 @@ def check_noise_scale(run: RunConfig, batch: BatchConfig, compute: ComputeConfig
         )
     if compute.cuda_graph:
         yield (
-            f"{key} cannot look into steps that are replayed: set compute.cuda_graph to false, or "
+            f"{key} cannot read gradients of replayed steps: set compute.cuda_graph to false, or "
             "run.noise_scale_every_steps to 0"
         )

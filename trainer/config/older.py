@@ -1,4 +1,4 @@
-"""Configs of older run folders: keys and values that there are no more, and what takes their place."""
+"""Configs of older run folders: removed keys and values, and their replacements."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ REPLACED = {
     ("comm", "wire_dtype", "int8"): "bfloat16",
     ("run", "loggers", "csv"): None,
 }
-"""Section, key and value -> what takes its place; None: nothing, in a list."""
+"""Section, key and value -> its replacement; None: remove it from a list."""
 REMOVED = {
     "run.wandb_options": "wandb reads WANDB_PROJECT, WANDB_MODE and so on from the environment",
     "data.hardware_share": "DALI's default, 0.65, holds",
     "comm.max_ctas": "NCCL reads NCCL_MAX_CTAS from the environment",
 }
-"""Keys that are no more -> what does their work, as a refusal and a note say it."""
+"""Removed key -> what replaces it, in the words of an error and a note."""
 MOVED = {f"{key.section.partition('.')[0]}.{key.name}": name for name, key in OPTION_KEYS.items()}
 """Keys that became options, such as model.width -> model.options.width."""
 
 
 def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
-    """Put options where they are now, in the sections of a config; return what is to be told of it.
+    """Move options to their new keys, in the sections of a config; return notes to print.
 
-    is_run: it is a run folder's, perhaps an older one's: keys and values that are no more go, too.
+    is_run: the config is a run folder's, perhaps of an older release: removed keys and values are dropped too.
     """
     lines = []
     sections = {section: values for section, values in content.items() if isinstance(values, dict)}

@@ -1,4 +1,4 @@
-"""Which settings of the optimizer go together."""
+"""Check that the optimizer settings fit each other."""
 
 import math
 from collections.abc import Iterator
@@ -13,28 +13,28 @@ STATED_ELSEWHERE = {"lr": "schedule.base_lr", "weight_decay": "optimizer.weight_
 
 
 WHOLE = ("muon", "shampoo")
-"""Optimizers that need whole matrices, whose work ranks share."""
+"""Optimizers that need whole matrices; ranks divide their work."""
 
 
 def is_foreign(name: str) -> bool:
-    """Tell whether the optimizer is a class of some package, by its dotted name."""
+    """Tell whether the optimizer is an import path, not one of bigbatch's own names."""
     return "." in name
 
 
 def check_optimizer_name(name: str) -> Iterator[str]:
-    """Refuse a name that is neither ours nor dotted."""
+    """Yield an error for a name that is neither one of OPTIMIZERS nor an import path."""
     if not is_foreign(name) and name not in OPTIMIZERS:
         yield (
             f"optimizer.name={name} is none of {', '.join(OPTIMIZERS)}"
-            f"{or_nearest(name.lower(), OPTIMIZERS)}. Others go by their dotted names, such as "
+            f"{or_nearest(name.lower(), OPTIMIZERS)}. Others need an import path, such as "
             "schedulefree.SGDScheduleFree"
         )
     if is_foreign(name) and not is_dotted(name):
-        yield f"optimizer.name={name} is no dotted name of a class: schedulefree.SGDScheduleFree is one"
+        yield f"optimizer.name={name} must be an import path such as schedulefree.SGDScheduleFree"
 
 
 def check_optimizer(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Refuse settings that contradict each other."""
+    """Yield an error for each pair of settings that contradict each other."""
     name = optimizer.name
     if is_foreign(name):
         yield from _check_foreign(optimizer)
@@ -61,18 +61,18 @@ def _check_foreign(optimizer: OptimizerConfig) -> Iterator[str]:
             yield f"optimizer.options must not give {argument}: {key} does"
     if "fused" in (optimizer.options or {}):
         yield (
-            "optimizer.options must not give fused: where a first update is skipped, torch's fused kernels go on from "
-            f"memory that nobody wrote. Leave it out, or take one of {', '.join(OPTIMIZERS)}"
+            "optimizer.options must not give fused: if the first update is skipped, torch's fused kernels read memory "
+            f"that was never written. Leave it out, or take one of {', '.join(OPTIMIZERS)}"
         )
 
 
 def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
-    """Refuse what a sharded update does not go with."""
+    """Yield an error for each setting that a sharded update cannot have."""
     if not optimizer.sharded:
         return
     if comm.wire_dtype is not None:
         yield (
-            f"comm.wire_dtype={comm.wire_dtype} does not go with optimizer.sharded=True, whose gradients travel in "
+            f"comm.wire_dtype={comm.wire_dtype} does not go with optimizer.sharded=True, which sends gradients in "
             "their own precision: set it to null, and optimizer.precision to bf16 for half the bytes"
         )
     if optimizer.ema_decay is not None:
@@ -83,10 +83,10 @@ def check_sharded(optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]
 
 
 def optimizer_notes(settings: OptimizerConfig) -> list[str]:
-    """List what the log says of an optimizer."""
+    """List the lines that the log prints about an optimizer."""
     notes = []
     if is_foreign(settings.name):
-        notes += [f"{settings.name} knows nothing of skipped updates: the host waits for the device every step"]
+        notes += [f"{settings.name} cannot skip updates on the device: the host waits for the device every step"]
     if settings.sharded:
         notes += ["sharded update: gradients travel by reduce-scatter, weights by all-gather, not by comm.algorithm"]
     return notes

@@ -20,10 +20,10 @@ from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
 ALIASES = {"--virtual-ranks": "batch.virtual_ranks"}
 """Short options, and the keys that they state."""
 FLAGS = {
-    "--dry-run": "say what this run would be, with its steps and fusion buffers; train, stage and write nothing",
-    "--quiet": "print nothing but errors; the run folder has it all",
+    "--dry-run": "describe this run, its steps and its fusion buffers; train, stage and write nothing",
+    "--quiet": "print errors only; the run folder keeps the full log",
 }
-"""Options of `bigbatch train` only: they are no part of the experiment."""
+"""Options of `bigbatch train` only: not part of the experiment."""
 TRAIN = "bigbatch train"
 
 
@@ -40,13 +40,13 @@ def parse_options(
     Raises: ConfigError, but for unknown options, which refusals gets; SystemExit after --help.
     """
     if nothing := [word for word in argv if word.startswith("--") and word.endswith("=--")]:
-        # of which argparse, before Python 3.13, makes an empty list
+        # argparse before Python 3.13 makes an empty list of it
         raise ConfigError(f"{nothing[0]}: state a value behind =")
-    # to read and parse the sources for their texts pays for a help alone
+    # only the help needs the texts, which are slow to read from the sources
     for_help = not {"-h", "--help"}.isdisjoint(argv)
     options = dict.fromkeys(name for word in argv if is_option(name := word.partition("=")[0][2:]))
     parsed, others = _make_parser(prog, packaged, options, for_help=for_help).parse_known_args(argv)
-    # a command that takes its experiment otherwise has given it by now
+    # a command without --config already has its experiment
     known = (*KEYS, *(() if "config" in parsed else ("config",)))
     for word in others:
         if word.startswith("--"):
@@ -64,8 +64,8 @@ def parse_options(
 
 
 def _stray(words: Sequence[str], *, is_named: bool) -> str:
-    """Say how what such words may mean is typed; is_named: the experiment is."""
-    how = "every key is one, as --run.epochs 3" if is_named else f"an experiment is named by --config {words[0]}"
+    """Return an error that shows how to type such words. is_named: the command line has --config."""
+    how = "state a key as --run.epochs 3" if is_named else f"name an experiment with --config {words[0]}"
     return f"{' '.join(words)} is no option: {how}"
 
 
@@ -85,7 +85,7 @@ def join_values(argv: Sequence[str]) -> list[str]:
 def _make_parser(
     prog: str, packaged: Sequence[str], options: Iterable[str], *, for_help: bool
 ) -> argparse.ArgumentParser:
-    """options: those of a model or an optimizer that the command line states, ours and others'."""
+    """Make the parser. options: the options of models and optimizers that the command line states."""
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,

@@ -1,4 +1,4 @@
-"""What goes together in a precision: the loss scale, the moving average, and what a GPU's hardware can do."""
+"""Check that precision, loss scale, moving average and the GPU's hardware fit each other."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import OptimizerConfig
 
 SMALLEST_SCALE = 1.0
-"""The loss as it is: gradients that overflow fp16 (65504) even so are of no use, and a smaller scale mends nothing."""
+"""The unscaled loss: a smaller scale cannot repair gradients that overflow fp16 (65504) even here."""
 LARGEST_SCALE = 2.0**24
 """Lifts gradients down to 2**-48 to fp16's smallest number, 2**-24."""
 
@@ -44,7 +44,7 @@ def check_average(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def require_hardware(precision: str, *, capability: tuple[int, int], device: str) -> None:
-    """Raise ConfigError where a GPU of that CUDA compute capability has no arithmetic of that precision."""
+    """Raise ConfigError if a GPU of that CUDA compute capability has no arithmetic of that precision."""
     if capability < CAPABILITY.get(precision, (0, 0)):
         legal = [name for name in ("fp32", *CAPABILITY) if capability >= CAPABILITY.get(name, (0, 0))]
         needed, found = (".".join(map(str, pair)) for pair in (CAPABILITY[precision], capability))
@@ -55,7 +55,7 @@ def require_hardware(precision: str, *, capability: tuple[int, int], device: str
 
 
 def precision_notice(precision: str, *, capability: tuple[int, int] | None) -> str | None:
-    """Write a line for who may expect another speed; None where there is none. capability: CUDA's; None: a CPU."""
+    """Return a line about the speed to expect, or None. capability: CUDA's; None: a CPU."""
     if precision not in CAPABILITY or (capability is not None and capability >= TENSOR_CORES):
         return None
     if capability is not None:

@@ -1,4 +1,4 @@
-"""The learning rate that a range test suggests, as long as it is one of the same recipe."""
+"""The learning rate that a range test of the same recipe suggests."""
 
 import json
 import sys
@@ -11,9 +11,9 @@ from bigbatch.files import parse_json, read_plain
 
 KEY = "schedule.range_test"
 FILE = "range.json"
-"""What `bigbatch tune range` leaves in its folder."""
+"""File that `bigbatch tune range` writes into its folder."""
 OF_A_RECIPE = ("data.", "augment.", "model.", "batch.", "optimizer.")
-"""Sections whose keys decide what a learning rate does."""
+"""Sections with the keys that change the effect of a learning rate."""
 WHEREVER = (
     *("data.loader", "data.num_threads", "data.prefetch_batches", "data.patience_seconds"),
     *("data.resident_on", "data.stage", "data.keep_staged", "data.bind_numa", "data.probe_seconds", "data.max_skipped"),
@@ -21,7 +21,7 @@ WHEREVER = (
     *("batch.microbatch_size", "batch.virtual_ranks"),
     *("optimizer.sharded", "optimizer.ema_decay", "optimizer.ema_every_steps"),
 )
-"""Keys of these that say where and how it runs, or what is evaluated."""
+"""Keys of these sections that do not: where and how the run computes, and what it evaluates."""
 
 
 def suggested_rate(
@@ -41,7 +41,7 @@ def suggested_rate(
         found = parse_json(read_plain(str(path)))
         rate, recipe = found["suggested_lr"], _plain(read_recipe(found["config"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is no range test"
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is not a range test"
         raise ConfigError(f"{stated}: {why}; name a {FILE} that bigbatch tune range has written") from error
     if others := [key for key in values if _decides(key) and _plain(values[key]) != recipe.get(key)]:
         named = ", ".join(f"{key}={recipe.get(key)} there and {_plain(values[key])} here" for key in others)
@@ -58,5 +58,5 @@ def _decides(key: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return it as JSON has it. Raises: TypeError, ValueError and RecursionError for what YAML has beside that."""
+    """Return value as JSON reads it. Raises: TypeError, ValueError or RecursionError if JSON has no form for it."""
     return json.loads(json.dumps(value))

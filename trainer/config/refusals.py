@@ -1,4 +1,4 @@
-"""All that is wrong with an experiment in one answer, and nothing that only follows from something wrong."""
+"""Collect all errors of an experiment, without those that only follow from another one."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from bigbatch.errors import ConfigError
 
 
 class Refusals:
-    """Gathers refusals while an experiment is read, to raise them together."""
+    """Collects errors while an experiment is read, to raise them together."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -16,7 +16,7 @@ class Refusals:
 
     @contextmanager
     def of(self, key: str) -> Iterator[None]:
-        """Keep a ConfigError that is raised within; the value of key, if any, may not be what was meant."""
+        """Keep a ConfigError that the block raises; the value of key, if any, is then doubtful."""
         try:
             yield
         except ConfigError as error:
@@ -26,7 +26,7 @@ class Refusals:
 
     @contextmanager
     def finally_of(self) -> Iterator[None]:
-        """Raise all that was kept, with those lines of a ConfigError raised within that name no doubtful key."""
+        """Raise all kept errors, and the lines of the block's ConfigError that name no doubtful key."""
         try:
             yield
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What run.reproducible can keep its promise with."""
+"""Check that run.reproducible can give the same bits."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from bigbatch.trainer.config.sections import BatchConfig, CommConfig, ComputeCon
 
 
 def check_reproducible(run: RunConfig, batch: BatchConfig, compute: ComputeConfig, comm: CommConfig) -> Iterator[str]:
-    """Refuse, by name, what has other bits on another number of ranks."""
+    """Yield an error for each setting that gives other bits on another number of ranks."""
     if not run.reproducible:
         return
     if ranks_per_ghost(batch) > 1:
@@ -18,7 +18,7 @@ def check_reproducible(run: RunConfig, batch: BatchConfig, compute: ComputeConfi
     refused = (
         ("compute.compile", compute.compile, "null", "chooses kernels by the machine"),
         ("compute.cuda_graph", compute.cuda_graph or None, "false", "has not been tried with sums on a grid"),
-        ("comm.wire_dtype", comm.wire_dtype, "null", "rounds on the way, and integers travel as they are"),
+        ("comm.wire_dtype", comm.wire_dtype, "null", "rounds gradients, and sums of integers must not be rounded"),
     )
     for key, value, remedy, why in refused:
         if value is not None:

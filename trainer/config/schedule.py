@@ -1,4 +1,4 @@
-"""Which settings of the schedule and of the evaluations go together, and fit into the run."""
+"""Check that the settings of schedule and evaluations fit each other and the length of the run."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from bigbatch.trainer.config.sections import ComputeConfig, OptimizerConfig, Run
 
 
 def decay_epochs(schedule: ScheduleConfig, *, epochs: int) -> float:
-    """Count the epochs from the end of the warm-up to the last learning rate, in a run of so many epochs."""
+    """Return the epochs from the end of the warm-up to the last learning rate, in a run of that many epochs."""
     return epochs - schedule.warmup_epochs if schedule.decay_epochs is None else schedule.decay_epochs
 
 
 def in_proportion(values: Mapping[str, Any], *, epochs: int, kept: Container[str]) -> Iterator[str]:
-    """Say which options shorten a schedule of so many epochs to run.epochs, but for those keys that are kept."""
+    """Yield the options that shorten a schedule of that many epochs to run.epochs, except for kept keys."""
     share = values["run.epochs"] / epochs
     if share >= 1:
         return
@@ -50,17 +50,17 @@ def _rounded_down(epochs: float) -> float:
 
 
 def schedule_notes(schedule: ScheduleConfig, *, epochs: int) -> list[str]:
-    """List what the log says of a schedule: it is legal that a run ends where its warm-up does, and seldom meant."""
+    """List log lines about a schedule: a run that ends with its warm-up is legal, but seldom intended."""
     if not 0 < epochs <= schedule.warmup_epochs:
         return []
     return [
         f"the learning rate only rises: schedule.warmup_epochs={schedule.warmup_epochs:g} of run.epochs={epochs}; a "
-        f"shorter run wants a shorter warm-up, such as --schedule.warmup_epochs {epochs / 5:g}"
+        f"shorter run needs a shorter warm-up, such as --schedule.warmup_epochs {epochs / 5:g}"
     ]
 
 
 def check_evaluations(run: RunConfig) -> Iterator[str]:
-    """Say where the first evaluation lies past the interval."""
+    """Yield an error if the first evaluation lies past the interval."""
     if run.eval_offset_epochs >= run.eval_every_epochs:
         yield (
             f"run.eval_offset_epochs={run.eval_offset_epochs} must be below run.eval_every_epochs="
@@ -69,7 +69,7 @@ def check_evaluations(run: RunConfig) -> Iterator[str]:
 
 
 def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute: ComputeConfig) -> Iterator[str]:
-    """Say where a momentum cannot mirror the rate."""
+    """Yield an error if the momentum cannot mirror the rate."""
     low, high = schedule.low_momentum, optimizer.momentum
     if low is None:
         return
@@ -85,7 +85,7 @@ def check_momentum(schedule: ScheduleConfig, optimizer: OptimizerConfig, compute
 
 
 def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
-    """Say where the schedule contradicts itself or a run of so many epochs."""
+    """Yield an error if the schedule contradicts itself or a run of that many epochs."""
     warmup, options = schedule.warmup_epochs, schedule.options or {}
     if refusals := list(check_options("schedule", schedule.name, options)):
         yield from refusals
@@ -93,7 +93,7 @@ def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
     if schedule.name == "cyclic":
         if warmup:
             yield (
-                f"schedule.warmup_epochs={warmup:g} has no meaning with schedule.name=cyclic, whose cycles begin by "
+                f"schedule.warmup_epochs={warmup:g} has no meaning with schedule.name=cyclic: each cycle begins by "
                 "rising: set it to 0"
             )
         if (cycle := options.get("cycle_epochs", 0)) > epochs:

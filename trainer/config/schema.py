@@ -1,4 +1,4 @@
-"""What an experiment is: its keys, their defaults, and all checks."""
+"""The config of an experiment: its keys, their defaults, and all checks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -56,7 +56,7 @@ class Config:
     comm: CommConfig
 
     def __post_init__(self) -> None:
-        # each value by itself at first: the other checks divide by these numbers and compare them
+        # first each value alone: the other checks divide by these numbers and compare them
         if refusals := list(_check_values(self)) or list(_check_together(self)):
             raise ConfigError(*refusals)
 
@@ -72,7 +72,7 @@ def all_keys() -> tuple[str, ...]:
 
 
 def lookup(config: Config, key: str) -> object:
-    """Return the value of a dotted key, also of an option, which is None where it is not stated."""
+    """Return the value of a dotted key or of an option; None for an option that is not stated."""
     section, name, *option = key.split(".", 2)
     value = getattr(getattr(config, section), name)
     return (value or {}).get(option[0]) if option else value
@@ -84,7 +84,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
-    """Build a config of the values of all keys. Raises: ConfigError."""
+    """Build a config from the values of all keys. Raises: ConfigError."""
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, key in KEYS.items():
         sections[key.section][key.name] = values[name]
@@ -92,9 +92,9 @@ def make_config(values: Mapping[str, Any]) -> Config:
 
 
 def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the values of all keys, in order: those stated, and for the others their defaults.
+    """Return the values of all keys, in order: stated values, and defaults for the others.
 
-    A key that is for some choices only is null with the others, as long as nobody states it.
+    A key that applies to some choices only is null with the others, unless it is stated.
     """
     stated = fold(stated)
     values = {name: stated.get(name, key.default) for name, key in KEYS.items()}
@@ -105,10 +105,10 @@ def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay what is stated later over what was before, both by dotted key.
+    """Return stated overridden by later, both by dotted key.
 
-    Options of a model or an optimizer are merged. Where another choice is made, such as another optimizer, what was
-    stated before for the former one alone goes.
+    Options of a model or an optimizer are merged. If later makes another choice, such as another optimizer, keys that
+    apply to the former choice only are dropped.
     """
     later = fold(later)
     values = with_defaults({**stated, **later})
@@ -128,9 +128,9 @@ def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
 
 
 def typed(name: str, value: Any) -> Any:
-    """Give the value as the field of that key holds it, a path expanded.
+    """Return the value in the type of that key's field, with a path expanded.
 
-    An option that is none of ours is left as it is. Raises: ConfigError, also for a number out of range.
+    An option of another package is unchanged. Raises: ConfigError, also for a number out of range.
     """
     key = key_of(name)
     if key is None:
@@ -155,7 +155,7 @@ def typed(name: str, value: Any) -> Any:
 def require_known(
     name: str, *, known: tuple[str, ...], where: str, refusals: Refusals, prog: str = "bigbatch train"
 ) -> None:
-    """Refuse a name that is not known, with the one that was meant, or else the command whose help has all."""
+    """Refuse an unknown name; the error gives the nearest known one, else the command that lists all."""
     if name not in known and not is_option(name):
         near = meant_name(name, known)
         hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
@@ -166,7 +166,7 @@ def require_known(
 
 
 def key_of(name: str) -> Key | None:
-    """Find a key, or an option of ours, by its dotted name; None for an option of another package."""
+    """Return the key, or the option of bigbatch, of that dotted name; None for an option of another package."""
     return KEYS.get(name) or OPTION_KEYS.get(name)
 
 
@@ -175,9 +175,9 @@ def _shown(value: Any) -> str:
 
 
 def _or_plain(value: Any, kind: Any) -> str:
-    """Return the end of a refusal, such as '; write 10 for 010'; empty where another form does not help."""
+    """Return the end of an error, such as '; write 10 for 010'; empty if another form does not help."""
     if isinstance(value, dict) and (odd := next(ambiguous(value), None)):
-        return f"; {odd} is text here and something else to YAML 1.1: put text in quotes, or write what it is to be"
+        return f"; {odd} is text here but not in YAML 1.1: put text in quotes, or write the value that you mean"
     plain = plain_form(value) if isinstance(value, str) else ""
     with suppress(TypeError):
         conform(parse_yaml(plain), kind)

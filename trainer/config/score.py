@@ -1,4 +1,4 @@
-"""Which settings of the loss and of own metrics go together."""
+"""Check that the settings of the loss and of the user's metrics fit each other."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,11 +8,11 @@ from bigbatch.trainer.config.sections import OptimizerConfig, RunConfig
 
 CROSS_ENTROPY = "cross_entropy"
 ENTRY = ("name", "options")
-"""Keys of a metric that has options."""
+"""Keys of a metric with options."""
 
 
 def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
-    """Refuse a name of no form, and settings that mean something for cross-entropy alone, or for others alone."""
+    """Yield an error for a name of unknown form and for settings that do not apply to that loss."""
     loss, options = optimizer.loss, optimizer.loss_options
     if loss == CROSS_ENTROPY:
         if options is not None:
@@ -20,8 +20,8 @@ def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
         return
     if not is_dotted(loss):
         yield (
-            f"optimizer.loss={loss} is neither {CROSS_ENTROPY} nor the dotted name of a loss: mypackage.losses.Focal "
-            "is one"
+            f"optimizer.loss={loss} must be {CROSS_ENTROPY} or the import path of a loss, such as "
+            "mypackage.losses.Focal"
         )
     if optimizer.label_smoothing:
         yield (
@@ -31,28 +31,28 @@ def check_loss(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
     if run.divergence_steps is not None:
         yield (
             f"run.divergence_steps={run.divergence_steps} compares the loss with the cross-entropy of a guess, which "
-            f"says nothing of optimizer.loss={loss}: set it to null"
+            f"does not apply to optimizer.loss={loss}: set it to null"
         )
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> Iterator[str]:
-    """Refuse entries of no form."""
+    """Yield an error for each entry of unknown form."""
     for name, entry in (metrics or {}).items():
         if not (isinstance(name, str) and name.isidentifier()):
-            yield f"run.metrics: {name!r} is no name of a figure: take letters, digits and _"
+            yield f"run.metrics: {name!r} is not a legal name of a metric: use letters, digits and _"
             continue
         stated = entry if isinstance(entry, dict) else {"name": entry}
         options = stated.get("options")
         is_known = set(stated) <= set(ENTRY) and (options is None or isinstance(options, dict))
         if not (is_known and isinstance(stated.get("name"), str) and is_dotted(stated["name"])):
             yield (
-                f"run.metrics: {name} is {entry!r}, and neither a dotted name, such as mypackage.metrics.Balanced, nor "
+                f"run.metrics: {name} is {entry!r}: give an import path, such as mypackage.metrics.Balanced, or "
                 "{name: mypackage.metrics.Balanced, options: {...}}"
             )
 
 
 def metric_entries(metrics: Mapping[str, Any] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield each metric's own name, its dotted name and its options."""
+    """Yield each metric's name, import path and options."""
     for name, entry in (metrics or {}).items():
         stated = entry if isinstance(entry, dict) else {"name": entry}
         yield name, stated["name"], stated.get("options") or {}

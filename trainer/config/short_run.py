@@ -1,4 +1,4 @@
-"""An experiment in fewer epochs, and the options by which two experiments differ."""
+"""Shorten an experiment to fewer epochs, and list the options in which two experiments differ."""
 
 import dataclasses
 from pathlib import Path
@@ -10,9 +10,9 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 
 
 def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path) -> Config:
-    """Make the experiment in fewer epochs: what its config states in epochs or steps of a run shrinks with them.
+    """Return the experiment in fewer epochs: values in epochs or steps of a run shrink in proportion.
 
-    evaluate_each: after each epoch, so that there is something to judge by; else after the last one only.
+    evaluate_each: evaluate after each epoch; else after the last one only.
     Raises: ConfigError.
     """
     share = epochs / config.run.epochs
@@ -58,12 +58,12 @@ def _shorten_schedule(schedule: ScheduleConfig, *, epochs: int, share: float) ->
 
 
 def to_the_last_epoch(run: RunConfig) -> RunConfig:
-    """Make the same run, which neither a good result nor a lack of progress ends early."""
+    """Return the same run without early stopping and without a target accuracy."""
     return dataclasses.replace(run, target_top1=None, stop_metric=None, stop_after_evaluations=None)
 
 
 def differences(base: Config, other: Config) -> list[str]:
-    """List the options of `bigbatch train` that make other of base."""
+    """List the options of `bigbatch train` that turn base into other."""
     changed = [key for key in all_keys() if lookup(base, key) != lookup(other, key)]
     return [word for key in changed for word in (f"--{key}", as_yaml(plain(lookup(other, key))))]
 

@@ -1,4 +1,4 @@
-"""`bigbatch config show`: a complete experiment, and where each of its values comes from."""
+"""`bigbatch config show`: print a complete experiment and the origin of each value."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from bigbatch.trainer.config.schema import KEYS, SECTIONS, lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
 
 COLUMN = 50
-"""Where origins begin, unless a value is longer."""
+"""Column at which origins begin, unless a value is longer."""
 
 
 def main(argv: Sequence[str]) -> int:

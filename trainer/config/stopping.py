@@ -1,15 +1,15 @@
-"""Which settings that end a run early go together."""
+"""Check that the settings that end a run early fit each other."""
 
 from collections.abc import Iterator
 
 from bigbatch.trainer.config.sections import DataConfig, RunConfig
 
 METRICS = {"top1": 1, "top5": 1, "loss": -1}
-"""Figures of an evaluation, and the sign of what is better."""
+"""Metric of an evaluation -> sign of an improvement."""
 
 
 def check_stopping(run: RunConfig, data: DataConfig) -> Iterator[str]:
-    """Check what may end a run before its last epoch."""
+    """Yield an error for each setting of early stopping that contradicts another."""
     metric, evaluations = run.stop_metric, run.stop_after_evaluations
     if metric is not None and metric not in METRICS:
         yield f"run.stop_metric={metric} is no figure of an evaluation: choose one of {', '.join(METRICS)}"
@@ -30,7 +30,7 @@ def check_stopping(run: RunConfig, data: DataConfig) -> Iterator[str]:
 
 
 def _num_evaluations(run: RunConfig) -> int:
-    """Count the evaluations: after the epochs that are due, and after the last one."""
+    """Return the number of evaluations: after each epoch that is due, and after the last one."""
     due = range(1, run.epochs)
     # the last epoch is evaluated in any case: hence the 1
     return 1 + sum(epoch % run.eval_every_epochs == run.eval_offset_epochs for epoch in due)

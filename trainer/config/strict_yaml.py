@@ -28,7 +28,7 @@ _OLD = yaml.SafeLoader("")
 
 
 class Ambiguous(str):
-    """Text without quotes that YAML 1.1 reads as something else, such as no: legal only where nothing but text is."""
+    """Text without quotes that YAML 1.1 does not read as text, such as no: legal only if the key takes only text."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -48,7 +48,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that is stated twice; YAML itself would let the last one win."""
+        """Refuse a key that is stated twice; YAML itself would take the last value."""
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
@@ -83,7 +83,7 @@ for _kind, (_pattern, _first) in _SCALARS.items():
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return what YAML text states. Raises: ValueError, one line that names the place."""
+    """Return the value of YAML text. Raises: ValueError, one line that names the place."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -97,7 +97,7 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 def dump_yaml(value: object) -> str:
-    """Return a value as YAML text, which parse_yaml takes back. Raises: TypeError for what YAML has no form of."""
+    """Return a value as YAML text, which parse_yaml reads back. Raises: TypeError if YAML has no form for it."""
     try:
         return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
     except yaml.YAMLError as error:
@@ -105,7 +105,7 @@ def dump_yaml(value: object) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """Return one value in one line, as a file states it: null, true, [0, 1]. Raises: as dump_yaml."""
+    """Return one value as one line of YAML: null, true, [0, 1]. Raises: as dump_yaml."""
     try:
         text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=sys.maxsize)
     except yaml.YAMLError as error:
@@ -115,7 +115,7 @@ def as_yaml(value: object) -> str:
 
 
 def plain_form(text: str) -> str:
-    """Return true, false or the decimal number that a word means to YAML 1.1 or Python; empty where it means none."""
+    """Return the true, false or decimal number that YAML 1.1 or Python reads in a word; empty if none."""
     if text.lower() in ("yes", "on", "true"):
         return "true"
     if text.lower() in ("no", "off", "false"):

@@ -1,4 +1,4 @@
-"""Which import paths of an experiment may be imported: what the user wrote, and what libraries are known to hold."""
+"""Import paths that an experiment may import: those that the user wrote, and those of known libraries."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -11,23 +11,23 @@ from bigbatch.trainer.config.score import metric_entries
 
 TRUST = "--trust-code"
 """Option of the commands that take --section.key."""
-TRUST_HELP = "import what the run folder names outside of torch, torchvision, timm and bigbatch: its code is run"
+TRUST_HELP = "import and run code that the run folder names outside of torch, torchvision, timm and bigbatch"
 RUN_CONFIG = "config.yaml"
 """The complete config in a run folder."""
 BESIDE = ("checkpoints/step-*", "metrics.jsonl")
-"""Each shows that a folder is a run folder, whatever its config is called."""
+"""Each of these files shows that a folder is a run folder, whatever the name of its config."""
 WEIGHTS = (".pt", ".pth", ".safetensors")
-"""Files that show it of a config.yaml right beside them."""
+"""Files of these suffixes beside a config.yaml show it too."""
 KNOWN_MODULES = (
     *("bigbatch.trainer.models", "bigbatch.trainer.optim", "torch.nn", "torch.optim"),
     *("torchvision.models", "torchvision.ops", "timm.layers", "timm.loss", "timm.models", "timm.optim"),
 )
-"""Modules, and those below them, in which a run folder may name things: they hold models, losses and optimizers, and
-what is called of them is checked by its kind (docs/decisions/127)."""
+"""Modules, with their submodules, that a run folder may import from: they hold models, losses and optimizers. The
+caller checks the kind of each object that it calls (docs/decisions/127)."""
 
 
 def is_of_run(path: Path) -> bool:
-    """Tell whether a file lies in a run folder, or below one, by its own path or by that which its links lead to."""
+    """Tell whether a file lies in or below a run folder, by its path or by the path that its links resolve to."""
     return any(
         any(map(_is_run_folder, place.parents)) or (place.name == RUN_CONFIG and _holds_weights(place.parent))
         for place in (Path(os.path.abspath(path)), path.resolve())
@@ -43,7 +43,7 @@ def _is_run_folder(folder: Path) -> bool:
 
 
 def import_paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each key of an experiment that names something to import, and the import path."""
+    """Yield each key of an experiment that states an import path, and the path."""
     named = {"model.name": config.model.name, "optimizer.name": config.optimizer.name}
     for key, name in {**named, "optimizer.loss": config.optimizer.loss}.items():
         if is_dotted(name):
@@ -53,9 +53,9 @@ def import_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def require_trusted(config: Config, of_runs: Mapping[str, Path]) -> None:
-    """Refuse import paths outside of KNOWN_MODULES in keys that run folders state; nothing is imported for it.
+    """Refuse import paths outside of KNOWN_MODULES in keys that run folders state. Imports nothing.
 
-    of_runs: those keys, and where each is stated. Raises: ConfigError naming all of them.
+    of_runs: key -> the file that states it. Raises: ConfigError naming all of them.
     """
     strange = [(key, name) for key, name in import_paths(config) if key in of_runs and not _is_known(name)]
     if strange:

@@ -284,8 +284,8 @@ def test_load_config_takes_no_section_for_an_option():
 
 
 def test_load_config_refuses_words_that_are_no_option():
-    assert refusal("--config", "quickstart", "extra") == "extra is no option: every key is one, as --run.epochs 3"
-    assert refusal("quickstart").endswith("quickstart is no option: an experiment is named by --config quickstart")
+    assert "extra is no option" in refusal("--config", "quickstart", "extra")
+    assert refusal("quickstart").endswith("--config quickstart")
     assert " --run.epochs: " in refusal("--config", "quickstart", "--run.epochs")
 
 

@@ -206,7 +206,7 @@ def test_config_numbers_that_no_run_can_have_are_refused(key):
 
 def test_config_comm_choices_that_contradict_each_other():
     for key in ("comm.threshold_bytes", "comm.buffer_bytes"):
-        assert refusal({key: None}) == f"{key} is null, which means as comm.table says, and that is null, too"
+        assert refusal({key: None}).startswith(f"{key} is null, so comm.table must give it")
     assert refusal({"comm.algorithm": "hybrid"}).endswith("which is null: make one with bigbatch comm tune")
     assert refusal({"comm.predivide": 8.0}).startswith("comm.predivide=8.0 has no meaning without comm.wire_dtype")
     assert refusal({"comm.timeline_steps": (4, 3)}) == "comm.timeline_steps=[4, 3] must be the first and the last step"
@@ -402,8 +402,7 @@ def test_mixup_and_cutmix_need_another_image(key):
 def test_mixup_and_cutmix_are_of_one_rank(key):
     spread = {"batch.bn_span": 128}  # over 2 ranks of 64
     assert refusal({**spread, key: 0.2}).endswith(
-        "mix within a ghost batch, whose images batch.bn_span=128 spreads over ranks of batch.microbatch_size=64: "
-        "set both to 0"
+        "batch.bn_span=128 spreads over ranks of batch.microbatch_size=64: set both to 0"
     )
     make_config({**spread, key: 0.0})
 
