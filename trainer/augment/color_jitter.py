@@ -26,7 +26,7 @@ class ColorJitter:
     strength: float
     stream: ClassVar[int] = 1
     num_draws: ClassVar[int] = 6
-    """Three factors, and three keys that sort the changes."""
+    """Three factors, and three keys that order the changes."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.strength < math.inf:
@@ -35,7 +35,7 @@ class ColorJitter:
 
     @classmethod
     def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "ColorJitter | None":
-        """Make the jitter that a config asks for, if it does."""
+        """Return the jitter of a config, or None without one."""
         return cls(augment.color_jitter) if augment.color_jitter else None
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:

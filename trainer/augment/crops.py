@@ -17,7 +17,7 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def _absorb(state: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Make a new state from a state and one more key; a chain of these is the hash of all keys."""
+    """Return a new state from a state and one more key; a chain of calls hashes all keys."""
     # + 1, as a key of 0 would add nothing
     return _mix(state + (value + np.uint64(1)) * _GOLDEN_GAMMA)
 
@@ -37,7 +37,7 @@ def uniforms(*, seed: int, epoch: int, indices_B: np.ndarray, num_draws: int, st
 
 
 def _place(draws_B2: np.ndarray, free_B2: np.ndarray) -> np.ndarray:
-    """Place top and left, each uniformly over 0..free inclusive."""
+    """Return top and left, each drawn uniformly from 0..free inclusive."""
     return np.floor(draws_B2 * (free_B2 + 1))
 
 
@@ -46,7 +46,7 @@ def _boxes(tops_lefts_B2: np.ndarray, extents_B2: np.ndarray) -> np.ndarray:
 
 
 def _fallback_extents(sizes_B2: np.ndarray, ratio: tuple[float, float]) -> np.ndarray:
-    """Find the largest central box whose width / height is within ratio, as height and width."""
+    """Return height and width of the largest central box with width / height within ratio."""
     heights_B, widths_B = sizes_B2[:, 0], sizes_B2[:, 1]
     return np.stack(
         [

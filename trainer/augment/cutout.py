@@ -1,4 +1,4 @@
-"""Cutout: a square of each image is wiped out. Source: DeVries and Taylor 2017 (arXiv 1708.04552)."""
+"""Cutout: erase a square of each image. Source: DeVries and Taylor 2017 (arXiv 1708.04552)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ from bigbatch.trainer.input.prepare_batch import on_device
 
 @dataclass(frozen=True)
 class Cutout:
-    """Fills a square of size // 2 pixels to each side of a uniformly drawn pixel, as far as it is inside.
+    """Fills a square of size // 2 pixels to each side of a uniformly drawn pixel, clipped to the image.
 
     size: in pixels, even. The paper zeroes normalised pixels: so fill is the data set's mean colour in bytes, 255 * the
     mean that Normalize subtracts, not black. Raises: ValueError naming the senseless setting.
@@ -33,7 +33,7 @@ class Cutout:
 
     @classmethod
     def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "Cutout | None":
-        """Make the cutout that a config asks for, if it does."""
+        """Return the cutout of a config, or None without one."""
         return cls(augment.cutout_size, fill) if augment.cutout_size else None
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:

@@ -58,7 +58,7 @@ class Mix:
             raise ValueError("mixup_alpha and cutmix_alpha are both 0: nothing to mix, set one above 0")
         if bn_span < 2:
             raise ValueError(f"bn_span={bn_span} must be at least 2: samples are mixed within a ghost batch")
-        from torchvision.transforms.v2 import CutMix, MixUp  # takes a second, which only who mixes has to wait
+        from torchvision.transforms.v2 import CutMix, MixUp  # a slow import (1 s) that only mixing needs
 
         self._seed = seed
         self._num_classes = num_classes

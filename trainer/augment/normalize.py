@@ -1,4 +1,4 @@
-"""From uint8 images to what a model takes, on the model's device."""
+"""Normalize uint8 images to the model's input, on the model's device."""
 
 from collections.abc import Sequence
 

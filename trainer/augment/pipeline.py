@@ -19,16 +19,16 @@ from bigbatch.trainer.config.sections import AugmentConfig
 
 
 class Augmentation(Protocol):
-    """Changes each image of a microbatch by draws of its own."""
+    """Changes each image of a microbatch by random draws for that image."""
 
     @property
     def stream(self) -> int:
-        """Number its draws among those of a sample, for ever: another number changes every run's images."""
+        """Return the number of its random stream; never change it: that would change every run's images."""
         ...
 
     @property
     def num_draws(self) -> int:
-        """Say how many it needs of each sample."""
+        """Return the number of draws that it needs for each sample."""
         ...
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
@@ -37,18 +37,18 @@ class Augmentation(Protocol):
 
 
 AUGMENTATIONS = (ColorJitter, RandAugment, Cutout)
-"""All of them, in the order in which they work. Streams 0 and 4 are taken: by crop and flip, and by mixing."""
+"""All augmentations, in order. Stream 0 belongs to crop and flip, stream 4 to mixing."""
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Applies augmentations one after the other; none leave the images as they are."""
+    """Applies augmentations in order; with none, images are unchanged."""
 
     seed: int
     chain: tuple[Augmentation, ...] = ()
 
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor:
-        """Make new images in the memory format of images_BCHW; images_BCHW itself if nothing is asked for.
+        """Return new images in the memory format of images_BCHW, or images_BCHW itself without augmentations.
 
         Raises: ValueError if images_BCHW are no uint8 RGB images, one per index.
         """
@@ -66,6 +66,6 @@ class Augment:
 
 
 def make_augment(augment: AugmentConfig, *, seed: int, fill: tuple[int, ...]) -> Augment:
-    """Make what a config asks for. fill: the data set's mean colour in bytes, for what wipes out."""
+    """Return the augmentations of a config. fill: the data set's mean colour in bytes, for erased pixels."""
     asked_for = (each.asked_for(augment, fill=fill) for each in AUGMENTATIONS)
     return Augment(seed, tuple(change for change in asked_for if change is not None))

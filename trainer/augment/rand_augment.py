@@ -24,7 +24,7 @@ MAX_MAGNITUDE = 30
 
 @cache
 def vision() -> ModuleType:
-    """Import torchvision's operations, which takes a second that only who augments has to wait."""
+    """Import torchvision's operations: a slow import (1 s) that only augmentation needs."""
     from torchvision.transforms.v2 import functional
 
     return functional
@@ -51,7 +51,7 @@ class Op(IntEnum):
 
 @dataclass(frozen=True)
 class RandAugment:
-    """Does num_ops operations one after the other on each image, each uniform over Op, all at one magnitude.
+    """Applies num_ops operations to each image, each drawn uniformly from Op, all at one magnitude.
 
     magnitude: 0 to MAX_MAGNITUDE. Operations and ranges are those of torchvision's RandAugment.
     Raises: ValueError naming the senseless setting. Source: Cubuk et al. 2020 (arXiv 1909.13719).
@@ -70,12 +70,12 @@ class RandAugment:
 
     @classmethod
     def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "RandAugment | None":
-        """Make what a config asks for, if it does."""
+        """Return the RandAugment of a config, or None without one."""
         return cls(augment.randaugment_ops, augment.randaugment_magnitude or 0) if augment.randaugment_ops else None
 
     @property
     def num_draws(self) -> int:
-        """Return two per operation: which one, and its sign where it has one."""
+        """Return two draws per operation: its kind, and its sign if it has one."""
         return 2 * self.num_ops
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
@@ -119,7 +119,7 @@ def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> T
 
 
 def sampling_matrices(ops_B: np.ndarray, *, signs_B: np.ndarray, magnitude: int, height: int, width: int) -> np.ndarray:
-    """Compute where an output pixel (x, y, 1) comes from, (B, 2, 3), in pixels from the centre of the image.
+    """Return the matrices (B, 2, 3) from output to input pixel (x, y, 1), in pixels from the image's centre.
 
     Shears hold the top left corner, rotations the centre; translations are whole pixels.
     """
@@ -167,7 +167,7 @@ def _blended(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, mag
 
 
 def _sharpened(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Do torchvision's adjust_sharpness with a factor per sample; its own copies a kernel to the GPU and waits.
+    """Apply torchvision's adjust_sharpness with a factor per sample; torchvision's own waits for a copy to the GPU.
 
     The blur's weighted sums are whole numbers and never tie when divided by 13, so it is exact everywhere.
     """
@@ -191,7 +191,7 @@ def _posterized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, 
 
 
 def _solarized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Invert from a threshold on, which falls from 255 to 0."""
+    """Invert pixels above a threshold, which falls from 255 to 0."""
     threshold = 255 * _level(0.0, magnitude=magnitude, start=1.0)
     solarized: Tensor = vision().solarize(images_BCHW, threshold=threshold)
     return solarized
