@@ -1,1 +1,1 @@
-"""From a config to the objects of a run: the only room that knows all others."""
+"""Build the objects of a run from its config: the only room that imports all others."""

@@ -38,7 +38,7 @@ def set_up_compute_(
     """Compile and recompute, in place, as the config asks for it; return lines for the log. Collective.
 
     Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
-    forward: makes what surrounds the model's forward, as Precision.forward does.
+    forward: returns the context of the model's forward, as Precision.forward does.
     Raises: ComputeError, on all ranks alike, where one of them cannot compile.
     """
     notes = []
@@ -47,7 +47,7 @@ def set_up_compute_(
             print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
         compile_regions_(model, mode=MODES[config.compute.compile])
         failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
-        # one rank's failure is everybody's: none trains by other code than the rest
+        # if one rank fails, all do: all ranks must train by the same code
         failure = _common_failure(failure, communicator)
         if failure and not config.compute.compile_fallback:
             raise ComputeError(
@@ -77,7 +77,7 @@ def require_capturable(communicator: Communicator) -> None:
 def make_execution(
     config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer, *, num_microbatches: int
 ) -> Execution:
-    """Make what gets steps to the device."""
+    """Return the object that runs steps on the device."""
     if not config.compute.cuda_graph:
         return EagerExecution()
     # no operation of its own: the stall inspector sees when the device has not come to the end of the replays
@@ -121,7 +121,7 @@ def _run_once(
 
 
 def _common_failure(own: str, communicator: Communicator) -> str:
-    """Find the first rank's that has one, by name where there are several ranks. Collective."""
+    """Return the failure of the first rank that has one, with the rank if there are several. Collective."""
     for rank, failure in enumerate(communicator.gather_text(own)):
         if failure:
             return f"rank {rank}: {failure}" if communicator.world_size > 1 else failure

@@ -1,4 +1,4 @@
-"""Some steps of a config's own training that leave nothing behind: a report of each, no evaluation, no checkpoint."""
+"""Run some training steps of a config, with reports but without files, evaluations and checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def few_steps(
     schedule: Callable[[int], float] | None = None,
     tuned: Tuned | None = None,
 ) -> Iterator[tuple[Parts, Run]]:
-    """Lend the parts of a training of so many steps, and what runs it. Collective.
+    """Yield the parts of a training of that many steps, and a function that runs it. Collective.
 
     schedule: learning rates in place of the config's. say: that it will stop, where a signal asks for it.
     """

@@ -1,4 +1,4 @@
-"""From a config to the input of a run: splits, loaders, batches and what prepares them for the model."""
+"""Build the input of a run from its config: splits, loaders, batches and their preparation for the model."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ class Split:
 
 
 def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Split]:
-    """Make training and validation data. Collective. Raises: DataError; ConfigError."""
+    """Return training and validation splits. Collective. Raises: DataError; ConfigError."""
     if config.data.loader == "synthetic":
         train = _synthetic_split(config, communicator, image_size=_train_size(config))
         return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
@@ -92,7 +92,7 @@ def _require_num_classes(config: Config, index: ImageSource) -> None:
 
 
 def _digest(index: ImageSource) -> str:
-    """Digest class names, labels and known sizes: copies on several nodes may agree in their counts alone."""
+    """Return a digest of class names, labels and known sizes: equal counts do not prove equal copies."""
     digest = _digest_of_labels(index)
     sizes_N2 = index.sizes(np.arange(len(index)))
     if sizes_N2 is not None:
@@ -101,14 +101,14 @@ def _digest(index: ImageSource) -> str:
 
 
 def class_names(split: Split) -> tuple[str, ...] | None:
-    """Return the names in the order of the labels; None for generated samples."""
+    """Return the class names in the order of the labels; None for generated samples."""
     return None if split.index is None else split.index.classes
 
 
 def samples_digest(split: Split) -> str | None:
-    """Digest class names and labels: the same for folders and packed copies; None for generated samples.
+    """Return a digest of class names and labels, equal for folders and packed copies; None for generated samples.
 
-    Where it differs, the positions in an epoch's order are those of other images.
+    If it differs, positions in an epoch's order refer to other images.
     """
     return None if split.index is None else _digest_of_labels(split.index).hexdigest()[:16]
 
@@ -189,7 +189,7 @@ def _image_split(
 
 
 def make_normalize(config: Config, communicator: Communicator) -> Normalize:
-    """Make what turns the loader's bytes into the model's numbers."""
+    """Return the function that normalizes the loader's bytes to the model's input."""
     return Normalize(
         mean=config.data.mean,
         std=config.data.std,
@@ -200,7 +200,7 @@ def make_normalize(config: Config, communicator: Communicator) -> Normalize:
 
 
 def make_prepare(config: Config, communicator: Communicator, *, normalize: Normalize) -> PrepareBatch:
-    """Make what turns a training batch into what a step takes."""
+    """Return the function that prepares a training batch for a step."""
     augment = config.augment
     mix = None
     if augment.mixup_alpha or augment.cutmix_alpha:
@@ -217,7 +217,7 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
 
 
 def train_requests(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Request]:
-    """Return those of this rank's microbatches from first_step to the end of the run."""
+    """Return the requests of this rank's microbatches from first_step to the end of the run."""
     return imagenet.train_requests(
         seed=config.run.seed,
         num_samples=split.num_samples,

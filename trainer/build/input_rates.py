@@ -1,4 +1,4 @@
-"""Measures what a run's input delivers on its own, on all ranks."""
+"""Measure the input rate of a run without training, on all ranks."""
 
 import json
 from dataclasses import asdict
@@ -18,7 +18,7 @@ from bigbatch.trainer.step.plan import Plan
 def measure_input(
     config: Config, communicator: Communicator, split: build_input.Split, *, plan: Plan, prepare: PrepareBatch
 ) -> MeasuredInput | None:
-    """Measure what the input delivers alone, on all ranks at once; None where no step is to come. Collective."""
+    """Return the input rate without training, measured on all ranks; None if no step follows. Collective."""
     if config.data.probe_seconds == 0 or plan.first_step == plan.num_steps:
         return None
     num_cores = cores_per_rank(communicator)  # after which all ranks start together
@@ -38,6 +38,6 @@ def measure_input(
 
 
 def gather_rates(probe: ProbedInput | None, communicator: Communicator) -> tuple[Rates, ...] | None:
-    """Gather them of every rank, in rank order; None where one of them could not measure. Collective."""
+    """Return the rates of every rank, in rank order; None if a rank could not measure. Collective."""
     texts = communicator.gather_text(json.dumps(asdict(probe.rates)) if probe else "")
     return tuple(json.loads(text) for text in texts) if all(texts) else None

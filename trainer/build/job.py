@@ -1,4 +1,4 @@
-"""From a config to a rank of a job: the other ranks, the same experiment, and what a table says of the cluster."""
+"""Join the job of a config: meet the other ranks, compare configs, read the cluster's tuned table."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,9 +26,9 @@ from bigbatch.trainer.step.precision import set_tf32
 def join_job(
     config: Config, env: ProcessEnv, *, kept_calibration: Path | None = None
 ) -> tuple[Communicator, Tuned | None]:
-    """Meet the other ranks, make sure that all run the same experiment, and read what comm.table holds. Collective.
+    """Meet the other ranks, check that all run the same experiment, and read comm.table. Collective.
 
-    kept_calibration: the table of a run that may go on, which goes before the user's for this cluster.
+    kept_calibration: the table of a resumed run, which overrides the user's table for this cluster.
     Raises: ConfigError; CommError; TunedError.
     """
     # for its ConfigError, before any rank is connected to
@@ -91,7 +91,7 @@ def _with_algorithm(
 
 
 def _calibrates(config: Config, communicator: Communicator) -> bool:
-    """Tell whether a table is wanted: where there is something to choose, for gradients that travel by it."""
+    """Tell whether to measure a table: only if there is a choice and gradients use it."""
     if config.comm.algorithm != AUTO or config.optimizer.sharded or len(communicator.algorithms) == 1:
         return False
     least = {"auto": communicator.topology.num_nodes, "always": communicator.world_size, "never": 1}
@@ -106,7 +106,7 @@ def _settle_arithmetic(config: Config, device: torch.device) -> None:
 
 
 def bind_rank(config: Config, env: ProcessEnv) -> str | None:
-    """Keep this process near its GPU or its memory, where data.bind_numa asks for it; return a line for the log.
+    """Bind this process to cores near its GPU or its memory if data.bind_numa is set; return a line for the log.
 
     Call it before any other: it holds for threads that start later.
     """
@@ -117,7 +117,7 @@ def bind_rank(config: Config, env: ProcessEnv) -> str | None:
 
 
 def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
-    """Return what comm.table holds, as rank 0 reads it, if it is of this cluster; None where there is none. Collective.
+    """Return comm.table as rank 0 reads it, if it was made on this cluster; None without a table. Collective.
 
     Raises: TunedError, on all ranks alike.
     """
@@ -139,7 +139,7 @@ def gather_tuned(config: Config, communicator: Communicator) -> Tuned | None:
 
 
 def without_choices(config: Config, *, world_size: int) -> Config:
-    """Return the config for work that has no global batch and sums no gradients: any number of ranks on any cluster."""
+    """Return the config for work without global batch and gradient sums: any number of ranks on any cluster."""
     microbatch_size = config.batch.microbatch_size
     batch = replace(
         config.batch,
@@ -157,7 +157,7 @@ def without_choices(config: Config, *, world_size: int) -> Config:
 
 
 def stated_sizes(config: Config, tuned: Tuned | None = None) -> PlanSizes:
-    """Return what the config states; the tuned ones where it leaves them to a table, DEFAULT_SIZES without."""
+    """Return the config's fusion sizes; for null the tuned ones, or DEFAULT_SIZES without a table."""
     comm, others = config.comm, tuned.sizes if tuned else DEFAULT_SIZES
     return PlanSizes(
         comm.threshold_bytes or others.threshold_bytes,

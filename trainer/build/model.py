@@ -1,4 +1,4 @@
-"""From a config to its classifier, for training or for evaluation."""
+"""Build the classifier of a config, for training or evaluation."""
 
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from bigbatch.trainer.step.seeding import seed_weights
 def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTime | None = None) -> nn.Module:
     """Make the classifier in fp32, on the device, the same weights on every rank. Collective. Raises: ConfigError.
 
-    exposed: counts what training waits for the other ranks of a ghost batch.
+    exposed: counts the time that training waits for the other ranks of a ghost batch.
     """
     seed_weights(config.run.seed)
     accumulation = accumulation_steps(config.batch, world_size=communicator.world_size)
@@ -40,7 +40,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
         ghosts_per_step=accumulation * ghosts_per_microbatch(config.batch),
         group=_rank_group(config.batch, communicator, exposed=exposed or ExposedTime()),
     )
-    # drawn on the CPU, whose generator gives the same weights whatever the device
+    # drawn on the CPU: its generator gives the same weights on every device
     model = _build_model(config, norm)
     initialize_(model, config.model.init, linear_std=config.model.linear_std)
     if is_foreign_model(config.model.name):
@@ -52,7 +52,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
 
 
 def _rank_group(batch: BatchConfig, communicator: Communicator, *, exposed: ExposedTime) -> RankGroup | None:
-    """Find the ranks that share a ghost batch with this one; None where it holds its own whole. Collective."""
+    """Return the group of ranks that share a ghost batch with this one; None if it holds whole ones. Collective."""
     num_ranks = ranks_per_ghost(batch)
     if num_ranks == 1:
         return None

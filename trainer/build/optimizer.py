@@ -1,4 +1,4 @@
-"""From a config to its optimizer, over groups of the parameters to update."""
+"""Build the optimizer of a config, over groups of the parameters to update."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -37,7 +37,7 @@ def make_optimizer(
 
 
 def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torch.optim.Optimizer:
-    """Make one of OPTIMIZERS: the module of its name in trainer/optim has what makes it of a config."""
+    """Return one of OPTIMIZERS, made by `make` in the module of its name in trainer/optim."""
     optimizer: torch.optim.Optimizer = import_module(f"bigbatch.trainer.optim.{settings.name}").make(
         settings, groups, lr=lr
     )

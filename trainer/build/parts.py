@@ -1,4 +1,4 @@
-"""From a config to all that a step works with: with the others of this room, the only files that know all parts."""
+"""Build all parts of a training step from a config; only this room imports them all."""
 
 import math
 import os
@@ -52,10 +52,10 @@ def make_parts(
     gradient_order: str | None = None,
     classes: Sequence[str] | None = None,
 ) -> Parts:
-    """Make all that a step works with. tuned: as join_job gives it; gradient_order: a resumed run's, a name per line.
+    """Return all parts of a step. tuned: as join_job returns it; gradient_order: a resumed run's, a name per line.
 
-    model.weights are read for the first step of a run only. classes: names in the data, which weights whose last layer
-    is taken must have; None: not compared. Raises: ConfigError; TunedError; CheckpointError;
+    model.weights are read for the first step of a run only. classes: names in the data; the weights must have the same
+    ones if their last layer is taken; None: not compared. Raises: ConfigError; TunedError; CheckpointError;
     ComputeError.
     """
     if config.compute.cuda_graph:
@@ -125,7 +125,7 @@ def make_parts(
 
 
 def _take_weights_(config: Config, model: nn.Module, classes: Sequence[str] | None) -> list[str]:
-    """Start from model.weights; what is to be told of it. Raises: CheckpointError."""
+    """Load model.weights; return lines for the log. Raises: CheckpointError."""
     stated = config.model
     taken = load_weights_(
         model, Path(stated.weights or ""), config=config, new_head=stated.new_head, partial=stated.partial_weights
@@ -146,7 +146,7 @@ def _take_weights_(config: Config, model: nn.Module, classes: Sequence[str] | No
 
 
 def make_grid(config: Config) -> Grid:
-    """Make the grid on which a run's gradients are summed: with room for its microbatches, and for its loss scale."""
+    """Return the grid for a run's gradient sums, with room for its microbatches and its loss scale."""
     num_terms = config.batch.global_batch_size // config.batch.microbatch_size
     return Grid(num_terms, fraction_bits=FRACTION_BITS - round(math.log2(config.optimizer.loss_scale or 1.0)))
 
@@ -154,7 +154,7 @@ def make_grid(config: Config) -> Grid:
 def _make_optimizer(
     config: Config, model: nn.Module, precision: Precision, *, reducer: GradientReducer, communicator: Communicator
 ) -> torch.optim.Optimizer:
-    """Make the optimizer over all weights or, if sharded, over the share that this rank's precision then holds."""
+    """Return the optimizer over all weights or, if sharded, over this rank's share."""
 
     def make(masters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
         optimizer = make_optimizer(config.optimizer, model, masters, lr=config.schedule.base_lr)
@@ -172,7 +172,7 @@ def _make_optimizer(
 
 
 def make_precision(config: Config, model: nn.Module, *, device: torch.device) -> Precision:
-    """Make the precision in which a model of that config trains."""
+    """Return the precision in which a model of that config trains."""
     settings = config.optimizer
     scaling = None
     if settings.loss_scale is not None:
@@ -181,7 +181,7 @@ def make_precision(config: Config, model: nn.Module, *, device: torch.device) ->
 
 
 def _make_average(config: Config, model: nn.Module, precision: Precision) -> WeightAverage:
-    """Make the average of the weights and of batch norm's running statistics, which are theirs (docs/decisions/027)."""
+    """Return the average of weights and batch norm's running statistics (docs/decisions/027)."""
     decay, every_steps = config.optimizer.ema_decay, config.optimizer.ema_every_steps
     if decay is None or every_steps is None:
         return NoAverage()
@@ -191,7 +191,7 @@ def _make_average(config: Config, model: nn.Module, precision: Precision) -> Wei
 
 
 def _fusion_sizes(config: Config, model: nn.Module, tuned: Tuned | None) -> dict[str, Any]:
-    """Return the config's own sizes, and the tuned ones where it gives none. Raises: TunedError."""
+    """Return the config's fusion sizes, or tuned ones where it has null. Raises: TunedError."""
     if tuned is not None:
         tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
         tuned.require_model(tensors, path=Path(str(config.comm.table)))

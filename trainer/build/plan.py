@@ -1,4 +1,4 @@
-"""From a config to the numbers of its run: steps, rates, and when a run has diverged."""
+"""Compute the numbers of a run from its config: steps, rates, and the limit of divergence."""
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
@@ -11,7 +11,7 @@ from bigbatch.trainer.step.plan import Plan
 
 
 def make_plan(config: Config, communicator: Communicator, *, num_samples: int, first_step: int) -> Plan:
-    """Work out the numbers of a run. An epoch leaves out what does not fill a global batch. Raises: ConfigError."""
+    """Return the plan of a run. An epoch drops images that do not fill a global batch. Raises: ConfigError."""
     steps_per_epoch = num_samples // config.batch.global_batch_size
     if steps_per_epoch == 0:
         raise ConfigError(
@@ -42,7 +42,7 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
 
 
 def _require_reach(config: Config, *, steps_per_epoch: int) -> None:
-    """Raise ConfigError for an average that never begins."""
+    """Raise ConfigError for an average that never starts."""
     every_steps, num_steps = config.optimizer.ema_every_steps, steps_per_epoch * config.run.epochs
     if every_steps is not None and every_steps > num_steps:
         raise ConfigError(
@@ -78,7 +78,7 @@ def make_schedule_of(config: Config, plan: Plan) -> Schedule:
 
 
 def make_momentum_of(config: Config, rate: Schedule) -> Schedule | None:
-    """Make the schedule of the momentum, which mirrors that of the rate; None where it stays as it is."""
+    """Return the schedule of the momentum, which mirrors the rate's; None if the momentum is constant."""
     schedule, high = config.schedule, config.optimizer.momentum
     if schedule.low_momentum is None or high is None:
         return None
@@ -101,7 +101,7 @@ def _warmup_steps(config: Config, *, steps_per_epoch: int) -> int:
 
 
 def make_guess_watch(config: Config, plan: Plan) -> GuessWatch | None:
-    """Make what ends a run that does no better than a guess; None where the config does not ask for it."""
+    """Return the watch that ends a run with a loss no better than a guess; None without divergence_steps."""
     if config.run.divergence_steps is None:
         return None
     return GuessWatch(

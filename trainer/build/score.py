@@ -1,4 +1,4 @@
-"""From a config to its loss and metrics; own ones are tried before the first step, on a few random logits."""
+"""Build loss and metrics of a config; the user's own are tested on random logits before the first step."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ from bigbatch.trainer.config.score import CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.step.score import Metric, PerPicture, Score, cross_entropies
 
 FUNCTIONS = ("torch.nn.functional", "torchvision.ops")
-"""Where torch and torchvision have losses that are functions."""
+"""Modules of torch and torchvision that define losses as functions."""
 NUM_TRIED = 4
-"""Images: an even number, as they are tried in halves, too."""
+"""Number of test images; even, because halves are tested too."""
 
 
 def make_loss(config: Config, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what training minimises: the sum over a microbatch's images. Raises: ConfigError for an unfit one."""
+    """Return the training loss: a sum over a microbatch's images. Raises: ConfigError for an unfit loss."""
     optimizer = config.optimizer
     if optimizer.loss == CROSS_ENTROPY:
         return partial(_sum_of_cross_entropies, label_smoothing=optimizer.label_smoothing)
@@ -31,7 +31,7 @@ def make_loss(config: Config, device: torch.device) -> Callable[[Tensor, Tensor]
 
 
 def make_score(config: Config, device: torch.device) -> Score:
-    """Return what an evaluation counts. Raises: ConfigError for an unfit loss or metric."""
+    """Return loss and metrics of an evaluation. Raises: ConfigError for an unfit loss or metric."""
     losses = cross_entropies if config.optimizer.loss == CROSS_ENTROPY else _own_loss(config, device)
     metrics = {
         name: _own_metric(dotted, options, key=f"run.metrics: {name}={dotted}", config=config, device=device)
@@ -67,8 +67,8 @@ def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Co
         values = _try(own, *_noise(config.data.num_classes, device), key=key)
     if values.ndim > 2 or (values.ndim == 2 and result is None):
         raise ConfigError(
-            f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TRIED} images: give one for each, whose "
-            "mean is the figure, or several, and the method result, which makes the figure of their sums"
+            f"{key} gives numbers of shape {tuple(values.shape)} for {NUM_TRIED} images: give one per image, to be "
+            "averaged, or several per image and a method result, which computes the metric from their sums"
         )
     metric = Metric(own, width=values[0].numel(), result=result, is_on_grid=config.run.reproducible)
     sums_M = values.double().reshape(NUM_TRIED, -1).sum(0).cpu()
@@ -80,7 +80,7 @@ def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Co
 
 
 def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.device) -> PerPicture:
-    """Import what has that dotted name: a class is made with options, a function gets them at each call."""
+    """Import an import path: a class is instantiated with options, a function gets them at each call."""
     try:
         module, own_name = import_owner(dotted)
     except ValueError as error:
@@ -104,13 +104,13 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
         raise ConfigError(f"{key} does not take the options {dict(options)}: {words_of(error)}") from error
     if isinstance(own, nn.Module):
         if any(True for _ in own.parameters()):
-            raise ConfigError(f"{key} has weights of its own, which nobody would train: move them into the model")
+            raise ConfigError(f"{key} has its own weights, which are not trained: move them into the model")
         own.to(device)
     return own
 
 
 def _is_library_score(found: object) -> bool:
-    """Tell whether it is a module, or a function of FUNCTIONS: others may load files or start processes."""
+    """Tell whether it is a torch module or from FUNCTIONS: others may load files or start processes."""
     if isinstance(found, type):
         return issubclass(found, nn.Module)
     home = f"{getattr(found, '__module__', None)}."

@@ -1,4 +1,4 @@
-"""Copies packed data to every node before a run, while the ranks keep in touch."""
+"""Copy packed data to every node before a run, while the ranks exchange progress."""
 
 import json
 import sys
@@ -16,16 +16,16 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.stage import stage, using_copy
 
 BEAT_SECONDS = 1.0
-"""Between two exchanges: a node that copies for minutes must not look dead to one that has finished."""
+"""Seconds between two exchanges: a node that copies for minutes must not look dead to the others."""
 LINE_SECONDS = 10.0
-"""Between two lines of progress."""
+"""Seconds between two lines of progress."""
 NUM_WORKERS = 4
 State = dict[str, Any]
 """State of a rank: its failure, or the seconds and summary of its copy, or share and progress of one in progress."""
 
 
 def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str | None]:
-    """Return the config with data.root at the copy, and a line for the log; as it was without data.stage. Collective.
+    """Return the config with data.root at the copy, and a line for the log; unchanged without data.stage. Collective.
 
     The first rank of a node copies, the others wait for it. Raises: DataError, on all ranks alike, as soon as one
     node fails, or gets no byte for comm.timeout_seconds.
@@ -47,7 +47,7 @@ def stage_data(config: Config, communicator: Communicator) -> tuple[Config, str 
 
 @contextmanager
 def using_staged(config: Config, communicator: Communicator) -> Iterator[None]:
-    """Be a run that uses its nodes' copies; with data.keep_staged false, the last one of a node removes it."""
+    """Register as a user of the nodes' copies; with data.keep_staged false, a node's last user removes its copy."""
     if config.data.stage is None or communicator.env.local_rank != 0:
         yield
         return
@@ -60,7 +60,7 @@ def _nothing_to_copy() -> State:
 
 
 def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> list[State]:
-    """Return the last state of each rank; rank 0 tells now and then of the node that is furthest behind. Collective."""
+    """Return the last state of each rank; rank 0 prints the progress of the slowest node. Collective."""
     said = awake_seconds()
     while True:
         states = [json.loads(text) for text in communicator.gather_text(json.dumps(state()))]
@@ -77,7 +77,7 @@ def _wait_for_all(state: Callable[[], State], communicator: Communicator) -> lis
 
 
 class _Copy:
-    """Makes one node's copy, by a thread of its own."""
+    """Copies the data to one node in a thread."""
 
     def __init__(self, source: Path, target: Path, *, host: str, timeout_seconds: float) -> None:
         self._source, self._target, self._host, self._timeout_seconds = source, target, host, timeout_seconds
@@ -98,7 +98,7 @@ class _Copy:
         self._waits = True
 
     def state(self) -> State:
-        """Tell what came of it, or after a beat how far it is. Raises: what is no DataError, a defect."""
+        """Return the result, or after a beat the progress. Raises: any error except DataError."""
         # also the beat's pace: ranks with nothing to copy wait in the gather for this one
         wait([self._copy], timeout=BEAT_SECONDS)
         if not self._copy.done():
@@ -111,7 +111,7 @@ class _Copy:
         return {"failure": str(error)}
 
     def _is_stuck(self) -> bool:
-        """Tell whether nothing was copied or checked for too long, neither by this process nor by whom it waits for."""
+        """Tell whether neither this process nor the one it waits for made progress for too long."""
         # files grow before they count as done, and another process's copy shows on the disk alone
         seen = self._done_bytes, bytes_in(self._target)
         if seen != self._seen:
@@ -132,7 +132,7 @@ class _Copy:
 
 
 def bytes_in(folder: Path) -> int:
-    """Add up all files of the splits that are staged in folder, finished or not."""
+    """Return the bytes of all staged files in folder, finished or not."""
     total = 0
     for path in folder.glob("*/*"):
         try:

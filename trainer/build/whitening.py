@@ -1,4 +1,4 @@
-"""Fits a model's input whitening to the training images, once, before the first step of a run."""
+"""Fit a model's input whitening to the training images, once, before the first step of a run."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.models.whitening import PATCH, PatchWhitening, patch_sums, whitening_filters
 
 NUM_IMAGES = 10_000
-"""As many as Page took; here evenly spaced over the training set, which may be in order of its classes."""
+"""Number of images, as Page took; evenly spaced over the training set, which may be sorted by class."""
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def fit_whitening_(model: nn.Module, split: Split, *, config: Config, communicat
 
 
 def _batches(split: Split, *, config: Config, communicator: Communicator) -> Iterator[Batch]:
-    """Load this rank's share: whole images with resident, whose crops reach over the edge, else crops of epoch 0."""
+    """Yield this rank's share: whole images with resident (its crops reach over the edge), else crops of epoch 0."""
     chosen_N = np.linspace(0, split.num_samples - 1, min(NUM_IMAGES, split.num_samples)).round().astype(np.int64)
     requests = imagenet.eval_requests(
         num_samples=len(chosen_N),
