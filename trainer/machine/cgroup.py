@@ -1,4 +1,4 @@
-"""What is left to a job of its control groups, of either version: memory, cores, threads."""
+"""Memory, cores and threads that a job's control groups (version 1 or 2) still allow."""
 
 import os
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from pathlib import Path, PurePosixPath
 from bigbatch.trainer.machine.kernel_files import leading_number, read_number, read_text
 
 IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems whose files are memory of whoever writes them."""
+"""File systems that keep files in memory, charged to the process that writes them."""
 
 V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
 def lies_in_memory(path: Path, *, proc: Path = Path("/proc")) -> bool:
-    """Tell whether files at path are memory, as in /dev/shm; False where the system does not tell. Raises: OSError."""
+    """Tell whether files at path lie in memory, as in /dev/shm; False if unknown. Raises: OSError."""
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -28,16 +28,16 @@ def lies_in_memory(path: Path, *, proc: Path = Path("/proc")) -> bool:
 
 
 def memory_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes that this process's job may still take, by the tightest of its groups; None without a limit.
+    """Return the bytes that this process's job may still allocate, by its tightest group; None without a limit.
 
-    What the page cache holds does not count: it gives way.
+    The page cache does not count: the kernel reclaims it.
     """
     found = (_memory_left(group, *(V1 if is_first else V2)) for group, is_first in own_groups("memory", proc, groups))
     return min((left for left in found if left is not None), default=None)
 
 
 def free_memory(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes that this process may still take, of its host and by memory_left; None where nobody tells."""
+    """Return the bytes that this process may still allocate, by its host and by memory_left; None if unknown."""
     facts = dict(line.split(":", 1) for line in read_text(proc / "meminfo").splitlines() if ":" in line)
     of_host = leading_number(facts.get("MemAvailable", ""))
     found = (memory_left(proc=proc, groups=groups), None if of_host is None else int(of_host) * 1024)
@@ -55,7 +55,7 @@ def tasks_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgrou
 
 
 def cores_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return how many cores this process's job may keep busy, by time as by number; None where nobody tells."""
+    """Return the number of cores that this process's job may use, by CPU quota and by CPU set; None if unknown."""
     found = []
     for group, is_first in own_groups("cpu", proc, groups):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
@@ -72,7 +72,7 @@ def cores_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgrou
 
 
 def own_groups(controller: str, proc: Path, groups: Path) -> Iterator[tuple[Path, bool]]:
-    """Find the groups that a controller keeps this process in, its own and all around it; and which are version 1.
+    """Return the groups of a controller that contain this process, innermost first; and which are version 1.
 
     In a container, its own may be a path of the host that is not there.
     """

@@ -11,15 +11,15 @@ class EnergyMeter(Protocol):
     """Counts the energy of this rank's device."""
 
     def take_joules(self) -> float:
-        """Return the joules since the last call, or since it was made; not a number where nobody tells."""
+        """Return the joules since the last call, or since the start; NaN if unknown."""
         ...
 
 
 class NoEnergyMeter:
-    """Stands in where a driver does not tell, and for a CPU."""
+    """Meter for a CPU, and for a GPU with a driver that does not count energy."""
 
     def take_joules(self) -> float:
-        """Return no number of joules: NaN."""
+        """Return NaN."""
         return float("nan")
 
 
@@ -36,7 +36,7 @@ class GpuEnergy:
         return (self._last - before) / 1000
 
     def _read(self) -> float:
-        """Read the counter in millijoules; a driver that stops to answer ends no training."""
+        """Return the counter in millijoules; a driver that stops answering does not end the training."""
         try:
             return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         except self._nvml.NVMLError:
@@ -44,6 +44,6 @@ class GpuEnergy:
 
 
 def make_energy_meter(device: torch.device) -> EnergyMeter:
-    """Return the meter of a GPU where nvidia-ml-py is installed and the driver counts; else one that knows nothing."""
+    """Return a GPU's meter if nvidia-ml-py is installed and the driver counts energy; else NoEnergyMeter."""
     found = find_gpu(device)
     return NoEnergyMeter() if found is None else GpuEnergy(*found)

@@ -1,4 +1,4 @@
-"""What a GPU's driver tells: its compute capability and, by NVML, the handle to ask for more, and its clock."""
+"""Facts from a GPU's driver: compute capability and, by NVML, its handle and clock."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
-    """Return NVML and its handle of a GPU; None where nvidia-ml-py is not installed, or does not know it."""
+    """Return NVML and its handle of a GPU; None if nvidia-ml-py is not installed or does not know the GPU."""
     if device.type != "cuda":
         return None
     try:
@@ -23,17 +23,17 @@ def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return CUDA's number for the GPU; None of a CPU."""
+    """Return the GPU's CUDA compute capability; None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
 class Clock:
-    """States the clock of a GPU's multiprocessors at this moment."""
+    """Current clock of a GPU's multiprocessors."""
 
     mhz: float
     slowed_by: tuple[str, ...]
-    """What the hardware holds it down for. An ordinary power limit is none of that."""
+    """Hardware reasons for a reduced clock; an ordinary power limit is not one of them."""
 
 
 SLOWDOWNS = {0x40: "heat", 0x80: "its power supply's brake"}
@@ -41,7 +41,7 @@ SLOWDOWNS = {0x40: "heat", 0x80: "its power supply's brake"}
 
 
 def read_clock(device: torch.device) -> Clock | None:
-    """Read the clock; None where nvidia-ml-py is not installed, or the driver does not tell."""
+    """Return the clock; None if nvidia-ml-py is not installed or the driver does not report it."""
     found = find_gpu(device)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""How a process uses its host: cores, the memory that the C library gives back, and what of torch it imports."""
+"""How a process uses its host: cores, memory that the C library returns, and imports of torch."""
 
 import ctypes
 import os
@@ -21,9 +21,9 @@ def set_up_process(
     is_reproducible: bool = False,
     cpu_threads: int | None = None,
 ) -> None:
-    """Set up once, before training: cuDNN's search, or none, on a GPU; cores and memory on a CPU. Collective.
+    """Set up the process once, before training: cuDNN's search on a GPU; cores and memory on a CPU. Collective.
 
-    is_reproducible: kernels whose bits depend on their input alone; where torch has none it raises, naming the kernel.
+    is_reproducible: deterministic kernels only; torch raises, with the name, where it has none.
     """
     if is_reproducible:
         ask_for_deterministic_cublas()
@@ -31,7 +31,7 @@ def set_up_process(
     if communicator.device.type == "cuda":
         torch.backends.cudnn.benchmark = cudnn_benchmark and not is_reproducible
         return
-    # collective, whoever states a number
+    # collective: on all ranks, with or without a stated number
     share = cores_per_rank(communicator)
     torch.set_num_threads(cpu_threads or (1 if is_reproducible else share))
     keep_freed_memory()
@@ -48,7 +48,7 @@ def cores_per_rank(communicator: Communicator) -> int:
 
 
 def usable_cores() -> list[int]:
-    """Return the cores that this process may use: a launcher, Slurm or a container can leave it some only.
+    """Return the cores that this process may use: a launcher, Slurm or a container can restrict them.
 
     Ranks that may use the same ones share them; ranks that were bound to different ones have them to themselves.
     """
@@ -58,7 +58,7 @@ def usable_cores() -> list[int]:
 
 
 def has_cpu_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether the CPU multiplies bfloat16 itself; where the system does not tell, it does not."""
+    """Tell whether the CPU has bfloat16 multiplication; False if unknown."""
     try:
         flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
     except OSError:
@@ -67,7 +67,7 @@ def has_cpu_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what activations free instead of giving it back and faulting it in anew at every step.
+    """Let glibc keep freed activation memory instead of returning it and faulting it in again at every step.
 
     ResNet-9 of width 16 in fp32 on one core: a step of 64 images of 64 x 64 takes 210 ms instead of 245 (median of
     3, 2 cores, torch 2.14.1), for 2% more memory. Does nothing with another C library.
@@ -79,14 +79,14 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give back what glibc keeps after all. Does nothing with another C library."""
+    """Return the memory that glibc keeps to the system. Does nothing with another C library."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def leave_compiler_out() -> None:
-    """Let our optimizers do without torch's compiler, whose import takes as long as torch's own. For a whole process.
+    """Keep bigbatch's optimizers from importing torch's compiler, a slow import, in this whole process.
 
     torch shields four methods of all optimizers from being compiled, and imports the compiler for that when they are
     first called; a process that only trains compiles no optimizer. torch's own optimizers import it in their steps,
@@ -101,6 +101,6 @@ def leave_compiler_out() -> None:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all that it was given; a CPU is never behind."""
+    """Wait until a device has finished all queued work; returns at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What this process, and the job that it belongs to, may take of its host."""
+"""Resource limits of this process and of its job on this host."""
 
 import math
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from bigbatch.trainer.machine.cgroup import cores_left, memory_left, tasks_left
 from bigbatch.trainer.machine.kernel_files import leading_number, read_text
 
 CAP_IPC_LOCK = 14
-"""capability(7): who has it locks memory without a limit."""
+"""capability(7): a process that has it locks memory without a limit."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """States limits; infinite where there is none, and where nobody tells."""
+    """Limits of a process and its job; infinite if there is none or it is unknown."""
 
     locked_bytes: float = math.inf
     open_files: float = math.inf
-    """That a process has from its start."""
+    """Soft limit of a process."""
     most_open_files: float = math.inf
-    """To which it may raise that."""
+    """Hard limit, to which it may raise the soft one."""
     tasks: float = math.inf
     """Threads and processes that the job may still start."""
     memory_bytes: float = math.inf
-    """That the job may still take."""
+    """Bytes that the job may still allocate."""
     cores: float = math.inf
 
 

@@ -1,4 +1,4 @@
-"""What a lack of memory looks like, on a GPU or a CPU."""
+"""Recognize out-of-memory errors of a GPU or a CPU."""
 
 import re
 
@@ -11,7 +11,7 @@ NO_MEMORY = re.compile(
     r"|unable to find an engine to execute|bad_alloc",
     re.I,
 )
-"""What torch, C++ and CUDA say in a RuntimeError, and oneDNN and cuDNN, which have no other words for it."""
+"""Words of torch, C++, CUDA, oneDNN and cuDNN in the RuntimeError of a lack of memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

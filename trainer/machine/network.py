@@ -32,10 +32,10 @@ class Card:
 
 @dataclass(frozen=True)
 class Port:
-    """Describes a port of InfiniBand, RoCE (whose link layer is Ethernet), or another kind of RDMA."""
+    """Describes a port of InfiniBand, RoCE (link layer: Ethernet), or another kind of RDMA."""
 
     name: str
-    """As in mlx5_0/1."""
+    """Device and port number, such as mlx5_0/1."""
     state: str
     """ACTIVE carries data; INIT waits for a subnet manager."""
     physical: str
@@ -46,12 +46,12 @@ class Port:
 
     @property
     def is_usable(self) -> bool:
-        """Tell whether it carries data, of any job."""
+        """Tell whether the port can carry data of any job."""
         return self.state == "ACTIVE" and self.gbit_per_second > 0
 
 
 def read_cards(root: Path = Path("/")) -> list[Card]:
-    """List the interfaces that are up and whose rate is known, the fastest first; bonds in place of their members."""
+    """List the interfaces that are up and have a known rate, fastest first; bonds instead of their members."""
     folder = root / "sys/class/net"
     cards = []
     for path in _listed(folder):
@@ -62,9 +62,9 @@ def read_cards(root: Path = Path("/")) -> list[Card]:
 
 
 def _rate(folder: Path, name: str, *, depth: int) -> float:
-    """Return Gbit/s, of a bond or a VLAN that of what lies below; 0 where it is unknown, and of what is no hardware.
+    """Return Gbit/s, for a bond or a VLAN of the interface below; 0 if unknown or without hardware.
 
-    A pair of virtual interfaces, as containers have, states a rate that nothing keeps to.
+    A virtual interface, as in containers, states a rate without meaning.
     """
     path = folder / name
     if (path / "device").exists():
@@ -101,7 +101,7 @@ def read_errors(root: Path = Path("/")) -> dict[str, float]:
 
 
 def usual_rate(ports: Sequence[Port]) -> float:
-    """Return the Gbit/s that most of some ports have."""
+    """Return the most frequent rate of the ports, in Gbit/s."""
     return mode(sorted(port.gbit_per_second for port in ports))
 
 

@@ -1,4 +1,4 @@
-"""Which cores a rank uses: those next to its GPU's memory, or its part of the host's NUMA nodes.
+"""Choose a rank's cores: those next to its GPU's memory, or its part of the host's NUMA nodes.
 
 An image that was decoded on the other socket crosses the link between the two on its way to the GPU. Memory follows:
 Linux puts a page on the node of the thread that first writes to it.
@@ -58,13 +58,13 @@ def format_cores(cores: Sequence[int]) -> str:
 
 
 def read_nodes(sys_root: Path) -> dict[int, list[int]]:
-    """Read the cores of each NUMA node; empty where the system does not tell, as in some containers."""
+    """Return the cores of each NUMA node; empty if unknown, as in some containers."""
     paths = sys_root.glob("devices/system/node/node[0-9]*/cpulist")
     return {int(path.parent.name.removeprefix("node")): parse_cores(path.read_text()) for path in paths}
 
 
 def pci_node(address: str, *, sys_root: Path) -> int | None:
-    """Return the NUMA node of the device at a PCI address such as 0000:3b:00.0; None where it is unknown."""
+    """Return the NUMA node of the device at a PCI address such as 0000:3b:00.0; None if unknown."""
     try:
         node = int((sys_root / "bus/pci/devices" / address / "numa_node").read_text())
     except OSError:
@@ -82,11 +82,11 @@ def pci_address(device: "torch.device") -> str:
 
 
 def bind(*, device: "torch.device", local_rank: int, local_size: int, sys_root: Path = Path("/sys")) -> str | None:
-    """Bind this thread, and all that it starts from now on, to choose_cores' choice; a line for the log.
+    """Bind this thread, and all threads that it starts later, to choose_cores' choice; return a line for the log.
 
     Threads that run already stay where they are: call it before the loaders and the transport start theirs.
-    None where there is nothing to do: one NUMA node, a rank that its launcher bound to one, a GPU whose node the
-    system does not know, an operating system without such a call.
+    None if there is nothing to do: one NUMA node, a rank that its launcher bound to one, a GPU of unknown node, an
+    operating system without such a call.
     """
     if not hasattr(os, "sched_setaffinity"):
         return None

@@ -1,4 +1,4 @@
-"""What nvidia-smi and the kernel tell of a host's GPUs, by the words that NVIDIA's manual page of it has."""
+"""Facts on a host's GPUs from nvidia-smi and the kernel, in the words of NVIDIA's manual page."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from bigbatch.trainer.machine.kernel_files import read_text
 
 ASK_SECONDS = 8
 END_SECONDS = 1
-"""For what is killed to end: a driver that hangs keeps it from that for good."""
+"""Seconds to wait for a killed process: a driver that hangs keeps it alive for ever."""
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.max.sm,temperature.gpu"
 HEALTH_QUERY = "uuid,pcie.link.width.current,pcie.link.width.max,ecc.errors.uncorrected.volatile.total,mig.mode.current"
 REMAPS_QUERY = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
@@ -41,16 +41,16 @@ class NvLinks:
 
 @dataclass(frozen=True)
 class Driver:
-    """Holds what nvidia-smi says; nothing where it is not installed, and of what this driver does not know."""
+    """Output of nvidia-smi; empty if it is not installed, or for fields that this driver does not know."""
 
     gpus: tuple[str, ...] = ()
-    """GPU_QUERY of each, as the driver writes it."""
+    """GPU_QUERY of each GPU, as the driver writes it."""
     complaint: str | None = None
-    """Why it lists no GPUs, or not all."""
+    """Reason if it lists no GPUs, or not all."""
     health: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """UUID -> HEALTH_QUERY and REMAPS_QUERY: field -> value."""
     processes: Sequence[Mapping[str, str]] = ()
-    """PROCESSES_QUERY of each."""
+    """PROCESSES_QUERY of each process."""
     links: Mapping[int, NvLinks] = field(default_factory=dict)
     """Number of the GPU -> its NVLinks."""
 
@@ -84,13 +84,13 @@ def ask_driver() -> Driver:
 
 
 def list_gpus() -> tuple[int, str | None]:
-    """Count the GPUs that the driver lists, and tell what it complains of; none and nothing without a driver."""
+    """Return the number of GPUs that the driver lists, and its complaint; 0 and None without a driver."""
     listed, complaint = _ask("-L")
     return sum(line.startswith("GPU ") for line in listed), complaint
 
 
 def _ask(*words: str) -> tuple[list[str], str | None]:
-    """Return what nvidia-smi writes, and what it complains of."""
+    """Return the output of nvidia-smi, and its complaint."""
     table = ["--format=csv,noheader"] if words[0].startswith("--query") else []
     argv, pipe = ["nvidia-smi", *words, *table], subprocess.PIPE
     try:
@@ -124,7 +124,7 @@ def _rows(lines: Sequence[str], query: str) -> list[dict[str, str]]:
 
 
 def parse_links(lines: Sequence[str]) -> dict[int, NvLinks]:
-    """Count the links of each GPU in what `nvidia-smi nvlink -s` writes."""
+    """Count the links of each GPU in the output of `nvidia-smi nvlink -s`."""
     found: dict[int, NvLinks] = {}
     gpu = None
     for line in lines:
@@ -138,7 +138,7 @@ def parse_links(lines: Sequence[str]) -> dict[int, NvLinks]:
 
 
 def count_on_bus(root: Path = Path("/")) -> int:
-    """Count NVIDIA's GPUs on the PCI bus, whatever a driver or a container makes of them."""
+    """Count NVIDIA's GPUs on the PCI bus, including those that a driver or a container hides."""
     vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
     # 03: a display controller, which data-centre GPUs are, too
     return sum(
@@ -159,7 +159,7 @@ def may_reach_memory(root: Path = Path("/")) -> bool:
 
 
 def read_xids(root: Path = Path("/")) -> dict[str, int]:
-    """Count what the kernel's log has of GPUs' own errors, as Xid and PCI address; none where it may not be read."""
+    """Count GPU errors in the kernel's log by Xid and PCI address; none if the log is not readable."""
     found: dict[str, int] = {}
     for match in XID.finditer(_kernel_log(root / "dev/kmsg").decode(errors="replace")):
         if int(match["number"]) in HARDWARE_XIDS:
