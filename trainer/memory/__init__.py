@@ -1,1 +1,1 @@
-"""What fits into the memory of a device, and what to do where it does not."""
+"""Find what fits into a device's memory, and a remedy if a run does not."""

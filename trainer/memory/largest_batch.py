@@ -24,16 +24,16 @@ from bigbatch.trainer.step.execution import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
 
 MANY = 1000
-"""Steps of an epoch: as many as real ones have, for what a schedule and an average ask of it."""
+"""Steps of an epoch: as many as in real runs, so that schedule and average are legal."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Says what a search came to. size: the largest that fits of those tried, None where none did."""
+    """Result of a search. size: the largest tried size that fits, None if none does."""
 
     size: int | None
     is_complete: bool
-    """Time sufficed for all that had to be tried."""
+    """Whether the time sufficed for all sizes that had to be tried."""
 
 
 def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
@@ -68,7 +68,7 @@ def largest_fitting(
 
 
 def fits_memory(config: Config, size: int, *, device: torch.device, num_microbatches: int = 1) -> bool:
-    """Tell whether training steps of generated images fit, on this rank alone; what they took is free again after.
+    """Tell whether training steps of generated images fit, on this rank alone; frees their memory afterwards.
 
     A sharded update is tried with all shares on this rank, and a step that is captured with its graphs, which take
     memory of their own.
@@ -82,7 +82,7 @@ def fits_memory(config: Config, size: int, *, device: torch.device, num_microbat
         is_fitting = False
     else:
         is_fitting = True
-    free_memory(device)  # after the error is gone, whose frames hold tensors
+    free_memory(device)  # outside of the except block: the error's frames hold tensors
     return is_fitting
 
 
@@ -123,7 +123,7 @@ def run_steps(
 
 
 def free_memory(device: torch.device) -> None:
-    """Free the memory of what nobody refers to any more."""
+    """Free the memory of unreferenced objects."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -132,7 +132,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
-    """Return the config for one rank with such microbatches, and an average that takes its memory at once."""
+    """Return the config for one rank with such microbatches, and an average that allocates at once."""
     config = without_choices(config, world_size=1)
     is_mixable = min(config.batch.bn_span, size) > 1
     return replace(

@@ -1,4 +1,4 @@
-"""What a run says where its microbatch does not fit into memory: what does, and the same global batch with it."""
+"""Explain a run's out-of-memory error: the largest microbatch that fits, and options for the same global batch."""
 
 import re
 from dataclasses import replace
@@ -15,11 +15,11 @@ from bigbatch.trainer.memory.largest_batch import Found, fits_memory, free_memor
 SEARCH_SECONDS = 60.0
 WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
-"""In torch's messages: of all its allocators, and of CUDA's."""
+"""Patterns in torch's messages: those of all allocators, and CUDA's."""
 
 
 def explain(config: Config, reason: str, *, world_size: int, device: torch.device) -> str:
-    """Return the one line, after a search on this rank alone. reason: torch's. The run's tensors must be gone.
+    """Return the error line, after a search on this rank alone. reason: torch's. The run's tensors must be freed.
 
     The other ranks wait meanwhile, so no try begins after half the time that they would wait for.
     """
@@ -40,7 +40,7 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
 
 
 def _amounts(reason: str) -> str:
-    """Return the amounts, as far as torch tells."""
+    """Return the amounts that torch reports."""
     wanted, free = WANTED.search(reason), FREE.search(reason)
     if wanted is None:
         return ""
@@ -52,7 +52,7 @@ def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> 
         return "there was no time to try smaller ones; halve it and batch.bn_span"
     if found.size is None:
         ways = ["a smaller model.name or data.image_size", "optimizer.precision bf16"]
-        if config.optimizer.name not in WHOLE:  # whose whole matrices take in fp32 what a share of the state saves
+        if config.optimizer.name not in WHOLE:  # their fp32 matrices take what sharded state saves
             ways.append("optimizer.sharded on more ranks")
         return f"nor does any smaller one; choose {', '.join(ways[:-1])}, or {ways[-1]}"
     words = "does" if found.is_complete else "does, and there was no time to try all of the larger ones"
@@ -87,7 +87,7 @@ def _option(words: str, steps: int, config: Config) -> str:
 
 
 def _accumulation_steps(config: Config, size: int, *, bn_span: int, world_size: int) -> int | None:
-    """Return the accumulation steps; None where that microbatch is not legal."""
+    """Return the accumulation steps; None if that microbatch is not legal."""
     try:
         batch = replace(config.batch, microbatch_size=size, bn_span=bn_span)
         return accumulation_steps(replace(config, batch=batch).batch, world_size=world_size)
