@@ -1,4 +1,4 @@
-"""What a run folder tells of a run afterwards, and the run as MLPerf logs it."""
+"""Read the records of a finished run, and convert them to MLPerf's log events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Holds a run folder's config and records."""
+    """Config and records of a run folder."""
 
     rundir: RunDir
     config: Config
@@ -26,17 +26,17 @@ class FinishedRun:
     evaluations: tuple[dict[str, Any], ...]
 
     def epochs_to(self, top1: float) -> float | None:
-        """Return the epochs after which an evaluation first found that top-1; None where none did."""
+        """Return the epochs after which an evaluation first reached that top-1; None if none did."""
         return next((e["epoch"] for e in self.evaluations if e["top1"] >= top1), None)
 
     @cached_property
     def job(self) -> dict[str, Any]:
-        """Return what the config does not tell: ranks, device, steps per epoch, images."""
+        """Return facts that the config lacks: ranks, device, steps per epoch, images."""
         return dict(self.start["job"])
 
 
 def read_run(rundir: RunDir) -> FinishedRun:
-    """Read a run folder. Raises: RunFolderError where the folder is none of a run that was evaluated; ConfigError."""
+    """Read a run folder. Raises: RunFolderError if it has no evaluated run; ConfigError."""
     config = load_run_config(rundir, [TRUST], prog="bigbatch verify")  # nothing is imported
     records, at = [], None
     for record, seconds in durations(read_records(rundir.metrics)):
@@ -52,12 +52,12 @@ def read_run(rundir: RunDir) -> FinishedRun:
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Tell whether an evaluation has its figures; one of a damaged file is left out."""
+    """Tell whether an evaluation has its metrics; records of a damaged file are left out."""
     return all(is_measure(record.get(name)) for name in ("step", "epoch", "top1"))
 
 
 def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> list[Event]:
-    """Tell the run in MLPerf's events, up to the evaluation that reached the target.
+    """Return the run as MLPerf's events, up to the evaluation that reached the target.
 
     What comes before the run's first record is not known, so initialization takes no time. No cache was cleared.
     """

@@ -1,4 +1,4 @@
-"""The one door to MLPerf's own tools: its reference convergence points, and its log format."""
+"""MLPerf's own tools: its reference convergence points, and its log format."""
 
 import io
 import logging
@@ -21,17 +21,17 @@ INTERPOLATED_RUNS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Says how soon MLPerf's reference runs of a batch size reached the target."""
+    """Epochs in which MLPerf's reference runs of a batch size reached the target."""
 
     name: str
     mean_epochs: float
     """Mean over all runs but the fastest and the slowest."""
     std_epochs: float
-    """Over all runs, divided by their number, as the RCP checker takes it."""
+    """Standard deviation over all runs, divided by their number, as in the RCP checker."""
     num_runs: int
-    """That the mean is of."""
+    """Number of runs in the mean."""
     range_epochs: tuple[int, int] | None
-    """Fastest and slowest; None where the record is interpolated."""
+    """Fastest and slowest run; None if the record is interpolated."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""MLPerf's rules for ResNet-50 with LARS, and what a config has to say to each.
+"""MLPerf's rules for ResNet-50 with LARS, checked against a config.
 
 Sources: mlcommons/training_policies:training_rules.adoc (the rows of ResNet), and what the closed division takes over
 from the reference, mlcommons/training:retired_benchmarks/resnet-tf1.
@@ -47,7 +47,7 @@ REFERENCE = {
     "optimizer.ema_decay": None,
     "schedule.low_momentum": None,
 }
-"""As the reference has it."""
+"""Values of the reference."""
 RECIPES = {
     "model.init": None,
     "model.linear_std": None,
@@ -55,13 +55,13 @@ RECIPES = {
     "data.eval_crop_fraction": 0.875,
     "optimizer.trust_coefficient": 0.001,
 }
-"""Which rules and convergence points take for granted; as our recipes have it: start and crops are torchvision's, the
-coefficient is LARSETA of NVIDIA's v4.0 submission."""
+"""Values that the rules and convergence points assume, as in our recipes: initial weights and crops are torchvision's,
+the coefficient is LARSETA of NVIDIA's v4.0 submission."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Says what came of one rule. holds is None where nothing can be said."""
+    """Result of one rule. holds is None if unknown."""
 
     rule: str
     value: str
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def check_rules(config: Config, job: Mapping[str, Any]) -> list[Verdict]:
-    """Return a verdict for each rule. job: a run's own words on its images (FinishedRun.job)."""
+    """Return a verdict for each rule. job: facts of the run (FinishedRun.job)."""
     exact = [
         _exactly(key, lookup(config, key), legal, because=because)
         for because, rules in (("rule", FIXED), ("reference", REFERENCE), ("as in the recipes", RECIPES))

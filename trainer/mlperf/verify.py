@@ -55,14 +55,14 @@ MAY_DIFFER = (
 """Keys in which the runs of one recipe may differ, since they say where and how it runs, and move numbers by the order
 of sums at most; and run.directory, run.resume."""
 EARLY_EPOCHS = 4
-"""Between two evaluations, by the rules: a run that is sooner by more than that is no matter of chance."""
+"""Epochs between two evaluations, by the rules: a run that is earlier by more is not earlier by chance."""
 FEWEST_RUNS = 3
-"""Two of them, the fastest and the slowest, do not count."""
+"""Least number of runs; the fastest and the slowest do not count."""
 VERDICTS = {True: "yes", False: "NO", None: "-"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify the run folders that argv names; 0 where every rule holds."""
+    """Verify the run folders that argv names; return 0 if every rule holds."""
     arguments = _parser().parse_args(argv)
     runs = [read_run(RunDir(path)) for path in arguments.runs]
     require_one_recipe(runs)
@@ -100,7 +100,7 @@ def require_one_recipe(runs: Sequence[FinishedRun]) -> None:
 
 
 def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) -> Verdict:
-    """Apply MLPerf's test, not faster than the reference, to three runs or more; of fewer tell the epochs."""
+    """Apply MLPerf's test (not faster than the reference) to three runs or more; for fewer, list the epochs."""
     rule = f"epochs to {100 * TARGET_TOP1:.1f}%"
     epochs = _epochs_to_target(runs)
     value = " ".join(f"{e:g}" if e < math.inf else "not reached" for e in epochs)
@@ -121,7 +121,7 @@ def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) 
 
 
 def warn_of_early(runs: Sequence[FinishedRun], reference: Reference | None) -> str | None:
-    """Return a warning where the first run to arrive is far ahead of the reference, of runs too few for a test."""
+    """Return a warning if the fastest of too few runs for a test is far ahead of the reference."""
     if reference is None or len(runs) >= FEWEST_RUNS:
         return None
     soonest, (fastest, _) = _epochs_to_target(runs)[0], reference.range_epochs or (reference.mean_epochs, None)
@@ -138,7 +138,7 @@ def _epochs_to_target(runs: Sequence[FinishedRun]) -> list[float]:
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Write one line a rule: verdict, rule, value, what is legal."""
+    """Return one line per rule: verdict, rule, value, legal values."""
     rows = [("holds", "rule", "value", "legal"), *((VERDICTS[v.holds], v.rule, v.value, v.legal) for v in verdicts)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
