@@ -1,4 +1,4 @@
-"""A host by itself, and what is asked of it: a finding, or a remark."""
+"""Facts on one host, and checks on them, which yield findings or remarks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,24 +10,24 @@ from bigbatch.trainer.machine.nvidia import Driver
 
 @dataclass(frozen=True)
 class Host:
-    """Describes a host of the job, by itself. What nobody knows is absent, and no finding."""
+    """Describes one host of the job. Unknown facts are absent, and cause no finding."""
 
     num_ranks: int = 1
     world_size: int = 1
     wants_gpus: bool = True
-    """False where the job keeps to the CPU by choice."""
+    """False if the job uses the CPU by choice."""
     on_gpus: bool = False
     shares_machine: bool = False
-    """With other nodes of the job, as emulated ones do: its links are no hardware's."""
+    """Whether it shares a machine with other nodes, as emulated ones do: its links are then not hardware."""
     own_gpus: Sequence[str] = ()
     """UUIDs of its ranks' GPUs."""
     foreign: Mapping[int, str] = field(default_factory=dict)
-    """Process of somebody else -> the GPU of ours that it uses."""
+    """Process of another job -> the GPU of this job that it uses."""
     limits: Limits = field(default_factory=Limits)
     cards: Sequence[Card] = ()
     ports: Sequence[Port] = ()
     interface: str | None = None
-    """By which ranks reach each other."""
+    """Interface through which ranks reach each other."""
     is_interface_stated: bool = False
     driver: Driver = field(default_factory=Driver)
     gpus_on_bus: int = 0
@@ -41,12 +41,12 @@ class Host:
 
     @property
     def crosses_nodes(self) -> bool:
-        """Say whether some ranks are elsewhere."""
+        """Tell whether some ranks are on other hosts."""
         return self.num_ranks < self.world_size
 
     @property
     def usable_ports(self) -> list[Port]:
-        """List the ports by which NCCL can go."""
+        """List the ports that NCCL can use."""
         return [
             port for port in self.ports if port.is_usable and (port.link_layer != "Ethernet" or port.has_routable_gid)
         ]
@@ -54,16 +54,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Check:
-    """Looks for one kind of trouble."""
+    """Check for one kind of fault."""
 
     name: str
     reads: str
     sign: str
-    """When it speaks."""
+    """Condition under which it reports, in words."""
     remedy: str
     find: Callable[[Host], Iterator[str]]
-    """Yields what is the matter, without host and remedy."""
+    """Yields the faults, without host and remedy."""
     is_finding: bool = True
-    """Else a remark, which ends no job."""
+    """False: a remark, which does not end the job."""
     breaks_links: bool = False
     """NCCL would not connect, so links are not measured."""

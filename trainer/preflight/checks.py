@@ -1,6 +1,6 @@
-"""What a host must have whatever the other hosts have: one table, which docs/preflight.md shows. Pure.
+"""Table of all checks of a single host, which docs/preflight.md shows. Pure.
 
-A finding is what makes a job fail, or slow for certain; a remark is what is sound on some healthy hosts, too.
+A finding makes a job fail, or slow for certain; a remark also occurs on healthy hosts.
 """
 
 from collections import Counter
@@ -11,11 +11,11 @@ from bigbatch.trainer.preflight.limit_checks import LIMIT_CHECKS
 from bigbatch.trainer.preflight.network_checks import NETWORK_CHECKS
 
 CHECKS = (*GPU_CHECKS, *NETWORK_CHECKS, *LIMIT_CHECKS)
-"""In the order in which they are told."""
+"""All checks, in the order of the report."""
 
 
 def find_troubles(host: Host) -> dict[str, list[str]]:
-    """Apply all checks: name -> what is the matter, where anything is."""
+    """Apply all checks; return name -> faults, for checks that found any."""
     found = {check.name: list(check.find(host)) for check in CHECKS}
     return {name: texts for name, texts in found.items() if texts}
 
@@ -26,7 +26,7 @@ def links_are_broken(host: Host) -> bool:
 
 
 def describe_hardware(host: Host) -> dict[str, str]:
-    """Describe what must be the same on all hosts."""
+    """Return the facts that must be equal on all hosts."""
     shown = {}
     if host.on_gpus:
         rates = Counter(port.gbit_per_second for port in host.usable_ports)

@@ -1,4 +1,4 @@
-"""`bigbatch preflight`: what each rank does, and what the first one says."""
+"""`bigbatch preflight`: the measurements of each rank, and the report of the first one."""
 
 import argparse
 import json
@@ -31,14 +31,14 @@ from bigbatch.trainer.preflight.tell import tell_findings
 from bigbatch.trainer.preflight.verdict import judge
 
 RATE_SECONDS = 2.0
-"""For computing rates, all looks together."""
+"""Seconds to measure the rates, over all measurements."""
 LOOKS = 2
 WORK_SECONDS = 30.0
-"""How long a rank is waited for while others measure."""
+"""Seconds to wait for a rank while others measure."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine as one rank; return 0 where all is well, UNFIT where it is not; the same on all ranks."""
+    """Examine as one rank; return 0 if all nodes are fit, else UNFIT; the same on all ranks."""
     began = time.monotonic()
     arguments, words = _parser().parse_known_args(argv)
     config = load_config(words, prog="bigbatch preflight") if words else None
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if absent:
         leave_together(control)
         return UNFIT
-    # nobody leaves before rank 0 has told: a launcher that sees 4 ends the others
+    # no rank exits before rank 0 has reported: a launcher that sees code 4 ends the others
     verdicts = control.gather_text("unfit" if findings else "", what="verdict of the preflight")
     return UNFIT if verdicts[0] else 0
 
@@ -65,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch preflight",
         usage="bigbatch preflight [OPTION ...] [--config EXPERIMENT [--section.key VALUE ...]]",
-        description="Compares the nodes of a job, in less than half a minute: versions, GPUs, disks, images, who "
-        "reaches whom, matrix multiplication, copies, links. Each rank of the job runs it; bigbatch launch preflight "
-        f"starts them. Exit code {UNFIT} where something is wrong.",
+        description="Compares the nodes of a job, in less than half a minute: versions, GPUs, disks, images, "
+        "connections, matrix multiplication, copies, links. Each rank of the job runs it; bigbatch launch preflight "
+        f"starts them. Exit code {UNFIT} if a node is unfit.",
         epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
         allow_abbrev=False,
     )
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 def examine(
     config: Config | None, env: ProcessEnv, control: Control, *, address: str
 ) -> tuple[list[Node], list[NodeFinding]]:
-    """Find what nodes say and can do, and what is wrong, on rank 0. Collective. Raises: CommError for lost ranks."""
+    """Return the nodes' facts, rates and findings, on rank 0. Collective. Raises: CommError for lost ranks."""
     device, num_gpus, complaint = _own_device(config, env)
     is_leader = env.local_rank == 0
     with listening(address) as port:
@@ -136,7 +136,7 @@ def _start_looking(
     device: torch.device,
     address: str,
 ) -> Callable[[], Host]:
-    """Start to look at this node by itself."""
+    """Start to examine this node alone."""
     beside = {place.host for place in places if place.machine == machine_id()}
     own = [seat for seat in seats if seat.host == env.host]
     host = Host(
@@ -152,7 +152,7 @@ def _start_looking(
 
 
 def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | None, int, str | None]:
-    """Choose this rank's device, the GPUs that it sees, and why it has none."""
+    """Return this rank's device, the number of GPUs that it sees, and the reason if it has none."""
     count = torch.cuda.device_count()
     try:
         device = choose_device(env, backend=config.comm.backend if config else "auto")
@@ -162,7 +162,7 @@ def _own_device(config: Config | None, env: ProcessEnv) -> tuple[torch.device | 
 
 
 def _take_turns(control: Control, places: Sequence[Attendee], env: ProcessEnv, *, device: torch.device) -> Rates:
-    """Keep, of this rank, the better of two looks: what disturbs for a moment does not count, what lasts does.
+    """Return the better of two measurements of this rank: short disturbances do not count, lasting ones do.
 
     Nodes of one machine share its cores, so they take turns; real ones measure all at once.
     """
@@ -200,7 +200,7 @@ def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch
 
 
 def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
-    """Describe a node out of what its ranks said."""
+    """Return a node's description from the reports of its ranks."""
     own = [each for each in everyone if each["facts"]["host"] == place.host]
     leader = everyone[place.rank]
     return Node(

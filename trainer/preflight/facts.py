@@ -1,4 +1,4 @@
-"""What one rank says of its node before anything is measured."""
+"""Facts of one rank on its node, gathered before any measurement."""
 
 import os
 import platform
@@ -22,14 +22,14 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.shards import open_split
 
 STORAGE_SECONDS = 8.0
-"""For all that is asked of storage, at the same time."""
+"""Seconds for all queries of storage, which run at the same time."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Describes a rank; its host too, where it is the first one there."""
+    """Describes a rank; also its host if it is the first rank there."""
 
     rank: int
     host: str
@@ -42,13 +42,13 @@ class NodeFacts:
     """Describes a host."""
 
     versions: dict[str, str]
-    """What must be the same everywhere."""
+    """Versions that must be equal on all nodes."""
     gpus: tuple[str, ...]
-    """What the driver writes of each."""
+    """Driver's line for each GPU."""
     free_gb: dict[str, float]
     """Free space of each folder that a run writes to."""
     disk_trouble: dict[str, str]
-    """Reason for those whose free space is unknown."""
+    """Folder of unknown free space -> reason."""
     images: dict[str, int]
     """Classes, and images of each split."""
     complaint: str | None
@@ -94,7 +94,7 @@ def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
 
 
 def in_time(ask: Callable[[], T], *, late: T, seconds: float | None = None) -> Callable[[], T]:
-    """Ask what may hang; give the answer to wait for, late after so long, by default STORAGE_SECONDS."""
+    """Start a query that may hang; return a function that waits for it, by default for STORAGE_SECONDS."""
     found: list[T] = []
     asking = threading.Thread(target=lambda: found.append(ask()), daemon=True)
     asking.start()
@@ -108,7 +108,7 @@ def in_time(ask: Callable[[], T], *, late: T, seconds: float | None = None) -> C
 
 
 def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
-    """Measure the GB that are free where a run writes; and folders of which that cannot be told, with the reason."""
+    """Return the free GB of each folder that a run writes to; and folder -> reason where that is unknown."""
     folders = ["/dev/shm"]
     if config:
         folders += [config.run.directory, *([config.data.stage] if config.data.stage else [])]
@@ -122,7 +122,7 @@ def free_disk(config: Config | None) -> tuple[dict[str, float], dict[str, str]]:
 
 
 def free_gb(folder: str) -> float | str:
-    """Measure free GB where a folder is, or would be made; or why that cannot be told."""
+    """Return the free GB of a folder that exists or will be made; or the reason if unknown."""
     try:
         path = Path(folder).absolute()
         # a run makes its folder later, on the file system of the nearest one that is there
@@ -133,7 +133,7 @@ def free_gb(folder: str) -> float | str:
 
 
 def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], str | None]]:
-    """Start count_images, in time."""
+    """Start count_images with a time limit."""
     if config is None:
         return lambda: ({}, None)
     late = f"{config.data.root} was not read within {STORAGE_SECONDS:g} s: slow storage; bigbatch data pack helps"
@@ -141,7 +141,7 @@ def start_counting(config: Config | None) -> Callable[[], tuple[dict[str, int], 
 
 
 def count_images(config: Config) -> tuple[dict[str, int], str | None]:
-    """Count classes and images as this node sees them, or what is wrong."""
+    """Return the numbers of classes and images that this node sees, or the fault."""
     if config.data.loader == "synthetic":
         return {}, None
     try:
@@ -152,5 +152,5 @@ def count_images(config: Config) -> tuple[dict[str, int], str | None]:
 
 
 def machine_id() -> str:
-    """Return what is the same for all who share a kernel."""
+    """Return an id that is equal for all processes on one kernel."""
     return boot_id() or f"{platform.node()}-{os.getppid()}"

@@ -1,4 +1,4 @@
-"""What a host's GPUs must be like. Pure."""
+"""Checks of a host's GPUs. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -53,7 +53,7 @@ def _is_narrow(value: str, row: Mapping[str, str]) -> bool:
 def _mig(host: Host) -> Iterator[str]:
     # a rank on a slice has the slice's UUID, which the driver lists under its GPU
     has_slice = any(gpu not in host.driver.health for gpu in host.own_gpus)
-    # one rank alone has nobody to reach
+    # a single rank has no peer
     health = host.driver.health if host.on_gpus and host.world_size > 1 else {}
     for uuid, row in health.items():
         if (has_slice or uuid in host.own_gpus) and row["mig.mode.current"] == "Enabled":

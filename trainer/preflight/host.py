@@ -1,4 +1,4 @@
-"""How a node's first rank learns what checks.py judges, in bounded time."""
+"""Gather on a node's first rank, in bounded time, the facts that checks.py judges."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from bigbatch.trainer.preflight.checks import describe_hardware, find_troubles
 from bigbatch.trainer.preflight.facts import in_time
 
 DRIVER_SECONDS = 18.0
-"""Two rounds of questions to nvidia-smi, whose own limits hold unless the driver keeps it from ending."""
+"""Seconds for two calls of nvidia-smi; these have limits too, which a hanging driver can exceed."""
 FILES_SECONDS = 8.0
 IS_MPS = "nvidia-cuda-mps"
 """Begins the names of the processes by which CUDA's multi-process service runs what others ask of it."""
@@ -28,7 +28,7 @@ IS_MPS = "nvidia-cuda-mps"
 
 @dataclass(frozen=True)
 class Seat:
-    """Says where a rank computes. All ranks know all of these."""
+    """Place where a rank computes. All ranks know all of them."""
 
     host: str
     process: int
@@ -39,12 +39,12 @@ class Seat:
 
 
 def own_seat(host: str, device: torch.device) -> Seat:
-    """Describe this rank's."""
+    """Return this rank's seat."""
     return Seat(host, os.getpid(), gpu_uuid(device), only_gpu(device))
 
 
 def start_looking(host: Host, *, seats: Sequence[Seat], address: str, root: Path = Path("/")) -> Callable[[], Host]:
-    """Start to read what the kernel and the driver say of this host; the answer to wait for fills in what host lacks.
+    """Start to query kernel and driver; the returned function waits for the answers and completes host with them.
 
     seats: of the ranks of this machine.
     """
@@ -60,7 +60,7 @@ def start_looking(host: Host, *, seats: Sequence[Seat], address: str, root: Path
 
 
 def read_host(host: Host, *, address: str, root: Path) -> Host:
-    """Fill in what the kernel says of a host."""
+    """Return host completed with the kernel's facts."""
     return replace(
         host,
         limits=read_limits(root),
@@ -77,7 +77,7 @@ def read_host(host: Host, *, address: str, root: Path) -> Host:
 def foreign_processes(
     processes: Sequence[Mapping[str, str]], seats: Sequence[Seat], *, root: Path = Path("/")
 ) -> dict[int, str]:
-    """Find those on the GPUs of seats that are none of theirs; none in a container, which numbers them otherwise."""
+    """Return other jobs' processes on the GPUs of seats; none in a container, where process ids differ."""
     own, gpus = {seat.process for seat in seats}, {seat.gpu for seat in seats}
     found = {}
     for row in processes:
@@ -89,7 +89,7 @@ def foreign_processes(
 
 
 def report(host: Host, *, links: Mapping[str, float], root: Path = Path("/")) -> dict[str, Any]:
-    """Say what is the matter, what all hosts must have, and what its network is, as Node's fields; after measuring.
+    """Return faults, facts that must be equal on all hosts, and network, as Node's fields; call it after measuring.
 
     links: bytes per second to other hosts.
     """

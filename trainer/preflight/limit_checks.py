@@ -1,11 +1,11 @@
-"""What a job must be allowed on a host. Pure."""
+"""Checks of a job's resource limits on a host. Pure."""
 
 from collections.abc import Iterator
 
 from bigbatch.trainer.preflight.check import Check, Host
 
 LEAST_OPEN_FILES = 1024
-"""For connections, shards and libraries: what Linux gives where nobody says otherwise."""
+"""Open files for connections, shards and libraries: Linux's default limit."""
 FILES_PER_RANK = 4
 """Open files per rank of the store process, to which all ranks connect; it raises its own limit as far as allowed."""
 LEAST_TASKS = 256

@@ -1,4 +1,4 @@
-"""Which nodes reach each other, and how fast."""
+"""Measure which nodes reach each other, and how fast."""
 
 import socket
 import struct
@@ -17,8 +17,8 @@ from bigbatch.comm.communicator import Communicator
 CONNECT_SECONDS = 3.0
 CONNECT_THREADS = 256
 MOST_ROUNDS = {"cpu": 15, "cuda": 5}
-"""Of pairs. With more nodes than these each meets some of the others, which is enough to know its own link; NCCL takes
-its time to connect two ranks."""
+"""Rounds of pairs. With more nodes each one meets only some of the others, which is enough to know its own link; NCCL
+needs time to connect two ranks."""
 PROBE_BYTES = 256 << 10
 MOST_BYTES = 256 << 20
 AIM_SECONDS = 0.15
@@ -41,14 +41,14 @@ def listening(address: str) -> Iterator[int]:
 
 
 def _let_in(server: socket.socket, end: threading.Event) -> None:
-    """Let callers in: what is not taken from the kernel's queue would fill it: it may be as short as 128."""
+    """Accept connections, or they would fill the kernel's queue, which may be as short as 128."""
     while not end.is_set():
         with suppress(OSError):
             server.accept()[0].close()
 
 
 def unreachable(nodes: Sequence[tuple[str, int]]) -> list[int]:
-    """Find which of these (address, port) cannot be connected to, by their place in the list."""
+    """Return the list positions of the (address, port) that refuse a connection."""
 
     def fails(where: tuple[str, int]) -> bool:
         try:
@@ -64,7 +64,7 @@ def unreachable(nodes: Sequence[tuple[str, int]]) -> list[int]:
 
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Plan a tournament of count nodes: every pair meets once, a node at most once in a round (the circle method)."""
+    """Return rounds of pairs of count nodes: every pair once, a node at most once per round (circle method)."""
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     found = []
     for _ in range(len(places) - 1):

@@ -1,4 +1,4 @@
-"""Who comes to the preflight, and what rules out measuring: silent nodes, names that two nodes share, missing GPUs."""
+"""Ranks that take part in the preflight, and faults that prevent measuring: silent nodes, duplicate names, no GPUs."""
 
 import json
 import time
@@ -13,16 +13,16 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv, step_hosts
 from bigbatch.trainer.preflight.node import NodeFinding
 
 MEET_SECONDS = 12.0
-"""How long ranks are waited for at first."""
+"""Seconds to wait for ranks at first."""
 ROLL_SECONDS = 10.0
-"""How much longer those that came wait for rank 0's word of those that did not."""
+"""Further seconds that present ranks wait for rank 0's report of absent ones."""
 LEAVE_SECONDS = 2.0
 _ABSENT = "preflight/absent"
 
 
 @dataclass(frozen=True)
 class Attendee:
-    """Says where a node is reached, and what its ranks compute on. All ranks know all of these, so they are short."""
+    """Address of a node, and the devices of its ranks. All ranks know all of them, so they are short."""
 
     rank: int
     """First rank there."""
@@ -32,20 +32,20 @@ class Attendee:
     machine: str
     """Nodes of one machine, as emulated ones are, share its cores."""
     num_gpus: int
-    """That its ranks see; 0 where they compute on the CPU by choice."""
+    """GPUs that its ranks see; 0 if they use the CPU by choice."""
     complaint: str | None
     """Why its ranks have no device."""
 
 
 def meet(env: ProcessEnv, *, interface: str | None) -> tuple[str, Control]:
-    """Find this host's address, and the line to the others. Raises: CommError where rank 0 is not reached."""
+    """Return this host's address and the control channel. Raises: CommError if rank 0 is not reached."""
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
     return address, Control(env, timeout_seconds=MEET_SECONDS, interface=interface, find_master=meet_by_mpi)
 
 
 def absent_ranks(control: Control) -> list[int]:
-    """List those that have not come when time is over; the same list for all that have. Collective of these."""
+    """List the ranks that are absent at the time limit; equal on all present ranks. Collective over these."""
     missing = list(range(control.world_size))
     if control.rank == 0:
         deadline = time.monotonic() + MEET_SECONDS
@@ -60,7 +60,7 @@ def absent_ranks(control: Control) -> list[int]:
 
 
 def silent(absent: Sequence[int], control: Control) -> list[NodeFinding]:
-    """Name the nodes of which no rank came, where Slurm tells their names; else the ranks alone."""
+    """Return the names of nodes without any present rank, if Slurm knows them; else the ranks."""
     if not absent:
         return []
     came = {control.host_of(rank) for rank in range(control.world_size) if rank not in absent}
@@ -72,7 +72,7 @@ def silent(absent: Sequence[int], control: Control) -> list[NodeFinding]:
 
 
 def leave_together(control: Control) -> None:
-    """Leave after rank 0 has told, where some are absent: a launcher ends all when the first one leaves."""
+    """Exit after rank 0 has reported absent ranks: a launcher ends all ranks when the first one exits."""
     if control.rank == 0:
         control.store.set(f"{_ABSENT}/told", "1")
         time.sleep(LEAVE_SECONDS)  # it holds the line
@@ -81,7 +81,7 @@ def leave_together(control: Control) -> None:
 
 
 def misfits(places: Sequence[Attendee]) -> list[NodeFinding]:
-    """Find names that are no names, and nodes without the GPUs that the others have. Pure."""
+    """Return findings on illegal host names, and on nodes without the GPUs that the others have. Pure."""
     found = []
     for host, count in Counter(place.host for place in places).items():
         if count > 1:

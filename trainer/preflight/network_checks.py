@@ -1,4 +1,4 @@
-"""What a host's network must be like, and the limits that it depends on. Pure."""
+"""Checks of a host's network and of the limits that it depends on. Pure."""
 
 from collections.abc import Iterator
 
@@ -10,8 +10,8 @@ LEAST_LOCKED_BYTES = 1 << 30
 RDMA_SHARE = SOCKET_SHARE = 0.5
 """Least share of a link's rate, each way: far below what it reaches, and above what it falls back to."""
 MOST_SOCKET_GBIT = 1.5
-"""What one TCP connection carries at least, on however fast a card: more than a card of 1 Gbit/s does, and less than a
-busy core moves each way at once (2.0 between two emulated nodes on 2 cores at a load of 6); clouds hold one to 5."""
+"""Least Gbit/s of one TCP connection on a card of any speed: more than a card of 1 Gbit/s carries, and less than a busy
+core moves each way at once (2.0 between two emulated nodes on 2 cores at a load of 6); clouds limit one to 5."""
 
 
 def _no_port(host: Host) -> Iterator[str]:
@@ -69,7 +69,7 @@ def _bandwidth(host: Host) -> Iterator[str]:
 
 
 def _expected_gbit(host: Host) -> tuple[float, str] | None:
-    """Return what the link that the job should use carries at least, and its rate in words; None where nobody tells.
+    """Return the least Gbit/s to expect of the link that the job should use, and its rate in words; None if unknown.
 
     That link is RDMA between GPUs, else the stated interface, or the fastest card.
     """

@@ -1,4 +1,4 @@
-"""A node as preflight sees it, and what may be wrong with it."""
+"""A node in the preflight, and findings on it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,33 +13,33 @@ class Node:
     host: str
     versions: Mapping[str, str]
     device: str
-    """What its ranks compute on."""
+    """Devices of its ranks."""
     num_ranks: int = 1
     address: str = ""
     free_gb: Mapping[str, float] = field(default_factory=dict)
     disk_trouble: Mapping[str, str] = field(default_factory=dict)
-    """Folder -> why nobody can tell what is free there."""
+    """Folder of unknown free space -> reason."""
     images: Mapping[str, int] = field(default_factory=dict)
     complaint: str | None = None
     gpus: Sequence[str] = ()
     troubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Name of a check -> what it finds, whatever the other hosts have."""
+    """Name of a check of this host alone -> what it finds."""
     hardware: Mapping[str, str] = field(default_factory=dict)
-    """What all hosts need the same of, beside versions."""
+    """Facts besides versions that must be equal on all hosts."""
     network: Mapping[str, str] = field(default_factory=dict)
     """Its cards and RDMA ports."""
     multiply_gflops: float = 0.0
     copy_gb_per_second: float = 0.0
     clocks: Mapping[int, Clock] = field(default_factory=dict)
-    """Rank -> its GPU's, under load, where the driver tells."""
+    """Rank -> clock of its GPU under load, if the driver reports it."""
     link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
-    """To other hosts."""
+    """Bytes per second to other hosts."""
     unreachable: Sequence[str] = ()
     """Hosts that it cannot connect to."""
 
     @property
     def best_link(self) -> float | None:
-        """Return the bytes per second to the host it reaches fastest: a slow one is slow to all."""
+        """Return the bytes per second of its fastest link: a slow host is slow to all."""
         return max(self.link_bytes_per_second.values(), default=None)
 
 
@@ -49,4 +49,4 @@ class NodeFinding:
 
     text: str
     hosts: tuple[str, ...] = ()
-    """Those that the job should do without; none where it is not a node's fault."""
+    """Hosts to exclude from the job; none if no host is at fault."""

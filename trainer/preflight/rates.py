@@ -1,4 +1,4 @@
-"""How fast a rank multiplies matrices and copies memory."""
+"""Measure how fast a rank multiplies matrices and copies memory."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Rates:
     copy_gb_per_second: float
     """10^9 bytes per second, each read and written once, counted once."""
     clock: Clock | None
-    """While it multiplies; None for a CPU, and where the driver does not tell."""
+    """Clock during the products; None for a CPU, or if the driver does not report it."""
 
 
 class Product:

@@ -1,4 +1,4 @@
-"""Which nodes are slower than the others. Pure."""
+"""Find nodes that are slower than the others. Pure."""
 
 from collections.abc import Sequence
 from statistics import median_high
@@ -31,7 +31,7 @@ def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 
 def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding]]:
-    """Find GPUs that the hardware slows down, by reason, and, under (), those far below the median clock; at work."""
+    """Find GPUs that the hardware slows down under load, by reason; under (): those far below the median clock."""
     clocks = [(node.host, rank, clock) for node in nodes for rank, clock in node.clocks.items()]
     found: dict[tuple[str, ...], list[NodeFinding]] = {}
     usual = median_high([clock.mhz for *_, clock in clocks]) if clocks else 0.0
@@ -49,7 +49,7 @@ def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding
 
 
 def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Find nodes whose best pair is far below the median node's; else single pairs."""
+    """Find nodes with a best pair far below the median node's; else single pairs."""
     best = {node.host: node.best_link for node in nodes}
     rates = {host: rate for host, rate in best.items() if rate is not None}
     if len(rates) < 3:  # the one link of two nodes has none beside it
@@ -67,7 +67,7 @@ def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
     ]
     for node in nodes:
         for other, rate in node.link_bytes_per_second.items():
-            # each pair once, from the side whose name comes first
+            # each pair once, from the host that sorts first
             if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
                 found.append(NodeFinding(f"{node.host} to {other}: {bits(rate)}, the median node's link {bits(usual)}"))
     return found

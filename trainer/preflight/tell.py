@@ -1,4 +1,4 @@
-"""What the first rank says of all nodes, on the terminal and in files."""
+"""Report of the first rank on all nodes, on the terminal and in files."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def tell_findings(
     columns: int | None,
     seconds: float,
 ) -> None:
-    """Print a table, all findings and a line that sums up; write what the options ask for."""
+    """Print a table, all findings and a summary line; write the files that the options name."""
     bad = list(dict.fromkeys(host for finding in findings for host in finding.hosts))
     if nodes:
         Console(width=columns or 160, force_terminal=columns is not None).print(_table(nodes))
@@ -49,7 +49,7 @@ def tell_findings(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write files; what was found counts more than that it could be written."""
+    """Write files; a failure to write does not change the findings."""
     try:
         write_named(path, text.encode(errors="backslashreplace"))
     except OSError as error:

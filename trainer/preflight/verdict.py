@@ -1,4 +1,4 @@
-"""What is wrong with which node, out of what all ranks have said and measured. Pure."""
+"""Derive findings on nodes from the facts and measurements of all ranks. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ IMAGENET = {"classes": 1000, "training": 1_281_167, "validation": 50_000}
 
 
 def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """List all that is wrong; nothing where all nodes are fit."""
+    """List all findings; empty if all nodes are fit."""
     return [
         *shared(_addresses(nodes), nodes),
         *_reachability(nodes),
@@ -30,14 +30,14 @@ def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 
 def shared(found: list[NodeFinding], nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Join findings of one kind: what all of several nodes have is no node's fault, another one would have it, too."""
+    """Join findings of one kind: a finding on all of several nodes is no single node's fault."""
     if len(nodes) > 1 and {host for finding in found for host in finding.hosts} == {node.host for node in nodes}:
         return [replace(finding, hosts=()) for finding in found]
     return found
 
 
 def remarks(nodes: Sequence[Node]) -> list[str]:
-    """Say what a person may want to know, and what ends no job."""
+    """List remarks, which do not end the job."""
     found = []
     for check in CHECKS:
         told: dict[str, list[str]] = {}
@@ -92,7 +92,7 @@ def _reachability(nodes: Sequence[Node]) -> list[NodeFinding]:
     for node in nodes:
         others = len(nodes) - 1
         not_reached_by = [other.host for other in nodes if node.host in other.unreachable]
-        # of two nodes that do not meet nobody can tell whose fault it is
+        # with two nodes, either may be at fault
         if others > 1 and max(len(not_reached_by), len(node.unreachable)) > others / 2:
             blamed.add(node.host)
             found.append(
@@ -125,14 +125,14 @@ def _differences(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 
 def odd_ones(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """List (host, what most others have) of those that differ; of two equally large camps the first host's rules."""
+    """List (host, value of the majority) of hosts that differ; in a tie the first host's value counts."""
     counts = Counter(map(str, values.values()))
     usual = max(counts, key=lambda value: counts[value])
     return [(host, usual) for host, value in values.items() if str(value) != usual]
 
 
 def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Judge disks folder by folder: one that all nodes share says nothing of a folder of their own."""
+    """Judge disks folder by folder: a shared folder says nothing about a local one."""
     folders = dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble))
     return [
         finding
@@ -164,7 +164,7 @@ def _full_disks(nodes: Sequence[Node], folder: str) -> list[NodeFinding]:
 
 
 def _clocks(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Judge clocks; those that are merely slower than the others are it by themselves."""
+    """Judge clocks; a clock that is only slower than the others is its own host's fault."""
     return [
         finding
         for reasons, found in slow_clocks(nodes).items()
