@@ -1,1 +1,1 @@
-"""`bigbatch doctor`: what limits a run on this machine, and what each known speedup is worth here."""
+"""`bigbatch doctor`: find what limits a run on this machine, and measure the gain of each known speedup."""

@@ -1,4 +1,4 @@
-"""How long an examination may take, and what of it fits into the rest: measured first, then planned."""
+"""Time budget of an examination: predict from first measurements which parts still fit."""
 
 import math
 import time
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 RESERVE_SECONDS = 5.0
-"""Kept for what came before the clock, for the ends of processes and for the report."""
+"""Seconds reserved for the start before the clock, for the ends of processes and for the report."""
 LEAST_SECONDS = 1.0
-"""That anything which has begun is given."""
+"""Least seconds for any part that has started."""
 STEPS_IN_BUDGET = 120
 """A step that takes longer than this part of a budget is measured in part."""
 LOOK_SHARE = 1 / 3
@@ -18,14 +18,14 @@ WARM_STEPS = 3
 PROFILE_STEPS = 4
 """Phases, operators and syncs, each by a step or more."""
 START_MARGIN = 1.25
-"""Times the first start, which read no other files and met no other process."""
+"""Later starts are assumed to take this many times the first one, which ran alone."""
 EXTRA_SECONDS: Mapping[str, float] = {"compile": 60.0, "graph": 5.0}
-"""What a speedup takes before its first step: assumed, of a ResNet."""
+"""Assumed seconds of a speedup before its first step, for a ResNet."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tells what is left of so many seconds; infinite where nobody limits them."""
+    """Tells how much is left of a number of seconds; infinite without a limit."""
 
     seconds: float = math.inf
     clock: Callable[[], float] = time.monotonic
@@ -33,7 +33,7 @@ class Budget:
 
     @property
     def is_limited(self) -> bool:
-        """Tell whether somebody waits for the end."""
+        """Tell whether there is a time limit."""
         return self.seconds < math.inf
 
     def used(self) -> float:
@@ -41,11 +41,11 @@ class Budget:
         return self.clock() - self.started
 
     def left(self) -> float:
-        """Return the seconds that may still be measured in: the report has its own."""
+        """Return the seconds left for measurements, without those of the report."""
         return self.seconds - RESERVE_SECONDS - self.used()
 
     def limit(self, seconds: float) -> float:
-        """Return so many seconds, or what is left where that is less."""
+        """Return that many seconds, or the rest of the budget if it is less."""
         return min(seconds, max(LEAST_SECONDS, self.left()))
 
 
@@ -75,23 +75,23 @@ class Pace:
 
     @property
     def comparison(self) -> float:
-        """Return the seconds in which two that are warm are compared."""
+        """Return the seconds of a comparison of two warm processes."""
         return 2 * self.turns * self.turn
 
     def trial(self, name: str) -> float:
-        """Return the seconds in which a speedup of that name is started and compared."""
+        """Return the seconds to start and compare a speedup of that name."""
         return START_MARGIN * self.start_seconds + EXTRA_SECONDS.get(name, 0.0) + self.warm + self.comparison
 
     def fits(self, name: str, budget: Budget, *, others: int = 0) -> bool:
-        """Tell whether a speedup fits, after so many others, and before the comparison of all that was taken."""
+        """Tell whether a speedup fits after that many others and before the final comparison."""
         return others * self.trial("") + self.trial(name) + self.comparison <= budget.left()
 
     def look_turns(self, budget: Budget) -> int:
-        """Return how often the config as it is may be measured: as often as its speedups, or once."""
+        """Return the number of turns of the unchanged config: as many as its speedups get, or one."""
         once = 2 * self.warm + PROFILE_STEPS * self.step_seconds
         return self.turns if once + self.comparison <= LOOK_SHARE * budget.left() else 1
 
 
 def images_in_a_step(budget: Budget, *, seconds_per_image: float) -> float:
-    """Return how many images of a rank a step may have, so that an examination's many steps fit."""
+    """Return the most images per rank and step for which an examination's many steps fit."""
     return budget.seconds / STEPS_IN_BUDGET / seconds_per_image

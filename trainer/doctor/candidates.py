@@ -1,4 +1,4 @@
-"""What may be faster: a change of a config that leaves its update as it is, but for rounding."""
+"""Candidates for a speedup: changes of a config that keep its update, up to rounding."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ FEWEST_IMAGES = 2
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes what the ranks run on."""
+    """Describes the machine of the ranks."""
 
     device: str
     device_type: str
     capability: tuple[int, int] | None
     """Compute capability of a CUDA device."""
     num_cores: int
-    """That each rank may use."""
+    """Cores that each rank may use."""
     world_size: int
     num_threads: int = 1
-    """That torch computes with on each rank."""
+    """Threads of torch on each rank."""
     has_cpu_bf16: bool = False
     """The CPU multiplies bfloat16 itself: AVX-512 BF16 or AMX."""
 
@@ -53,10 +53,10 @@ def part_of_step(config: Config, *, world_size: int) -> Config:
 
 
 def part_of_images(config: Config, num_images: float, *, world_size: int) -> dict[str, Any]:
-    """Name the values by which a step has about so many images of each rank; none where it has no more.
+    """Return values that cut a step to about that many images per rank; none if it has no more.
 
-    Fewer microbatches come first, then smaller ones of whole ghost batches, then smaller ghost batches, too. Only to
-    be measured: of these values, those but for the first kind change the update.
+    First fewer microbatches, then smaller ones of whole ghost batches, then also smaller ghost batches. For
+    measurements only: all values except the first kind change the update.
     """
     batch = config.batch
     size, span, shares = batch.microbatch_size, batch.bn_span, ranks_per_ghost(batch)
@@ -66,7 +66,7 @@ def part_of_images(config: Config, num_images: float, *, world_size: int) -> dic
     kept = 1
     if num_images >= size:
         kept = largest_divisor(steps, int(num_images // size))
-    elif num_images >= span:  # of which a microbatch has several
+    elif num_images >= span:  # several fit into a microbatch
         size = span * largest_divisor(size // span, int(num_images // span))
     else:
         size = min(size, max(FEWEST_IMAGES, int(num_images)))
@@ -81,7 +81,7 @@ def part_of_images(config: Config, num_images: float, *, world_size: int) -> dic
 
 @dataclass(frozen=True)
 class Candidate:
-    """Names settings that may be faster, and leave the update as it is but for rounding."""
+    """Settings that may be faster and keep the update, up to rounding."""
 
     name: str
     values: Mapping[str, Any] = field(hash=False)
@@ -90,14 +90,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Unmeasured:
-    """Names a speedup that cannot be tried here."""
+    """A speedup that cannot be tried on this machine."""
 
     name: str
     why: str
 
 
 def change(config: Config, values: Mapping[str, Any], *, world_size: int) -> Config | str:
-    """Make the config with these values by dotted key; or why it would not be legal."""
+    """Return the config with these values by dotted key; or the reason why it is not legal."""
     try:
         changed = with_values(config, values)
         accumulation_steps(changed.batch, world_size=world_size)

@@ -1,4 +1,4 @@
-"""The doctor's hold on a probe: start it, ask it, end it."""
+"""Start, query and end the process of a probe."""
 
 import time
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from bigbatch.trainer.doctor.exchange import LOOK_SECONDS, Exchange
 from bigbatch.trainer.run.child import ChildProcess
 
 END_SECONDS = 10.0
-"""To leave on its own: ranks say farewell to each other."""
+"""Seconds for a probe to exit by itself: its ranks leave the job together."""
 
 
 class Child:
-    """Runs a probe of one config, from its start to close(); idle while another one measures."""
+    """Process of a probe of one config, from its start to close(); idle while another one measures."""
 
     def __init__(self, config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> None:
-        """Start it. Raises: DoctorError where it fails, or takes longer than start_seconds to its first answer."""
+        """Start it. Raises: DoctorError if it fails or takes longer than start_seconds to its first answer."""
         folder.mkdir()
         self._is_job = num_ranks > 1
         self._exchange = Exchange(folder)
@@ -37,12 +37,12 @@ class Child:
             raise
 
     def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
-        """Order and wait. Raises: DoctorError where it fails or takes longer than limit_seconds."""
+        """Send an order and return the answer. Raises: DoctorError if it fails or takes longer than limit_seconds."""
         self._exchange.order(what, **details)
         return self._answer(limit_seconds=limit_seconds)
 
     def close(self) -> None:
-        """Let it leave; end it where it does not."""
+        """Let it exit; kill it if it does not."""
         self._exchange.order("end")
         deadline = time.monotonic() + END_SECONDS
         while self._process.exit_code() is None and time.monotonic() < deadline:
@@ -75,6 +75,6 @@ class Child:
 
 
 def probe_argv(folder: Path, *, num_ranks: int) -> list[str]:
-    """Name the words that start one process, or as many as `bigbatch launch local` starts on this host."""
+    """Return the argv of one process, or of `bigbatch launch local` for several ranks on this host."""
     launch = ["launch", "local", "--ranks", str(num_ranks), "--"] if num_ranks > 1 else []
     return [*bigbatch_argv(), *launch, "doctor", "probe", str(folder), str(getpid())]

@@ -1,4 +1,4 @@
-"""`bigbatch doctor`: its command line, what a person sees meanwhile, and the files that it writes."""
+"""`bigbatch doctor`: its command line, progress display and output files."""
 
 import argparse
 import dataclasses
@@ -41,18 +41,18 @@ from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.step.signals import handling_stops
 
 TURNS, SECONDS, LIMIT = (5, 3), (3.0, 0.5), (900.0, 300.0)
-"""Each: usually, and with --quick."""
+"""Each of these: by default, and with --quick."""
 QUICK_SECONDS = 60.0
 LOAD_SECONDS, LARGE_LOAD = 0.5, 0.1
-"""How long others' use of the cores is measured, and the share of it that is reported."""
+"""Seconds to measure the cores' use by other processes, and the share from which it is reported."""
 LEAST_WITHIN = 20.0
 """Seconds: torch takes some to start, several times."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Examine what argv states; return the exit code: 0, or 130 after Ctrl-C, which prints what was found so far.
+    """Run the command; return the exit code: 0, or 130 after Ctrl-C, which prints the results so far.
 
-    Raises: ConfigError; DoctorError where the config itself cannot be measured; RunFolderError.
+    Raises: ConfigError; DoctorError if the unchanged config cannot be measured; RunFolderError.
     """
     if argv[:1] == ["probe"]:  # of another doctor, in a process of its own
         from bigbatch.trainer.doctor import probe  # torch takes seconds to import
@@ -124,7 +124,7 @@ def _report(
 
 
 def _experiment(config: Config) -> dict[str, Any]:
-    """Return what the rates belong to; `bigbatch simulate --profile` reads it."""
+    """Return the conditions of the rates; `bigbatch simulate --profile` reads them."""
     return {
         "model": config.model.name,
         "image_size": config.data.image_size,
@@ -139,7 +139,7 @@ def machine_load() -> float:
 
 
 def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
-    """Say what is measured, in a line or two."""
+    """Return one or two lines on what is measured."""
     batch = config.batch
     steps = batch.global_batch_size // (num_ranks * batch.microbatch_size)
     text = (
@@ -190,7 +190,7 @@ def _examine(
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Show what goes on: one changing line in a terminal, a line each elsewhere."""
+    """Show progress: one changing line in a terminal, else one line per event."""
     if not console.is_terminal:
         yield lambda text: print_line(f"  {text} ...")
         return
@@ -234,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
         "beside the best so far, and taken where it beats the noise; all that was taken is measured once more beside "
         "the config as it is. Never touched is what an update learns from: the global batch and its ghost batches. "
         "Trains nothing and writes no run folder; Ctrl-C prints what was found so far.",
-        epilog="RUN: a run folder, whose own records say what limits it. Examples: bigbatch doctor runs/quickstart; "
+        epilog="RUN: a run folder; its records show what limits it. Examples: bigbatch doctor runs/quickstart; "
         "bigbatch doctor --config quickstart --quick; bigbatch doctor --config imagenet/resnet50_8k --ranks 8 --only "
         "workers microbatch --out faster.yaml",
         allow_abbrev=False,
@@ -244,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--quick",
         action="store_true",
-        help=f"{TURNS[1]} short turns instead of {TURNS[0]}, and --within {QUICK_SECONDS:g}: a rough answer, soon",
+        help=f"{TURNS[1]} short turns instead of {TURNS[0]}, and --within {QUICK_SECONDS:g}: rough figures, fast",
     )
     add(
         "--within",
@@ -253,20 +253,20 @@ def _parser() -> argparse.ArgumentParser:
         help="plan to end by then: a slow step is measured in part, the likeliest speedups come first, and those that "
         "find no time are listed; what --only names is tried all the same",
     )
-    add("--ranks", type=whole, default=1, help="on this host, as bigbatch launch local starts them (default: 1)")
+    add("--ranks", type=whole, default=1, help="ranks to start on this host (default: 1)")
     add("--generated", action="store_true", help="try speedups on generated tensors: the model alone, without input")
     add("--only", nargs="+", metavar="NAME", help=f"of {', '.join(SPEEDUPS)} (default: all)")
     add(
         "--seconds",
         type=decimal,
-        help=f"of steps in each turn, one step at least (default: {SECONDS[0]:g}, with --quick {SECONDS[1]:g})",
+        help=f"seconds per turn, one step at least (default: {SECONDS[0]:g}, with --quick {SECONDS[1]:g})",
     )
     add(
         "--limit",
         type=decimal,
         metavar="SECONDS",
-        help=f"a start or a turn that takes longer has failed (default: {LIMIT[0]:g}, with --quick {LIMIT[1]:g})",
+        help=f"time limit of a start or a turn (default: {LIMIT[0]:g}, with --quick {LIMIT[1]:g})",
     )
     add("--out", type=as_path, metavar="FILE.yaml", help="write the recommended config there")
-    add("--json", type=as_path, metavar="FILE", help="write all that was measured there")
+    add("--json", type=as_path, metavar="FILE", help="write all measurements there")
     return parser

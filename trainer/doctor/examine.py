@@ -1,4 +1,4 @@
-"""One examination, from the first probe to the advice; what was found so far stays when it is cut short."""
+"""One examination, from the first probe to the advice; an interruption keeps the results so far."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,23 +19,23 @@ IMAGES, TENSORS = "pictures", "tensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """Says what to do, and how long."""
+    """What to measure, and for how long."""
 
     config: Config
     whole: Config
-    """With its own global batch, of which config may have a part."""
+    """The config with its full global batch; config may have a part of it."""
     batches: str
-    """images, or tensors, on which speedups are measured."""
+    """Whether speedups are measured on images or on tensors."""
     seconds: float
     turns: int
     only: tuple[str, ...]
-    """Names that are tried whatever they take; none for all that the budget has room for."""
+    """Names of speedups to try without regard to the budget; empty for all that fit it."""
     budget: Budget = field(default_factory=Budget)
 
 
 @dataclass
 class Findings:
-    """Holds what is known; None for what is not yet."""
+    """Results so far; None if not measured yet."""
 
     machine: Machine | None = None
     torch: str = ""
@@ -43,9 +43,9 @@ class Findings:
     input: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
     always: dict[str, Any] = field(default_factory=dict)
-    """What fusion and pinning are worth, or why that was not measured."""
+    """Gains of fusion and pinning, or the reason why they were not measured."""
     part: dict[str, Any] = field(default_factory=dict)
-    """Values by which a part of a step is measured, since a whole one would take too long."""
+    """Values that cut a step to a part, if a whole one takes too long."""
     budget_seconds: float | None = None
     used_seconds: float = 0.0
     rates: DoctorRates | None = None
@@ -59,7 +59,7 @@ class Findings:
 
 
 def examine(request: Examination, probes: Probes, findings: Findings, *, say: Callable[[str], None]) -> None:
-    """Fill in the findings. say: what goes on. Raises: DoctorError where the config itself cannot be measured."""
+    """Fill in the findings. say: shows progress. Raises: DoctorError if the unchanged config cannot be measured."""
     budget = request.budget
     findings.budget_seconds = budget.seconds if budget.is_limited else None
 
@@ -108,7 +108,7 @@ def _machine(base: Probe, findings: Findings) -> Machine:
 
 
 def _part(request: Examination, num_images: float, *, world_size: int) -> dict[str, Any]:
-    """Return the values of a part of so many images, where other settings allow it."""
+    """Return the values that cut a step to that many images, if other settings allow it."""
     part = part_of_images(request.config, num_images, world_size=world_size)
     return part if isinstance(change(request.config, part, world_size=world_size), Config) else {}
 
@@ -122,7 +122,7 @@ def _look_at(
     glance: Mapping[str, float],
     say: Callable[[str], None],
 ) -> Pace:
-    """Measure the config as it is: its rates, and where its time goes; return how long it takes to measure it."""
+    """Measure rates and time profile of the unchanged config; return the seconds that this takes."""
     assert findings.machine is not None
     reads = request.config.data.loader != "synthetic"
     batches = IMAGES if reads else TENSORS
@@ -211,7 +211,7 @@ def _no_time(candidate: Candidate, pace: Pace, request: Examination) -> Unmeasur
 
 
 def describe(candidate: Candidate, config: Config, *, before: Mapping[str, Any]) -> str:
-    """Show its keys, from what was taken before, or the config states, to what is tried."""
+    """Return its keys with their values before (taken so far, or the config's) and after."""
     return ", ".join(
         f"{key} {shown(before.get(key, lookup(config, key)))} -> {shown(value)}"
         for key, value in candidate.values.items()
@@ -219,5 +219,5 @@ def describe(candidate: Candidate, config: Config, *, before: Mapping[str, Any])
 
 
 def shown(value: object) -> str:
-    """Show a value as a config states it."""
+    """Return a value as a config states it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -1,4 +1,4 @@
-"""Orders from the doctor to a probe, and answers back: lines of JSON in two files of a folder of this host.
+"""Orders from the doctor to a probe, and its answers: lines of JSON in two files of a local folder.
 
 Files, since all ranks of a probe read the same orders, and no launcher passes its standard input on to all.
 """
@@ -18,25 +18,25 @@ LOOK_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Exchange:
-    """Names the files of one probe."""
+    """Files of one probe."""
 
     folder: Path
 
     @property
     def config(self) -> Path:
-        """Return where the config lies that the probe measures: a complete YAML."""
+        """Return the path of the config that the probe measures: a complete YAML."""
         return self.folder / "config.yaml"
 
     def order(self, what: str, **details: Any) -> None:
-        """Write the doctor's next wish."""
+        """Write the doctor's next order."""
         _append(self._orders, {"what": what, **details})
 
     def answer(self, facts: dict[str, Any]) -> None:
-        """Write the probe's answer, by its first rank."""
+        """Write the probe's answer, on its first rank."""
         _append(self._answers, facts)
 
     def orders(self, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-        """Read one order after the other, as they come, until goes_on is false while there is none."""
+        """Yield orders as they arrive, until goes_on is false while none is waiting."""
         num_seen = 0
         while True:
             found = _read(self._orders)
@@ -49,7 +49,7 @@ class Exchange:
                 return
 
     def find_answer(self, number: int) -> dict[str, Any] | None:
-        """Read the answer of that number, from 0; None as long as there is none."""
+        """Return the answer of that number, from 0; None if it has not arrived."""
         found = _read(self._answers)
         return found[number] if number < len(found) else None
 
@@ -68,7 +68,7 @@ def is_running(process_id: int) -> bool:
         os.kill(process_id, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is there, and somebody else's
+    except PermissionError:  # it exists, and belongs to another user
         return True
     return True
 

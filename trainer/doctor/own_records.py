@@ -1,4 +1,4 @@
-"""`bigbatch doctor RUN`: what limits a finished or running run, by its own records. Imports no torch."""
+"""`bigbatch doctor RUN`: find from its records what limits a finished or running run. Imports no torch."""
 
 import argparse
 import json
@@ -36,15 +36,15 @@ class RunTimes:
     images_per_second: float
     compute_images_per_second: float | None
     loader_images_per_second: float | None
-    """The input alone, if data.probe_seconds had it measured."""
+    """Rate of the input alone, if data.probe_seconds measured it."""
     shares: Mapping[str, float | None]
     """Name in SHARES, or STRAGGLER: share of a step; None if a CUDA graph hides it."""
     slow_steps: tuple[int, ...]
-    """Last steps of reports whose rate is below SLOW of the median."""
+    """Last steps of reports with a rate below SLOW of the median."""
     step_seconds: float
-    """In steps, over all reports of this start."""
+    """Seconds in steps, over all reports of this start."""
     other_seconds: float
-    """Start, evaluations and checkpoints."""
+    """Seconds of start, evaluations and checkpoints."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -108,7 +108,7 @@ def limit_of(times: RunTimes) -> str:
 
 
 def explain(times: RunTimes, config: Config) -> Iterator[str]:
-    """Yield the verdict and what to do next."""
+    """Yield the lines of verdict and next steps."""
     shares = {name: times.shares[name] or 0.0 for name in times.shares}
     alone = times.loader_images_per_second
     words = {

@@ -1,4 +1,4 @@
-"""What pinned memory is worth: a microbatch's bytes copied to the device, from it and from pageable memory."""
+"""Measure the gain of pinned memory: copy a microbatch to the device from pinned and from pageable memory."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from bigbatch.trainer.preflight.rates import median_seconds
 
 
 def measure_pinning(num_bytes: int, device: torch.device, *, seconds: float) -> dict[str, Any]:
-    """Time both copies, as the input makes them; or say why there are none."""
+    """Return the times of both copies, as the input makes them; or why there are none."""
     if device.type == "cpu":
         return {"why": "nothing is copied: a CPU computes on the memory that images are decoded into"}
     pageable_N = torch.ones(num_bytes, dtype=torch.uint8)

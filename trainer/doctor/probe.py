@@ -1,4 +1,4 @@
-"""A process, or a job of several, that measures one config: the same parts and the same step as in training."""
+"""A process, or a job of several, that measures one config with the parts and the step of training."""
 
 import dataclasses
 import json
@@ -44,17 +44,17 @@ from bigbatch.trainer.step.plan import Parts, Plan
 
 WISHES = ("cut", "glance", "steps", "input", "profile", "roofline", "always")
 ENDLESS = 2**40
-"""Steps that no measurement comes to."""
+"""More steps than any measurement takes."""
 WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
 """Steps before any is timed: the first ones compile, search for kernels, and learn the order of gradients."""
 FIRST_IMAGES, FOURFOLD, ENOUGH_SECONDS, SLOW_SECONDS = 4, 4, 0.15, 1.5
-"""With how many images a glance begins, by what it grows, how long a pass is that says enough, and a first one."""
+"""A glance: first number of images, its growth, seconds of a sufficient pass, and of a first one."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure as `bigbatch doctor` asks; argv: FOLDER and its own process id. Collective over the ranks of a job.
 
-    Raises: as `bigbatch train`; DoctorError with torch's first words where something does not fit or not compile.
+    Raises: as `bigbatch train`; DoctorError with torch's first words if something does not fit or compile.
     """
     folder, doctor = argv
     exchange = Exchange(Path(folder))
@@ -92,7 +92,7 @@ Splits = tuple[build_input.Split, build_input.Split]
 
 
 def splits_again(splits: Splits, config: Config, communicator: Communicator) -> Splits:
-    """Return both splits in the config's microbatches, others than before; what lies in memory is not read again."""
+    """Return both splits in microbatches of another size; images in memory are not read again."""
     if all(isinstance(split.loader, ResidentLoader) for split in splits):
         first, second = (
             dataclasses.replace(
@@ -108,7 +108,7 @@ def splits_again(splits: Splits, config: Config, communicator: Communicator) -> 
 
 
 class _Probe:
-    """Holds the parts of a run, and its batches: images, or tensors that are generated once."""
+    """Parts of a run, and its batches: images, or tensors that are generated once."""
 
     def __init__(self, config: Config, communicator: Communicator, tuned: Tuned | None) -> None:
         self.communicator, self._tuned = communicator, tuned
@@ -149,7 +149,7 @@ class _Probe:
         }
 
     def cut(self, *, values: Mapping[str, Any], **_: object) -> dict[str, Any]:
-        """Measure the same config with these values from now on, in this process. Collective."""
+        """Measure the config with these values from now on, in this process. Collective."""
         changed = change(self.config, values, world_size=self.communicator.world_size)
         assert isinstance(changed, Config), "the doctor has tried it"
         self._streams = {}
@@ -161,7 +161,7 @@ class _Probe:
         return {}
 
     def glance(self, *, seconds: float) -> dict[str, Any]:
-        """Count the operations of an image, and say about how long it takes, before any whole step. Collective."""
+        """Return the operations of an image and its approximate seconds, before any whole step. Collective."""
         device, prepared = self.communicator.device, self.parts.prepare(next(self._generated()))
         size = len(prepared.labels_B)
         # on a GPU few images take as long as many
@@ -182,7 +182,7 @@ class _Probe:
         return {"flops_per_image": flops, "seconds_per_image": taken / counted}
 
     def steps(self, *, batches: str, seconds: float, flushes: bool) -> dict[str, Any]:
-        """Time whole updates for about so long, timed together, after some that are not. Collective.
+        """Time whole updates together, for about that many seconds, after a warm-up. Collective.
 
         flushes: what was fetched while another probe had its turn is used up first.
         """
@@ -214,13 +214,13 @@ class _Probe:
         }
 
     def _exposed_seconds(self, ranks: Sequence[dict[str, Any]]) -> float | None:
-        """Average over ranks; None where a captured step does not tell."""
+        """Return the mean over ranks; None if a captured step hides it."""
         if not self.parts.execution.measures_waits:
             return None
         return sum(each["exposed_seconds"] for each in ranks) / len(ranks)
 
     def input(self, *, seconds: float) -> dict[str, Any]:
-        """Measure the loader with no model beside it; {} where a bad image is in its way. Collective."""
+        """Measure the loader without a model; {} if it meets a bad image. Collective."""
         self._streams["pictures"] = InputStream(iter(()))  # a loader has one iterator at a time
         config = dataclasses.replace(self.config, data=dataclasses.replace(self.config.data, probe_seconds=seconds))
         measured = measure_input(config, self.communicator, self.split, plan=self.plan, prepare=self.parts.prepare)
@@ -235,7 +235,7 @@ class _Probe:
         }
 
     def profile(self, *, batches: str, seconds: float) -> dict[str, Any]:
-        """Find where the step's time goes, on the first rank. Collective."""
+        """Profile the step on the first rank. Collective."""
         self._warm_up(batches, seconds=seconds, flushes=False)
         number = self._agreed(max(1, round(seconds / self._step_seconds[batches])))
         return profile_step(
@@ -246,12 +246,12 @@ class _Probe:
         )
 
     def roofline(self, *, seconds: float) -> dict[str, Any]:
-        """Measure what the device of this rank does at its best."""
+        """Measure the peak rate of this rank's device."""
         device, precision = self.communicator.device, self.config.optimizer.precision
         return {"peak_flops": peak_flops(device, precision=precision, seconds=seconds)}
 
     def always(self, *, seconds: float) -> dict[str, Any]:
-        """Measure what is always on beside its opposite, on this rank: the fused update, and pinned copies."""
+        """Measure the gain of options that are always on, on this rank: the fused update, and pinned copies."""
         batch = next(self._generated())
         return {
             "update": measure_update(self.config.optimizer, self.parts, seconds=seconds / 2),
@@ -272,7 +272,7 @@ class _Probe:
         return build_input.train_batches(self.config, self.communicator, split, plan=self.plan)
 
     def _warm_up(self, batches: str, *, seconds: float, flushes: bool) -> None:
-        """Warm up, first until steps are what they stay; later only until what was fetched ahead is used up."""
+        """Warm up: first until step times settle; later only until prefetched batches are used up."""
         stream = self._streams[batches]
         # steps that the batches suffice for which were fetched while another probe had its turn
         ahead = -(-self.config.data.prefetch_batches // self.plan.accumulation_steps)
@@ -289,11 +289,11 @@ class _Probe:
         return float(self.communicator.gather_text(f"{seconds}")[0])
 
     def _agreed(self, number: int) -> int:
-        """Return a value as the first rank has it."""
+        """Return the first rank's value on all ranks."""
         return int(self.communicator.gather_text(str(number))[0])
 
     def _timed(self, stream: InputStream, num_steps: int) -> float:
-        """Measure the seconds that so many steps take, to the end of the device's work."""
+        """Return the seconds of that many steps, to the end of the device's work."""
         device = self.communicator.device
         wait_for(device)
         start = time.perf_counter()
@@ -306,7 +306,7 @@ class _Probe:
 
 
 def with_generated(config: Config) -> Config:
-    """Make the same config with tensors that are made once instead of images that are read."""
+    """Return the config with tensors that are generated once instead of images."""
     data = dataclasses.replace(
         config.data,
         loader="synthetic",

@@ -1,4 +1,4 @@
-"""The configs that the doctor measures, each in processes of its own."""
+"""Configs that the doctor measures, each in its own processes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -9,7 +9,7 @@ from bigbatch.trainer.doctor.recommend import Turn
 T = TypeVar("T")
 
 NO_ROOM = ("OutOfMemoryError", "busy or unavailable")
-"""Words of an error that a GPU gives to one process because of another."""
+"""Words in a GPU error that another process causes."""
 
 
 class Measuring(Protocol):
@@ -31,19 +31,19 @@ class Measuring(Protocol):
 
 
 class Probes:
-    """Opens configs. All stay in memory between their turns, until one fails beside others that fits alone.
+    """Opens probes of configs. All stay in memory between turns until one fails beside others but works alone.
 
-    From then on each that has its turn is started anew and alone.
+    From then on each probe is started anew and alone for its turn.
     """
 
     def __init__(self, start: Callable[[Mapping[str, Any]], Measuring], *, limit_seconds: Callable[[], float]) -> None:
-        """Take start: values by dotted key -> a probe (raises DoctorError); and how long an answer may take now."""
+        """start: values by dotted key -> a probe (raises DoctorError). limit_seconds: returns an answer's limit."""
         self._start = start
         self._limit_seconds = limit_seconds
         self.part: Mapping[str, Any] = {}
-        """Values of every config that is opened from now on, by which a part of its step is measured."""
+        """Values that cut the step of every config opened from now on."""
         self.flushes = True
-        """Each turn uses up first what was fetched while another probe had its own."""
+        """Whether each turn first uses up what was prefetched during another probe's turn."""
         self._running: dict[Probe, Measuring] = {}
         self.is_alone = False
 
@@ -62,7 +62,7 @@ class Probes:
         return self._with_room(probe, lambda process: process.ask(what, limit_seconds=self._limit_seconds(), **details))
 
     def cut(self, probe: "Probe", part: Mapping[str, Any]) -> None:
-        """Let this one, and all that are opened from now on, measure a part of the step. Raises: DoctorError."""
+        """Let this probe, and all opened from now on, measure a part of the step. Raises: DoctorError."""
         probe.ask("cut", values=dict(part))
         self.part = part
 
@@ -95,7 +95,7 @@ class Probes:
             self.close(other)
 
     def close(self, probe: "Probe") -> None:
-        """Close the probe: it is asked no more."""
+        """Close the probe."""
         if probe in self._running:
             self._running.pop(probe).close()
 
@@ -105,13 +105,13 @@ class Probes:
             self._running.pop(probe).kill()
 
     def kill_all(self) -> None:
-        """Kill whatever still runs."""
+        """Kill all running probes."""
         for probe in list(self._running):
             self.kill(probe)
 
 
 class Probe:
-    """Measures one config: a contestant."""
+    """Measures one config, as a Contestant."""
 
     def __init__(self, probes: Probes, values: Mapping[str, Any], *, batches: str, seconds: float) -> None:
         self.values = dict(values)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: its phases, its operators, and what makes the host wait."""
+"""Profile a step: seconds of its phases and operators, and the host's waits for the device."""
 
 import json
 from collections import defaultdict
@@ -29,7 +29,7 @@ NUM_OPERATORS = 6
 def profile_step(
     timed: Callable[[int], float], communicator: Communicator, *, num_steps: int, is_captured: bool
 ) -> dict[str, Any]:
-    """Profile what this rank does in a step. timed: runs so many and gives their seconds. Collective."""
+    """Return the profile of a step on this rank. timed: runs that many steps, returns their seconds. Collective."""
     timeline = communicator.timeline
     timeline.is_active = True
     seconds = timed(num_steps) / num_steps
@@ -41,7 +41,7 @@ def profile_step(
     with FindSyncs(communicator.device) as syncs, torch.compiler.set_stance("force_eager"):
         timed(1)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
-    # apart from the phases above, whose seconds it would lengthen
+    # apart from the phases above: it would lengthen their seconds
     with profile(activities=activities) as profiled:
         profiled_seconds = timed(num_steps)
     operators = [
@@ -66,7 +66,7 @@ def profile_step(
 
 
 def _phases(timeline: Timeline, *, num_steps: int) -> dict[str, float]:
-    """Sum seconds per step by the name that is shown; between a batch and its forward it is prepared."""
+    """Return seconds per step by displayed name; the time between a batch and its forward is its preparation."""
     taken = defaultdict[str, float](float)
     events = [json.loads(line) for line in timeline.take(rank=0, host="").splitlines()]
     steps = sorted(
@@ -83,7 +83,7 @@ def _phases(timeline: Timeline, *, num_steps: int) -> dict[str, float]:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Measure the length of what the intervals cover together, overlaps once."""
+    """Return the total length of the intervals, overlaps counted once."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))

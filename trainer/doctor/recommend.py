@@ -1,4 +1,4 @@
-"""Which speedups are worth taking: each is measured beside the best so far, turn by turn, and must beat the noise."""
+"""Select speedups: measure each one beside the best so far, in alternating turns; its gain must exceed the noise."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,21 +11,21 @@ from bigbatch.trainer.doctor.candidates import Candidate
 
 @dataclass(frozen=True)
 class Turn:
-    """Holds the figures of some steps, timed together."""
+    """Figures of some steps, timed together."""
 
     images_per_second: float
     peak_bytes: int
 
 
 class Contestant(Protocol):
-    """Measures a config, again and again."""
+    """Measures one config in repeated turns."""
 
     def run(self) -> Turn:
         """Run one turn. Raises: DoctorError."""
         ...
 
     def close(self) -> None:
-        """Close it: it is measured no more."""
+        """End its measurement."""
         ...
 
 
@@ -35,36 +35,36 @@ Open = Callable[[Mapping[str, Any]], Contestant]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares two configs, turn by turn: what disturbs the machine for a while disturbs both."""
+    """Compares two configs in alternating turns, so that a disturbance of the machine affects both."""
 
     base_images_per_second: float
     images_per_second: float
     gain: float
-    """Median over turns of how much faster the second one was, as a share."""
+    """Median over turns of the second config's gain in rate, as a fraction."""
     spread: float
     """Half of the distance from the smallest to the largest gain."""
     turns: int
     peak_bytes: int
 
     def is_worth(self, *, noise: float) -> bool:
-        """Tell whether it is faster, by more than turns differ, and by more than a config differs from itself."""
+        """Tell whether the gain exceeds the spread of turns and the noise between equal configs."""
         return self.gain > max(self.spread, noise)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Says what became of a candidate."""
+    """Result for a candidate."""
 
     candidate: Candidate
     measured: Comparison | None
     failure: str = ""
     is_taken: bool = False
     before: Mapping[str, Any] = field(default_factory=dict)
-    """What was taken when its turn came."""
+    """Speedups that were taken before it was tried."""
 
 
 def compare(base: Contestant, other: Contestant, *, turns: int) -> Comparison:
-    """Let each take as many turns, and begins as often. Raises: DoctorError."""
+    """Give both equally many turns, and the first turn equally often. Raises: DoctorError."""
     pairs = []
     for turn in range(turns):
         # turns about, so that a machine that grows slower favours neither
@@ -92,12 +92,12 @@ def measure_noise(base: Contestant, start: Open, *, turns: int) -> Comparison:
 
 
 def noise_of(comparison: Comparison) -> float:
-    """Compute the share by which equal configs differ."""
+    """Return the fraction by which equal configs differ."""
     return max(abs(comparison.gain), comparison.spread)
 
 
 class Greedy:
-    """Tries candidates one after the other, each on top of those that were taken. It closes what it starts."""
+    """Tries candidates in order, each on top of those taken so far. It closes the probes that it starts."""
 
     def __init__(self, base: Contestant, start: Open, *, turns: int, noise: float) -> None:
         self._base, self._start, self._turns, self._noise = base, start, turns, noise
@@ -106,11 +106,11 @@ class Greedy:
         self._tried: list[dict[str, Any]] = [{}]
 
     def is_new(self, candidate: Candidate) -> bool:
-        """Tell whether, beside what was taken, it is another config than all that were tried."""
+        """Tell whether it gives, with those taken so far, a config that was not tried yet."""
         return {**self.taken, **candidate.values} not in self._tried
 
     def consider(self, candidate: Candidate) -> Row:
-        """Measure it, and take it where it is worth it; one that fails is left out."""
+        """Measure a candidate, and take it if it is worth it; one that fails is left out."""
         row = Row(candidate, None, before=dict(self.taken))
         self._tried.append({**self.taken, **candidate.values})
         try:
@@ -132,7 +132,7 @@ class Greedy:
         return replace(row, is_taken=True)
 
     def verify(self) -> Comparison | None:
-        """Measure all that was taken beside the config as it was; None where nothing was, or one of them fails."""
+        """Compare all taken speedups with the unchanged config; None if none was taken, or one of the two fails."""
         if not self.taken:
             return None
         try:
@@ -142,5 +142,5 @@ class Greedy:
 
 
 def advice(taken: Mapping[str, Any], verified: Comparison | None, *, noise: float) -> Mapping[str, Any]:
-    """Say what to change: all that was taken, unless together it does not beat the config as it was."""
+    """Return the values to change: all taken speedups, if together they beat the unchanged config."""
     return taken if verified is not None and verified.is_worth(noise=noise) else {}

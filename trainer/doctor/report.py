@@ -1,4 +1,4 @@
-"""What an examination says: a verdict, tables, and the options that it recommends."""
+"""Report of an examination: a verdict, tables and recommended options."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ WIDTH = 100
 
 
 def print_report(findings: Findings, console: Console, *, config: Config, command: Sequence[str]) -> None:
-    """Print all that was found so far. command: the words of `bigbatch train` that the advice is added to."""
+    """Print all results so far. command: the words of `bigbatch train` to which the advice is added."""
 
     def say(text: str = "") -> None:
         console.print(Text(printable_lines(text)))
@@ -50,7 +50,7 @@ def print_report(findings: Findings, console: Console, *, config: Config, comman
 
 
 def input_hints(findings: Findings) -> list[str]:
-    """Say what helps where images are waited for: the words of a run's own summary."""
+    """Return hints for a run that waits for images, in the words of a run's summary."""
     rates, found = findings.rates, findings.input
     if not rates or not found:
         return []
@@ -64,7 +64,7 @@ def input_hints(findings: Findings) -> list[str]:
 
 
 def sync_lines(findings: Findings) -> list[str]:
-    """Say what makes the host wait in a step."""
+    """Return lines on the host's waits in a step."""
     found = findings.profile["syncs"]
     if not found:
         return ["syncs: no operator of the step makes the host wait for the device"]
@@ -73,7 +73,7 @@ def sync_lines(findings: Findings) -> list[str]:
 
 
 def notes(findings: Findings, config: Config) -> Iterator[str]:
-    """Say how the table was made, and why some of it is empty."""
+    """Return notes on the conditions of the table and its empty cells."""
     for row in findings.rows:
         if row.failure:
             yield f"failed: {describe(row.candidate, config, before=row.before)}: {row.failure}"
@@ -88,7 +88,7 @@ def notes(findings: Findings, config: Config) -> Iterator[str]:
 
 
 def advice_lines(findings: Findings, *, command: Sequence[str]) -> list[str]:
-    """Name the options to add; or that none is worth it."""
+    """Return lines with the options to add, or that none is worth it."""
     if not findings.is_complete:
         return ["stopped before the end: the figures above are all there are, and nothing is recommended"]
     if findings.advice:
@@ -164,7 +164,7 @@ def _to_the_right(table: Table, *, first: int = 1, last: int = -1) -> None:
 
 
 def part_lines(findings: Findings, config: Config) -> list[str]:
-    """Say what of a step was measured, where a whole one would have taken too long."""
+    """Return lines on the measured part of a step, if a whole one takes too long."""
     part, batch = findings.part, config.batch
     if not part:
         return []
@@ -179,7 +179,7 @@ def part_lines(findings: Findings, config: Config) -> list[str]:
 
 
 def always_lines(findings: Findings) -> list[str]:
-    """Say what is always on, and what it is worth here."""
+    """Return lines on options that are always on, and their gain here."""
     found, update = findings.always, findings.profile.get("phases", {}).get("update")
     if not found:
         return []

@@ -1,4 +1,4 @@
-"""How much arithmetic an image takes, and how much the device does at its best: measured, not looked up."""
+"""Measure the arithmetic of an image, and the device's peak rate."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ COUNTED_IMAGES = 1
 def flops_per_image(parts: Parts, prepared: Prepared) -> float:
     """Count the floating-point operations of a forward and a backward of one image: matrices and convolutions alone.
 
-    What torch.compile or a graph would run is run as it is written.
+    Runs eagerly, without torch.compile and CUDA graphs.
     """
     with FlopCounterMode(display=False) as counter:
         number = backward_of(parts, prepared, num_images=COUNTED_IMAGES)
@@ -26,11 +26,11 @@ def flops_per_image(parts: Parts, prepared: Prepared) -> float:
 
 
 def backward_of(parts: Parts, prepared: Prepared, *, num_images: int) -> int:
-    """Run a forward and a backward of the first images; return how many there were. No rank waits for another.
+    """Run forward and backward of the first images; return their number. No rank waits for another.
 
-    Batch norm takes its running statistics, which any number of images suits. Gradients are none afterwards.
+    Batch norm uses its running statistics, which fit any number of images. Gradients are None afterwards.
     """
-    # gradients of this pass are nobody's: they must not start on their way to other ranks
+    # gradients of this pass are discarded: they must not travel to other ranks
     parts.reducer.is_active = False
     parts.model.eval()
     with torch.compiler.set_stance("force_eager"), parts.precision.forward():
@@ -42,9 +42,9 @@ def backward_of(parts: Parts, prepared: Prepared, *, num_images: int) -> int:
 
 
 def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float:
-    """Measure operations per second of the faster of a large matrix product and a large convolution, in that precision.
+    """Return the operations per second of a large matrix product or a large convolution, whichever is faster.
 
-    On the threads, and with the TF32 settings, of this process.
+    In that precision, with the threads and TF32 settings of this process.
     """
     dtype = COMPUTE_DTYPES.get(precision.partition("_")[0], torch.float32)
     product_flops_per_second = Product(dtype, device).flops_per_second(seconds=seconds / 2)

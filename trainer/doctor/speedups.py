@@ -1,4 +1,4 @@
-"""The known speedups: what each would change in a config, and where it cannot be measured."""
+"""The known speedups: the values that each changes in a config, and when it cannot be measured."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +24,9 @@ FASTER = {
 FASTER_ON_CPU = {"fp32": ("bf16_autocast", "bf16"), "bf16_autocast": ("bf16",)}
 """The same on a CPU that multiplies bfloat16 itself."""
 FASTER_WITHOUT_BF16 = ("fp16_autocast", "fp16")
-"""Than fp32."""
+"""Precisions faster than fp32 on a GPU without bf16."""
 HALF = ("bf16", "fp16")
-"""Precisions of gradients that need no smaller one between ranks."""
+"""Precisions with half-precision gradients, which need no wire_dtype."""
 LOSS_SCALE = {"optimizer.loss_scale": 1024.0, "optimizer.loss_scale_growth_steps": 2000}
 RECOMPUTED_BLOCKS = 4
 SWITCHES = ("layout", "cudnn")
@@ -43,9 +43,9 @@ BUCKET_FACTOR = 4
 def find_candidates(
     config: Config, machine: Machine, *, whole: Config, limit: str, only: Sequence[str] = ()
 ) -> tuple[list[Candidate], list[Unmeasured]]:
-    """List candidates that are legal, what helps against the limit first; and the others, with the reason.
+    """Return legal candidates, those against the limit first; and the others, with the reason.
 
-    whole: the config with its own global batch, of which config may have a part. only: names; none for all.
+    whole: the config with its full global batch; config may have a part of it. only: names; none for all.
     """
     candidates: list[Candidate] = []
     unmeasured: list[Unmeasured] = []
@@ -72,7 +72,7 @@ def find_candidates(
 
 
 def _worth(candidate: Candidate, machine: Machine) -> float:
-    """Return the share by which it may speed up the model's work: to try the likeliest first, nothing else."""
+    """Return the assumed gain of a candidate, used only to try the likeliest first."""
     if candidate.name in SWITCHES and not all(candidate.values.values()):
         return 0.0  # they are on, and have been for a reason
     return WORTH[machine.is_gpu].get(candidate.name, 0.0)
@@ -233,4 +233,4 @@ COMPUTE = {
 }
 NETWORK = {"buckets": _buckets, "algorithm": _algorithm, "wire": _wire}
 SPEEDUPS: dict[str, Callable[[Config, Machine], Tried]] = {**INPUT, **COMPUTE, **NETWORK}
-"""By the name that --only takes."""
+"""Name for --only -> speedup."""

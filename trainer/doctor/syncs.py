@@ -1,4 +1,4 @@
-"""Where a step makes the host wait for the device, by the line of source that asks for it."""
+"""Find the source lines of a step that make the host wait for the device."""
 
 import traceback
 from collections import Counter
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Below it a line is named by its relative path."""
+"""Folder to which source paths are relative."""
 TORCH = str(Path(torch.__file__).parent)
 
 WAITING = {
@@ -20,7 +20,7 @@ WAITING = {
     torch.ops.aten._unique2.default: "counts elements, as unique() does",
     torch.ops.aten.repeat_interleave.Tensor: "adds up sizes, as repeat_interleave() does",
 }
-"""Operators whose result the host cannot go on without."""
+"""Operators that return a value to the host."""
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
 
 
@@ -35,7 +35,7 @@ class FindSyncs(TorchDispatchMode):
         super().__init__()
         self._is_gpu = device.type == "cuda"
         self.found: Counter[str] = Counter()
-        """Place and reason -> how often."""
+        """Place and reason -> count."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,4 +1,4 @@
-"""The update by torch's loop over tensors, to measure what fusion is worth beside it."""
+"""Measure the gain of a fused update over torch's loop over tensors."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,13 +20,13 @@ GRADIENT = 1e-3
 """Gradient of each weight that has none yet."""
 
 OF_TORCH = ("sgd", "adamw")
-"""optimizer.name of those whose kernels torch also has as a loop."""
+"""Values of optimizer.name for which torch also has a loop over tensors."""
 
 Step = Callable[[], object]
 
 
 def measure_update(settings: OptimizerConfig, parts: Parts, *, seconds: float) -> dict[str, Any]:
-    """Time both forms on copies of the model's weights and gradients, in turns; or say why not. Not collective."""
+    """Return the times of both forms on copies of weights and gradients; or why there are none. Not collective."""
     if settings.sharded or settings.name not in OF_TORCH:
         what = "sharded=True" if settings.sharded else f"name={settings.name}"
         return {"why": f"torch has no form of optimizer.{what} that works tensor by tensor"}

@@ -1,17 +1,17 @@
-"""What limits a run: images, other ranks, the host that launches kernels, or the device's arithmetic."""
+"""Find what limits a run: images, other ranks, kernel launches by the host, or the device's arithmetic."""
 
 from dataclasses import dataclass
 
 WAIT_FOR_IMAGES, WAIT_FOR_SUMS = "wait for images", "wait for the sums of gradients"
 """Phases of a step, as the table shows them."""
 LARGE_SHARE = 0.05
-"""Share of a step: waiting for less than this limits nothing."""
+"""Share of a step: a shorter wait is not a limit."""
 BUSY = 0.85
 """Share of the time in which a GPU works; below it the host that launches kernels is too slow."""
 FAST = 2.0
-"""Times the model's rate: an input that is so fast alone is not what limits the run, though steps wait for it."""
+"""Multiple of the model's rate: an input that is so fast alone is not the limit, even if steps wait for it."""
 CONTENDED = 0.9
-"""Share of the slower one's rate that input and model reach together, below which they fight for cores."""
+"""Input and model compete for cores if together they reach less than this share of the slower one's rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class DoctorRates:
 
     together: float
     input_alone: float | None
-    """None where nothing is read, or it could not be measured."""
+    """None if nothing is read, or it could not be measured."""
     model_alone: float
-    """On tensors that are generated once; sums over ranks included."""
+    """Rate on tensors that are generated once, sums over ranks included."""
     wait_share: float
     """Share of a step that waits for images."""
     exposed_share: float | None
@@ -35,14 +35,14 @@ class DoctorRates:
 
     @property
     def roofline_share(self) -> float:
-        """Return the share that the model, alone, reaches of what the devices do at their best."""
+        """Return the model's arithmetic rate as a share of the devices' measured peak."""
         return self.model_alone * self.flops_per_image / self.peak_flops
 
 
 def limiting_wait(
     wait_share: float, exposed_share: float, *, input_alone: float | None, model_alone: float | None
 ) -> str | None:
-    """Name input, cores or network, by the longer wait of a step; None if neither is worth the name.
+    """Return input, cores or network, by the longer wait of a step; None if both are short.
 
     input_alone, model_alone: their rates in images/s, None if unknown: an input that is fast alone lacks cores.
     """
@@ -54,7 +54,7 @@ def limiting_wait(
 
 
 def find_limit(rates: DoctorRates) -> str:
-    """Name input, cores, network, launch or compute: the longest wait that is worth the name, else the work itself."""
+    """Return input, cores, network, launch or compute: the longest wait above the limit, else the work itself."""
     rates_alone = {"input_alone": rates.input_alone, "model_alone": rates.model_alone}
     if wait := limiting_wait(rates.wait_share, rates.exposed_share or 0.0, **rates_alone):
         return wait
@@ -62,7 +62,7 @@ def find_limit(rates: DoctorRates) -> str:
 
 
 def explain(rates: DoctorRates) -> list[str]:
-    """Put the verdict in words: what limits, how fast each part is alone, and how far from the roof."""
+    """Return the verdict as text: the limit, each part's rate alone, and the distance from the roofline."""
     sums = "; how long for sums over ranks, a captured step does not tell"
     if rates.exposed_share is not None:
         sums = f", {rates.exposed_share:.1%} for sums over ranks"
