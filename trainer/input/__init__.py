@@ -1,1 +1,1 @@
-"""From an image on disk to a batch on the device, and what limits it."""
+"""Input: from an image on disk to a batch on the device, and its rate."""

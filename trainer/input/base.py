@@ -1,4 +1,4 @@
-"""What flows from the input to the loop: requests go in, batches come out."""
+"""Types between input and training loop: requests and batches."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, which processes that only re
 
 
 def written_keys(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Take a dataclass's fields for a file that others read, as asdict's dict_factory.
+    """Return a dataclass's fields under the key names of published files, as asdict's dict_factory.
 
     The keys of such files stay what they were when our identifiers changed from image to image.
     """
@@ -34,12 +34,12 @@ class Request:
 
 @dataclass(frozen=True)
 class BadImage:
-    """Names an image that could not be used."""
+    """An image that could not be used."""
 
     position: int
-    """In its split: the same wherever the data lie."""
+    """Position in its split, independent of the data's folder."""
     reason: str
-    """Where it lies, and what is wrong with it."""
+    """Its path and its fault."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Batch:
     images_BCHW: "Tensor"
     labels_B: "Tensor"
     valid_B: "Tensor"
-    """False where a sample only pads, or stands in for a bad image."""
+    """False if a sample is padding, or replaces a bad image."""
     request: Request
     replaced: tuple[BadImage, ...] = ()
-    """Those for which the next usable images of the split stand in."""
+    """Bad images that the next usable images of the split replace."""
 
 
 Crop = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -69,7 +69,7 @@ ImageSize = Callable[[int], int]
 
 
 class ImageSource(Protocol):
-    """Gives the encoded images of one split, wherever they lie: class folders, a list or packed shards."""
+    """Encoded images of one split in class folders, a list or packed shards."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class ImageSource(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, position: int) -> str:
-        """Tell where the image lies, for messages; without I/O."""
+        """Return the image's path for messages, without I/O."""
         ...
 
     def read(self, position: int) -> bytes:
@@ -92,7 +92,7 @@ class ImageSource(Protocol):
         ...
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
-        """Return (height, width) of each, int64 (B, 2), without I/O; None if only the images themselves tell."""
+        """Return (height, width) of each, int64 (B, 2), without I/O; None if only the image files have them."""
         ...
 
     def close(self) -> None:

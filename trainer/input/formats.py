@@ -1,4 +1,4 @@
-"""What an encoded image is: its kind, its size, and whether it can be decoded."""
+"""Detect an encoded image's format and size, and whether it can be decoded."""
 
 import io
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MAX_PIXELS = round(1e6 * DataConfig.max_megapixels)
 
 
 class UnsupportedImageError(DataError):
-    """An image may be whole, but is of a kind that no loader takes."""
+    """An intact image of a format that no loader supports."""
 
 
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
@@ -125,7 +125,7 @@ def open_image(data: bytes, *, path: str, max_pixels: int = MAX_PIXELS) -> Image
 
 
 def open_header(data: bytes, *, path: str, max_pixels: int) -> Image.Image:
-    """Open an image whose pixels are decoded when they are first asked for. Raises: DataError, as open_image does."""
+    """Open an image; its pixels are decoded on first use. Raises: DataError, as open_image does."""
     # before Pillow sees it, which sets memory aside for a WebP as it is opened
     stated = _stated_size(data)
     if stated is None and is_webp(data):

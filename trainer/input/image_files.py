@@ -1,4 +1,4 @@
-"""Which files are the images of a data set: the one definition for training, checking, packing and making data sets.
+"""Define which files are images of a data set, for training, checking, packing and making data sets.
 
 An image is a visible file with a suffix of FORMATS, at any depth below the folder of its class. Hidden files and
 folders are no part of a data set; those that hold images are counted as left out. A link to a folder is followed,
@@ -51,7 +51,7 @@ class Contents:
     unread: list[str] = field(default_factory=list)
     """Images of a format that no loader decodes, by their suffixes."""
     loose: list[str] = field(default_factory=list)
-    """By list_split: images that are in no folder of a class."""
+    """From list_split: images outside of all class folders."""
     bad_links: list[str] = field(default_factory=list)
     """Links that are broken, or lead back to a folder that contains them."""
     renamed: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A list of images: a file that says which images of a folder are of which split and class; none is moved for it.
+"""A list of images: a file that gives split and class of the images of a folder, without moving them.
 
 JSON, as `bigbatch init` writes it: {"version": 1, "folder": ..., "train": {class: [paths]}, "val": {class: [paths]}}.
 The folder is seen from the list's own, paths from the folder. Labels are positions in the sorted classes of both.
@@ -69,7 +69,7 @@ def listed_classes(path: Path) -> tuple[str, ...]:
 
 
 def _leads_out(path: str) -> bool:
-    """Tell whether a path below a folder names something outside of it; symbolic links are followed, whoever made them.
+    """Tell whether a path below a folder leads outside of it; all symbolic links are followed.
 
     A zero byte is in no name that a file system takes, nor is a surrogate that stands for no byte.
     """
@@ -105,7 +105,7 @@ def _read_list(path: Path) -> tuple[str, dict[str, ByClass]]:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, of whose repeated keys json would keep the last alone. Raises: ValueError."""
+    """Return a JSON object; refuse repeated keys, which json would drop silently. Raises: ValueError."""
     content = dict(pairs)
     if len(content) < len(pairs):
         key, times = Counter(key for key, _ in pairs).most_common(1)[0]

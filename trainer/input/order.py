@@ -1,4 +1,4 @@
-"""Which image comes when: the list of a split and its global order, as pure functions of (seed, epoch)."""
+"""Order of images: the list of a split and its global order, as pure functions of (seed, epoch)."""
 
 import errno
 import shlex
@@ -39,7 +39,7 @@ class ImageIndex:
         return len(self.paths)
 
     def name(self, position: int) -> str:
-        """Return where the image at position lies on disk."""
+        """Return the path of the image at position."""
         return f"{self.root}/{self.paths[position]}"
 
     def read(self, position: int) -> bytes:
@@ -62,7 +62,7 @@ def read_file(path: str) -> bytes:
 
 
 def read_problem(error: OSError, *, file: str = "it") -> str:
-    """Say why reading failed, and what to do."""
+    """Return why reading failed, and what to do."""
     if error.errno == errno.EMFILE:
         return "too many open files; raise the limit, such as by `ulimit -n 65536`"
     return f"cannot be read ({error.strerror or error}); was {file} moved since the start?"

@@ -1,4 +1,4 @@
-"""From a loader's batch to what a training step takes, on the model's device."""
+"""Prepare a loader's batch for a training step, on the model's device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ def on_device(table: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 
 FIRST_BATCHES = 8
-"""Microbatches that are looked at."""
+"""Number of microbatches to check."""
 FARTHEST_MEAN = 1.0
 STD_RANGE = (0.5, 2.0)
-"""Of a channel, beyond which its input is far from mean 0 and standard deviation 1: dark or bright images stay
-within, bytes and shares of 1 that nobody normalised do not."""
+"""Limits of a channel's mean and standard deviation; beyond them the input is not normalised. Dark and bright images
+stay within; bytes, and values from 0 to 1 that were not normalised, do not."""
 
 
 class InputStatistics:
@@ -48,7 +48,7 @@ class InputStatistics:
         self._sums_3C = sums_3C if self._sums_3C is None else self._sums_3C + sums_3C
 
     def hint(self, *, mean: Sequence[float], std: Sequence[float]) -> str | None:
-        """Say, once, where they are far from normalised, and what to state. mean, std: what they were normalised by.
+        """Return, once, a hint if channels are far from normalised. mean, std: those that normalised them.
 
         Waits for the device; None as long as not all of the first batches were seen.
         """
@@ -88,7 +88,7 @@ class Prepared:
 
 
 class AugmentFunction(Protocol):
-    """Turns uint8 images on the device into others."""
+    """Augments uint8 images on the device."""
 
     def __call__(self, images_BCHW: Tensor, *, epoch: int, indices_B: np.ndarray) -> Tensor: ...
 

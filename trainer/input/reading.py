@@ -1,4 +1,4 @@
-"""Images read ahead of use, with the box and the flip that each is to get."""
+"""Read images ahead of use, with crop box and flip of each."""
 
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -59,10 +59,10 @@ class BadImages:
         self._num_images = num_images
         self._lock = Lock()
         self.reasons: dict[int, str] = {}
-        """By position in the split."""
+        """Position in the split -> bad image."""
 
     def add(self, position: int, error: DataError) -> None:
-        """Skip the image from now on; from any thread. Raises: DataError where no more may be skipped."""
+        """Skip the image from now on; from any thread. Raises: DataError if no more may be skipped."""
         if self._max_skipped is None:
             raise error
         with self._lock:
@@ -76,7 +76,7 @@ class BadImages:
 
 
 def require_few(reasons: Sequence[str], *, max_skipped: int | None) -> None:
-    """Raise DataError where all ranks together met more bad images than may be skipped."""
+    """Raise DataError if all ranks together met more bad images than may be skipped."""
     if len(reasons) > (max_skipped or 0):
         raise too_many(len(reasons), max_skipped=max_skipped or 0, last=reasons[-1])
 
@@ -95,10 +95,10 @@ class EncodedBatch:
 
     request: Request
     positions: list[int]
-    """Positions of the images in the split: those of the request, or of what replaces bad ones."""
+    """Positions of the images in the split: those of the request, or of replacements for bad images."""
     images: list[bytes]
     names: list[str]
-    """Where each lies, for messages."""
+    """Path of each image, for messages."""
     boxes_B4: np.ndarray
     """(top, left, height, width) in the stored image, int32."""
     flips_B: np.ndarray
@@ -116,7 +116,7 @@ Found = tuple[int, bytes, Sequence[int]]
 
 
 class EncodedReader:
-    """Turns requests into encoded batches with its own threads, ahead of whoever decodes them."""
+    """Turns requests into encoded batches in its own threads, ahead of the decoder."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class EncodedReader:
     ) -> None:
         """Set the reader up. patience_seconds: an image that cannot be read is tried again for so long.
 
-        max_skipped: bad images for which others may stand in, or None to end at the first one. max_pixels: an image
+        max_skipped: most bad images to replace by others, or None to end at the first one. max_pixels: an image
         that states more is bad.
         """
         self._source = source
@@ -146,7 +146,7 @@ class EncodedReader:
         self._max_pixels = max_pixels
         self.bad = BadImages(max_skipped=max_skipped, num_images=len(source))
         self.draw: Draw | None = None
-        """What somebody waits for at the moment; whoever draws batches says so here."""
+        """Draw that a consumer waits for now; the consumer of batches sets it."""
         self._reads: PatientReads | None = None
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
@@ -160,7 +160,7 @@ class EncodedReader:
         return _stopping(ahead(self._read_all(requests, self._reads), depth=self._prefetch_batches), self._reads)
 
     def interrupt(self) -> None:
-        """Stop the last read, whose batches nobody wants: closing it need not wait for a storage to answer."""
+        """Stop the last read and drop its batches: closing it then need not wait for the storage."""
         if self._reads is not None:
             self._reads.stop()
 

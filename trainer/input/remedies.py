@@ -1,4 +1,4 @@
-"""What helps where the input is slow, by a run's own settings."""
+"""Remedies for a slow input, derived from a run's settings."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -10,7 +10,7 @@ from bigbatch.trainer.input.shards import is_packed
 
 MEMORY = "/dev/shm"
 AUGMENTATIONS = tuple(field.name for field in fields(AugmentConfig) if field.name != "randaugment_magnitude")
-"""Settings of the section augment that cost time where they are not 0."""
+"""Keys of the section augment that cost time unless 0."""
 
 
 def pixels_left(sizes: Iterable[tuple[int, int]], *, max_side: int) -> float:
@@ -21,23 +21,23 @@ def pixels_left(sizes: Iterable[tuple[int, int]], *, max_side: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSettings:
-    """Holds what the remedies depend on: keys of the config and facts of the machine."""
+    """Keys of the config and facts of the machine on which remedies depend."""
 
     loader: str
     num_threads: int
     num_cores: int
-    """That each rank may use, for itself."""
+    """Cores that each rank may use for itself."""
     is_on_gpu: bool
     is_packed: bool
     stage: str | None
     bind_numa: bool
     precision: str
     augmentations: tuple[str, ...]
-    """Keys of those that are on."""
+    """Keys of active augmentations."""
     max_side: int
-    """To which larger images can be shrunk, for the size that the model sees."""
+    """Shorter side to which larger images can be shrunk, for the model's image size."""
     pixels_left: float
-    """Share of the stored pixels after that."""
+    """Share of the stored pixels left after that."""
 
 
 def input_settings(
@@ -95,14 +95,14 @@ REMEDIES = {"read": _read_better, "decode": _decode_better, "copy": _copy_better
 
 
 def share_better(settings: InputSettings) -> list[str]:
-    """Say what helps where loader and model compete for cores."""
+    """Return a remedy if loader and model compete for cores."""
     few = settings.num_threads > settings.num_cores
     fewer = [f"lower data.num_threads to {settings.num_cores} ({settings.num_threads} now)"] if few else []
     return [*fewer, *_decode_on_gpu(settings), *_smaller_images(settings), _more_cores(settings)]
 
 
 def more_threads(settings: InputSettings) -> list[str]:
-    """Propose more threads where there are cores for them."""
+    """Propose more threads if there are cores for them."""
     if settings.num_threads >= settings.num_cores:
         return []
     return [f"raise data.num_threads ({settings.num_threads} now; each rank may use {settings.num_cores} cores)"]
@@ -114,7 +114,7 @@ def _decode_on_gpu(settings: InputSettings) -> list[str]:
 
 
 def _smaller_images(settings: InputSettings) -> list[str]:
-    """Propose shrinking where images are not packed yet and a fifth of the decoding or more would go."""
+    """Propose shrinking if images are not packed and it saves a fifth of the decoding or more."""
     if settings.is_packed or settings.pixels_left > 0.8:
         return []
     return [

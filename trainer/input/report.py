@@ -1,4 +1,4 @@
-"""What is said about the speed of the input: records, a line, and hints where images take much of the time."""
+"""Report the input rate: records, a line, and hints if steps wait for images."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from bigbatch.trainer.config.sections import READERS
 from bigbatch.trainer.input.remedies import MEMORY, REMEDIES, InputSettings, more_threads, share_better
 
 Rates = Mapping[str, float | None]
-"""Images per second of the loader and of each stage on its own; None for a stage there is not."""
+"""Images per second of the loader and of each stage alone; None for a missing stage."""
 
 PARTS = ("loader", "read", "decode", "copy", "augment")
 STAGES = {
@@ -19,7 +19,7 @@ STAGES = {
     "augment": "augmentation on the device",
 }
 AHEAD, IN_STEP = ("read", "decode"), ("copy", "augment")
-"""Stages that work ahead, so that steps wait where they are slow, and those that are part of a step's own work."""
+"""Stages that work ahead (steps wait if they are slow), and stages that are part of the step."""
 SLOW_RANK = 0.7
 """Share of the median rank's rate, below which a rank is named."""
 LARGE_WAIT = 0.05
@@ -29,7 +29,7 @@ LARGE_SHARE = 0.5
 
 
 def over_ranks(ranks: Sequence[Rates]) -> Rates:
-    """Put all ranks together: they work in lock-step, so each takes no more images than the slowest one."""
+    """Return the rates over all ranks: in lock-step, each is limited by the slowest."""
     return {part: _least(part, ranks) for part in PARTS}
 
 
@@ -51,7 +51,7 @@ def input_record(rates: Rates, *, step: int) -> dict[str, Any]:
 
 
 def describe_input(ranks: Sequence[Rates]) -> str:
-    """Describe all rates in one line, and the slowest rank where it is far behind."""
+    """Return a line with all rates, and with the slowest rank if it is far behind."""
     rates = over_ranks(ranks)
     parts = [f"{stage} {rate:,.0f}" for stage in STAGES if (rate := rates[stage]) is not None]
     together = f"the input alone: {rates['loader']:,.0f} images/s (each stage alone: {', '.join(parts)})"
@@ -68,17 +68,17 @@ def _slow_rank(ranks: Sequence[Rates]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Waited:
-    """Says how a run went; waiting is that of the rank which waited longest, as the others wait for it."""
+    """Waiting time of a run: that of the rank with the longest wait, since the others wait for it."""
 
     wait_fraction: float
     compute_images_per_second: float
-    """Without the waiting, over all ranks."""
+    """Rate without the waits, over all ranks."""
     steps: int
 
 
 @dataclass(frozen=True)
 class MeasuredInput:
-    """Says what the input of each rank delivers on its own, all at the same time, and by which settings."""
+    """Input rate of each rank without training, all measured at the same time, and their settings."""
 
     ranks: tuple[Rates, ...]
     settings: InputSettings
@@ -90,9 +90,9 @@ class MeasuredInput:
 
 
 def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -> list[str]:
-    """Say what helps a run whose steps wait for images, or do little else than copy and augment them.
+    """Return hints for a run with steps that wait for images, or spend most time copying and augmenting them.
 
-    was_probed: measuring was asked for, though it may have come to no figures.
+    was_probed: the config asked for a measurement, though it may have failed.
     """
     if measured is None:
         found = [_unknown(waited, was_probed=was_probed)]

@@ -17,21 +17,21 @@ from bigbatch.errors import StorageError, print_line
 from bigbatch.trainer.input.base import ImageSource
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
-"""Between attempts to read; each pause is twice the one before."""
+"""Seconds between attempts to read; each pause is twice the one before."""
 CHECK_SECONDS = 0.5
-"""Between two looks at reads that have not returned."""
+"""Seconds between two checks of reads that have not returned."""
 GRACE_SECONDS = 1.0
-"""For reads that get through at the last moment."""
+"""Further seconds for reads that succeed at the last moment."""
 CALM_SECONDS = 60.0
-"""Failures that are no further apart belong to one outage."""
+"""Seconds: failures that follow sooner belong to one outage."""
 
 
 class StuckError(StorageError):
-    """Reads were given up that have not returned, and nothing ends the threads that wait for them."""
+    """Reads did not return and were abandoned; their threads cannot be ended."""
 
 
 class Outage:
-    """Says on stderr that reading is tried again, once: nobody shall stare at a progress bar that stands still."""
+    """Prints on stderr, once per outage, that reads are retried, so that a stalled progress bar is explained."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -51,11 +51,11 @@ OUTAGE = Outage()
 
 
 class Draw:
-    """Stands for a batch that somebody waits for, and with him the other ranks; one for all that is read meanwhile."""
+    """Read time of the batch that the step waits for; shared by all reads during that wait."""
 
     def __init__(self) -> None:
         self.read_seconds = 0.0
-        """For how long files were being read meanwhile, its own and those of batches ahead of it."""
+        """Seconds of reads during the wait, for this batch and for batches ahead of it."""
 
 
 class PatientReads:
@@ -83,7 +83,7 @@ class PatientReads:
 
     @contextmanager
     def threads(self) -> Iterator[ThreadPoolExecutor]:
-        """Give threads to read in. They end on leaving, but for those that StuckError gives up."""
+        """Context with threads for reading. They end on exit, except those that StuckError abandons."""
         threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read")
         is_stuck = False
         try:
@@ -177,5 +177,5 @@ class PatientReads:
             )
 
     def stop(self) -> None:
-        """Let no further read begin, and end the pauses; safe to call twice and from any thread."""
+        """Start no further read, and end the pauses; safe to call twice and from any thread."""
         self._stop.set()

@@ -31,7 +31,7 @@ FACTS, ENTRIES, SETTINGS = "index.json", "index.npy", "pack.json"
 ENTRY = np.dtype(
     [("shard", "<i4"), ("offset", "<i8"), ("length", "<i4"), ("height", "<i4"), ("width", "<i4"), ("label", "<i4")]
 )
-"""Where an image's bytes lie, how many they are, what they show: bytes, pixels (EXIF orientation ignored)."""
+"""Index entry: offset and length of an image in bytes, its size in pixels (EXIF orientation ignored)."""
 BLOCK_BYTES = 512
 AGAIN = "run `bigbatch data pack` again"
 
@@ -142,7 +142,7 @@ def _load_entries(path: Path, facts: SplitIndex) -> np.ndarray:
 
 
 def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
-    """Say what is wrong with the index, or None."""
+    """Return the fault of the index, or None."""
     if entries_N.dtype != ENTRY or entries_N.shape != (facts.num_images,) or not facts.num_images:
         return f"{entries_N.shape} entries of {entries_N.dtype} for {facts.num_images} images"
     if list(facts.classes) != sorted(set(facts.classes)):
@@ -203,7 +203,7 @@ class PackedIndex:
     """Lists the images of one packed split, an ImageSource; opens a shard when it is first read from."""
 
     def __init__(self, folder: Path, *, facts: SplitIndex, entries_N: np.ndarray, max_open: int | None = None) -> None:
-        """Hold no shard open yet. max_open: how many at a time, by default a third of what the process may open."""
+        """Open no shard yet. max_open: most open shards, by default a third of the process's limit."""
         self._folder = folder
         self.facts = facts
         self.classes = facts.classes
@@ -246,7 +246,7 @@ class PackedIndex:
         self._files.close()
 
     def __reduce__(self) -> tuple[object, tuple[Path]]:
-        """Send to another process the folder alone; that process opens it anew."""
+        """Pickle only the folder; the receiving process opens it again."""
         return read_packed, (self._folder,)
 
 
@@ -279,7 +279,7 @@ def _max_open() -> int:
 
 
 class OpenFile:
-    """Closes with its last reader: nobody loses a descriptor in use, or meets another file under its number."""
+    """File that closes after its last reader, so that no reader loses its descriptor or reads another file by it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

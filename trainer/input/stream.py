@@ -1,4 +1,4 @@
-"""The batches of one rank as the loop takes them: timed, and with a stand-in after a failure."""
+"""Batches of one rank for the loop: timed, and repeated after a failure."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from bigbatch.trainer.input.base import Batch
 
 @dataclass(frozen=True)
 class InputFailure:
-    """Names the step whose batch could not be had, and why."""
+    """Step without a batch, and the reason."""
 
     step: int
     reason: str
@@ -30,7 +30,7 @@ class InputStream:
         self.failure: InputFailure | None = None
         self.wait_seconds = 0.0
         self.replaced: dict[int, tuple[int, str]] = {}
-        """Positions of bad images for which others stood in since the last take_replaced: first step, and why."""
+        """Position of each bad image replaced since the last take_replaced -> first step, and why."""
 
     def draw(self, *, step: int) -> Batch:
         """Return the next batch. Raises: DataError if there never was one."""

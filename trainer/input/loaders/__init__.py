@@ -1,1 +1,1 @@
-"""Loaders: who reads, decodes and crops the images of a batch."""
+"""Loaders: read, decode and crop the images of a batch."""

@@ -1,4 +1,4 @@
-"""Loaders of encoded images by name; also for scripts that want nothing else of bigbatch."""
+"""Loaders of encoded images by name; also for scripts that use only the loaders of bigbatch."""
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.input.base import Crop, ImageSize, ImageSource

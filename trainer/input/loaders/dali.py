@@ -98,7 +98,7 @@ class DaliDecoder:
                 raise self._failure
 
     def _feed(self) -> tuple[list[np.ndarray], ...]:
-        """Give DALI what it asks for once per batch; it takes StopIteration for the end of the stream.
+        """Return DALI's input for one batch; StopIteration ends the stream.
 
         A failure is such an end: it must not come before the batches in flight.
         """
@@ -114,7 +114,7 @@ class DaliDecoder:
         return _inputs(encoded, with_resize=self._device_id is not None)
 
     def _next(self) -> Any:
-        """Do as _run, but let DALI's error become an UndecodableError where an image caused it."""
+        """Do as _run, but raise UndecodableError if an image caused DALI's error."""
         try:
             return self._run()
         except RuntimeError:
@@ -133,13 +133,13 @@ class DaliDecoder:
             raise
 
     def _drain(self) -> None:
-        """Throw away what is in flight, so that the next call starts with an empty queue."""
+        """Discard batches in flight, so that the next call starts with an empty queue."""
         self._encoded = iter(())
         try:
             while self._pipeline is not None and self._run() is not None:
                 pass
         except RuntimeError:
-            # nobody will see these images, so nobody needs to hear of a bad one; _run dropped the pipeline
+            # these images are dropped, so a bad one is not reported; _run dropped the pipeline
             assert self._pipeline is None
         self._in_flight.clear()
         if self._pipeline is not None:
@@ -225,7 +225,7 @@ def _as_torch(images: Any) -> Tensor:
 
 
 def _raise_if_storage(failure: Exception | None) -> None:
-    """Let a run that ends for its storage end now: to skip an image, all in flight would have to be read again."""
+    """Re-raise an error of the storage now: to skip an image, all batches in flight would be read again."""
     if isinstance(failure, StorageError):
         raise failure
 

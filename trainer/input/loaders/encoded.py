@@ -1,4 +1,4 @@
-"""A loader of encoded images: one part reads, another decodes."""
+"""Loader of encoded images: a reader and a decoder."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -38,12 +38,12 @@ class Decoder(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of memory and threads; safe to call twice."""
+        """Free memory and threads; safe to call twice."""
         ...
 
 
 class ImageLoader:
-    """Reads and decodes ahead; where images that cannot be decoded may be skipped, another stands in."""
+    """Reads and decodes ahead; if bad images may be skipped, other images replace them."""
 
     def __init__(self, reader: EncodedReader, decoder: Decoder) -> None:
         self.reader = reader
@@ -67,7 +67,7 @@ class ImageLoader:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Leave no trace of what is loaded within: bad images that it meets are afterwards as unknown as before."""
+        """Context for a trial load: forget the bad images that it meets."""
         known = dict(self.reader.bad.reasons)
         try:
             yield
@@ -82,7 +82,7 @@ class ImageLoader:
             self._stream = None
 
     def _batches(self, requests: Iterator[Request]) -> Generator[Batch, None, None]:
-        """Read all that was under way again, after an image that only decoding showed to be bad."""
+        """Yield batches; after an image that fails in decoding, read all batches in flight again."""
         under_way: deque[Request] = deque()
         again: deque[Request] = deque()
 

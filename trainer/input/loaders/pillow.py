@@ -1,4 +1,4 @@
-"""Pillow in threads: needs nothing but Pillow, and is the peer that the DALI decoder is compared with."""
+"""Decoder with Pillow in threads: needs only Pillow, and is the reference for the DALI decoder."""
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ class PillowDecoder:
     """
 
     def __init__(self, *, num_threads: int, prefetch_batches: int, pin_memory: bool = False) -> None:
-        """Set it up. pin_memory: decode into page-locked memory, from which copies to a GPU do not wait for it."""
+        """Set it up. pin_memory: decode into page-locked memory, for asynchronous copies to a GPU."""
         self._num_threads = num_threads
         self._prefetch_batches = prefetch_batches
         self._pin_memory = pin_memory

@@ -1,4 +1,4 @@
-"""What the input delivers on its own: the whole loader, and each of its stages with nothing else beside it."""
+"""Measure the input rate without training: the whole loader, and each of its stages alone."""
 
 import time
 from collections import deque
@@ -27,20 +27,20 @@ NUM_KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class InputRates:
-    """Holds images per second of this rank; None for a stage that its input has not."""
+    """Images per second of this rank; None for a stage that its input lacks."""
 
     loader: float
     read: float | None
     decode: float | None
     copy: float | None
-    """From the host to the device."""
+    """Copy from the host to the device."""
     augment: float
     """All that PrepareBatch does on the device: augment, normalise, mix."""
 
 
 @dataclass(frozen=True)
 class ProbedInput:
-    """Holds what was found out: rates, and (height, width) of some stored images where the loader reads any."""
+    """Results: rates, and (height, width) of some stored images if the loader reads any."""
 
     rates: InputRates
     sizes: tuple[tuple[int, int], ...]
@@ -55,7 +55,7 @@ def probe_input(
     num_fill: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ProbedInput | None:
-    """Measure for about so many seconds; None where an image is bad, which training meets again at its place.
+    """Measure for about that many seconds; None on a bad image, which training meets again later.
 
     requests: makes the run's own, at least one; they begin anew where they are too few. num_fill: batches that
     fill queues. Leaves loader as it was. Longer only where a batch takes long: each part makes two.

@@ -1,4 +1,4 @@
-"""The whole split decoded once, into the device's memory or the host's: for small images, as those of CIFAR."""
+"""Loader that decodes the whole split once into the device's or host's memory: for small images, such as CIFAR."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -71,7 +71,7 @@ class ResidentLoader:
         return other
 
     def close(self) -> None:
-        """End all iterators and let the device's memory go."""
+        """End all iterators and free the device's memory."""
         self._is_open = False
         self._images_NHWC = self._images_NHWC[:0]
 

@@ -1,4 +1,4 @@
-"""No input at all: what a step costs when nothing is read, decoded or copied."""
+"""Loader of generated tensors, to measure a step without reading, decoding and copying."""
 
 from collections.abc import Iterable, Iterator
 
