@@ -1,1 +1,1 @@
-"""What one does with a trained model: evaluate, predict, fold, export."""
+"""Use of a trained model: evaluate, predict, fold, export."""

@@ -18,7 +18,7 @@ from bigbatch.trainer.input.stream import gather_replaced
 from bigbatch.trainer.step.score import PerPicture, Score, cross_entropies, to_grid
 
 BATCHES_BETWEEN_EXCHANGES = 8
-"""A rank whose input failed, and one that was asked to stop, wait no longer than for so many batches."""
+"""Batches between two exchanges: the longest wait of a rank after an input failure or a stop signal."""
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def evaluate(
     """Measure top1, top5 (shares), loss (a mean), own metrics, count and seconds over all ranks' batches.
 
     score: the loss, else cross-entropy in nats, and metrics, which the record has by name where there are any.
-    forward: makes what surrounds the model's forward, as Precision.forward does.
+    forward: returns the context of the model's forward, as Precision.forward does.
     flip: the mean of the logits for the image and for its mirror image. skipped is told the positions of bad
     images and why; they are not counted. between_batches is called before the first of every eight batches, where
     all ranks have just met, and may raise what ends the evaluation, on all ranks alike.
@@ -88,11 +88,11 @@ def evaluate(
 
 
 def in_touch(batches: Iterator[Batch], communicator: Communicator, *, met: Callable[[], None]) -> Iterator[Batch]:
-    """Yield the batches, while all ranks tell each other every now and then, and at the end, that theirs came.
+    """Yield the batches; at intervals and at the end, all ranks exchange whether their input still works.
 
-    A rank whose input fails comes to the next exchange at once: each is the end for all, or for none. met is called
+    A rank with a failed input goes to the next exchange at once, which ends all ranks or none. met is called
     after each but the last, and nowhere else, so equally often on all ranks.
-    Without a sync with the device. Collective. Raises: DataError where the input of any rank failed.
+    Without a sync with the device. Collective. Raises: DataError if the input of any rank failed.
     """
     for number in count_up():
         batch, failure = None, ""

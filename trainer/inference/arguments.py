@@ -1,4 +1,4 @@
-"""What a command about trained weights starts from: a run folder, or an experiment and a file of weights."""
+"""Command line for trained weights: a run folder, or an experiment and a file of weights."""
 
 import argparse
 from argparse import ArgumentParser, Namespace
@@ -17,7 +17,7 @@ from bigbatch.trainer.run.folder import RunDir, load_run_config
 
 
 def trained_parser(prog: str, *, description: str, takes_images: bool = False) -> ArgumentParser:
-    """Make a command line that names trained weights, and with takes_images images, too, for read_trained."""
+    """Return a parser of trained weights for read_trained; with takes_images, also of images."""
     images = " IMAGE ..." if takes_images else ""
     parser = ArgumentParser(
         prog=prog,
@@ -32,7 +32,7 @@ def trained_parser(prog: str, *, description: str, takes_images: bool = False) -
     parser.add_argument(
         "--config", type=expand_path, help="without a run folder: the experiment, such as imagenet/resnet50_8k"
     )
-    parser.add_argument("--weights", type=as_path, help="its weights: as model.weights, a file of ours or of others")
+    parser.add_argument("--weights", type=as_path, help="weights for --config: a file as for model.weights")
     parser.set_defaults(images=[] if takes_images else None)
     return parser
 
@@ -75,7 +75,7 @@ def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:
 
 
 def _batch_alone(overrides: Sequence[str]) -> list[str]:
-    """Set the batch to go with a given microbatch: it must not be refused for what only training asks of it."""
+    """Set the batch to fit a given microbatch, so that limits of training do not refuse it."""
     given = [word.partition("=")[2] for word in overrides if word.startswith("--batch.microbatch_size=")]
     if not given:
         return []
@@ -89,7 +89,7 @@ def _batch_alone(overrides: Sequence[str]) -> list[str]:
 
 
 def _precision_alone(overrides: Sequence[str]) -> list[str]:
-    """Set the loss scale that goes with a given precision: only training has a loss."""
+    """Set the loss scale to fit a given precision: only training needs a loss scale."""
     given = [word.partition("=")[2] for word in overrides if word.startswith("--optimizer.precision=")]
     if not given:
         return []

@@ -1,4 +1,4 @@
-"""Accuracy of a run's checkpoint or of anybody's weights: `bigbatch evaluate`."""
+"""Accuracy of a run's checkpoint or of other weights: `bigbatch evaluate`."""
 
 import json
 from argparse import ArgumentParser
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 def _evaluate(
     model: nn.Module, config: Config, communicator: Communicator, split: build_input.Split, *, score: Score
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the record, and why images were skipped. Collective. Raises: DataError."""
+    """Return the record, and the reasons for skipped images. Collective. Raises: DataError."""
     skipped: dict[int, str] = {}
     record = evaluate(
         model,
@@ -118,7 +118,7 @@ def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *,
 
 
 def _describe_speed(record: dict[str, Any]) -> str:
-    """Describe in one line: with images from the storage, without, and what was done for it."""
+    """Return a line: rate with images from storage, rate without, and optimizations of the model."""
     done = [record["precision"]]
     if record["num_folded"]:
         done.append(f"{record['num_folded']} of {record['num_norms']} norms folded")

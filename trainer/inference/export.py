@@ -1,4 +1,4 @@
-"""Trained weights for others to use: `bigbatch export`."""
+"""Export trained weights to other formats: `bigbatch export`."""
 
 import json
 from argparse import ArgumentParser
@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the file that argv describes, compare it with our model, tell of it in JSON; return the exit code."""
+    """Write the file that argv describes, compare it with the model, print JSON; return the exit code."""
     arguments, config, weights = read_trained(_parser(), argv)
     out: Path = arguments.out
     chosen = require_format(arguments.format, config, out, fold=arguments.fold)
@@ -66,7 +66,7 @@ def _parser() -> ArgumentParser:
         "bigbatch export",
         description="Write a run's best checkpoint, or any weights, in a form that others read.",
     )
-    parser.add_argument("--format", required=True, choices=FORMATS, help="who will read it")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="format of the file")
     parser.add_argument("--fold", action="store_true", help="onnx, torch_export: fold batch norms into convolutions")
     parser.add_argument("--out", type=as_path, required=True, help="the file, such as resnet50.onnx")
     return parser
@@ -101,7 +101,7 @@ def _images(count: int, config: Config) -> Tensor:
 
 
 def _describe(config: Config, classes: Sequence[str] | None) -> dict[str, Any]:
-    """Say what serving needs besides the file."""
+    """Return facts that serving needs besides the file."""
     data = config.data
     return {
         "model": config.model.name,

@@ -1,4 +1,4 @@
-"""The forms in which a model leaves: each is a writer, and a reader that stands for those who will use it."""
+"""Export formats: each has a writer, and a reader to compare the file with the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from bigbatch.trainer.models.exchange import plain_tensors
 from bigbatch.trainer.run.weights import write_safetensors
 
 Classify = Callable[[Tensor], Tensor]
-"""From images_BCHW to logits_BK, on the CPU."""
+"""Maps images_BCHW to logits_BK, on the CPU."""
 INPUT, OUTPUT = "images", "logits"
 
 
 @dataclass(frozen=True)
 class Format:
-    """Describes one form. suffix is None where any file name will do."""
+    """An export format. suffix is None if any file name is legal."""
 
     suffix: str | None
     write: Callable[[nn.Module, Tensor, Path, Mapping[str, Any]], None]
@@ -31,7 +31,7 @@ class Format:
     read: Callable[[Path, Config], Classify]
     """The file, the config of its model. Raises: ImportError where the library of those who use it is not installed."""
     only_resnets: bool = False
-    """What it takes is the library's own model."""
+    """Whether it takes the library's own model."""
     takes_folded: bool = True
     """It also has the layers, and not the weights of a known model alone."""
 

@@ -1,4 +1,4 @@
-"""Classes of any images by a trained model: `bigbatch predict`, and the same in Python."""
+"""Classify images with a trained model: `bigbatch predict`, and the same in Python."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ class Prediction:
 
 
 class Classifier:
-    """Holds a trained model and the way of an image into it, which is that of the validation images."""
+    """A trained model with the preprocessing of the validation images."""
 
     def __init__(self, config: Config, weights: Path) -> None:
         """Load all. Raises: ConfigError; CheckpointError."""
@@ -134,14 +134,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _with_microbatch(config: Config, size: int) -> Config:
-    """Make the microbatch small enough that nothing is decoded to fill it up."""
+    """Return the config with a microbatch so small that no padding is decoded."""
     batch = replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size)
     augment = replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0)  # an image alone has no other to mix with
     return replace(config, batch=batch, augment=augment)
 
 
 def _index(paths: list[Path]) -> ImageIndex:
-    """List images of no split: below the root of all files, of no known class."""
+    """Return an index of single images: below the root of all files, without known class."""
     return ImageIndex(
         root="",
         classes=(),
