@@ -1,1 +1,1 @@
-"""One training run: models, input, precision, optimizers, the loop, checkpoints."""
+"""A training run: models, input, precision, optimizers, the loop, checkpoints."""

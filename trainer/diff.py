@@ -1,4 +1,4 @@
-"""`bigbatch diff`: the first step, tensor and element in which two runs differ, and why that may be."""
+"""`bigbatch diff`: find the first step, tensor and element in which two runs differ, and a likely cause."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ SEEN_TO = ("step", "config", "gradient_order", "sums", "classes")
 
 @dataclass(frozen=True)
 class Run:
-    """Holds what two runs are compared by."""
+    """The records of a run that are compared."""
 
     path: Path
     digests: Mapping[int, Mapping[str, Any]]
-    """By step."""
+    """Step -> digests."""
     job: Mapping[str, Any]
     config: str
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare; return 0 where nothing differs, FAILED else. Raises: RunFolderError; CheckpointError."""
+    """Compare two runs; return 0 if they are equal, else FAILED. Raises: RunFolderError; CheckpointError."""
     arguments = _make_parser().parse_args(argv)
     a, b = map(read_run, (arguments.a, arguments.b))
     told = _changes(a, b)
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_run(path: Path) -> Run:
-    """Read what a run recorded. Raises: RunFolderError where there is no run."""
+    """Return the records of a run. Raises: RunFolderError if the folder has no run."""
     rundir = RunDir(path)
     try:
         config = read_plain(rundir.config).decode()
@@ -93,12 +93,12 @@ def _changes(a: Run, b: Run) -> dict[str, str]:
 
 
 def _say(text: str) -> None:
-    """Print a line whose words may come out of files of others."""
+    """Print a line of words that may come from untrusted files."""
     print_line(text)
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Tell whether it has what it must have; the digests of single microbatches are not in all records."""
+    """Tell whether a record has all required keys; digests of single microbatches are optional."""
     kinds = {phase: str if phase == "pictures" else dict for phase in PHASES if phase not in BY_MICROBATCH}
     if not all(isinstance(record.get(name), kind) for name, kind in {**kinds, "step": int}.items()):
         return False
@@ -116,7 +116,7 @@ def _are_numbers(values: object) -> bool:
 
 
 def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
-    """Return where they first differ among these steps; None where they do not.
+    """Return the first difference among these steps; None if there is none.
 
     Raises: RunFolderError where they digested other tensors.
     """
@@ -147,7 +147,7 @@ def _require_same_tensors(a: Run, b: Run, *, step: int) -> None:
 
 
 def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, phase: str) -> dict[str, tuple[Any, Any]]:
-    """Give both digests of each tensor of a phase, in the first run's order; none where they cannot be compared."""
+    """Yield both digests of each tensor of a phase, in the first run's order; nothing if not comparable."""
     one, other = ours.get(phase, {}), theirs.get(phase, {})
     if not one or not other or (phase in BY_MICROBATCH and len(ours["ranks"]) != len(theirs["ranks"])):
         return {}
@@ -166,7 +166,7 @@ def _with_microbatches(found: Parting, ours: Mapping[str, Any], theirs: Mapping[
 
 
 def not_compared(a: Run, b: Run, *, steps: Sequence[int]) -> Iterator[str]:
-    """Say what only one of them recorded, as the first of these steps has it."""
+    """Return a line on what only one run recorded, judged by the first of these steps."""
     if not steps:
         return
     ours, theirs = a.digests[steps[0]], b.digests[steps[0]]
@@ -188,7 +188,7 @@ def not_compared(a: Run, b: Run, *, steps: Sequence[int]) -> Iterator[str]:
 
 
 def describe_values(a: Run, b: Run, parting: Parting) -> Iterator[str]:
-    """Name the first element that differs of what both kept whole (run.digest_values) of the parting's tensors.
+    """Describe the first differing element of the parting's tensors that both runs kept (run.digest_values).
 
     Say how it is kept where none is. Raises: CheckpointError for files that are not whole.
     """
@@ -206,7 +206,7 @@ def describe_values(a: Run, b: Run, parting: Parting) -> Iterator[str]:
 
 
 def _values_of(run: Run, parting: Parting, microbatch: int) -> dict[str, list[Tensor]]:
-    """Read what a run kept of a phase and a microbatch, by name: tensors in the order of a layer's outputs."""
+    """Return a run's kept tensors of a phase and a microbatch: name -> tensors in order of a layer's outputs."""
     is_summed = parting.phase == SUMMED  # which the first rank keeps
     rank = 0 if is_summed else run.digests[parting.step]["ranks"][microbatch]
     path = checkpoint_path(values_folder(RunDir(run.path).values, rank=rank), step=parting.step)
@@ -222,7 +222,7 @@ def _values_of(run: Run, parting: Parting, microbatch: int) -> dict[str, list[Te
 
 
 def show_elements(a: Run, b: Run, *, from_step: int) -> bool | None:
-    """Print the first element that differs in the first checkpoints of one step from there on; tell if there is one.
+    """Print the first differing element of the first common checkpoints from there on; return whether there is one.
 
     None without such checkpoints.
     """
@@ -242,7 +242,7 @@ def show_elements(a: Run, b: Run, *, from_step: int) -> bool | None:
 
 
 def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
-    """Go through a checkpoint's weights, then all else, by names."""
+    """Yield name and value of a checkpoint's weights, then of all other state."""
     if isinstance(state, Value):
         yield name, state
     elif isinstance(state, dict):

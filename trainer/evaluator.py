@@ -1,4 +1,4 @@
-"""When a run evaluates: over the whole split, skipping what it may, and whether it ends with what was found."""
+"""Evaluate a run over the whole split, and decide whether the result ends the run."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from bigbatch.trainer.step.score import Score
 
 
 class Evaluator:
-    """Evaluates a run's parts on a split, and remembers what was found.
+    """Evaluates a run's parts on a split, and keeps the results.
 
     score: of a batch's logits. evaluations: those of the run before, by step.
     """
@@ -33,7 +33,7 @@ class Evaluator:
 
     @property
     def found(self) -> list[dict[str, Any]]:
-        """Return what the run's evaluations found, oldest first."""
+        """Return the results of the run's evaluations, oldest first."""
         return list(self._found.values())
 
     def evaluate(
@@ -44,7 +44,7 @@ class Evaluator:
         skipped: Callable[[dict[int, str]], None],
         on_evaluation: Callable[[dict[str, Any]], None],
     ) -> dict[str, Any]:
-        """Evaluate what the run has after so many steps, with its average in place of weights. Collective.
+        """Evaluate the run after that many steps, with its average in place of weights. Collective.
 
         skipped: called with the bad images met. on_evaluation: called with the record, while the evaluated weights
         are in place. Neither is kept: what holds the evaluator may be what they belong to.
@@ -76,5 +76,5 @@ class Evaluator:
         return float(record["seconds"]) * min(1.0, BATCHES_BETWEEN_EXCHANGES / num_batches)
 
     def reason_to_end(self) -> str | None:
-        """Tell why the run ends with what was found; None where it is to go on."""
+        """Return why the results end the run; None if it goes on."""
         return reason_to_end(self.found, self._config.run)

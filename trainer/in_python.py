@@ -28,13 +28,13 @@ def train(
     quiet: bool = False,
     trust_code: bool = False,
 ) -> dict[str, Any]:
-    """Do one training run, as `bigbatch train` does; return its summary, as summary.json has it. Collective.
+    """Train, as `bigbatch train` does; return the content of summary.json. Collective.
 
     config: a YAML file, a packaged experiment such as quickstart, or a run folder. overrides: values by dotted key,
     such as {"run.epochs": 2}. hooks are called on every rank; quiet prints nothing; trust_code is --trust-code.
     One process alone may train as often as it likes. A stop signal, as Ctrl-C is one, saves a checkpoint and then
     raises SystemExit with the command's exit code 130: the same call goes on from there. Another Ctrl-C interrupts.
-    Raises: bigbatch.errors.UserError, whose message says what to do; ConfigError, one of these, outside of the main
+    Raises: bigbatch.errors.UserError with a message that says what to do; its subclass ConfigError outside of the main
     thread.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -47,9 +47,8 @@ def train(
         try:
             summary = lead(experiment, job, watchers=hooks, is_quiet=quiet)
         except BaseException as error:
-            job.communicator.abort(
-                exit_code_of(error)
-            )  # or the others would wait for this rank, whose process may go on
+            # or the other ranks would wait: this process may go on
+            job.communicator.abort(exit_code_of(error))
             raise
     if summary is None:
         raise SystemExit(leave_stopped(env))
@@ -58,7 +57,7 @@ def train(
 
 
 def _word(key: str, value: Any) -> str:
-    """Return a value as the command line takes it. Raises: ConfigError for what no config can hold."""
+    """Return a value as a word of the command line. Raises: ConfigError for a value that no config can hold."""
     if isinstance(value, str | Path):
         return str(value)
     try:
@@ -71,7 +70,7 @@ def _word(key: str, value: Any) -> str:
 
 @contextmanager
 def _process_as_before() -> Iterator[None]:
-    """Put back the handlers of stop signals that a run takes, and whether torch is to be deterministic."""
+    """Restore the handlers of stop signals and torch's deterministic mode after a run."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,4 @@
-"""Where two runs part, and what that may come from, in words."""
+"""Describe the first difference of two runs and its likely cause."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ CAUSES = {
     "weights and state": "another update of the same gradients: the optimizer, its rate, or a bit that flipped",
 }
 OF_SUMS = "another order of the sums (ranks, algorithm, fusion plan), another wire, or a bit that flipped on its way"
-"""The cause where gradients are equal before their sum, and not after it."""
+"""Cause if gradients are equal before their sum but not after it."""
 MOST_NAMED = 4
-"""Most layers, microbatches or ranks that are named."""
+"""Largest number of layers, microbatches or ranks to list."""
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Says where two runs first differ: names are of the tensors that do, of num_tensors in that phase."""
+    """First difference of two runs: names of the tensors that differ, out of num_tensors in that phase."""
 
     step: int
     phase: str
     names: Sequence[str]
     num_tensors: int
     equal: Sequence[str] = ()
-    """Phases before it that both recorded."""
+    """Earlier phases that both runs recorded."""
     microbatches: Sequence[int] = ()
-    """In which a tensor differs, in a phase that tells."""
+    """Microbatches in which a tensor differs, if the phase records them."""
     num_microbatches: int = 0
     ranks: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Ranks of each run that computed these microbatches; none for a run of one rank."""
@@ -42,7 +42,7 @@ class Parting:
     """Places of images, if both runs state them."""
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Return it as one line."""
         equal = f"{', '.join(self.equal)} are equal; " if self.equal else ""
         if self.phase == "pictures":
             return f"step {self.step}: the images of the global batch differ{self.places or ''}"
@@ -52,7 +52,7 @@ class Parting:
         )
 
     def named(self, name: str) -> str:
-        """Say of what a tensor of this name is."""
+        """Return the tensor's name with what it belongs to."""
         return f"gradient of {name}" if self.phase in (BEFORE_SUM, SUMMED) else name
 
     def _where(self) -> str:
@@ -66,7 +66,7 @@ class Parting:
 
     @property
     def odd_rank(self) -> int | None:
-        """Return the rank whose microbatches differ, where others' do not and both runs have it."""
+        """Return the rank of both runs that alone has differing microbatches; None if there is none."""
         ours, theirs = self.ranks
         return ours[0] if self._is_partial and len(ours) == 1 and list(ours) == list(theirs) else None
 
@@ -77,15 +77,15 @@ class Parting:
 
 @dataclass(frozen=True)
 class Places:
-    """Says at which places of the global batch the images of two runs differ, and what lies at the first."""
+    """Places of the global batch at which the images of two runs differ, and the images at the first."""
 
     odd: Sequence[int]
     num_places: int
     positions: tuple[Sequence[int], Sequence[int]]
-    """In the split, of the images at all places of each run."""
+    """Positions in the split of the images at all places, for each run."""
 
     def __str__(self) -> str:
-        """Say it behind other words."""
+        """Return it as the end of a sentence."""
         first = self.odd[0]
         one, other = (positions[first] for positions in self.positions)
         what = f"image {one} of the split in both" if one == other else f"images {one} and {other} of the split"
@@ -93,7 +93,7 @@ class Places:
 
     @property
     def cause(self) -> str:
-        """Say what it comes from."""
+        """Return the likely cause."""
         ours, theirs = self.positions
         if all(ours[place] == theirs[place] for place in self.odd):
             return OTHER_CONTENT
@@ -101,7 +101,7 @@ class Places:
 
 
 def listed(things: Sequence[object]) -> str:
-    """Name the first of them, and count the others."""
+    """List the first of them, and count the others."""
     more = f" and {len(things) - MOST_NAMED} more" if len(things) > MOST_NAMED else ""
     return ", ".join(map(str, things[:MOST_NAMED])) + more
 
@@ -114,7 +114,7 @@ def _computed_by(ranks: tuple[Sequence[int], Sequence[int]]) -> str:
 
 
 def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | None:
-    """Compare single images, where both runs tell of as many; None where none of them differs."""
+    """Compare single images, if both runs recorded equally many; None if none differs."""
     positions = ours.get("positions", []), theirs.get("positions", [])
     count = len(positions[0])
     if count != len(positions[1]):
@@ -128,7 +128,7 @@ def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | 
 
 
 def likely_cause(parting: Parting, differing: Sequence[str], *, is_step_before_equal: bool) -> str:
-    """Say what it may come from: differing are the keys and facts that the runs do not have in common."""
+    """Return the likely cause. differing: keys and facts with different values in the two runs."""
     cause = parting.places.cause if parting.places else CAUSES[parting.phase]
     if parting.phase == "gradients" and BEFORE_SUM in parting.equal:
         cause = OF_SUMS

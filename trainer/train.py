@@ -1,4 +1,4 @@
-"""One training run: `bigbatch train`, and what `bigbatch.train` in Python does."""
+"""One training run, for `bigbatch train` and for `bigbatch.train` in Python."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ from bigbatch.trainer.training_run import Job, TrainingRun
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train the experiment that argv describes; the exit code. Collective over the job's ranks.
+    """Train the experiment that argv describes; return the exit code. Collective over the job's ranks.
 
     Raises: UserError, such as OutOfMemory.
     """
@@ -63,7 +63,7 @@ def lead(
     is_dry_run: bool = False,
     is_quiet: bool = False,
 ) -> dict[str, Any] | None:
-    """Do the run, and leave the job; its summary, empty of a dry run, None where it was stopped. Collective.
+    """Do the run and leave the job; return its summary, empty for a dry run, None if stopped. Collective.
 
     Raises: UserError, such as OutOfMemory; the job is not left then.
     """
@@ -83,12 +83,12 @@ def lead(
     else:
         communicator.close()
         return summary
-    # after the error is gone, whose frames hold the run's tensors
+    # outside of the except block: the error's frames hold the run's tensors
     raise OutOfMemory(explain(config, reason, world_size=communicator.world_size, device=communicator.device))
 
 
 def own_folder(config: Config, communicator: Communicator, stack: ExitStack) -> Owner | None:
-    """Let the first rank own the run folder until stack ends, and the others know that it does. Collective.
+    """Lock the run folder on the first rank until stack ends; the other ranks wait for that. Collective.
 
     Raises: RunFolderError on the first rank where another job owns it, CheckpointError elsewhere.
     """
@@ -103,11 +103,11 @@ def own_folder(config: Config, communicator: Communicator, stack: ExitStack) -> 
 
 
 def _run_agreed(make_run: Callable[[Config], TrainingRun], config: Config) -> dict[str, Any] | None:
-    """Train to the end or to a stop signal; the summary, or None where stopped. Collective.
+    """Train to the end or to a stop signal; return the summary, or None if stopped. Collective.
 
-    Where the ranks' weights differ on the way, go back to the newest checkpoint on which they agreed, or to where the
-    run began.
-    Raises: ReplicasDiffer where they differ as it starts, or again after it went back to the same step.
+    If the ranks' weights differ during the run, go back to the newest checkpoint on which they agreed, or to the start
+    of the run.
+    Raises: ReplicasDiffer if they differ at the start, or again after the run went back to the same step.
     """
     been_back_at: int | None = None
     came_back, asked_by = "", None
@@ -119,7 +119,7 @@ def _run_agreed(make_run: Callable[[Config], TrainingRun], config: Config) -> di
             return run.run(came_back=came_back)
         except ReplicasDiffer as error:
             difference = str(error)
-        # after the error is gone, whose frames hold the run's tensors
+        # outside of the except block: the error's frames hold the run's tensors
         asked_by = run.parts.stop.signal_name
         newest = next((c for c in reversed(list_checkpoints(run.rundir.checkpoints)) if c.is_agreed), None)
         back_at = newest.step if newest else run.plan.first_step

@@ -1,4 +1,4 @@
-"""One run through its life: files on the first rank, collectives on all."""
+"""One run from start to end: files on the first rank, collectives on all."""
 
 import json
 import statistics
@@ -51,17 +51,17 @@ from bigbatch.trainer.step.totals import Totals
 
 @dataclass(frozen=True)
 class Job:
-    """Holds what a rank has of its job before it builds a run."""
+    """State of a rank before it builds a run."""
 
     communicator: Communicator
     env: ProcessEnv
     tuned: Tuned | None
     bound: str | None
-    """Where this process is kept, as a line for the log."""
+    """Line for the log: the cores to which this process is bound."""
 
 
 class TrainingRun:
-    """Leads one run through its life: files on the first rank, collectives on all."""
+    """Controls one run from start to end: files on the first rank, collectives on all."""
 
     def __init__(
         self, config: Config, *, job: Job, owner: Owner | None, watchers: TrainingHooks, is_quiet: bool
@@ -152,11 +152,11 @@ class TrainingRun:
             None if job.env.notice_seconds is None else NoticeWatch(notice_seconds=job.env.notice_seconds)
         )
         self.skipped = dict(start.skipped)
-        """Grows with each bad image that the run meets."""
+        """All bad images that the run has met."""
         self.input: MeasuredInput | None = None
 
     def run(self, *, came_back: str = "") -> dict[str, Any] | None:
-        """Train to the end or to a stop signal; the summary, or None where stopped. came_back: why it begins here."""
+        """Train to the end or a stop signal; return the summary, or None if stopped. came_back: why it starts here."""
         summaries: list[dict[str, Any] | None] = []
         num_train, num_val = self.train_split.num_samples, self.eval_split.num_samples
         try:
@@ -208,7 +208,7 @@ class TrainingRun:
         return dict(json.loads(told))
 
     def describe(self) -> dict[str, Any]:
-        """Say what run() says before its first step, and what it would then do. Writes nothing. Collective."""
+        """Print what run() prints before its first step, and what it would do next. Writes nothing. Collective."""
         try:
             self._introduce()
             steps = range(self.plan.first_step + 1, self.plan.num_steps + 1)
@@ -224,7 +224,7 @@ class TrainingRun:
         return {}
 
     def _costs(self) -> list[str]:
-        """Say what is known of a run before it: its memory but for activations, and time where it has reports."""
+        """Return lines on a run's expected memory without activations, and its time if it has reports."""
         rates = [r["images_per_second"] for r in read_curves(self.rundir.metrics) if r["kind"] == "train"]
         per_epoch = self.plan.steps_per_epoch * self.plan.global_batch_size
         seconds = f"{per_epoch / statistics.median(rates):.3g} s, by its reports so far" if rates else "not known yet"
@@ -256,7 +256,7 @@ class TrainingRun:
         self.output.close()
 
     def _train(self) -> tuple[Totals, float]:
-        """Do what is left of the run; its totals, and the seconds that its steps and evaluations took. Collective.
+        """Train the rest of the run; return totals, and the seconds of its steps and evaluations. Collective.
 
         Raises: Stopped, in an evaluation that is not the training loop's.
         """
@@ -293,7 +293,7 @@ class TrainingRun:
         )
 
     def _catch_up(self) -> dict[str, Any]:
-        """Evaluate the step that the run goes on after, where the input failed when that was due. Collective."""
+        """Do the evaluation of the resumed step that an input failure prevented. Collective."""
         done = self.plan.first_step
         if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
             return {}
@@ -327,12 +327,12 @@ class TrainingRun:
         self.watchers.on_report(record)
 
     def _watch_notice(self, kind: str, seconds: float, *, done: int) -> None:
-        """Say, once, where a stop takes longer than the job will grant it."""
+        """Warn once if a stop takes longer than the job's notice allows."""
         if self.notice_watch and (text := self.notice_watch.see(kind, seconds)):
             self.output.hint(text, step=done)
 
     def _skip(self, done: int, images: dict[int, str], *, split: str) -> None:
-        """Note bad images for which others stood in. Raises: DataError where they are more than data.max_skipped."""
+        """Record bad images that were replaced. Raises: DataError if there are more than data.max_skipped."""
         named = {f"{split}/{position}": reason for position, reason in sorted(images.items())}
         new = {name: reason for name, reason in named.items() if name not in self.skipped}
         self.skipped |= new
@@ -376,7 +376,7 @@ class TrainingRun:
         self.saver.keep(self.copies, done=done, evaluations=self.evaluator.found, skipped=self.skipped)
 
     def _settle(self, *, wait: bool) -> None:
-        """Tell of the checkpoint that was being written, once it is on disk. Collective. Raises: as the saver's."""
+        """Report the checkpoint that was being written, once it is on disk. Collective. Raises: as the saver's."""
         if saved := self.saver.settle(wait=wait):
             self._watch_notice("checkpoint", saved.seconds, done=saved.step)
             self.watchers.on_checkpoint(saved.path)

@@ -122,7 +122,7 @@ def test_loss_is_tried_without_a_draw_from_the_run() -> None:
         ("no_such_package.Loss", "null", ("no_such_package", "pip install")),
         (f"{HERE}.cubed_gup", "null", ("nearest is cubed_gap",)),
         (f"{HERE}.cubed_gap", "{powr: 2}", ("TypeError", "powr")),
-        (f"{HERE}.WithWeights", "null", ("weights of its own",)),
+        (f"{HERE}.WithWeights", "null", ("weights", "model")),
         (f"{HERE}.WithWeights", "{wide: 2}", ("wide", "options")),
         (f"{HERE}.NotCalled", "null", ("cannot be called",)),
         (f"{HERE}.breaks", "null", ("(4, 10)", "(4,)", "KeyError")),
