@@ -1,1 +1,1 @@
-"""From a batch to new weights."""
+"""The training step: from a batch to new weights."""

@@ -47,5 +47,5 @@ class WideAccumulation:
 
 
 def half_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List those whose gradients lose bits when many are added up."""
+    """List the parameters with half-precision gradients, which lose bits when many are added."""
     return [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]

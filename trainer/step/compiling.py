@@ -1,4 +1,4 @@
-"""Around torch.compile: where its code is kept, and one line where it fails."""
+"""torch.compile: its cache folder, and its errors in one line."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from bigbatch.comm.rendezvous.environ import keep_compiled_code
 
 
 def compile_failure(first_call: Callable[[], object]) -> str:
-    """Make the first call of what torch.compile was given, and say in one line why it cannot compile that, if so."""
+    """Call a compiled function for the first time; return one line on why it cannot be compiled, else ""."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, which only compiling needs
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

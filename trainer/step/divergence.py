@@ -1,4 +1,4 @@
-"""A run that has stopped learning: its loss is not finite, or stays that of a guess."""
+"""Detect a run that has stopped learning: its loss is not finite, or stays that of a guess."""
 
 import math
 from collections import deque
@@ -15,7 +15,7 @@ REMEDY = "lower schedule.base_lr or lengthen schedule.warmup_epochs"
 
 
 def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_text: Callable[[str], list[str]]) -> None:
-    """Raise TrainingDiverged where the loss, summed over ranks and since first_step, is not finite.
+    """Raise TrainingDiverged if the loss, summed over ranks and since first_step, is not finite.
 
     finite_steps: of this rank, the steps from first_step on before its own sum was not finite.
     Collective where it raises.
@@ -35,7 +35,7 @@ def require_finite(loss: float, *, first_step: int, finite_steps: int, gather_te
 
 
 def require_on_grid(num_beyond: int, *, done: int, largest: float) -> None:
-    """Raise TrainingDiverged where gradients of microbatches exceeded what run.reproducible sums, up to step done."""
+    """Raise TrainingDiverged if microbatch gradients exceeded the range of run.reproducible, up to step done."""
     if num_beyond:
         raise TrainingDiverged(
             f"{num_beyond} numbers of microbatches' gradients were larger than {largest:g}, or not finite, by step "
@@ -44,7 +44,7 @@ def require_on_grid(num_beyond: int, *, done: int, largest: float) -> None:
 
 
 def require_statistics(num_beyond: int, *, done: int) -> None:
-    """Raise TrainingDiverged where what run.reproducible sums of batch norm's statistics was none, up to step done."""
+    """Raise TrainingDiverged if run.reproducible could not sum batch norm's statistics, up to step done."""
     if num_beyond:
         raise TrainingDiverged(
             f"{num_beyond} means or variances of microbatches were too large, or of a batch norm that a microbatch "
@@ -58,8 +58,8 @@ def _name(ranks: list[int]) -> str:
 
 
 class GuessWatch:
-    """Ends a run whose mean training loss is that of a guess over so many steps after the warm-up, and over their later
-    half, too: a small batch may begin above a guess, and learn.
+    """Ends a run if its mean training loss is that of a guess over that many steps after the warm-up, and also over
+    their later half: a small batch may start above a guess, and learn.
 
     A guess has a cross-entropy of ln(num_classes), with smoothed and mixed labels, too. What it saw is not in
     checkpoints: a resumed run, with a lower learning rate perhaps, gets as many steps again.
@@ -91,7 +91,7 @@ class GuessWatch:
             )
 
     def _newest(self, at_least: float) -> tuple[int, float]:
-        """Return the steps of the newest reports that cover so many, or of all, and their mean loss."""
+        """Return the steps of the newest reports that cover the given number, or of all, and their mean loss."""
         num_steps, total = 0, 0.0
         for steps, loss in reversed(self._windows):
             if num_steps >= at_least:

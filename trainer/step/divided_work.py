@@ -1,4 +1,4 @@
-"""Work on whole tensors that all ranks hold alike, shared out over them: equal bits on all, by one gather."""
+"""Divide work on replicated whole tensors over the ranks: equal bits on all, by one all-gather."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.trainer.optim.division import Finish, Work
 
 MOST_PADDING = 2
-"""Times as many elements as there are may be gathered: as many bytes as an all-reduce of them takes."""
+"""Most gathered elements per element of the tensors: as many bytes as an all-reduce of them takes."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Says which rank does which tensors, and where in a buffer of equal parts their results lie."""
+    """Rank of each tensor, and place of its result in a buffer of equal parts."""
 
     owners: tuple[int, ...]
     offsets: tuple[int, ...]
-    """From the start of the owner's part."""
+    """Offset from the start of the owner's part."""
     part: int
-    """Elements of each rank's part: those of the rank that has most."""
+    """Elements of each rank's part: as many as the largest one needs."""
 
 
 def share_out(costs: Sequence[float], num_elements: Sequence[int], *, world_size: int) -> Shares:
-    """Give each tensor, the dearest first, to the rank that has least to do: the same on every rank.
+    """Assign each tensor, the most expensive first, to the rank with the least work: the same on every rank.
 
-    At worst one takes 4/3 of the least time that is possible (Graham 1969), or as long as the dearest tensor.
+    At worst a rank takes 4/3 of the optimal time (Graham 1969), or as long as the most expensive tensor.
     """
     loads, fills = [0.0] * world_size, [0] * world_size
     owners, offsets = [0] * len(costs), [0] * len(costs)
@@ -41,7 +41,7 @@ def share_out(costs: Sequence[float], num_elements: Sequence[int], *, world_size
 
 
 def gathered_elements(shares: Shares, num_elements: Sequence[int], *, world_size: int) -> int:
-    """Count the elements that a gather brings to each rank; 0 where most were padding, and each rank does all."""
+    """Return the elements that a gather brings to each rank; 0 if most would be padding, so that each does all."""
     gathered = shares.part * world_size
     return 0 if world_size == 1 or gathered > MOST_PADDING * sum(num_elements) else gathered
 
@@ -61,7 +61,7 @@ class DividedWork:
         self._buffers: dict[object, Tensor] = {}
 
     def __call__(self, tensors: list[Tensor], work: Work, *, costs: list[float], dtype: torch.dtype) -> Finish:
-        """Do this rank's share, and start the gather. Collective. Finishing raises PeerLostError."""
+        """Do this rank's part, and start the gather. Collective. Finishing raises PeerLostError."""
         world_size, rank = self._communicator.world_size, self._communicator.rank
         num_elements = [t.numel() for t in tensors]
         shares = share_out(costs, num_elements, world_size=world_size)

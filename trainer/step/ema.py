@@ -1,4 +1,4 @@
-"""The moving average of the weights, which is evaluated in their place."""
+"""Moving average of the weights; evaluation uses it in place of the weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class WeightAverage(Protocol):
-    """Says what training asks of an average."""
+    """Interface of an average of the weights."""
 
     def update_(self, done: int, *, skip_1: Tensor) -> None:
         """Move on after step done; where skip_1 (bool) is true, the average stays as it is. No host sync."""
         ...
 
     def in_place_of_weights(self, done: int) -> Any:
-        """Give the model the average's weights within the context, after step done."""
+        """Context in which the model has the average's weights, after step done."""
         ...
 
     def state_dict(self, done: int) -> dict[str, Tensor]:
-        """Return the average after step done, by name; empty where there is none."""
+        """Return the average after step done, by name; empty if there is none."""
         ...
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
@@ -29,7 +29,7 @@ class WeightAverage(Protocol):
 
 
 class NoAverage:
-    """Stands in for an average where the weights are evaluated as they are."""
+    """No average: evaluation uses the weights themselves."""
 
     def update_(self, done: int, *, skip_1: Tensor) -> None:
         """Do nothing."""
@@ -91,7 +91,7 @@ class MovingAverage:
 
     @contextmanager
     def in_place_of_weights(self, done: int) -> Iterator[None]:
-        """Give the model the average's weights inside, and its own bits after."""
+        """Context in which the model has the average's weights; restores its own bits afterwards."""
         if done < self._every_steps:
             yield
             return
@@ -121,5 +121,5 @@ class MovingAverage:
 
 
 def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the model's state_dict that a checkpoint's accuracy is of: the average, where the run had one."""
+    """Return the state_dict that a checkpoint's accuracy belongs to: the average, if the run had one."""
     return {**state["model"], **state.get("average", {})}

@@ -1,4 +1,4 @@
-"""Norms of tensors that lie in pieces on many ranks, with the same bits however they are cut."""
+"""Norms of tensors in pieces on many ranks, with the same bits for any division."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from bigbatch.comm.gradients.grid import CPU_PORTION, SUM_BITS
 
 Together = Callable[[Tensor], Tensor]
-"""A collective: what all ranks have of a vector (N), as one."""
+"""Collective: combines a vector (N) of each rank into one."""
 
 
 def exact_norms(pieces: Sequence[Tensor], *, most_elements: int, all_maxima: Together, all_sums: Together) -> Tensor:
-    """Return the L2 norms (N) of tensors of which each rank has a piece, an empty one perhaps. Collective.
+    """Return the L2 norms (N) of tensors that lie in pieces, perhaps empty, on the ranks. Collective.
 
     Each square is rounded once to a whole number of steps, which are sums of int64 then: in any order, of any pieces.
     The step is of the largest number of a tensor, which every rank knows before, and so small that most_elements of

@@ -1,4 +1,4 @@
-"""How the work of a training step gets to the device: at once, or as CUDA graphs that are captured and replayed."""
+"""Run the work of a training step on the device: eagerly, or as captured and replayed CUDA graphs."""
 
 import traceback
 from collections import Counter
@@ -16,11 +16,11 @@ from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.memory import is_out_of_memory
 
 WARM_UP_STEPS = 3
-"""Of each shape, before its capture: cuDNN searches, the reducer settles its buffers in the order that it learned, the
-optimizer allocates its state, NCCL connects. None of this may happen within a capture."""
+"""Warm-up steps of each shape before its capture: cuDNN searches, the reducer orders its buffers, the optimizer
+allocates its state, NCCL connects. None of this may happen within a capture."""
 
 Work: TypeAlias = Callable[[Iterable[Prepared]], Tensor]
-"""What a step does on the device with its microbatches."""
+"""Work of a step on the device with its microbatches."""
 Cut: TypeAlias = Callable[[], None]
 """Ends one graph within a capture, and starts the next."""
 
@@ -29,24 +29,24 @@ class Execution(Protocol):
     """Runs the work of a step."""
 
     measures_waits: bool
-    """The reducer's ExposedTime sees what it waits for other ranks."""
+    """Whether the reducer's ExposedTime measures waits for other ranks."""
 
     def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
         """Run the work once and return what it does."""
         ...
 
     def close(self) -> None:
-        """Let go of what was captured; nothing runs after it."""
+        """Free captured graphs; nothing runs afterwards."""
         ...
 
 
 class EagerExecution:
-    """Runs kernel by kernel, as Python comes to them."""
+    """Runs each kernel when Python calls it."""
 
     measures_waits = True
 
     def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
-        """Run the work, for which microbatches are drawn when it asks for them."""
+        """Run the work; it draws microbatches when it needs them."""
         return work(microbatches)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class EagerExecution:
 
 
 class Capture(Protocol):
-    """Turns work into something that can be replayed."""
+    """Captures work for replay."""
 
     def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
         """Run the work as the capture will, and return what it returns."""
@@ -115,9 +115,9 @@ class CudaCapture:
 @dataclass(frozen=True)
 class _Graphs:
     batch: Prepared
-    """Where the work reads each microbatch, one after the other."""
+    """Tensors from which the work reads each microbatch in turn."""
     replays: list[Callable[[], None]]
-    """One for each microbatch; the last one's includes the update."""
+    """One graph per microbatch; the last one includes the update."""
     result: Tensor
 
 
@@ -228,7 +228,7 @@ def _rates_in_place(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> It
 
 
 def _explained(error: BaseException, batch: Prepared) -> BaseException:
-    """Choose what to raise for a capture that failed: the first error, of which the later ones come."""
+    """Return the error to raise for a failed capture: the first one, which causes the others."""
     # torch ends a failed capture with an error of its own, which hides the cause
     while error.__context__ is not None:
         error = error.__context__

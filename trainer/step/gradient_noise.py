@@ -1,4 +1,4 @@
-"""Squared norms of each microbatch's gradient and of the global one: what a gradient noise scale is made of."""
+"""Squared norms of the microbatch gradients and of the global gradient, for the gradient noise scale."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from bigbatch.trainer.step.plan import Parts, Plan
 
 @dataclass(frozen=True)
 class SquaredNorms:
-    """Holds those of the gradients of mean losses, in one step: the mean over its microbatches, and the global one."""
+    """Squared norms of gradients of mean losses in one step: mean over microbatches, and the global one."""
 
     step: int
     """Steps done with this one."""
@@ -25,7 +25,7 @@ class GradientNoise:
 
     That is before it is added to those of other microbatches, and before any sum over ranks; in half precision it is
     in the model's own, as is the sum. Hooks are there in measured steps alone, and nothing waits for the device before
-    take(). A step whose gradients are not all finite does not count.
+    take(). A step with gradients that are not all finite does not count.
     """
 
     def __init__(self, plan: Plan, parts: Parts, *, every_steps: int) -> None:

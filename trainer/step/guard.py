@@ -1,4 +1,4 @@
-"""An optimizer's step that may have to be skipped, decided on the device."""
+"""An optimizer step that the device may decide to skip."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The training loop: it is handed ready objects and builds nothing. A step first, then the run around it."""
+"""The training loop: it receives ready objects and builds nothing. First the step, then the run."""
 
 import json
 import time
@@ -23,7 +23,7 @@ from bigbatch.trainer.step.window import Window, WindowSums
 
 
 class TrainStep:
-    """Makes one update from one global batch, or none where a rank has no batch. Collective; no host sync on a GPU.
+    """Makes one update from one global batch, or none if a rank has no batch. Collective; no host sync on a GPU.
 
     One object makes all steps of a run: a captured step writes into the same window each time.
     """
@@ -33,7 +33,7 @@ class TrainStep:
         self.window = Window(parts.communicator.device)
 
     def __call__(self, step: int, stream: InputStream) -> None:
-        """Set the learning rate, learn from this rank's microbatches, and let the average of weights follow."""
+        """Set the learning rate, train on this rank's microbatches, and update the average of the weights."""
         self.parts.set_lr_(step=step)
         self.parts.reducer.count_underflow(self.plan.is_report(step + 1))
         microbatches = self.draw(step, stream)
@@ -42,7 +42,7 @@ class TrainStep:
         self.window.steps += 1
 
     def draw(self, step: int, stream: InputStream) -> Iterator[Prepared]:
-        """Draw the microbatches of a step, each when it is asked for, and seed what its forward draws at random."""
+        """Yield the microbatches of a step, and seed the random draws of each one's forward."""
         plan, parts = self.plan, self.parts
         microbatches = rank_microbatches(
             rank=parts.communicator.rank,
@@ -60,7 +60,7 @@ class TrainStep:
         seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
 
     def learn_from(self, microbatches: Iterable[Prepared]) -> Tensor:
-        """Go from images to new weights; return whether (bool, one element) a rank had none, so that all stays.
+        """Update the weights from images; return whether (bool, one element) a rank had none, so nothing changed.
 
         This is what a CUDA graph captures: what changes from step to step is read from tensors that stay where they
         are, but for the learning rates.
@@ -113,7 +113,7 @@ class Loop:
         self.totals = Totals(saved_step=plan.first_step, measures_waits=parts.execution.measures_waits)
 
     def run(self) -> Totals:
-        """Do all that train() says."""
+        """Run the steps, as train() describes."""
         plan, parts, hooks, totals = self.plan, self.parts, self.hooks, self.totals
         parts.reducer.exposed.take_seconds()  # what was waited before, to restore a checkpoint, is of no step
         parts.energy.take_joules()
@@ -157,7 +157,7 @@ class Loop:
         return totals
 
     def report(self, done: int) -> None:
-        """Sum the window over ranks, and pass it on. Syncs with the device."""
+        """Sum the window over ranks, and report it. Syncs with the device."""
         plan, parts, window = self.plan, self.parts, self.train_step.window
         communicator = parts.communicator
         compared = self._start_comparison(done)  # before the host waits for the device, which then goes on meanwhile
@@ -194,7 +194,7 @@ class Loop:
             self._tell_skipped(done)
 
     def _start_comparison(self, done: int) -> tuple[Iterable[str], Tensor] | None:
-        """Have the device digest what ranks hold copies of, where that is due: names, and digests to be read later."""
+        """Start digests of replicated state on the device, if due; return names, and digests to read later."""
         plan, parts = self.plan, self.parts
         since = done - self.train_step.window.steps
         if parts.communicator.world_size == 1 or not plan.is_comparison(done, since=since):
@@ -229,7 +229,7 @@ class Loop:
         )
 
     def _end_for_lack_of_input(self) -> None:
-        """Save the state after the last step that all ranks had batches for. Raises: DataError, always."""
+        """Save the state after the last step with batches on all ranks. Raises: DataError, always."""
         communicator, failure = self.parts.communicator, self.stream.failure
         texts = communicator.gather_text(json.dumps([failure.step, failure.reason]) if failure else "")
         failures = [(*json.loads(text), rank) for rank, text in enumerate(texts) if text]
@@ -242,7 +242,7 @@ class Loop:
         raise DataError(f"{where}{reason}{stop} {outcome}")
 
     def _tell_skipped(self, done: int) -> None:
-        """Put together what the ranks skipped. Raises: DataError where it was too much, after saving."""
+        """Gather the images that ranks skipped. Raises: DataError, after saving, if there are too many."""
         # a rank draws on after the step at which the input of another one failed, and those steps do not count
         replaced = self.stream.take_replaced(before=done)
         if images := gather_replaced(self.parts.communicator, replaced):
@@ -251,7 +251,7 @@ class Loop:
 
     @contextmanager
     def _saving_on_failure(self, done: int) -> Iterator[None]:
-        """Save the state before bad data or a stop end the run; for what all ranks do together between steps."""
+        """Context for collective work between steps: saves the state before bad data or a stop end the run."""
         try:
             yield
         except (DataError, Stopped):
@@ -259,7 +259,7 @@ class Loop:
             raise
 
     def _save_before_end(self, done: int) -> None:
-        """Save the state after step done, which the model is in, and return when it is on disk."""
+        """Save the current state, after step done, and return when it is on disk."""
         # a second checkpoint of a step would lack the accuracy of the first
         if done > self.totals.saved_step:
             self.parts.set_lr_(step=done - 1)

@@ -1,4 +1,4 @@
-"""The loss scale of fp16, which keeps small gradients from underflow: kept and decided on the device.
+"""Loss scale of fp16, against underflow of small gradients: stored and updated on the device.
 
 Source: Micikevicius et al. 2018, arXiv 1710.03740.
 """
@@ -19,7 +19,7 @@ are, so no later step is likelier to succeed: what overflows in every second ste
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """States the scale at first, and the steps without overflow after which it doubles; None: it stays as it is."""
+    """Initial scale, and steps without overflow after which it doubles; None: a static scale."""
 
     initial: float
     growth_steps: int | None
@@ -27,18 +27,18 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleState:
-    """Holds scalars on the device; where a LossScale keeps them, they are written in place."""
+    """Scalars on the device; a LossScale writes its own in place."""
 
     scale: Tensor
     clean_steps: Tensor
-    """Without overflow, since the scale changed or the last overflow."""
+    """Steps without overflow since the last change of the scale or the last overflow."""
     overflow_steps: Tensor
     """Skipped updates of the whole run."""
     overflows_in_a_row: Tensor
 
 
 def after_step(state: ScaleState, *, overflow: Tensor, growth_steps: int | None) -> ScaleState:
-    """Return the state after a step whose gradients overflowed or not (bool). No host sync."""
+    """Return the state after a step with or without overflow (bool). No host sync."""
     scale, clean_steps = state.scale, torch.where(overflow, 0, state.clean_steps + 1)
     if growth_steps is not None:
         grows = clean_steps >= growth_steps
@@ -54,7 +54,7 @@ def after_step(state: ScaleState, *, overflow: Tensor, growth_steps: int | None)
 
 
 class Unscaled:
-    """Stands in for a loss scale where there is none: in fp32 and bf16."""
+    """No loss scale: for fp32 and bf16."""
 
     divisor: Tensor | None = None
 
@@ -95,7 +95,7 @@ class LossScale:
 
     @property
     def divisor(self) -> Tensor | None:
-        """Return what gradients of a scaled loss are to be divided by: a copy, since judge_ sets the next step's."""
+        """Return the divisor of gradients of a scaled loss: a copy, since judge_ sets that of the next step."""
         return self.state.scale.clone()
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class LossScale:
         return loss * self.state.scale
 
     def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:
-        """Decide whether to skip (bool) a step whose scaled gradients have that norm; set the scale of the next one.
+        """Return whether to skip (bool) a step with that norm of scaled gradients; set the scale of the next one.
 
         A step that failed (bool) is to be skipped as if it had never been.
         """
@@ -120,7 +120,7 @@ class LossScale:
         return {"loss_scale": float(self.state.scale), "overflow_steps": int(self.state.overflow_steps)}
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
-        """Raise TrainingDiverged where every one of many steps overflowed, or of all that a run had.
+        """Raise TrainingDiverged if each of many steps, or of all steps of a run, overflowed.
 
         Waits for the device.
         """

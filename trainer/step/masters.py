@@ -1,4 +1,4 @@
-"""Where the fp32 weights are that the optimizer updates: whole on every rank, or (sharded.py) a share on each."""
+"""fp32 weights that the optimizer updates: whole on every rank, or (sharded.py) a part on each."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -13,33 +13,33 @@ class Weights(Protocol):
     """Shows a model's weights as the optimizer sees them. All methods are called by all ranks alike."""
 
     masters: Mapping[str, Tensor]
-    """What the optimizer updates, in fp32, by the names of the model's parameters."""
+    """fp32 tensors that the optimizer updates, by the names of the model's parameters."""
 
     replicated: Mapping[str, Tensor]
-    """Those of masters that every rank holds whole."""
+    """Masters that every rank holds whole."""
 
     def fetch_grads_(self) -> None:
         """Bring the summed gradients to the masters."""
         ...
 
     def publish_(self) -> None:
-        """Write the masters into the model, in its own precision; some may be on their way until settle."""
+        """Write the masters into the model in its precision; transfers may be unfinished until settle."""
         ...
 
     def settle(self) -> None:
-        """Wait until the model has all that publish_ wrote."""
+        """Wait until all writes of publish_ have reached the model."""
         ...
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
-        """Return the L2 norms (N) of tensors that lie as the masters do: of whole ones, however they are divided."""
+        """Return the L2 norms (N) of whole tensors that are divided like the masters."""
         ...
 
     def half_grads(self) -> list[Tensor]:
-        """List the summed gradients that are in half precision, as far as they are here."""
+        """List this rank's summed gradients in half precision."""
         ...
 
     def sum_parts(self, counts_N: Tensor) -> Tensor:
-        """Turn counts of what is here into counts of all of it; in place where there is more."""
+        """Return counts over all ranks from counts of this rank's part; in place if there are several parts."""
         ...
 
     def is_finite(self) -> bool:
@@ -51,12 +51,12 @@ class Weights(Protocol):
         ...
 
     def load_(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what whole() gave."""
+        """Load the masters that whole() returned."""
         ...
 
 
 class WholeWeights:
-    """Holds all of it on every rank. The masters of fp32 parameters are the parameters themselves."""
+    """Whole weights on every rank. The masters of fp32 parameters are the parameters themselves."""
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor]) -> None:
         self.masters: Mapping[str, Tensor] = dict(masters)

@@ -1,4 +1,4 @@
-"""What the training loop is handed: the numbers of a run, its objects, and what happens around its steps."""
+"""Inputs of the training loop: the numbers of a run, its objects, and hooks around its steps."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,7 +23,7 @@ from bigbatch.trainer.step.stop_request import StopRequest
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds the numbers of a run, all derived from the config and the world size."""
+    """Numbers of a run, all derived from the config and the world size."""
 
     seed: int
     first_step: int
@@ -67,7 +67,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Parts:
-    """Holds the objects that a step works with."""
+    """Objects of a training step."""
 
     model: nn.Module
     statistics: StepStatistics
@@ -80,13 +80,13 @@ class Parts:
     prepare: PrepareBatch
     normalize: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
-    """From logits_BK in fp32 and targets, indices (B) or shares (B, K), to the sum over their images."""
+    """Loss: logits_BK in fp32 and targets, indices (B) or shares (B, K) -> sum over their images."""
     stop: StopRequest
     average: WeightAverage = field(default_factory=NoAverage)
     energy: EnergyMeter = field(default_factory=NoEnergyMeter)
     execution: Execution = field(default_factory=EagerExecution)
     momentum: Callable[[int], float] | None = None
-    """By step; None where it stays as it is."""
+    """Momentum by step; None if constant."""
     notes: tuple[str, ...] = ()
     """Lines to say before the first step: how these parts differ from what the config asks for."""
 
@@ -101,18 +101,18 @@ class Parts:
                 group["momentum"] = self.momentum(step)
 
     def showing(self) -> AbstractContextManager[list[Tensor]]:
-        """Show the weights that the optimizer means; the rest is as in eval_mode."""
+        """Swap in evaluation weights (Schedule-Free), as eval_mode does."""
         return eval_mode(self.optimizer, on_change=self.precision.write_half_)
 
     def close(self) -> None:
-        """Let go of what would keep their memory, or the communicator from closing: hooks and captured graphs."""
+        """Remove hooks and captured graphs, which would keep memory and the communicator open."""
         self.reducer.close()
         self.execution.close()
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Holds what happens around steps. Each is called on all ranks; records are of all ranks together."""
+    """Callbacks around steps. Each is called on all ranks; records cover all ranks together."""
 
     on_report: Callable[[dict[str, Any]], None]
     evaluate: Callable[[int], dict[str, Any]]

@@ -1,4 +1,4 @@
-"""In what precision a model computes: half weights around fp32 masters, autocast of fp32 weights, TF32, fp32."""
+"""Precision of training: half weights with fp32 masters, autocast of fp32 weights, TF32, fp32."""
 
 import math
 import warnings
@@ -22,10 +22,10 @@ COMPUTE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""By precision: of the images that the model is given, and of its weights but those of norm layers."""
+"""Precision -> dtype of the model's images, and of its weights except in norm layers."""
 
 AUTOCAST_DTYPES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
-"""To which autocast rounds both for convolutions and matrix products."""
+"""Precision -> dtype to which autocast rounds the inputs of convolutions and matrix products."""
 
 
 class Precision:
@@ -34,8 +34,8 @@ class Precision:
     Or autocast: half activations alone. Batch norm stays fp32. For every half-precision weight there is an fp32 master,
     which the optimizer updates and checkpoints keep; of a frozen one the checkpoints keep all digits, too. With a
     scaling, the loss is scaled and an update that overflows is skipped; with a clip_norm, longer gradients are
-    shortened to it. Both are decided by the norm of the summed gradients, of which all ranks hold the same bits,
-    without a host sync.
+    scaled down to it. The norm of the summed gradients, with the same bits on all ranks, decides both without a host
+    sync.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Precision:
             for key, p in model.named_parameters()
             if key not in masters and p.dtype != torch.float32
         }
-        """What was rounded of frozen weights, for checkpoints alone."""
+        """fp32 values of rounded frozen weights, for checkpoints only."""
         self.weights: Weights = WholeWeights(model, masters)
         self._clip_norm = clip_norm
         self._scale: LossScale | Unscaled = Unscaled() if scaling is None else LossScale(scaling, device=device)
@@ -74,11 +74,11 @@ class Precision:
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """Return what the optimizer updates, by the names of the model's parameters; frozen ones are left out."""
+        """Return the tensors that the optimizer updates, by parameter name, without frozen ones."""
         return self.weights.masters
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return what is around every forward of the model, not around backward."""
+        """Return the context of every forward of the model; backward runs outside of it."""
         return in_forward(self._name, device=self._device)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Precision:
 
     @property
     def skips_overflow(self) -> bool:
-        """Tell whether an update whose gradients are not finite is skipped, and the loss scale lowered."""
+        """Tell whether an update with non-finite gradients is skipped, and the loss scale lowered."""
         return isinstance(self._scale, LossScale)
 
     def _total_norm(self) -> Tensor:
@@ -135,7 +135,7 @@ class Precision:
 
     @torch.no_grad()
     def figures(self) -> dict[str, float | None]:
-        """Return what a report states of the last step, on all ranks alike. Collective; waits for the device.
+        """Return the figures of the last step for a report, equal on all ranks. Collective; waits for the device.
 
         grad_norm: L2, before clipping; None where it overflowed. underflow_fraction: of the summed half-precision
         gradients, the elements that are 0 or have lost digits; None where weights and gradients are fp32.
@@ -148,7 +148,7 @@ class Precision:
         }
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
-        """Raise TrainingDiverged where no loss scale helps any more. is_last: the run ends. Waits for the device."""
+        """Raise TrainingDiverged if no loss scale can help. is_last: the run ends. Waits for the device."""
         self._scale.require_progress(done, is_last=is_last)
 
     def is_finite(self) -> bool:
@@ -214,7 +214,7 @@ def halved(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def in_forward(name: str, *, device: torch.device) -> AbstractContextManager[Any]:
-    """Return what surrounds the forward of a model in that precision: autocast, or nothing."""
+    """Return the context of a model's forward in that precision: autocast, or none."""
     if name not in AUTOCAST_DTYPES:
         return nullcontext()
     # each weight is used once in a forward, so a cache of rounded ones would only keep memory

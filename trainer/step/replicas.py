@@ -1,4 +1,4 @@
-"""Whether the ranks still hold the same weights: digests of their bits, compared between steps."""
+"""Check that all ranks hold the same weights, by comparing digests of their bits between steps."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.step.plan import Parts
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element: the integers as which its bits are read."""
+"""Bytes of an element -> integer type in which its bits are read."""
 PIECE = 1 << 20
 """Elements that are multiplied at once: 16 MiB of products and factors beside the weights."""
 CACHED = 1 << 16
@@ -22,7 +22,7 @@ CACHED = 1 << 16
 
 
 def replicas(parts: Parts, *, done: int) -> dict[str, Tensor]:
-    """Return what every rank holds a copy of after so many steps, by names for messages, in the same order on all.
+    """Return the replicated state after that many steps, by names for messages, in the same order on all ranks.
 
     Weights, optimizer state, running statistics of batch norm, and the average of the weights. Of a sharded update
     (optimizer.sharded) weights as the model sees them, and of the state what is of whole matrices: the rest and masters
@@ -88,7 +88,7 @@ def _by_dots(bits_N: Tensor) -> Tensor:
 
 
 def require_same(communicator: Communicator, names: Iterable[str], digest_N: Tensor, *, done: int) -> None:
-    """Make sure that all ranks have the same digests of what is named, after so many steps. Waits for the device.
+    """Check that all ranks have the same digests of the named tensors, after that many steps. Waits for the device.
 
     Sends 8 bytes of each rank. Collective. Raises: ReplicasDiffer, on all ranks alike.
     """
@@ -105,7 +105,7 @@ def require_same(communicator: Communicator, names: Iterable[str], digest_N: Ten
 def _difference(
     communicator: Communicator, names: list[str], mine: list[int], told: list[float], *, done: int
 ) -> ReplicasDiffer:
-    """Say which ranks are odd, and in what. Collective."""
+    """Return a line on the ranks that differ, and in which tensors. Collective."""
     commonest, count = Counter(told).most_common(1)[0]
     reference = told.index(commonest)
     odd = [rank for rank, other in enumerate(told) if other != commonest]

@@ -1,4 +1,4 @@
-"""How answers are scored: by cross-entropy or an own loss, and by own metrics, image by image."""
+"""Scores of outputs per image: cross-entropy or the user's loss, and the user's metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PerPicture: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""From logits_BK in fp32 and targets, indices (B) or after mixing shares (B, K), to numbers of each image."""
+"""logits_BK in fp32 and targets, indices (B) or after mixing shares (B, K) -> numbers per image."""
 
 
 def cross_entropies(logits_BK: Tensor, targets: Tensor) -> Tensor:
@@ -25,14 +25,14 @@ def to_grid(numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Metric:
-    """Describes a figure of an evaluation by what is summed for it over all images, each counted once."""
+    """A metric of an evaluation, computed from sums over all images, each counted once."""
 
     values: PerPicture
     """Gives (B) or (B, M), of labels (B)."""
     width: int
     """M, or 1."""
     result: Callable[[Tensor], float] | None = None
-    """From the sums (M), float64 on the CPU, to the figure; None for the mean over images, of (B)."""
+    """Computes the metric from the sums (M), float64 on the CPU; None: the mean of (B) over images."""
     is_on_grid: bool = False
     """Each value is rounded to 2**-20, so that sums have the same bits however images lie on ranks and batches."""
 
@@ -43,15 +43,15 @@ class Metric:
         return torch.where(valid_B[:, None], values_BM, 0.0).sum(0)
 
     def figure(self, sums_M: Tensor, *, count: int) -> float:
-        """Return the figure of so many images."""
+        """Return the metric of that many images."""
         return float(sums_M) / count if self.result is None else float(self.result(sums_M))
 
 
 @dataclass(frozen=True)
 class Score:
-    """Holds what an evaluation counts beside accuracy."""
+    """Loss and metrics of an evaluation, besides accuracy."""
 
     losses: PerPicture = cross_entropies
     """Gives (B)."""
     metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
-    """By name."""
+    """Name -> metric."""

@@ -7,7 +7,7 @@ import torch
 
 _PRIME = 1_000_003
 _NUM_SEEDS = 2**63
-"""What torch takes on every device."""
+"""Seeds must be below this on every device of torch."""
 
 
 def seed_weights(seed: int) -> None:

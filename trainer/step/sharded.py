@@ -1,4 +1,4 @@
-"""The sharded update: each rank updates its part of every fusion buffer, and keeps the state of that part alone."""
+"""The sharded update: each rank updates its part of every fusion buffer, and keeps the state of that part only."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ from bigbatch.trainer.step.exact_norms import exact_norms
 from bigbatch.trainer.step.precision import Precision
 
 STEP = "step"
-"""What optimizers call the count of a parameter's updates, the same on all ranks."""
+"""Key of a parameter's update count in an optimizer's state; equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Says what a rank has of a tensor. Elements of a tensor count in the order of its memory.
+    """A rank's piece of a tensor. Elements of a tensor count in memory order.
 
     A rank has a piece of every tensor, most of them empty, so that all ranks do the same to as many tensors.
     """
 
     buffer: int
     first: int
-    """Where the tensor begins in its buffer."""
+    """Start of the tensor in its buffer."""
     start: int
-    """Where the piece begins in the rank's part of the buffer."""
+    """Start of the piece in the rank's part of the buffer."""
     stop: int
-    """Where it ends there."""
+    """End of the piece there."""
     offset: int
-    """Where it begins in the tensor."""
+    """Start of the piece in the tensor."""
 
 
 def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
-    """Find a rank's piece of each tensor, where it has the rank-th of equal parts of each buffer."""
+    """Return a rank's piece of each tensor, if it has the rank-th of equal parts of each buffer."""
     pieces = {}
     for index, buffer in enumerate(plan.buffers):
         # rounded up, so parts are equal; the last ones may reach behind the buffer's end
@@ -56,7 +56,7 @@ def cut(plan: FusionPlan, *, rank: int, world_size: int) -> dict[str, Piece]:
 
 
 class ShardedWeights:
-    """Holds a model's weights, of which each rank updates its own parts: Weights, Wholes, and the memory of a share.
+    """Weights of a model that are updated in parts, one per rank; implements Weights and Wholes.
 
     The parameters become views of flat buffers that are laid out as the reducer's gradients. fp32 parts are updated
     where they are; half-precision ones have fp32 masters and gradients. reducer: made with scatter; with a grid, too,
@@ -96,7 +96,7 @@ class ShardedWeights:
         self._full = [part_M if part_M.dtype == torch.float32 else part_M.float() for part_M in self._parts]
         self._full_grads = [g_M if g_M.dtype == torch.float32 else torch.zeros_like(f_M) for g_M, f_M in self._pairs()]
         self._order = list(dict.fromkeys(self._pieces[name].buffer for name in self._parameters))
-        """The buffers as a forward comes to them, in which order they are gathered: the same on all ranks."""
+        """Buffers in the order in which a forward uses and the ranks gather them; equal on all ranks."""
         self._gathers: list[InFlight] = []
         self._num_settled = 0
         self._behind_forward = behind_forward
@@ -110,7 +110,7 @@ class ShardedWeights:
         self.load_(masters)
 
     def _wait_in_forward(self, model: nn.Module) -> None:
-        """Let each module that has weights of its own wait for these before its forward."""
+        """Make each module wait for its own weights before its forward."""
         brought_by = {p: self._order.index(self._pieces[name].buffer) + 1 for name, p in self._parameters.items()}
         for module in model.modules():
             last = max((brought_by.get(p, 0) for p in module.parameters(recurse=False)), default=0)
@@ -177,7 +177,7 @@ class ShardedWeights:
     def norms(self, tensors: list[Tensor]) -> Tensor:
         """Return the norms (N) of whole tensors: squares of pieces add up over ranks in fp64. Collective.
 
-        As integers where the gradients do: the same bits, whoever has which piece.
+        With a grid, squares are summed as integers: the same bits for any division into pieces.
         """
         if self._is_exact:
             most_elements = max(p.numel() for p in self._parameters.values())
@@ -202,7 +202,7 @@ class ShardedWeights:
             return self._communicator.sum_(squares_N, label="all-reduce of norms")
 
     def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-        """Put whole tensors together out of the ranks' parts, in fp32 buffers that are kept for it. Collective.
+        """Gather whole tensors from the ranks' parts, in reused fp32 buffers. Collective.
 
         They are overwritten by the next call. weights: some of the masters, the same on all ranks.
         """
@@ -260,7 +260,7 @@ class ShardedWeights:
         self.settle()
 
     def _piece_of(self, name: str, whole: Tensor) -> Tensor:
-        """Take this rank's elements of a whole tensor."""
+        """Return this rank's elements of a whole tensor."""
         parameter, piece = self._parameters[name], self._pieces[name]
         # pieces count elements as memory has them (channels-last, too), not as indices run
         if whole.stride() != (strides := dense_strides(parameter)):

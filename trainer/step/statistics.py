@@ -1,4 +1,4 @@
-"""What all ranks sum in every step beside the gradients."""
+"""Numbers besides the gradients that all ranks sum in every step."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class StepStatistics:
 
     @property
     def to_sum_N(self) -> Tensor:
-        """Return what travels, to be summed over ranks in place between the last forward and average_()."""
+        """Return the tensor to sum over ranks, in place, between the last forward and average_()."""
         return self.flat_N
 
     @property
@@ -39,11 +39,11 @@ class StepStatistics:
         self.input_failed_1.fill_(float(input_failed))  # x[-1] = number would wait for a GPU
 
     def take_beyond(self) -> int:
-        """Count statistics that could not be summed since the last call: none."""
+        """Return the number of statistics that could not be summed since the last call: 0."""
         return 0
 
     def average_(self, *, num_ranks: int, before_N: Tensor) -> Tensor:
-        """Make means of the sums over ranks, or before_N where a rank had no batch; return whether one had none (bool).
+        """Turn sums over ranks into means, or restore before_N if a rank had no batch; return whether one had none.
 
         No host sync: what is returned has one element, on the device.
         """
@@ -59,7 +59,7 @@ STATISTICS_BITS = 32
 
 
 class GridStatistics(StepStatistics):
-    """Takes the statistics of each microbatch on a grid: their mean over a step has the same bits in any order.
+    """Sums the statistics of each microbatch on a grid: their mean over a step has the same bits in any order.
 
     microbatches: those of all ranks together in a step.
     """

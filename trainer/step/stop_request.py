@@ -1,4 +1,4 @@
-"""A run that is asked to stop: acknowledged at once, and done by all ranks after the same step."""
+"""Requests to stop a run: acknowledged at once; all ranks stop after the same step."""
 
 import os
 import signal
@@ -16,11 +16,11 @@ from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.trainer.step.signals import STOP_SIGNALS, heeded_signals
 
 LOOK_SECONDS = 1.0
-"""Between two looks whether another rank was asked to stop."""
+"""Seconds between two checks whether another rank was asked to stop."""
 
 
 def leave_stopped(env: ProcessEnv) -> int:
-    """Return the exit code of a rank that was stopped in good order: 130, or 0 where its launcher finds that in a file.
+    """Return the exit code of a rank that stopped as requested: 130, or 0 if its launcher reads that from a file.
 
     Only a file that is there already counts: a host that does not see it leaves by its code.
     """
@@ -32,7 +32,7 @@ def leave_stopped(env: ProcessEnv) -> int:
 
 
 class Stopped(Exception):
-    """Leaves what is done between two boundaries, on all ranks alike, because they were asked to stop."""
+    """Raised on all ranks to end the work between two boundaries after a request to stop."""
 
 
 class StopRequest:
@@ -45,7 +45,7 @@ class StopRequest:
     def __init__(self, *, launcher: int | None = None) -> None:
         self._launcher = launcher
         self.signal_name: str | None = None
-        """The first stop signal that came to this rank, or what else asked it to stop."""
+        """The first stop signal of this rank, or another source of a request to stop."""
         self._is_asked = False
         self._departure: Departure | None = None
         for number in heeded_signals():
@@ -60,7 +60,7 @@ class StopRequest:
         self.signal_name = self.signal_name or signal.Signals(number).name
 
     def ask(self, asked_by: str) -> None:
-        """Ask as a signal does; asked_by is the word for who does."""
+        """Request a stop, as a signal does. asked_by: name of the source."""
         self.signal_name = self.signal_name or asked_by
 
     @property
@@ -70,7 +70,7 @@ class StopRequest:
 
     @property
     def asked_by(self) -> str:
-        """Say what asked to stop."""
+        """Return the source of the request."""
         return self.signal_name or "another rank's signal"
 
     @contextmanager
@@ -109,7 +109,7 @@ class StopRequest:
                     departure.ask()
                 if departure.heed() and not has_said:
                     has_said = True
-                    with suppress(OSError):  # where nobody reads what is said, the agreement holds all the same
+                    with suppress(OSError):  # the agreement holds even if the message cannot be printed
                         acknowledge(self.asked_by)
                 try:
                     numbers = heard.recv(64)
@@ -121,10 +121,10 @@ class StopRequest:
                 self.signal_name = self.signal_name or next(iter(names), None)
 
     def is_due(self) -> bool:
-        """Pass a boundary that all ranks pass, while watched; tell whether all stop at it. Without a device's sync."""
+        """Pass a boundary of all ranks, while watched; return whether all stop at it. No device sync."""
         return self._departure is not None and self._departure.is_due()
 
     def leave_if_due(self) -> None:
-        """Pass a boundary. Raises: Stopped where all ranks stop at it."""
+        """Pass a boundary. Raises: Stopped if all ranks stop at it."""
         if self.is_due():
             raise Stopped

@@ -1,4 +1,4 @@
-"""Ranks that compute more slowly than others: what they cost, and which one it is. Pure."""
+"""Stragglers: the time that slow ranks cost, and the slowest rank. Pure."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ LARGE_SHARE = 0.05
 
 
 def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> float:
-    """Compute the share of a step lost to ranks that compute more slowly than others.
+    """Return the share of a step that is lost to slower ranks.
 
     waited_P, exposed_P: shares of the step that each rank waited for images, and for sums. On average a rank waits
     for the wire (as long as the one that comes last), for images (its own, or those of the rank that waits for them
@@ -19,7 +19,7 @@ def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> fl
 
 
 def straggler_hint(share: float, lags_P: Sequence[float], *, host_of: Callable[[int], str]) -> str | None:
-    """Name the slowest rank in a line, where stragglers cost much.
+    """Return a line that names the slowest rank, if stragglers cost much.
 
     lags_P: how long the rank that waited longest for sums waited for each, in any unit.
     """

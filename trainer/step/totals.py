@@ -1,4 +1,4 @@
-"""What a run measures of itself, from its first window to its last. No collectives."""
+"""Measurements of a whole run, from its first window to its last. No collectives."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +15,14 @@ class Totals:
     input_wait_seconds: float = 0.0
     """Sum over reports of the longest input wait of any rank."""
     measures_waits: bool = True
-    """What follows of ranks that waited for each other was measured."""
+    """Whether the waits of ranks for each other, in the fields below, were measured."""
     exposed_seconds: float = 0.0
     first_report_seconds: float = 0.0
     """Part of step_seconds in the first report, which contains what happens once in a run."""
     straggler_seconds: float = 0.0
     """Part of the exposed seconds in which a rank waited for slower ones; without the first report, as the next."""
     lag_seconds_P: list[float] = field(default_factory=list)
-    """How much longer than each rank the one waited, for sums and images, that waited longest."""
+    """Lag of each rank: the longest wait of any rank, for sums and images, minus its own."""
     num_lost: float = 0.0
     """Gradients of microbatches that the grid took for 0, as WindowSums counts them."""
     num_nonzero: float = 0.0
@@ -33,7 +33,7 @@ class Totals:
 
     @property
     def grid_underflow_fraction(self) -> float | None:
-        """Return that of the run so far, as WindowSums does; None if none was counted."""
+        """Return the share for the run so far, as in WindowSums; None if none was counted."""
         return self.num_lost / self.num_nonzero if self.num_nonzero else None
 
     def add(self, window: WindowSums, *, steps: int) -> None:

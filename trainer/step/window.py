@@ -1,4 +1,4 @@
-"""What is measured between two reports: on the device, then as numbers of a rank, then of all ranks. No collectives."""
+"""Measurements between two reports: on the device, then numbers of a rank, then of all ranks. No collectives."""
 
 import math
 import time
@@ -21,7 +21,7 @@ class Window:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget what was counted."""
+        """Reset all sums."""
         self.sums_3.zero_()
         self.finite_steps.zero_()
         self.start = time.perf_counter()
@@ -58,27 +58,27 @@ class WindowSums:
     joules: float
     """NaN where a rank cannot tell."""
     num_failed: float
-    """Ranks whose input failed."""
+    """Ranks with a failed input."""
     num_skipped: float
     """Bad images."""
     num_lost: float
     """Gradients of microbatches that the grid of run.reproducible took for 0, in the steps that were counted."""
     num_nonzero: float
-    """Those that were not 0, likewise: both are whole, and their sums exact up to 2**53."""
+    """Gradients that were not 0, likewise; both are whole numbers with exact sums up to 2**53."""
     waited_P: tuple[float, ...]
     """Seconds that a rank waited for images, over those of its window."""
     exposed_P: tuple[float, ...]
     """Seconds that it waited for sums, likewise."""
 
     def pack(self, device: torch.device) -> Tensor:
-        """Put all numbers into one flat fp64 tensor, whose sum over ranks unpack() reads."""
+        """Return all numbers in one flat fp64 tensor; unpack() reads its sum over ranks."""
         scalars = [getattr(self, name) for name in _SCALARS]
         shares = [share for name in _SHARES for share in getattr(self, name)]
         return torch.tensor([*scalars, *shares], dtype=torch.float64, device=device)
 
     @classmethod
     def unpack(cls, packed_N: Tensor) -> "WindowSums":
-        """Read what pack() gave, or a sum of such over ranks. Waits for the device."""
+        """Return the numbers of pack(), or of a sum over ranks. Waits for the device."""
         numbers = packed_N.tolist()
         scalars, shares = numbers[: len(_SCALARS)], numbers[len(_SCALARS) :]
         num_ranks, rest = divmod(len(shares), len(_SHARES))
@@ -114,7 +114,7 @@ class WindowSums:
         return self.num_lost / self.num_nonzero if self.num_nonzero else None
 
     def record(self, *, measures_waits: bool) -> dict[str, Any]:
-        """Return figures for the log; None for those of ranks that waited for each other, without measures_waits."""
+        """Return figures for the log; without measures_waits, None for waits of ranks for each other."""
         waits = {
             "exposed_communication_fraction": self.mean_exposed_seconds / self.mean_seconds,
             "wire_wait_fraction": min(self.exposed_P),
@@ -130,6 +130,6 @@ class WindowSums:
 
 
 _SHARES = ("waited_P", "exposed_P")
-"""What all ranks have one of each, in the order in which it travels: after the others."""
+"""Fields with one number per rank, in the order in which they are packed: after the others."""
 _SCALARS = tuple(field.name for field in fields(WindowSums) if field.name not in _SHARES)
-"""What a rank has one of, likewise."""
+"""Fields with a single number, likewise."""
