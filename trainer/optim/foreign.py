@@ -1,4 +1,4 @@
-"""Optimizers of other packages, by their dotted names, and the weights that they mean."""
+"""Optimizers of other packages, by import path, and their training and evaluation weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from bigbatch.trainer.config.dotted import import_owner
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Import the class of that dotted name. Raises: ValueError saying what is missing, and how to get it."""
+    """Import the class of that import path. Raises: ValueError that names a missing package and how to install it."""
     module, class_name = import_owner(name)
     found = getattr(module, class_name, None)
     if found is None:
@@ -27,16 +27,16 @@ def _is_optimizer(value: object) -> bool:
 
 
 def start_training(optimizer: torch.optim.Optimizer) -> None:
-    """Turn an optimizer that has two sets of weights to those that it trains; others have nothing to turn."""
+    """Switch an optimizer with two sets of weights to its training weights; does nothing to others."""
     if has_modes(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
 
 
 @contextmanager
 def eval_mode(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]) -> Iterator[list[Tensor]]:
-    """Make the parameters, within it, those to evaluate and keep, such as Schedule-Free's average.
+    """Context in which the parameters are those to evaluate and save, such as Schedule-Free's average.
 
-    Gives copies of the ones in training, an empty list where they are the same. After it, those are back bit by bit,
+    Yields copies of the training weights, an empty list if they are the same. On exit those are back bit by bit,
     as train() after eval() would only be up to rounding. on_change is called whenever parameters have changed.
     """
     if not has_modes(optimizer):
@@ -55,7 +55,7 @@ def eval_mode(optimizer: torch.optim.Optimizer, *, on_change: Callable[[], None]
 
 @torch.no_grad()
 def resume_training(optimizer: torch.optim.Optimizer, in_training: list[Tensor]) -> None:
-    """Go on with what eval_mode gave: exactly these parameters."""
+    """Restore exactly the training weights that eval_mode yielded."""
     start_training(optimizer)
     if in_training:
         params: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -64,5 +64,5 @@ def resume_training(optimizer: torch.optim.Optimizer, in_training: list[Tensor])
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether it has two sets of weights, those that it trains and those that it means."""
+    """Tell whether the optimizer has two sets of weights, for training and for evaluation."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

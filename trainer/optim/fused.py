@@ -1,4 +1,4 @@
-"""What our fused optimizers share: gradients and flags as torch's fused kernels want them."""
+"""Base of bigbatch's fused optimizers: gradients and flags in the form that torch's fused kernels need."""
 
 import copy
 import math
@@ -14,20 +14,20 @@ Norms = Callable[[list[Tensor]], Tensor]
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """Return the L2 norm of each tensor, (N), where all of it is here."""
+    """Return the L2 norm (N) of each tensor, if this rank has all of it."""
     return torch.stack(torch._foreach_norm(tensors))
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Checks every group, takes GradScaler's flags as they are on the device, and copies whole; its heirs update."""
+    """Checks every group, reads GradScaler's flags on the device, and copies completely; subclasses update."""
 
     # GradScaler then sets grad_scale and found_inf on us instead of waiting for the flag itself
     _step_supports_amp_scaling = True
     _own: ClassVar[tuple[str, ...]] = ()
-    """Attributes beside torch's: a copy has the same objects, for what joins ranks has no second one."""
+    """Attributes besides torch's; a copy shares them, since objects that join ranks cannot be copied."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, or leave all as it was. Raises: ValueError as the constructor."""
+        """Add a group; an error leaves all groups unchanged. Raises: ValueError, as the constructor."""
         super().add_param_group(param_group)
         if problem := self._problem_with(self.param_groups[-1]):
             # torch appends before anything of ours can look at the group
@@ -48,14 +48,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        """Say why a group cannot be updated."""
+        """Return why a group cannot be updated, or None."""
         raise NotImplementedError
 
     def _update_groups_(self) -> None:
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what torch keeps, and our own."""
+        """Return torch's state and the attributes of this class."""
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._own}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FusedOptimizer":
@@ -67,7 +67,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def by_device_and_dtype(weights: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Put those that have a gradient in lists that one kernel can work on."""
+    """Return lists of weights with a gradient, each for one kernel."""
     buckets: dict[Any, list[Tensor]] = defaultdict(list)
     for weight in weights:
         if weight.grad is not None:
@@ -100,7 +100,7 @@ def one_where_a_norm_is_zero(ratios_N: Tensor, w_N: Tensor, u_N: Tensor) -> Tens
 
 
 def scaled(tensors: list[Tensor], factors_N: Tensor) -> list[Tensor]:
-    """Return tensors, each times its own factor; those given may be overwritten."""
+    """Return tensors, each times its own factor; may overwrite the inputs."""
     if tensors[0].device.type == "cpu":
         # a loop costs little there, and memory that is new at every step much
         torch._foreach_mul_(tensors, factors_N.unbind())
@@ -131,7 +131,7 @@ def write_(
     nesterov: bool = False,
     weight_decay: float = 0.0,
 ) -> None:
-    """Run the kernel of SGD(fused=True): momentum and weights in one pass, and where overflow is 1 no write at all."""
+    """Run the kernel of SGD(fused=True): momentum and weights in one pass; writes nothing if overflow is 1."""
     torch._fused_sgd_(
         weights,
         updates,
@@ -172,7 +172,7 @@ def _dense_grad(weight: Tensor, *, asked_by: str) -> Tensor:
 
 
 def problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | None:
-    """Say why an optimizer cannot work on one of these."""
+    """Return why an optimizer cannot update one of these weights, or None."""
     for weight in weights:
         if weight.dtype not in (torch.float32, torch.float64):
             return (
@@ -186,7 +186,7 @@ def problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | N
 
 
 def problem_with_number(key: str, value: object, *, below: float = math.inf) -> str | None:
-    """Say why a setting cannot have this value."""
+    """Return why a setting cannot have this value, or None."""
     if isinstance(value, int | float) and 0 <= value < below:
         return None
     legal = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def inverse_fourth_root(matrices_BNN: Tensor, *, eps: float) -> Tensor:
-    """Return A ** (-1/4) of each positive semidefinite A, whose eigenvalues count as eps times the largest at least.
+    """Return A ** (-1/4) of each positive semidefinite A; smaller eigenvalues count as eps times the largest.
 
-    A matrix of zeros has eps ** (-1/4) times the identity; one that is not finite has NaN, which whoever looks for a
-    diverged run will see, where LAPACK would raise.
+    A matrix of zeros gives eps ** (-1/4) times the identity; one that is not finite gives NaN, which the check for a
+    diverged run finds, while LAPACK would raise.
     """
     is_finite_B11 = matrices_BNN.isfinite().all(dim=(1, 2), keepdim=True)
     identity_NN = torch.eye(matrices_BNN.size(-1), dtype=torch.float64, device=matrices_BNN.device)
@@ -26,7 +26,7 @@ def inverse_fourth_root(matrices_BNN: Tensor, *, eps: float) -> Tensor:
 
 
 def _eigh(matrices_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return eigenvalues and eigenvectors of matrices in fp64 whose largest element is 1.
+    """Return eigenvalues and eigenvectors of fp64 matrices with largest element 1.
 
     LAPACK does not converge for some of low rank with rows of zeros, as where a convolution sees nothing but padding:
     in fp32 for many, in fp64 for few, and by chance. With 1 added on the diagonal they have the same vectors.

@@ -54,7 +54,7 @@ class LAMB(FusedOptimizer):
         """Check the settings. Raises: ValueError for one that is out of range, and for unusable parameters."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
         self.norms: Norms = norms_of
-        """Replaced where the parameters are parts of tensors: a trust ratio is that of the whole tensor."""
+        """Replaced if the parameters are parts of tensors, since a trust ratio needs whole tensors."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         for key in ("lr", "eps", "weight_decay"):
@@ -133,7 +133,7 @@ class LAMB(FusedOptimizer):
 
 
 def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> LAMB:
-    """Make a config's LAMB."""
+    """Return the LAMB of a config."""
     assert settings.betas is not None
     assert settings.eps is not None
     return LAMB(groups, lr=lr, betas=settings.betas, eps=settings.eps)

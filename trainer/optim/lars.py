@@ -26,7 +26,7 @@ MOMENTUM_FORMS = ("lr_inside", "lr_outside")
 _NON_NEGATIVE = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")
 
 _CPU_PORTION = 2**19
-"""Elements that a CPU updates at a time, 2 MB of fp32: what a step needs for a moment then stays in the cache."""
+"""Elements that a CPU updates at a time, 2 MB of fp32: temporary values then stay in the cache."""
 
 
 def trust_ratios(
@@ -90,7 +90,7 @@ class LARS(FusedOptimizer):
         }
         super().__init__(params, defaults)
         self.norms: Norms = norms_of
-        """Replaced where the parameters are parts of tensors: a trust ratio is that of the whole tensor."""
+        """Replaced if the parameters are parts of tensors, since a trust ratio needs whole tensors."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
         for key in _NON_NEGATIVE:
@@ -123,7 +123,7 @@ class LARS(FusedOptimizer):
         )
 
     def _update_on_cpu_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Do the same for what its cache holds at a time: reading scales costs nothing here, memory traffic does."""
+        """Do the same for portions that fit the cache: memory traffic limits a CPU, reading scales is free."""
         overflow, writing = overflow_flag(self, weights[0].device), _writing(group)
         for some_weights in _portions(weights):
             grads = unscaled_grads(self, some_weights)
@@ -137,7 +137,7 @@ class LARS(FusedOptimizer):
                     write_([weight], [grad * scale], momentum, weight_decay=decay, overflow=overflow, **writing)
 
     def _scales(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> Tensor:
-        """Return what multiplies each decayed gradient before it meets the momentum."""
+        """Return the factor of each decayed gradient before it enters the momentum."""
         # inside, the momentum remembers the rates of earlier steps; outside, the kernel applies it
         inner = group["lr"] if group["momentum_form"] == "lr_inside" else 1.0
         if not group["adapt"]:
@@ -147,7 +147,7 @@ class LARS(FusedOptimizer):
 
 
 def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> LARS:
-    """Make a config's LARS."""
+    """Return the LARS of a config."""
     assert settings.momentum is not None
     assert settings.nesterov is not None
     assert settings.trust_coefficient is not None

@@ -1,4 +1,4 @@
-"""What optimizers of whole matrices share: which weights are matrices, and SGD of the others."""
+"""Base of optimizers of whole matrices: selects the matrices, and updates other weights by SGD."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -21,23 +21,23 @@ from bigbatch.trainer.optim.wholes import AllHere, Wholes, shape_of
 
 
 class MatrixOptimizer(FusedOptimizer):
-    """Updates matrices by all that is in each, wherever it is, and may share the work with ranks that do the same."""
+    """Updates whole matrices, gathered if they lie in parts, and may divide the work over ranks."""
 
     _own: ClassVar[tuple[str, ...]] = ("divide", "wholes")
     replicated_state: ClassVar[tuple[str, ...]] = ()
-    """What it keeps for a weight that is not of the weight's shape: whole on every rank, whatever part that updates."""
+    """State entries that do not have the weight's shape: whole on every rank, even if it updates a part only."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        """Take the groups."""
+        """Check and keep the groups."""
         super().__init__(params, defaults)
         self.divide: Division = undivided
-        """Replaced where several ranks hold the same tensors: each then does the work on a share of them."""
+        """Replaced if several ranks hold the same tensors: each then does the work on some of them."""
         self.wholes: Wholes = AllHere()
-        """Replaced where a rank holds only a part of each weight."""
+        """Replaced if a rank holds only a part of each weight."""
 
 
 def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
-    """Divide a group into matrices that adapt and the rest, at its own rate; without a part that would be empty."""
+    """Divide a group into matrices that adapt and the rest, with its own rate; an empty part is left out."""
     named = list(zip(group["names"], group["params"], strict=True))
     matrices = {name for name, tensor in named if group["adapt"] and len(shape_of(tensor)) > 1}
     parts = []
@@ -50,9 +50,9 @@ def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[
 
 
 def problem_with_group(group: dict[str, Any], *, asked_by: str, does: str) -> str | None:
-    """Say why a group cannot be updated: a setting of its SGD, a weight, or no matrix where one adapts.
+    """Return why a group cannot be updated: a setting of its SGD, a weight, or an adapting weight that is no matrix.
 
-    does: what asked_by does with matrices.
+    does: the operation of asked_by on matrices.
     """
     problems = (problem_with_number(key, group[key]) for key in ("lr", "momentum", "weight_decay"))
     return (
@@ -63,7 +63,7 @@ def problem_with_group(group: dict[str, Any], *, asked_by: str, does: str) -> st
 
 
 def _problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
-    """Say, with a reason, which weight of a group that adapts is no matrix."""
+    """Return an error for a weight that adapts but is no matrix, or None."""
     for index, weight in enumerate(group["params"]):
         if group["adapt"] and len(shape_of(weight)) < 2:
             name = group["names"][index] if "names" in group else f"parameter {index} of the group"
@@ -75,7 +75,7 @@ def _problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
 
 
 def problem_with_count(key: str, value: object) -> str | None:
-    """Say why a setting that counts something cannot have this value."""
+    """Return why a count cannot have this value, or None."""
     if type(value) is int and value >= 1:  # type(): True would count as 1
         return None
     return f"{key} must be a whole number of at least 1, not {value!r}"
@@ -90,7 +90,7 @@ def updatable(groups: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], li
 def follow_(
     optimizer: torch.optim.Optimizer, weights: list[Tensor], group: dict[str, Any], grads: list[Tensor] | None = None
 ) -> None:
-    """Make a group's step of SGD along its gradients, or along others in their place."""
+    """Make a group's SGD step along its gradients, or along the given directions."""
     write_(
         weights,
         unscaled_grads(optimizer, weights) if grads is None else grads,

@@ -25,12 +25,12 @@ PRECISIONS = ("fp32", "bf16")
 
 
 class Muon(MatrixOptimizer):
-    """Follows the momentum of each weight, made orthogonal; the rest goes by Nesterov SGD.
+    """Updates matrices along their orthogonalised momentum, and other weights by Nesterov SGD.
 
     With gradient g, weight w, momentum buffer v, and a convolution's filters as rows of a matrix (out x in * kh * kw):
     v = momentum * v + g;  u = g + momentum * v (v without nesterov)
     w -= lr * (sqrt(max(1, rows / columns)) * orthogonalised(u) + weight_decay * w)
-    A group with `adapt=False` (bias, batch norm, whatever has fewer than two dimensions) goes by
+    A group with `adapt=False` (bias, batch norm, all weights with fewer than two dimensions) follows
     v = momentum * v + g + weight_decay * w;  w -= lr * (g + weight_decay * w + momentum * v)
 
     orthogonalised: newton_schulz_steps of newton_schulz, in the weights' own precision ("fp32") or in bf16, where they
@@ -85,7 +85,7 @@ class Muon(MatrixOptimizer):
             write_(weights, updates, [], lr=group["lr"], weight_decay=decay, overflow=overflow)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return what is to be made orthogonal, laid out like its weights; the momentum moves on.
+        """Return the directions to orthogonalise, laid out like the weights; updates the momentum.
 
         The kernel of SGD(fused=True), given zeros for weights and -1 for a learning rate; on overflow it leaves the
         zeros and the momentum.
@@ -113,12 +113,12 @@ class Muon(MatrixOptimizer):
 
 
 def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list[tuple[float, int]]:
-    """List cost and elements of each of the matrices that ranks share out, by weights' shapes."""
+    """List cost and elements of each matrix that ranks divide among them, by weights' shapes."""
     return [(cost(shape), math.prod(shape)) for shape in shapes]
 
 
 def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> Muon:
-    """Make a config's Muon: what has fewer than two dimensions, or does not adapt, in groups of their own rate."""
+    """Return the Muon of a config: vectors, and weights that do not adapt, are in groups with their own rate."""
     assert settings.momentum is not None
     assert settings.nesterov is not None
     options = dict(settings.options or {})
@@ -133,5 +133,5 @@ def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) 
 
 
 def _scale(shape: torch.Size) -> float:
-    """Return what makes a tall matrix change its outputs as much as a square one, as the source has it."""
+    """Return the factor by which a tall matrix changes its outputs as much as a square one, as in the source."""
     return math.sqrt(max(1.0, shape[0] / math.prod(shape[1:])))

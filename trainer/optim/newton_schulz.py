@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of p(s) = a s + b s**3 + c s**5, as Jordan et al. 2024 chose them: a steep slope at 0, so that five steps do.
+"""Coefficients of p(s) = a s + b s**3 + c s**5 by Jordan et al. 2024: steep at 0, so that five steps suffice.
 
 Source: https://kellerjordan.github.io/posts/muon, github.com/KellerJordan/Muon; torch.optim.Muon has the same.
 """
 SMALLEST_NORM = 1e-7
-"""By which a shorter matrix is divided, as in the source."""
+"""Least divisor: a matrix with a smaller norm is divided by this, as in the source."""
 
 
 def newton_schulz(

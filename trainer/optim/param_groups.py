@@ -1,4 +1,4 @@
-"""Which parameters decay and adapt: weights do, bias and normalisation do not."""
+"""Parameter groups: weights decay and adapt, bias and normalisation do not."""
 
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -41,9 +41,9 @@ def param_groups(
     """Make two groups for any torch optimizer: [decaying and adapting, neither]; frozen parameters are left out.
 
     Without exclude_bias_and_norm the second group is empty. With another bias_lr_factor than 1, biases are a third
-    group: it carries the factor as lr_factor, for whoever sets the learning rate, and has weight_decay / the factor.
-    lr_factors: pattern of names -> factor, of which the first that matches counts, 1 where none does. Each group is
-    then divided by them; they multiply lr_factor and leave weight_decay.
+    group: it has the factor as lr_factor, for the code that sets the learning rate, and weight_decay / the factor.
+    lr_factors: pattern of names -> factor; the first pattern that matches counts, without a match the factor is 1.
+    Each group is then divided by them; they multiply lr_factor and do not change weight_decay.
     substitute: parameter name -> tensor to optimize in its place (fp32 master weights).
     `names` keeps the parameters' names, in order; `adapt` is read by our optimizers, torch's carry it along.
     Raises: ValueError for a substitute that names no trainable parameter, and for a pattern that decides for none.
@@ -89,7 +89,7 @@ def _factors(names: Iterable[str], lr_factors: Mapping[str, float]) -> dict[str,
 
 
 def _divided(group: dict[str, Any], factors: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Divide a group into those of equal factors."""
+    """Divide a group into groups of equal factors."""
     named = list(zip(group["names"], group["params"], strict=True))
     return [
         {
@@ -107,7 +107,7 @@ def load_optimizer_state(
 ) -> None:
     """Load the momentum of a state_dict; the settings stay the optimizer's own (load_state_dict takes the saved ones).
 
-    stated: the only settings that stay its own, where others count what was done, such as Schedule-Free's k.
+    stated: the only settings to keep, if others count steps, such as Schedule-Free's k.
     Raises: ValueError if the parameters or the meaning of the momentum differ.
     """
     own = optimizer.state_dict()
@@ -122,12 +122,12 @@ def load_optimizer_state(
             raise ValueError("one keeps a momentum, and the other means of gradients and of their squares")
         counted = {} if stated is None else {key: theirs[key] for key in ours.keys() & theirs.keys() - set(stated)}
         groups.append({**ours, **counted})
-    # a momentum of 0 was there where none was kept: to torch's fused kernels, none is memory that nobody wrote
+    # a missing momentum was 0; torch's fused kernels would read unwritten memory for a missing one
     optimizer.load_state_dict({"state": {**own["state"], **saved["state"]}, "param_groups": groups})
 
 
 def _require_same_names(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """Raise ValueError where groups differ: torch compares numbers of parameters, and would mix up their momentum."""
+    """Raise ValueError if groups differ: torch compares counts of parameters only, and would mix up momenta."""
     here, there = ([group.get("names", []) for group in groups] for groups in (ours, theirs))
     if here == there:
         return

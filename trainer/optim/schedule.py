@@ -31,7 +31,7 @@ def polynomial(
 
 
 def cosine(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float = 0.0) -> Schedule:
-    """Follow half a cosine from base_lr to end_lr (Loshchilov and Hutter 2017, arXiv 1608.03983), no restarts."""
+    """Return half a cosine from base_lr to end_lr (Loshchilov and Hutter 2017, arXiv 1608.03983), no restarts."""
     return _warmup_then_decay(
         lambda fraction: 0.5 * (1 + math.cos(math.pi * fraction)),
         base_lr=base_lr,
@@ -42,7 +42,7 @@ def cosine(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float
 
 
 def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: float = 0.0) -> Schedule:
-    """Go straight up to the peak base_lr, straight down to end_lr: the triangle of Page's ResNet-9 and FFCV.
+    """Return a linear rise to the peak base_lr and a linear fall to end_lr, as Page's ResNet-9 and FFCV use.
 
     Not torch's OneCycleLR, which by default follows cosines, starts above 0 and cycles the momentum too, as
     mirrored_momentum does.
@@ -51,7 +51,7 @@ def one_cycle(*, base_lr: float, warmup_steps: int, total_steps: int, end_lr: fl
 
 
 def cyclic(*, base_lr: float, cycle_steps: float, end_lr: float = 0.0, factor: float = 1.0) -> Schedule:
-    """Go straight up to base_lr and down to end_lr in each cycle, each time by factor of the height before.
+    """Return linear cycles from end_lr to base_lr and back, each with factor times the height of the one before.
 
     Smith 2017, arXiv 1506.01186: with factor 1 his triangular, with 0.5 his triangular2. Step s has gone (s + 1) /
     cycle_steps of the cycles, so that the last step of a cycle has end_lr, and the run's first one more than that.
@@ -72,7 +72,7 @@ def cyclic(*, base_lr: float, cycle_steps: float, end_lr: float = 0.0, factor: f
 
 
 def mirrored_momentum(rate: Schedule, *, base_lr: float, high: float, low: float, lowest_lr: float = 0.0) -> Schedule:
-    """Return the momentum that falls from high to low as the rate rises from lowest_lr to base_lr, in proportion.
+    """Return a momentum that falls from high to low in proportion as the rate rises from lowest_lr to base_lr.
 
     Smith 2018, arXiv 1803.09820: large rates want a small momentum.
     """

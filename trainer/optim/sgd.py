@@ -8,7 +8,7 @@ from bigbatch.trainer.config.sections import OptimizerConfig
 
 
 def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> torch.optim.SGD:
-    """Make a config's SGD, with a momentum that starts from zero, not from its first gradient: the same update.
+    """Return the SGD of a config; its momentum starts from zero, not from the first gradient: the same update.
 
     An fp16 run's first step may overflow and be skipped: torch's fused kernel then leaves a momentum that was
     allocated for it and never written, and the next step takes that for one.

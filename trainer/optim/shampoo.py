@@ -73,12 +73,12 @@ class Shampoo(MatrixOptimizer):
             raise ValueError("eps must be positive, such as 1e-6: an eigenvalue of 0 has no inverse root")
         self._block_size, self._every, self._factor_decay, self._eps = block_size, root_every_steps, factor_decay, eps
         self._calls_before_roots = 0
-        """That certainly come before roots are due; 0 where the device has to be asked."""
+        """Steps that certainly come before roots are due; 0 if the device has to be asked."""
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov, "adapt": adapt}
         super().__init__(params, defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load it; the next call counts from what was loaded."""
+        """Load the state; the next call counts from its update count."""
         super().load_state_dict(state_dict)
         self._calls_before_roots = 0
 
@@ -104,7 +104,7 @@ class Shampoo(MatrixOptimizer):
             follow_(self, weights, group, self.wholes.own(weights, self._grafted(weights, grads)))
 
     def _make_state(self, weights: list[Tensor]) -> None:
-        """Make factors of zeros and, for roots, identities: until roots are due, a weight goes by SGD."""
+        """Return factors of zeros and roots of identity: until roots are due, a weight follows SGD."""
         for w in weights:
             state = self.state[w]
             if "factors" not in state:
@@ -117,17 +117,17 @@ class Shampoo(MatrixOptimizer):
             state["step"] = step.to(w.device, torch.float32)
 
     def _squares(self, weight: Tensor, name: str) -> list[Tensor]:
-        """Return the left and the right square of each block, as views of what lies in one vector."""
+        """Return the left and the right square of each block, as views of one vector."""
         sizes = [size for shape in block_shapes(shape_of(weight), block_size=self._block_size) for size in shape]
         parts = self.state[weight][name].split([size**2 for size in sizes])
         return [part.view(size, size) for part, size in zip(parts, sizes, strict=True)]
 
     def _blocks(self, tensor: Tensor) -> list[Tensor]:
-        """Return the blocks of a tensor as a matrix: views where its memory allows it."""
+        """Return the blocks of a tensor as a matrix: views if its memory layout allows it."""
         return blocks(tensor.reshape(len(tensor), -1), block_size=self._block_size)
 
     def _follow_factors_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
-        """Let the factors follow the gradient, and count the update; neither on overflow."""
+        """Update the factors with the gradient, and count the update; neither on overflow."""
         overflow = overflow_flag(self, weights[0].device)
         share = torch.full((), 1 - self._factor_decay, dtype=weights[0].dtype, device=weights[0].device)
         if overflow is not None:
@@ -144,7 +144,7 @@ class Shampoo(MatrixOptimizer):
         torch._foreach_add_([self.state[w]["step"] for w in weights], counted)
 
     def _start_roots(self, weights: list[Tensor]) -> Callable[[], None]:
-        """Start on new roots where they are due; what is returned waits for them."""
+        """Start to compute roots that are due; the returned function waits for them."""
         if not weights or not self._are_roots_due(weights):
             return lambda: None
         factors = [square for w in weights for square in self._squares(w, "factors")]
@@ -204,7 +204,7 @@ def num_factor_elements(shape: Iterable[int], *, block_size: int) -> int:
 
 
 def root_cost(size: int) -> float:
-    """Return the operations of a root, up to a factor that all have."""
+    """Return the operations of a root, up to a common factor."""
     return float(size) ** 3
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors for an optimizer that needs them, where a rank updates a part of each alone."""
+"""Whole tensors for an optimizer that needs them, if each rank updates only a part of each."""
 
 from typing import Protocol
 
@@ -7,30 +7,30 @@ from torch import Tensor, nn
 
 
 class Part(nn.Parameter):
-    """Holds the elements of a tensor that a rank updates, flat; it knows the shape of the whole."""
+    """Flat elements of a tensor that a rank updates, with the shape of the whole tensor."""
 
     whole_shape: torch.Size
 
 
 def shape_of(weight: Tensor) -> torch.Size:
-    """Return the shape of the tensor that a weight is, or is a part of."""
+    """Return the shape of a weight, or of the whole tensor that it is a part of."""
     return weight.whole_shape if isinstance(weight, Part) else weight.shape
 
 
 class Wholes(Protocol):
-    """Puts whole tensors together out of what ranks have of each, and takes a rank's part of them."""
+    """Gathers whole tensors from the ranks' parts, and returns a rank's part of them."""
 
     def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
         """Return whole tensors, laid out as whole weights; parts lie as the weights do. Collective."""
         ...
 
     def own(self, weights: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
-        """Return of each whole tensor the part that lies as its weight does."""
+        """Return the part of each whole tensor that is laid out as its weight."""
         ...
 
 
 class AllHere:
-    """Gives back what it gets, where each weight is whole."""
+    """Returns its inputs: each weight is already whole."""
 
     def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
         """Return the parts, which are whole."""
