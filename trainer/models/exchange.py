@@ -1,4 +1,4 @@
-"""Weights by name: from what others save to our models, and back."""
+"""Convert state_dicts of other libraries to bigbatch's models, and back, by names."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import filter as matching
@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from bigbatch.errors import CheckpointError
 
 NESTS = ("state_dict", "model")
-"""Where training scripts put the weights among other state: timm's; torchvision's and ours."""
+"""Keys under which training scripts save the weights: timm's; torchvision's and bigbatch's."""
 WRAPPERS = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before every name."""
+"""Prefixes that DistributedDataParallel and torch.compile add to every name."""
 COUNTER = ".num_batches_tracked"
 """A buffer of batch norms: none of ours reads it, and files from before 2018 do not have it."""
 NUM_NAMED = 3
-"""Names of a kind that an error lists."""
+"""Most names of a kind that an error lists."""
 
 
 def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool = False) -> dict[str, Tensor]:
-    """Read the weights in state, complete, by the names of model; its ResNets share theirs with torchvision and timm.
+    """Return a complete state_dict for model from state; ResNets share names with torchvision and timm.
 
-    new_head: the last layer keeps the model's own, whatever state has there, if anything.
-    source names the file in errors. Raises: CheckpointError where state is no state_dict or one of another model.
+    new_head: the last layer keeps the model's own weights; those in state are ignored.
+    source names the file in errors. Raises: CheckpointError if state is no state_dict, or another model's.
     """
     own = model.state_dict()
     tensors = _require_tensors(_unwrapped(state), source=source)
@@ -41,9 +41,9 @@ def from_foreign(state: object, model: nn.Module, *, source: str, new_head: bool
 def partly_from_foreign(
     state: object, model: nn.Module, *, source: str, patterns: Sequence[str]
 ) -> tuple[dict[str, Tensor], str]:
-    """Read what patterns name of model's weights out of state, and keep model's own for the rest; and tell of both.
+    """Return weights from state for names that match patterns, and model's own for the rest; with log lines.
 
-    Raises: CheckpointError where a pattern names nothing of the model, or what it names is not there in that shape.
+    Raises: CheckpointError if a pattern matches nothing in the model, or its weights are missing or of another shape.
     """
     own = model.state_dict()
     tensors = _require_tensors(_unwrapped(state), source=source)
@@ -51,7 +51,7 @@ def partly_from_foreign(
     for pattern in patterns:
         if not (found := matching(own, pattern)):
             raise CheckpointError(
-                f"model.partial_weights: {pattern!r} names nothing of this model, whose weights are {next(iter(own))} "
+                f"model.partial_weights: {pattern!r} matches nothing in this model; its weights are {next(iter(own))} "
                 f"to {[*own][-1]}: correct it, or leave it out"
             )
         named.update(dict.fromkeys(found))
@@ -80,17 +80,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _classifier(own: Mapping[str, Tensor]) -> str:
-    """Name the weight that gives the classes: the last one of a linear layer or of a convolution."""
+    """Return the name of the classifier's weight: the last one of a linear layer or of a convolution."""
     return [name for name in own if own[name].ndim >= 2][-1]
 
 
 def head_of(model: nn.Module) -> str:
-    """Name the layer that gives the classes."""
+    """Return the name of the classifier layer."""
     return _owner(_classifier(model.state_dict()))
 
 
 def names_head(model: nn.Module, patterns: Sequence[str]) -> bool:
-    """Tell whether a pattern names something of the layer that gives the classes."""
+    """Tell whether a pattern matches a weight of the classifier layer."""
     own, head = model.state_dict(), head_of(model)
     return any(_owner(name) == head for pattern in patterns for name in matching(own, pattern))
 
@@ -100,12 +100,12 @@ def _owner(name: str) -> str:
 
 
 def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the same by the same names as others save theirs: on the CPU, contiguous, each in memory of its own."""
+    """Return the tensors in the form that other libraries save: on the CPU, contiguous, without shared memory."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
 
 
 def _unwrapped(state: object) -> object:
-    """Unwrap what lies in the nests, its names without the prefixes of wrappers."""
+    """Return the innermost state_dict, its names without the prefixes of wrappers."""
     seen: set[int] = set()  # a file may say that they lie in each other
     while (
         isinstance(state, Mapping)

@@ -1,4 +1,4 @@
-"""Models of other packages: torchvision's and timm's by name, any other by its dotted name."""
+"""Models of other packages: torchvision's and timm's by name, any other by its import path."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from bigbatch.trainer.models.norm import NormFactory
 
 
 def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Mapping[str, Any]) -> nn.Module:
-    """Make the model that torchvision:NAME, timm:NAME or a dotted name stands for, with norm's layers as batch norms.
+    """Return the model of torchvision:NAME, timm:NAME or an import path, with norm's layers as batch norms.
 
     Its class, or a function that makes it, is called with num_classes and options. Raises: ConfigError.
     """
@@ -42,7 +42,7 @@ def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Map
 
 
 def _find(name: str) -> Callable[..., Any]:
-    """Import what has that dotted name. Raises: ValueError."""
+    """Return the object of that import path. Raises: ValueError."""
     module, own_name = import_owner(name)
     found = getattr(module, own_name, None)
     if found is None:
@@ -61,7 +61,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def take_norms_(model: nn.Module, norm: NormFactory) -> None:
-    """Put norm's layers in the place of each torch.nn.BatchNorm2d: names, weights, eps and momentum stay. In place.
+    """Replace each torch.nn.BatchNorm2d by norm's layers, in place; names, weights, eps and momentum stay.
 
     Raises: ValueError for what has running statistics, or takes them over the batch, and is none of these: its update
     would depend on how a step is divided.
@@ -96,7 +96,7 @@ def _like(old: _NormBase, norm: NormFactory) -> nn.Module:
 
 
 def require_logits_(model: nn.Module, *, name: str, num_classes: int) -> None:
-    """Let the first model(...) find out whether it gives logits (B, num_classes), and raise ConfigError if not."""
+    """Add a check to the first model(...): raise ConfigError unless it returns logits (B, num_classes)."""
 
     def check(_model: nn.Module, inputs: tuple[Any, ...], logits: object) -> None:
         first.remove()

@@ -1,4 +1,4 @@
-"""Parts of a model that training leaves as they are, by patterns of the names in its state_dict."""
+"""Freeze parts of a model by patterns of the names in its state_dict."""
 
 from collections.abc import Sequence
 from fnmatch import filter as matching
@@ -10,11 +10,11 @@ from bigbatch.trainer.models.norm import GhostBatchNorm2d
 
 
 def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let no gradient reach the weights that patterns name, and keep the running statistics of norms that they name.
+    """Disable gradients of weights that match patterns, and fix running statistics of norms that match them.
 
     Such a norm normalises by these, in training as in evaluation: statistics of new images would change a part that
     is to stay as it is (so do Keras, timm's freeze and Detectron2's FrozenBatchNorm).
-    Raises: ConfigError for a pattern that names nothing, and where nothing is left to train.
+    Raises: ConfigError for a pattern that matches nothing, and if nothing is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
@@ -22,7 +22,7 @@ def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not (found := matching(names, pattern)):
             raise ConfigError(
-                f"model.frozen: {pattern!r} names nothing of this model, whose weights are {names[0]} to "
+                f"model.frozen: {pattern!r} matches nothing in this model; its weights are {names[0]} to "
                 f"{[*parameters][-1]}: correct it, or leave it out"
             )
         frozen.update(found)

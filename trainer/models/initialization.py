@@ -1,4 +1,4 @@
-"""Starts of the weights of convolutions and linear layers by name, in the place of a model's own."""
+"""Initialization of convolutions and linear layers by name, in place of a model's own."""
 
 import math
 
@@ -32,7 +32,7 @@ def initialize_(model: nn.Module, name: str | None, *, linear_std: float | None)
 
 
 def _std(layer: nn.Module, name: str | None, *, linear_std: float | None) -> float | None:
-    """Return the standard deviation that a layer's weights are to have; None for those that stay."""
+    """Return the standard deviation of a layer's initial weights; None if they stay."""
     weight = layer.get_parameter("weight")
     if not weight.requires_grad:
         return None

@@ -1,4 +1,4 @@
-"""What torchvision and timm have by name: torchvision:resnet50, timm:resnet50.a1_in1k."""
+"""Models and weights of torchvision and timm by name: torchvision:resnet50, timm:resnet50.a1_in1k."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from bigbatch.errors import CheckpointError, nearest
 
 
 def library_model(name: str) -> Callable[..., nn.Module]:
-    """Return what makes the model of that name, with random weights: torchvision:resnet18, timm:resnet18.
+    """Return the function that builds the model of that name, randomly initialized, such as timm:resnet18.
 
     Raises: ValueError where there is none.
     """
@@ -35,7 +35,7 @@ def library_model(name: str) -> Callable[..., nn.Module]:
 
 
 def is_library_builder(found: object) -> bool:
-    """Tell whether it is the function by which torchvision or timm make one of the models that library_model names."""
+    """Tell whether it is a function of torchvision or timm that builds a model of library_model."""
     from torchvision import models
 
     name = str(getattr(found, "__name__", ""))
@@ -107,5 +107,5 @@ def _timm_files(name: str) -> tuple[list[Path], str]:
 
 
 def _in_hub(url: str) -> Path:
-    """Return where torch.hub keeps what it downloads from there."""
+    """Return the path at which torch.hub caches a download from there."""
     return Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]

@@ -56,12 +56,12 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         # Not in the state_dict: a checkpoint is taken between steps, where it is 0.
         self.ghost_index = 0
         self.gathered: tuple[Tensor, Tensor] | None = None
-        """Where MicrobatchStatistics wants mean and variance instead of in the running ones."""
+        """Buffers for mean and variance from MicrobatchStatistics, used instead of the running ones."""
         self.is_frozen = False
-        """In training, too, it computes as in evaluation."""
+        """Whether it computes as in evaluation during training too."""
 
     def train(self, mode: bool = True) -> "GhostBatchNorm2d":
-        """Go into training, unless frozen, or into evaluation."""
+        """Set training mode, unless frozen, or evaluation mode."""
         return super().train(mode and not self.is_frozen)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def _slots(model: nn.Module) -> list[tuple[_BatchNorm, str]]:
 
 
 UNSEEN = 1e30
-"""In place of statistics, of a norm that a forward skipped: beyond every grid, and finite, as 0 times it is 0."""
+"""Marks statistics of a norm that a forward skipped: beyond every grid, but finite, so that 0 times it is 0."""
 
 
 class MicrobatchStatistics:

@@ -1,4 +1,4 @@
-"""State that a model moves in its forward, beside batch norm's running statistics, which the step looks after."""
+"""State that a model changes in forward, besides batch norm's running statistics, which the step handles."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from bigbatch.errors import ConfigError
 
 
 def refuse_own_state(model: nn.Module) -> None:
-    """Let the first training forward of model, and it alone, raise ConfigError where it changes a buffer, by name.
+    """Make the first training forward of model raise ConfigError, with the name, if it changes a buffer.
 
     Each rank's forwards would move it by their own microbatches: spectral norm's vectors, centers, counters.
     """

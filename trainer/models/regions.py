@@ -1,4 +1,4 @@
-"""Parts of a model's forward that are compiled, or computed again in backward, each by itself."""
+"""Parts of a model's forward that are compiled, or recomputed in backward, each by itself."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Region: TypeAlias = tuple[nn.Module, str]
-"""Who has the method, and its name."""
+"""Module with the method, and the method's name."""
 
 
 @runtime_checkable
 class RecomputedModel(Protocol):
-    """Tells which of its parts may be computed again in backward."""
+    """Model that lists its parts that backward may recompute."""
 
     def residual_blocks(self) -> list[nn.Module]:
-        """List the blocks whose activations can be computed again in backward; they draw no random numbers."""
+        """List the blocks that backward can recompute; they draw no random numbers."""
         ...
 
 
 @runtime_checkable
 class DividedModel(Protocol):
-    """Tells its parts, from the input on. All regions together are its forward; none overlap."""
+    """Model that lists its parts, from the input on. All regions together are its forward; none overlap."""
 
     def regions(self) -> list[Region]:
         """List the parts that are compiled each by itself."""
@@ -31,7 +31,7 @@ class DividedModel(Protocol):
 
 
 def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Let torch.compile have each region of model: one graph without breaks for each of its shapes.
+    """Compile each region of model with torch.compile: one graph without breaks for each of its shapes.
 
     Blocks of the same shape share their code. In place: modules, names and state_dict stay as they are. Compiles at the
     first call with each shape. A model that is no DividedModel is one region.
@@ -45,7 +45,7 @@ def compile_regions_(model: nn.Module, *, mode: str | None, backend: str | Calla
 
 
 def restore_regions_(model: nn.Module) -> None:
-    """Take back what compile_regions_ did."""
+    """Undo compile_regions_."""
     for owner, name in _regions(model):
         delattr(owner, name)
 

@@ -54,7 +54,7 @@ class Residual(nn.Module):
 
 
 class ResNet9(nn.Module):
-    """Classifies by eight convolutions and a linear layer; takes any input whose sides are at least 8 pixels."""
+    """Classifies by eight convolutions and a linear layer; takes any input with sides of at least 8 pixels."""
 
     def __init__(
         self, *, num_classes: int, width: int, logit_scale: float, prep: nn.Module, block: Callable[..., nn.Module]
@@ -100,7 +100,7 @@ def resnet9(
     logit_scale: float = 0.125,
     is_whitened: bool = False,
 ) -> ResNet9:
-    """Make ResNet-9 with widths width, 2, 4 and 8 times width, and what part 8 of Page's series adds to it.
+    """Return ResNet-9 with widths width, 2, 4 and 8 times width, and the additions of part 8 of Page's series.
 
     celu_alpha: CELU instead of ReLU. norm_scale: batch norm's scales stay at it. is_whitened: the first convolution is
     a fixed 3x3 one, to be fitted to images, and a learned 1x1 one. A positive s leaves the function as it is that

@@ -1,4 +1,4 @@
-"""Batch norm of a ghost batch whose samples lie on several ranks: one gather in forward, one in backward.
+"""Batch norm of a ghost batch that spans several ranks: one gather in forward, one in backward.
 
 Every rank of the group has as many samples. Moments are put together as Chan et al. 1979 do it (from each rank's own
 mean and variance, not from sums of squares, which cancel), in the dtype of the weights, by all ranks alike: so they
@@ -17,7 +17,7 @@ PIXELS = (0, 2, 3)
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Names the ranks that share each ghost batch. gather is collective: (N) of each -> (num_ranks, N)."""
+    """Ranks that share each ghost batch. gather is collective: (N) of each -> (num_ranks, N)."""
 
     num_ranks: int
     gather: Callable[[Tensor], Tensor]

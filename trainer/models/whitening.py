@@ -14,7 +14,7 @@ SIDE = 3
 PATCH = 3 * SIDE**2
 """Numbers of a patch (K below), and channels after whitening."""
 PORTION_PIXELS = 2**20
-"""Pixels whose patches are in memory at a time, which are 28 numbers of float64 each."""
+"""Pixels with patches in memory at a time; a patch is 28 numbers of float64."""
 
 
 class PatchWhitening(nn.Module):
@@ -50,7 +50,7 @@ def patch_sums(images_BCHW: Tensor) -> Tensor:
 
 
 def whitening_filters(sums: Tensor, *, std: Sequence[float], eps: float) -> Tensor:
-    """Make of patch_sums of bytes the filters for images divided by 255 and std: (27, 3, 3, 3), float64, on the CPU.
+    """Return filters from patch_sums of bytes, for images divided by 255 and std: (27, 3, 3, 3), float64, on the CPU.
 
     The strongest direction comes first; the largest number of each filter is positive. Patches that were filtered
     have the covariance diag(L / (L + eps)).
