@@ -1,4 +1,4 @@
-"""Tar archives from elsewhere: found, compared with what was published, and read member by member in bounded memory."""
+"""Published tar archives: find them, verify them, and read them member by member in bounded memory."""
 
 import gzip
 import hashlib
@@ -20,7 +20,7 @@ MAX_MEMBER_BYTES = 4 * MAX_PIXELS
 MAX_HEADER_BYTES, MAX_GLOBAL_HEADERS, MAX_MEMBERS = 1 << 16, 20, 4_000_000
 """A path has at most 4,096 bytes, `git archive` writes one global header, ImageNet has 1.3 million members."""
 TIMEOUT_SECONDS = 60.0
-"""How long a server may be silent before a download fails."""
+"""Seconds without data from a server before a download fails."""
 
 _AGAIN = "download the archive again"
 _EXTENSIONS = (
@@ -34,10 +34,10 @@ _EXTENSIONS = (
 
 @dataclass(frozen=True)
 class Archive:
-    """Describes a published archive; what is None was not published, and is not checked."""
+    """A published archive; None for facts that were not published and are not checked."""
 
     names: tuple[str, ...]
-    """File names that it goes by, the official one first."""
+    """Its possible file names, the official one first."""
     num_bytes: int | None = None
     md5: str | None = None
     url: str | None = None
@@ -48,7 +48,7 @@ class Member:
     """Holds a regular file in an archive; read it before the next one is drawn."""
 
     origin: str
-    """The archive, or the archives one in the other, for messages."""
+    """The archive, or the nested archives, for messages."""
     path: PurePosixPath
     num_bytes: int
     file: IO[bytes]
@@ -66,7 +66,7 @@ class Member:
 
 
 def find_archive(folder: Path, archive: Archive) -> Path:
-    """Return where the archive lies in folder. Raises: DataError if it is missing or has another length."""
+    """Return the archive's path in folder. Raises: DataError if it is missing or has another length."""
     with _named_errors(str(folder)):
         path = next((folder / name for name in archive.names if (folder / name).is_file()), None)
         found = path.stat().st_size if path else 0
@@ -79,7 +79,7 @@ def find_archive(folder: Path, archive: Archive) -> Path:
 
 
 def check_md5(path: Path, archive: Archive, *, on_progress: Report) -> None:
-    """Compare the MD5 sum with the published one, if there is one. Raises: DataError if it differs."""
+    """Verify the MD5 sum, if one is published. Raises: DataError if it differs."""
     if archive.md5 is None:
         return
     with _named_errors(str(path)), open(path, "rb") as file:
@@ -92,7 +92,7 @@ def check_md5(path: Path, archive: Archive, *, on_progress: Report) -> None:
 
 
 def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
-    """Bring an archive into folder, unless it lies there whole; it gets its name when its MD5 sum is right.
+    """Download an archive into folder, unless it is already complete; it gets its name after its MD5 sum matches.
 
     Raises: DataError naming the address, the file and the way out.
     """
@@ -126,7 +126,7 @@ def download(folder: Path, archive: Archive, *, on_progress: Report) -> None:
 
 
 class BoundedTarInfo(tarfile.TarInfo):
-    """Refuses headers that are read into memory whole and would fill it; maps of sparse files are not read at all."""
+    """Refuses headers that would fill the memory; maps of sparse files are not read at all."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         """Do as tarfile does, which leaves this to subclasses. Raises: ReadError."""
@@ -184,7 +184,7 @@ def read_members(archive: Path | Member, *, max_members: int = MAX_MEMBERS) -> I
 
 
 def _open(archive: Path | Member) -> tarfile.TarFile:
-    """Open an archive, whose name does not tell its compression: ImageNet-V2's .tar.gz is a plain tar."""
+    """Open an archive; its name may state a wrong compression: ImageNet-V2's .tar.gz is a plain tar."""
     if isinstance(archive, Member):
         return tarfile.open(fileobj=archive.file, mode="r:", tarinfo=BoundedTarInfo)
     with open(archive, "rb") as file:
@@ -209,7 +209,7 @@ def _problem(info: tarfile.TarInfo, parts: list[str]) -> str | None:
 
 
 def _require_end(tar: tarfile.TarFile) -> None:
-    """Refuse a cut or damaged header: tarfile takes it for the end, and a class would lack images unseen."""
+    """Refuse a cut or damaged header: tarfile takes it for the end, and a class would silently lack images."""
     assert tar.fileobj is not None
     if isinstance(tar.fileobj, gzip.GzipFile):
         while tar.fileobj.read(1 << 20):  # up to the checksum of all; to seek back would unpack all again
@@ -222,7 +222,7 @@ def _require_end(tar: tarfile.TarFile) -> None:
 
 @contextmanager
 def _named_errors(origin: str) -> Iterator[None]:
-    """Name the archive in errors: what the system refuses is no damage, and to download again would not help."""
+    """Add the archive to errors; a system error is not reported as damage, as a new download would not help."""
     try:
         yield
     except (tarfile.TarError, EOFError, zlib.error, ValueError, OverflowError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Is a data set fit for a run? What its splits hold, and what is wrong with them."""
+"""Check a data set: the contents of its splits, and their faults."""
 
 import re
 import time
@@ -19,26 +19,26 @@ from bigbatch.trainer.input.listed import SPLITS
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
-"""How many images there are, and how many of each class where these are equal; 10,000 are ImageNet-V2's."""
+"""Number of images, and of images per class if these are equal; 10,000 are ImageNet-V2's."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Gathers all cases of one kind in one place."""
+    """All cases of one kind in one place."""
 
     kind: str
     where: str
     cases: tuple[str, ...]
-    """One line each, most begin with a path."""
+    """One line per case; most begin with a path."""
     is_problem: bool
-    """Else a remark: the data set is fit for training with it."""
+    """False: a remark, with which the data set is fit for training."""
     meaning: str = ""
-    """What to do, or what the loaders make of it."""
+    """Remedy, or effect on the loaders."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Gives the extremes and median of a quantity over classes or images; zeros where there are none."""
+    """Extremes and median of a quantity over classes or images; zeros if there are none."""
 
     smallest: int = 0
     median: float = 0.0
@@ -47,7 +47,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Says what a split holds. Sides and forms are those of its good images."""
+    """Contents of a split. Sides and forms are those of its good images."""
 
     num_images: int
     num_classes: int
@@ -61,7 +61,7 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Holds everything that a check found."""
+    """All results of a check."""
 
     root: str
     decoded: bool
@@ -79,7 +79,7 @@ def check_dataset(
     max_pixels: int = MAX_PIXELS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> CheckReport:
-    """Look at every image of root/train and root/val; on_progress gets the number done and the total.
+    """Check every image of root/train and root/val; on_progress gets the number done and the total.
 
     decode False reads all files and headers, so that only damage inside of an image remains unseen. An image of
     more than max_pixels is a fault, and not decoded.
@@ -159,9 +159,9 @@ def listing_findings(split: str, listing: Listing, *, leave_out: bool = False) -
 def left_out_findings(
     where: str, left_out: Mapping[str, Sequence[str]], *, unlisted: Sequence[str], leave_out: bool
 ) -> list[Finding]:
-    """Return files that look like images and are not read, and folders that cannot be listed: a set lacks them.
+    """Return findings on files that look like images but are not read, and on folders that cannot be listed.
 
-    leave_out: the user said so of the files, and they are no problem.
+    leave_out: the user left out these files, so they are not a problem.
     """
     unread, elsewhere = (
         "save it as JPEG, PNG or WebP, or move it away",
@@ -191,7 +191,7 @@ def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
 
 
 def trait_findings(split: str, images: ImageSource, *, rows_N: np.ndarray) -> list[Finding]:
-    """Return one remark per trait that some image has, with what the loaders make of it."""
+    """Return one remark per trait of some images, with its effect on the loaders."""
     findings = []
     for bit, (trait, meaning) in enumerate(TRAITS.items()):
         positions = np.flatnonzero(rows_N["traits"] >> bit & 1)
@@ -237,14 +237,14 @@ def spelling_findings(where: str, classes: Iterable[str]) -> list[Finding]:
 
 
 def unprintable_findings(where: str, classes: Sequence[str]) -> list[Finding]:
-    """Return classes that no table or message can show as they are."""
+    """Return findings on class names with unprintable characters."""
     odd = tuple(name for name in classes if not name.isprintable())
-    kind = "class whose name cannot be printed"
+    kind = "class with an unprintable name"
     return [Finding(kind, where, odd, is_problem=True, meaning="give it another one")] if odd else []
 
 
 def imagenet_findings(split: str, images: ImageSource) -> list[Finding]:
-    """Tell, for 1,000 classes named by WordNet ids: is it the whole of ILSVRC-2012, or of ImageNet-V2?"""
+    """Return whether 1,000 classes named by WordNet ids are complete ILSVRC-2012 or ImageNet-V2."""
     is_wnid = re.compile(r"n\d{8}").fullmatch
     if len(images.classes) != IMAGENET_CLASSES or not all(map(is_wnid, images.classes)):
         return []

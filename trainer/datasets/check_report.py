@@ -1,4 +1,4 @@
-"""A check of a data set for a person to read, and for a program."""
+"""Report of a data set's check, as text and as JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from bigbatch.trainer.input.base import written_keys
 
 
 def print_report(report: CheckReport, *, console: Console) -> None:
-    """Print the splits side by side, the findings, the verdict; without lines and colours where no terminal is."""
+    """Print the splits side by side, the findings, the verdict; without a terminal no lines and colours."""
     title, *rows = (tuple(map(printable, row)) for row in table_rows(report))
     if console.is_terminal:
         table = Table(*title, title=Text(printable(report.root)))
@@ -68,7 +68,7 @@ def _range(values: Spread) -> str:
 
 
 def finding_lines(findings: Sequence[Finding], *, num_shown: int = 1) -> Iterator[str]:
-    """Return a line per finding: where, what, how many; below it the first cases."""
+    """Return a line per finding: place, kind, count; below it the first cases."""
     for finding in findings:
         word = "problem" if finding.is_problem else "remark"
         yield f"{word:7}  {printable(finding.where)}: {finding.kind} ({len(finding.cases):,}){_meaning(finding)}"

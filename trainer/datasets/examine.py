@@ -1,4 +1,4 @@
-"""One look at every image of a data set, as the loaders would take it, by many processes."""
+"""Examine every image of a data set as the loaders would, in many processes."""
 
 import hashlib
 import os
@@ -52,12 +52,12 @@ sides, form and traits are zero unless fit. 47 bytes, so that a million images t
 
 @dataclass(frozen=True)
 class Fault:
-    """Describes an image on which training would stop."""
+    """An image that would end a training."""
 
     path: str
     kind: str
     reason: str
-    """One line that begins with path."""
+    """One line, which begins with path."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Job:
 
 
 def kind_of_fault(data: bytes, error: Exception) -> str:
-    """Return what a file on which the decoder raised error seems to be."""
+    """Return the likely kind of a file for which the decoder raised error."""
     if not data:
         return "empty file"
     for start, end in ((b"\xff\xd8\xff", b"\xff\xd9"), (PNG_START[:4], PNG_END)):
@@ -156,7 +156,7 @@ def examine_part(images: ImageSource, positions: range, *, split: str, decode: b
 
 
 def reason_of(path: str, error: Exception) -> str:
-    """Return the line that says why an image cannot be used."""
+    """Return one line on why an image cannot be used."""
     # what is there and cannot be read, such as a folder; an image in a shard has no path of its own
     is_there = isinstance(error, StorageError) and os.path.lexists(path)
     if isinstance(error, DataError) and not is_there:

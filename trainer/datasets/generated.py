@@ -114,7 +114,7 @@ CLASSES = tuple(sorted(SHAPES))
 
 @dataclass(frozen=True)
 class ShapesRecipe:
-    """Decides every byte of the data set; the manifest states it."""
+    """Settings that determine every byte of the data set; the manifest states them."""
 
     seed: int
     train_per_class: int

@@ -1,4 +1,4 @@
-"""What lies in the folders of a split, good or not: nothing here stops at a fault."""
+"""List all files in the folders of a split; faults do not stop the listing."""
 
 import os
 from collections import defaultdict
@@ -21,11 +21,11 @@ class Listing:
 
     images: ImageSource
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Paths of what looks like images and is not read, by kind."""
+    """Kind -> paths of files that look like images but are not read."""
     nested: tuple[str, ...] = ()
     """Folders below those of classes that hold images."""
     strays: tuple[str, ...] = ()
-    """Paths of all else, hidden files among them."""
+    """Paths of all other files, also hidden ones."""
     unlisted: tuple[str, ...] = ()
     """One line for each folder that cannot be listed."""
 

@@ -1,4 +1,4 @@
-"""From class folders to packed shards (see shards.py): in parallel, resumable, the same input gives the same bytes."""
+"""Pack class folders into shards (see shards.py): in parallel, resumable; equal input gives equal bytes."""
 
 import hashlib
 import io
@@ -46,16 +46,16 @@ _NEW = "delete its folder to pack anew, or name another DST"
 
 @dataclass(frozen=True)
 class PackRecipe:
-    """Decides the bytes of the shards, beside the images."""
+    """Settings that, with the images, determine the bytes of the shards."""
 
     shard_bytes: int = 512_000_000
     """Most bytes of a shard, counted as the images come; a larger image gets a shard of its own."""
     max_side: int | None = None
-    """An image whose shorter side exceeds it is shrunk to it; None leaves all as they are."""
+    """An image with a longer shorter side is shrunk to it; None changes no image."""
     quality: int = 90
     """Quality of the JPEGs of shrunk images."""
     max_pixels: int = MAX_PIXELS
-    """An image that states more is refused; it decides no bytes."""
+    """An image that states more is refused; does not change any bytes."""
 
     def __post_init__(self) -> None:
         legal = {
@@ -89,7 +89,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """Follows one split on its way from index to folder."""
+    """State of packing one split."""
 
     folder: Path
     index: ImageIndex
@@ -101,7 +101,7 @@ class SplitPlan:
 
 @dataclass(frozen=True)
 class PackSummary:
-    """Says what a call of pack did; num_packed leaves out what an earlier call had packed already."""
+    """Result of a call of pack; num_packed excludes images that an earlier call packed."""
 
     num_images: int
     num_packed: int
@@ -175,7 +175,7 @@ def pack(
 
 
 def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: PackRecipe) -> list[SplitPlan]:
-    """Look at all splits, then claim a folder for each; labels of the later splits are those of the first."""
+    """Read all splits, then claim a folder for each; all splits have the labels of the first."""
     plans: list[SplitPlan] = []
     for split in splits:
         index = read_images(source, split, classes=plans[0].index.classes if plans else None)
@@ -387,6 +387,6 @@ def new_shard_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sweep_unfinished(folder: Path) -> None:
-    """Remove what writers that were killed left in folder."""
+    """Remove files that killed writers left in folder."""
     for left in folder.glob(f".*{UNFINISHED}"):
         left.unlink(missing_ok=True)

@@ -41,11 +41,11 @@ _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 
 @dataclass(frozen=True)
 class DataSet:
-    """Describes a published data set and what it must amount to."""
+    """A published data set and its expected counts."""
 
     name: str
     archives: Mapping[str, Archive]
-    """Archives of each split by its name, or of all splits together; otherwise one that every split needs."""
+    """Name of a split, or of all splits together -> archive; other keys: an archive that every split needs."""
     num_classes: int
     num_images: Mapping[str, int]
     """Number of images of each split."""
@@ -142,9 +142,9 @@ def _write_image(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _only_run(root: Path, data_set: DataSet) -> Iterator[Path]:
-    """Give the folder in which the data set grows, which loaders do not look into, to one run at a time.
+    """Lock the folder in which the data set grows, which loaders ignore, for one run at a time.
 
-    It stays where the run stopped half-way, unless what it holds comes from an archive that is refused.
+    It stays if the run stopped half-way, unless its files come from a refused archive.
     Raises: DataError if another run writes there, or it cannot be made or written.
     """
     unfinished = root / f".{data_set.name}.unfinished"
@@ -359,7 +359,7 @@ _V2_NAMES = ("imagenetv2-matched-frequency.tar.gz", "imagenetv2-matched-frequenc
 IMAGENET_V2 = DataSet(
     "imagenet-v2", {"all": Archive(_V2_NAMES)}, 1000, {"val": 10_000}, read=partial(read_imagenet_v2, ())
 )
-"""Its classes are numbers, which are positions in the names of ImageNet's: read_imagenet_v2 takes them."""
+"""Its classes are numbers: positions in ImageNet's class names, which read_imagenet_v2 needs."""
 
 _FAST_AI = "https://s3.amazonaws.com/fast-ai-imageclas"
 IMAGENETTE = {
@@ -376,7 +376,7 @@ IMAGENETTE = {
         ("160px", "imagenette2-160", "e793b78cc4c9e9a4ccc0c1155377a412"),
     )
 }
-"""By the length of the shorter side."""
+"""Length of the shorter side, such as 320px -> data set."""
 
 _TORONTO = "https://www.cs.toronto.edu/~kriz"
 CIFAR = {

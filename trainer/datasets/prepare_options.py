@@ -132,7 +132,7 @@ def _find(name: str, arguments: argparse.Namespace) -> "DataSet":
 
 
 def summary(data_set: "DataSet", root: Path, *, written: list[str], seconds: float) -> list[str]:
-    """Say what there is now, and how to train on it."""
+    """Return lines on the prepared data set, and how to train on it."""
     counts = " and ".join(f"{number:,} in {split}" for split, number in data_set.num_images.items())
     how = f"written in {seconds:.1f} s ({', '.join(written)})" if written else "complete already"
     lines = [f"{root}: {data_set.num_classes:,} classes, images: {counts}; {how}"]

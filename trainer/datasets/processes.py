@@ -1,4 +1,4 @@
-"""Work for many processes, such that a Ctrl-C or a killed parent leaves none of them behind."""
+"""Run work in many processes; all of them end after a Ctrl-C or if the parent is killed."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _works: list[Callable[[Any], Any]] = []
-"""The one work of a process of the pool: sent once, as it may hold the names of a million images."""
+"""Work of a process of the pool: sent once, since it may hold the names of a million images."""
 
 
 def in_parallel(work: Callable[[Task], Result], tasks: Sequence[Task], *, num_workers: int) -> Iterator[Result]:

@@ -1,4 +1,4 @@
-"""How far the work on a data set is, on the error stream: a bar on a terminal, lines elsewhere."""
+"""Show progress of work on a data set on stderr: a bar on a terminal, else lines."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from bigbatch.errors import printable
 Advance = Callable[[int, int], None]
 """Takes (done, total)."""
 Report = Callable[[str, int, int], None]
-"""Takes (what is done, done so far, in all); called often, by the thread that asked for the work."""
+"""Takes (kind of work, done so far, in all); called often, by the thread that started the work."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def _lines(say: Callable[[str], None], unit: str) -> Report:
 
 
 class _Count:
-    """Shows what is done, and its rate since the first call: what was before may be the work of an earlier process."""
+    """Shows the number done, and the rate since the first call; earlier work may be another process's."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit

@@ -48,15 +48,15 @@ _ANOTHER = "delete its folder to stage anew, or name another DST"
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Says what a call of stage found and did."""
+    """Result of a call of stage."""
 
     num_images: int
     num_shards: int
     bytes_copied: int
     bytes_kept: int
-    """Bytes of an earlier call whose SHA-256 was compared again; 0 if comparing the sizes was enough."""
+    """Bytes of an earlier call that were verified by SHA-256 again; 0 if comparing the sizes was enough."""
     seconds: float
-    """Without the wait for another process."""
+    """Seconds without the wait for another process."""
 
     @property
     def gb_per_s(self) -> float:
@@ -80,7 +80,7 @@ class _Split:
     """Bytes of the source's index.json."""
     facts: SplitIndex
     files: tuple[Shard, ...]
-    """All that comes before index.json: the shards and index.npy."""
+    """Files copied before index.json: the shards and index.npy."""
 
 
 def stage(
@@ -135,7 +135,7 @@ def stage(
 
 @contextmanager
 def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
-    """Be one of those who use what is, or is to be, staged in target; without keep the last of them removes it.
+    """Register as a user of the copy, present or future, in target; without keep the last user removes it.
 
     What cannot be locked is left to stage to tell of. What else lies there stays, and so do two empty files.
     """
@@ -154,7 +154,7 @@ def using_copy(target: Path, *, keep: bool) -> Iterator[None]:
 
 
 def _remove(target: Path, users: IO[bytes]) -> None:
-    """Remove what stage makes, where nobody else stages or uses it. Raises: OSError."""
+    """Remove the copy, unless another process stages or uses it. Raises: OSError."""
     with open_lock(target / LOCK) as lock:
         if not (try_lock(lock) and try_lock(users)):
             return
@@ -186,7 +186,7 @@ def _plan(source: Path, target: Path) -> _Split:
 
 @contextmanager
 def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[bool]:
-    """Be the only process of this node in target; give whether only this user could write there until now.
+    """Lock target for this process on this node; yield whether only this user could write there until now.
 
     If not, sizes are not believed: others may have planted the bytes. The kernel frees the lock however its process
     ends. The wait has no bound of its own: the process with the lock shows its progress.
@@ -226,7 +226,7 @@ def _is_complete(split: _Split) -> bool:
 
 
 def _make_way(split: _Split) -> None:
-    """Sweep up what is cut in the target. Raises: DataError for files there that are none of the source's."""
+    """Remove cut files in the target. Raises: DataError for files there that are not the source's."""
     read_packed(split.source)  # a shard that is gone or cut is seen now, not after an hour
     index, ours = split.target / FACTS, {NOTE, *(file.name for file in split.files)}
     with _named(split.target):
@@ -272,7 +272,7 @@ def _fetch_all(split: _Split, *, num_workers: int) -> Iterator[tuple[Shard, bool
 
 
 def _fetch(split: _Split, file: Shard, *, stop: threading.Event) -> bool:
-    """Copy a file whole, with its SHA-256; False for one that an earlier call left and that is what it should be."""
+    """Copy a whole file and verify its SHA-256; return False if an earlier call left it intact."""
     source, target, digest = split.source / file.name, split.target / file.name, hashlib.sha256()
     with _named(target):
         if target.exists():
@@ -302,7 +302,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name a target in what the system refuses."""
+    """Add the target to system errors."""
     try:
         yield
     except OSError as error:

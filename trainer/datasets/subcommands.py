@@ -1,4 +1,4 @@
-"""`bigbatch data`: the images, before a run."""
+"""`bigbatch data`: prepare and check images before a run."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="bigbatch data", description="Prepare images for training.")
     commands = parser.add_subparsers(required=True, metavar="SUBCOMMAND")
     generate = commands.add_parser(
@@ -113,7 +113,7 @@ def _add_pack(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--max-side",
         type=whole,
         metavar="N",
-        help="shrink images whose shorter side exceeds N pixels to N; their EXIF data is dropped, and the "
+        help="shrink images with a shorter side above N pixels to N; their EXIF data is dropped, and the "
         "orientation in it with it, as the loaders ignore it",
     )
     pack.add_argument(

@@ -1,4 +1,4 @@
-"""Are packed shards what was packed? Every byte is read again, and every entry compared with the tar member."""
+"""Verify packed shards: read every byte again, and compare every index entry with its tar member."""
 
 import hashlib
 import tarfile
@@ -16,19 +16,19 @@ from bigbatch.trainer.input.shards import AGAIN, ENTRIES, Shard, is_packed, read
 
 COLUMNS = ("offset", "length", "height", "width", "label")
 _ANY_PIXELS = 178_000_000
-"""The most that data.max_megapixels may be."""
+"""Largest legal data.max_megapixels."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Describes a shard, with (number in the split, *COLUMNS) of each of its images."""
+    """A shard, with (number in the split, *COLUMNS) of each of its images."""
 
     shard: Shard
     rows: Sequence[tuple[int, ...]]
 
 
 def verify(root: Path, *, num_workers: int = 1, on_progress: Callable[[int, int], None] | None = None) -> int:
-    """Read all shards of all packed splits of root again; return how many images there are.
+    """Read all shards of all packed splits of root again; return the number of images.
 
     on_progress gets (shards done, shards in all). Raises: DataError naming what is missing, cut, edited or
     wrong; ConfigError for an impossible setting.
@@ -66,7 +66,7 @@ def _verify_shard(stated: tuple[Path, ShardRecord]) -> None:
 
 
 def read_shard(path: Path, *, expected: Shard | None = None) -> ShardRecord:
-    """Return what an index is to state of a shard.
+    """Return the facts that an index must state of a shard.
 
     Raises: DataError if it is no shard of ours, other than expected, or cannot be read.
     """

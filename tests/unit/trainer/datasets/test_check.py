@@ -286,7 +286,7 @@ def test_check_classes_that_differ_or_are_empty(tmp_path):
 
 def test_check_names_a_class_that_cannot_be_printed(tmp_path):
     write(tmp_path, good_files() | {f"{split}/x\x1b[31m/0.jpg": encoded(image(50)) for split in ("train", "val")})
-    kind = "class whose name cannot be printed"
+    kind = "class with an unprintable name"
     found = [(finding.where, finding.cases) for finding in check_dataset(tmp_path).problems if finding.kind == kind]
     assert found == [("train", ("x\x1b[31m",)), ("val", ("x\x1b[31m",))]
 
