@@ -1,1 +1,1 @@
-"""From own images to a recipe: what a folder holds, which images train, and what a run needs to know of them."""
+"""Write a recipe for the user's images: list a folder, split it, and measure its images."""

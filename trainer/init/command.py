@@ -1,4 +1,4 @@
-"""`bigbatch init`: look at a folder of images, write a recipe for them, and say what to type next."""
+"""`bigbatch init`: examine a folder of images, write a recipe for them, and print the next command."""
 
 import argparse
 import os
@@ -29,19 +29,19 @@ from bigbatch.trainer.input.listed import SPLITS, index_of, write_list
 from bigbatch.trainer.input.order import ImageIndex
 
 NUM_SHOWN = 3
-"""Cases of a finding that are named."""
+"""Most cases of a finding to list."""
 
 
 @dataclass(frozen=True)
 class _Pictures:
-    """Holds both splits; listed is what to write down of them where the folder itself does not part them."""
+    """Both splits; listed: the list of images to write, if the folder itself does not separate them."""
 
     splits: Mapping[str, ImageSource]
     listed: dict[str, dict[str, list[str]]] | None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write a recipe, or nothing where there are problems; return the exit code. Raises: DataError; ConfigError."""
+    """Write a recipe, or nothing if there are problems; return the exit code. Raises: DataError; ConfigError."""
     arguments, columns = _options(argv)
     folder: Path = arguments.unpack or arguments.folder
     recipe: Path = arguments.out
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] | None]:
-    """Return the options, with the recipe's file as out, and the two names of --columns. Exits: where one is wrong."""
+    """Return the options, with the recipe's file as out, and the two names of --columns. Exits if one is wrong."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not 0 < arguments.val_share < 1:
@@ -143,7 +143,7 @@ def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[Finding]:
 
 
 def _unusable(pictures: _Pictures, measured: Measured, *, leave_out: bool) -> Iterator[Finding]:
-    """Name unusable images; with leave_out take them out of what is to be listed."""
+    """Report unusable images; with leave_out remove them from the list."""
     listed = pictures.listed if leave_out else None
     advice = "replace or remove it" + (", or give --leave-out" if pictures.listed and not leave_out else "")
     for split, found in measured.faults.items():
@@ -192,7 +192,7 @@ def _summary(folder: Path, found: Found, pictures: _Pictures, measured: Measured
 
 
 def _write(recipe: Path, pictures: _Pictures, measured: Measured, *, arguments: argparse.Namespace) -> None:
-    """Write the list, where there is one, and then the recipe. Raises: DataError; ConfigError, before anything."""
+    """Write the list, if there is one, and then the recipe. Raises: DataError; ConfigError, before any write."""
     folder: Path = arguments.unpack or arguments.folder
     root, counts = folder, {split: len(images) for split, images in pictures.splits.items()}
     if pictures.listed is not None:
@@ -236,7 +236,7 @@ def _next(recipe: Path, pictures: _Pictures) -> Iterator[str]:
 
 
 def _typed(word: str) -> str:
-    """Return a word as it is typed into a shell; what no terminal shows by its bytes, as bash and zsh read them."""
+    """Return a word as typed into a shell; unprintable characters as byte escapes of bash and zsh."""
     if word.isprintable():
         return shlex.quote(word)
     bytewise = (c if c.isprintable() and c not in "\\'" else _bytes_of(c) for c in word)
@@ -261,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
         "or moved. Everything that is wrong is told at once, and then nothing is written; exit code 1.",
         epilog="example: bigbatch init data/flowers --val-share 0.2",
     )
-    parser.add_argument("folder", type=as_path, metavar="FOLDER", help="where the images are")
+    parser.add_argument("folder", type=as_path, metavar="FOLDER", help="folder of the images")
     parser.add_argument(
         "--out",
         type=as_path,
@@ -296,9 +296,9 @@ def _parser() -> argparse.ArgumentParser:
         type=decimal,
         default=0.2,
         metavar="SHARE",
-        help="of each class to validate with, where FOLDER does not part them (default: %(default)s)",
+        help="share of each class for validation, if FOLDER has no splits (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=whole, default=0, help="of split and sample (default: %(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="seed of split and sample (default: %(default)s)")
     parser.add_argument(
         "--samples",
         type=whole,

@@ -1,4 +1,4 @@
-"""A CSV of labels: which image is of which class, and which lines and images have no counterpart."""
+"""Read a CSV of labels: the class of each image, and lines and images without a counterpart."""
 
 import csv
 import io
@@ -13,21 +13,21 @@ from bigbatch.trainer.input.image_files import is_image
 
 @dataclass(frozen=True)
 class Table:
-    """Holds what a CSV says about images."""
+    """Contents of a CSV of labels."""
 
     labels: dict[str, str]
     """Path of an image -> its class."""
     faults: dict[str, list[str]]
-    """Kind -> its cases, of each kind that there may be."""
+    """Kind of mismatch -> its cases, for each possible kind."""
     names: Sequence[str] | None
-    """The first line, where it was taken for the names of the columns without being told."""
+    """The first line, if it was taken for column names without an option."""
 
 
 def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] | None = None) -> Table:
     """Read a CSV with a line for each of images (paths below a folder): comma, semicolon or tab, UTF-8.
 
     Images go by path or name, also without suffix, as long as that is of one image: a line can name none outside of
-    the folder. Raises: DataError for what is no such file.
+    the folder. Raises: DataError for a file of another form.
     """
     known = _names(images)
     rows = _read(path)
@@ -63,7 +63,7 @@ def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] |
 
 
 def _read(path: Path) -> list[tuple[int, list[str]]]:
-    """Return lines that hold something, with their numbers."""
+    """Return non-empty lines with their numbers."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         first = text.partition("\n")[0]
@@ -93,7 +93,7 @@ def _find(name: str, known: dict[str, str | None]) -> str | None:
 
 
 def _names(images: Sequence[str]) -> dict[str, str | None]:
-    """Return the image that each name stands for: None where it is that of several."""
+    """Return name -> image; None if the name fits several."""
     known: dict[str, str | None] = {}
     for image in images:
         for name in {*_shorter(image)} - {image}:

@@ -1,4 +1,4 @@
-"""What a folder of images holds: both splits, class folders that are still to be split, or images and a table."""
+"""Detect the layout of a folder of images: both splits, class folders without splits, or images and a table."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ from bigbatch.trainer.input.shards import is_packed
 _LAYOUTS = "FOLDER/<class>/<image>, FOLDER/train and FOLDER/val with class folders, or images and a CSV of labels"
 
 SPLIT_WORDS = ("training", "valid", "validation", "validate", "dev", "eval", "evaluation", "test", "testing")
-"""What other programs call folders of splits, which are not taken for classes."""
+"""Names of other programs for folders of splits, which are not taken for classes."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Says what lies in a folder, and what is wrong with it."""
+    """Contents of a folder, and its faults."""
 
     what: str
     findings: tuple[Finding, ...]
     splits: Mapping[str, ImageSource] | None = None
-    """Both, where the folder has them."""
+    """Both splits, if the folder has them."""
     by_class: Mapping[str, Sequence[str]] | None = None
-    """Else images, as paths below the folder, of each class."""
+    """Otherwise class -> images, as paths below the folder."""
 
 
 def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] | None = None, leave_out: bool) -> Found:
@@ -73,13 +73,13 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
 
 
 def require_folder(folder: Path) -> None:
-    """Raise DataError where there is no such folder."""
+    """Raise DataError if there is no such folder."""
     if not folder.is_dir():
         raise DataError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; name that of the images")
 
 
 def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
-    """Raise DataError where --columns is given, and nothing would read it."""
+    """Raise DataError if --columns is given but nothing would read it."""
     if columns is not None:
         raise DataError(
             f"--columns {','.join(columns)}: no table of {folder} is read; name one by --labels, or leave it out"

@@ -1,4 +1,4 @@
-"""What a sample of the images is like: sides, mean and standard deviation of their pixels, and which are unusable."""
+"""Measure a sample of the images: sides, mean and standard deviation of pixels, and unusable images."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ LEVELS = np.arange(256) / 255
 
 @dataclass(frozen=True)
 class Measured:
-    """Says what was found in a sample of all splits; mean and std are those of its training images."""
+    """Measurements of a sample of all splits; mean and std are those of its training images."""
 
     num_images: int
-    """All that were looked at, good or not."""
+    """Number of examined images, good or not."""
     num_averaged: int
     mean: tuple[float, ...]
     """Mean of red, green and blue on the scale 0 to 1; each image has the same weight, whatever its size."""

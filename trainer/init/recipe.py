@@ -1,4 +1,4 @@
-"""An experiment on images of one's own: what it states beside the packaged one that it extends."""
+"""Recipe for the user's images: the values that it states besides the packaged experiment that it extends."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +11,14 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.datasets.check import Spread
 
 MIN_STEPS = 8
-"""Updates in an epoch below which the base's batch is made smaller."""
+"""The recipe has a smaller batch than its base if an epoch would have fewer updates."""
 LEAST_BATCH = 16
 """Smaller ones leave batch norm too few images, as long as there are so many."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Says what a recipe must know of the images."""
+    """Facts on the images that a recipe needs."""
 
     root: str
     num_classes: int
@@ -27,15 +27,15 @@ class Facts:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_averaged: int
-    """Training images that mean and std are of."""
+    """Number of training images behind mean and std."""
     seed: int
     short_side_pixels: Spread
     max_megapixels: float = DataConfig.max_megapixels
-    """Limit of an image that was asked for."""
+    """Requested limit of an image, in million pixels."""
 
 
 def recipe_text(like: str, facts: Facts) -> str:
-    """Return the file. Raises: ConfigError where the packaged experiment like does not suit such images."""
+    """Return the recipe's text. Raises: ConfigError if the packaged experiment like does not fit such images."""
     base = load_config(["--config", like])
     batch = base.batch.global_batch_size
     sizes = _batch(base, num_train=facts.num_train)

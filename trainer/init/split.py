@@ -1,4 +1,4 @@
-"""Which images train and which validate: a share of each class, by a hash of path and seed."""
+"""Split images into training and validation: a share of each class, by a hash of path and seed."""
 
 import hashlib
 import os

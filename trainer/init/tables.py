@@ -13,10 +13,10 @@ from bigbatch.trainer.datasets.prepare import StoredImage
 from bigbatch.trainer.init.unpack import Part, below, is_folder_name, lacking_findings, require_new, write_parts
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
-"""How data sets call the two splits that a run has."""
+"""Names of data sets for a run's two splits."""
 IN_FOLDER = "dataset_dict.json"
 OF_SPLIT = "state.json"
-"""What `datasets` leaves in a folder that it saves splits to, and in that of a split."""
+"""Files that `datasets` writes into a folder of saved splits, and into that of a split."""
 MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 BATCH_ROWS = 64
 """Images in memory at a time."""
@@ -24,7 +24,7 @@ BATCH_ROWS = 64
 
 @dataclass(frozen=True)
 class Tables:
-    """Says which files of a folder to read, and which splits to leave."""
+    """Files of a folder to read, and splits to ignore."""
 
     files: Mapping[str, Sequence[Path]]
     """Split, train or val, or "" where there is one for both -> its files."""
@@ -182,7 +182,7 @@ def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[
 
 
 def _bytes_of(picture: object) -> bytes:
-    """Return what a cell holds: bytes, or {"bytes": ..., "path": ...}, whose path alone leads elsewhere."""
+    """Return the bytes of a cell: bytes, or {"bytes": ..., "path": ...}; a path without bytes leads elsewhere."""
     held = picture.get("bytes") if isinstance(picture, dict) else picture
     return held if isinstance(held, bytes) else b""
 

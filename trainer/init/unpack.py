@@ -62,7 +62,7 @@ def unpack(
 
 @dataclass(frozen=True)
 class Part:
-    """Holds the images of one file, by their paths below the target; read as they are asked for."""
+    """Images of one file, by their paths below the target; read on demand."""
 
     num_bytes: int
     """Size of the file."""
@@ -103,7 +103,7 @@ def write_parts(
 
 
 def lacking_findings(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> list[Finding]:
-    """Return what was not unpacked, if anything."""
+    """Return findings on samples that were not unpacked."""
     if not lacking:
         return []
     meaning = "left out" if leave_out else f"left out of {target}: to go on with that, bigbatch init {target}"
@@ -111,7 +111,7 @@ def lacking_findings(kind: str, where: Path, target: Path, lacking: Sequence[str
 
 
 def require_new(target: Path) -> None:
-    """Raise DataError where target exists."""
+    """Raise DataError if target exists."""
     if os.path.lexists(target):
         raise DataError(f"{target}: exists; to go on with what lies there: bigbatch init {target}")
 
@@ -136,7 +136,7 @@ def _split_of(shard: Path) -> str | None:
 
 
 def _samples(shard: Path, *, number: int, lacking: list[str]) -> Iterator[StoredImage]:
-    """Yield the images of a shard: neighbours whose names are alike up to the first dot make a sample."""
+    """Yield the images of a shard: neighbours with equal names up to the first dot are one sample."""
     seen: Counter[str] = Counter()
     key, sample = "", dict[str, bytes]()
 

@@ -186,7 +186,7 @@ def test_init_hostile_names_lead_nowhere_and_are_escaped(tmp_path: Path, capsys:
     (tmp_path / "pets/labels.csv").write_text("file,label\na.jpg,cat\x1b[31m\nb.jpg,dog\n")
     assert init("pets", "--leave-out") == 1
     said = capsys.readouterr().out
-    assert "class whose name cannot be printed (1)" in said
+    assert "class with an unprintable name (1)" in said
     assert "\x1b" not in said
 
 
