@@ -1,1 +1,1 @@
-"""What a config should say: the range of its learning rate, and the best of any of its values."""
+"""Tune a config: the range of its learning rate, its precision and its communication."""

@@ -1,4 +1,4 @@
-"""`bigbatch comm tune`: what this cluster and this model ask of communication, measured in under a minute."""
+"""`bigbatch comm tune`: measure this cluster and this model in under a minute, and choose comm settings."""
 
 import argparse
 import dataclasses
@@ -33,10 +33,10 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.models.norm import flatten_running_statistics
 
 MODEL_CONFIG = "imagenet/resnet50_8k"
-"""What --model changes the model of."""
+"""Experiment in which --model replaces the model."""
 
 NULL_SIZES = "--comm.threshold_bytes null --comm.buffer_bytes null --comm.first_buffer_bytes null"
-"""What leaves the fusion plan to the table."""
+"""Keys set to null, so that the table gives the fusion plan."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,7 +95,7 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
 
 
 def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> Candidate:
-    """Return what the config states, with what it leaves to comm.table; to nothing where that is of elsewhere."""
+    """Return the config's values, completed from comm.table; not from a table of another cluster."""
     try:
         tuned = gather_tuned(config, communicator)
     except TunedError as error:
@@ -147,7 +147,7 @@ def _make_tuned(config: Config, conditions: Conditions, findings: Findings, *, c
 
 
 def _evidence(config: Config, conditions: Conditions, findings: Findings) -> dict[str, Any]:
-    """State what the choice rests on, as plain values, for people."""
+    """Return the measurements behind the choice, as plain values, for readers."""
     f = findings
     return {
         "conditions": dataclasses.asdict(conditions),

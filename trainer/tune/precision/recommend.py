@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", type=expand_path, required=True, help="YAML file, or name of a packaged experiment")
-    add("--out", type=as_path, required=True, metavar="FOLDER", help="for precision.json")
+    add("--out", type=as_path, required=True, metavar="FOLDER", help="folder for precision.json")
     add("--steps", type=whole, default=STEPS, metavar="N", help=f"updates in fp32 (default: {STEPS})")
-    add("--dry-run", action="store_true", help="say what would be trained, and end")
+    add("--dry-run", action="store_true", help="describe the training, and end")
     return parser

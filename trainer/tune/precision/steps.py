@@ -1,4 +1,4 @@
-"""A few fp32 steps of a config's own training, whose gradients are counted by size. Collective."""
+"""Train a config for a few fp32 steps, and count its gradients by size. Collective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Gradients:
     """Counts the gradients of all steps, and holds the loss of each step."""
 
     weights: Magnitudes = field(default_factory=Magnitudes)
-    """Summed over ranks; of the weights that half precision rounds."""
+    """Gradients, summed over ranks, of the weights that half precision rounds."""
     activations: Magnitudes = field(default_factory=Magnitudes)
     """Magnitudes of the outputs of convolutions and linear layers, on all ranks."""
     losses: list[float] = field(default_factory=list)

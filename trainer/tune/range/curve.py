@@ -1,4 +1,4 @@
-"""What a learning-rate range test reads from its losses (Smith 2017, arXiv 1506.01186): pure functions.
+"""Read the losses of a learning-rate range test (Smith 2017, arXiv 1506.01186): pure functions.
 
 The loss falls where the learning rate begins to matter, and explodes where it is too large. Smith takes the ends of
 that range by eye; the two readings here are those of common tools: the steepest descent, and a tenth of the rate that
@@ -16,12 +16,12 @@ EXPLODED = 4.0
 WINDOW_SHARE = 0.05
 """Share of the steps to each side of a point over which its slope is taken; at least two steps."""
 MIN_STEPS = 20
-"""Fewer leave no room for windows."""
+"""Least number of steps: fewer leave no room for windows."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Holds readings of a curve; None where it shows none. suggested_lr: the smaller of the other two."""
+    """Readings of a curve; None if it shows none. suggested_lr: the smaller of the other two."""
 
     steepest_lr: float | None
     exploded_lr: float | None
@@ -67,7 +67,7 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def suggest(lrs: Sequence[float], losses: Sequence[float], *, exploded_lr: float | None) -> Suggestion:
-    """Read a curve, whose steps are up to the explosion, if there was one.
+    """Return the readings of a curve; its steps end at the explosion, if there was one.
 
     The steepest descent is that of straight lines through the raw losses around each step, over the logarithm of the
     rate, and before the lowest smoothed loss: a running mean would read it late.

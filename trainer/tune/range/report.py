@@ -1,4 +1,4 @@
-"""What a range test shows and leaves: range.json, the reading in words, an image."""
+"""Output of a range test: range.json, the reading as text, a plot."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from bigbatch.trainer.tune.range.curve import Suggestion, smooth
 
 
 def range_record(lrs: Sequence[float], losses: Sequence[float], found: Suggestion, *, config: str) -> dict[str, Any]:
-    """Make what range.json states; losses in nats, one per step."""
+    """Return the content of range.json; losses in nats, one per step."""
     return {
         "suggested_lr": found.suggested_lr,
         "steepest_lr": found.steepest_lr,
@@ -25,7 +25,7 @@ def range_record(lrs: Sequence[float], losses: Sequence[float], found: Suggestio
 
 
 def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> list[str]:
-    """Say the reading, and what to do next. experiment: the words that follow --config, overrides and all."""
+    """Return the reading and the next steps. experiment: the words that follow --config, with overrides."""
     if found.suggested_lr is None:
         return ["the loss never fell: raise --to, take more --steps, or look for an error in data and model"]
     lines = [f"steepest descent at a learning rate of {found.steepest_lr:.4g}"]

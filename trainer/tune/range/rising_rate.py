@@ -123,7 +123,7 @@ def _train(
 
 
 def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Write range.json and range.png, and say the reading in any case. Raises: TuneError; RunFolderError."""
+    """Write range.json and range.png, and print the reading in any case. Raises: TuneError; RunFolderError."""
     found = suggest(curve.lrs, curve.losses, exploded_lr=curve.exploded_lr)
     if curve.exploded_lr and len(curve.lrs) < MIN_STEPS // 2:
         raise TuneError(
@@ -156,5 +156,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--from", dest="low", type=decimal, required=True, metavar="LR", help="learning rate of the first step")
     add("--to", dest="high", type=decimal, required=True, metavar="LR", help="learning rate of the last step")
     add("--steps", type=whole, required=True, help=f"updates, {MIN_STEPS} at least; 100 is usual")
-    add("--out", type=as_path, required=True, metavar="FOLDER", help="for range.json and range.png")
+    add("--out", type=as_path, required=True, metavar="FOLDER", help="folder for range.json and range.png")
     return parser
