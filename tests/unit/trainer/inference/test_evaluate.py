@@ -198,7 +198,12 @@ def test_evaluate_an_option_that_is_not_there_is_named_before_its_value() -> Non
 def test_evaluate_takes_a_run_folder_from_before_keys_existed(tmp_path: Path) -> None:
     config = load_config(["--config", "quickstart"])
     older = yaml.safe_load(dump_config(config))
-    del older["compute"], older["optimizer"]["clip_norm"], older["model"]["options"]["pool_first"], older["data"]["stage"]
+    del (
+        older["compute"],
+        older["optimizer"]["clip_norm"],
+        older["model"]["options"]["pool_first"],
+        older["data"]["stage"],
+    )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(older))
     _, read, _ = read_trained(trained_parser("bigbatch evaluate", description=""), [str(tmp_path), "--checkpoint", "c"])
     assert read == config
