@@ -21,8 +21,7 @@ class Step:
 
     seconds: float
     parts: dict[str, float | None]
-    """Of PARTS; they add up to seconds, but for those that are None: not measured, of a step that is replayed as CUDA
-    graphs."""
+    """Seconds of each of PARTS, which add up to seconds; None for a part that a replayed CUDA graph does not show."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class Efficiency:
     base: MeasuredPoint
     efficiency: float
     losses: dict[str, float | None]
-    """Of PARTS, as shares of the step; negative where a part takes less than its share of the ideal step; None where
-    it was not measured."""
+    """Loss of each of PARTS as a share of the step; negative if a part takes less than in the ideal step; None if it was
+    not measured."""
 
     @property
     def lacks_base(self) -> bool:

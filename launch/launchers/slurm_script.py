@@ -37,7 +37,7 @@ MARK = "# run folder: "
 FOREIGN_VARIABLES = fill(
     " ".join(re.sub(r"(\w+)\*", r"${!\1@}", name) for name in IDENTITY_VARIABLES), width=110, break_on_hyphens=False
 ).replace("\n", " \\\n  ")
-"""Of the shell that submits: they describe another job. For bash, which finds all that begin with a prefix."""
+"""Variables of the submitting shell, which describe another job, as bash finds them by their prefixes."""
 
 SRUN_VARIABLES = "${!SRUN_@}"
 """Wishes of the shell that submitted a kept script for an srun of its own, in bash."""
