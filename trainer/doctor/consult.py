@@ -229,11 +229,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="bigbatch doctor",
         usage="bigbatch doctor --config NAME_OR_FILE [--quick] [--ranks N] [OPTION ...] [--section.key VALUE ...]\n"
         "       bigbatch doctor RUN [--json]",
-        description="Find what limits a run on this machine: its input, its model or its network; where the time of a "
-        "step goes; and what each known speedup is worth here. Each is tried in processes of its own, turn by turn "
-        "beside the best so far, and taken where it beats the noise; all that was taken is measured once more beside "
-        "the config as it is. Never touched is what an update learns from: the global batch and its ghost batches. "
-        "Trains nothing and writes no run folder; Ctrl-C prints what was found so far.",
+        description="Find what limits a run on this machine (input, model or network), profile a step, and measure the "
+        "gain of each known speedup. Each one runs in its own processes, in turns with the best config so far, and is "
+        "taken if its gain exceeds the noise. At the end all taken speedups together are compared with the unchanged "
+        "config. The global batch and its ghost batches never change. Trains nothing and writes no run folder; Ctrl-C "
+        "prints the results so far.",
         epilog="RUN: a run folder; its records show what limits it. Examples: bigbatch doctor runs/quickstart; "
         "bigbatch doctor --config quickstart --quick; bigbatch doctor --config imagenet/resnet50_8k --ranks 8 --only "
         "workers microbatch --out faster.yaml",
@@ -250,12 +250,12 @@ def _parser() -> argparse.ArgumentParser:
         "--within",
         type=decimal,
         metavar="SECONDS",
-        help="plan to end by then: a slow step is measured in part, the likeliest speedups come first, and those that "
-        "find no time are listed; what --only names is tried all the same",
+        help="time budget: a slow step is measured in part, the likeliest speedups come first, and those that do not "
+        "fit are listed; speedups in --only are always tried",
     )
     add("--ranks", type=whole, default=1, help="ranks to start on this host (default: 1)")
     add("--generated", action="store_true", help="try speedups on generated tensors: the model alone, without input")
-    add("--only", nargs="+", metavar="NAME", help=f"of {', '.join(SPEEDUPS)} (default: all)")
+    add("--only", nargs="+", metavar="NAME", help=f"speedups out of {', '.join(SPEEDUPS)} (default: all)")
     add(
         "--seconds",
         type=decimal,

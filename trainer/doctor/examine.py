@@ -141,7 +141,7 @@ def _look_at(
     if reads:
         say("measuring the input alone")
         findings.input = base.ask("input")
-    say("looking at where the step's time goes, and at what is always on")
+    say("profiling the step, and measuring options that are always on")
     findings.profile = base.ask("profile", batches=batches)
     findings.always = base.ask("always")
     roof = base.ask("roofline")
@@ -197,7 +197,7 @@ def _try_all(
         findings.rows.append(greedy.consider(candidate))
         findings.taken = dict(greedy.taken)
     if greedy.taken:
-        say("verifying all that was taken beside the config as it is")
+        say("comparing all taken speedups with the unchanged config")
     findings.verified = greedy.verify()
     findings.advice = dict(advice(greedy.taken, findings.verified, noise=noise))
 

@@ -100,10 +100,10 @@ def advice_lines(findings: Findings, *, command: Sequence[str]) -> list[str]:
         ]
     if findings.taken:
         beside = "it failed" if findings.verified is None else f"{_gain(findings.verified)}, within the noise"
-        return [f"keep the config as it is: what helped one by one does not together ({beside})"]
+        return [f"keep the config as it is: speedups that help one by one do not help together ({beside})"]
     if not findings.rows and findings.budget_seconds is not None:
         return [
-            f"no speedup found time within {findings.budget_seconds:g} s: ask by --only NAME, or give --within more"
+            f"no speedup fitted into {findings.budget_seconds:g} s: name some with --only, or give a longer --within"
         ]
     return ["keep the config as it is: no known speedup that could be measured here beats the noise"]
 
