@@ -41,7 +41,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch config diff",
         description="Print the keys in which two experiments differ, and where each value comes from. The exit code is "
-        "0, also where they differ.",
+        "0 even if they differ.",
         epilog="example: bigbatch config diff imagenet/resnet50_8k imagenet/resnet50_64k",
     )
     for name in ("a", "b"):

@@ -32,14 +32,14 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
     except ImportError as error:  # of this module, or of one that it imports in turn
         package = (error.name or package).partition(".")[0]
         raise ValueError(
-            f"{error}: put its folder into PYTHONPATH where it is your own; else install its package, as by "
+            f"{error}: if it is your own, add its folder to PYTHONPATH; else install its package, such as by "
             f"pip install {package}"
         ) from error
     except SystemExit as error:
         raise ValueError(
-            f"importing {module_name} ends Python: put what is to run there below if __name__ == '__main__'"
+            f"importing {module_name} ends Python: put its script code below if __name__ == '__main__'"
         ) from error
-    except Exception as error:  # others' code may raise anything, and is to be told of it here
+    except Exception as error:  # foreign code may raise anything
         raise ValueError(f"importing {module_name} fails: {words_of(error)}") from error
 
 

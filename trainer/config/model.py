@@ -29,14 +29,14 @@ def check_model_name(name: str) -> Iterator[str]:
         if name not in MODELS:
             yield (
                 f"model.name={name} is none of {', '.join(MODELS)}{or_nearest(name.lower(), MODELS)}. "
-                "Others go by names such as timm:resnet18, torchvision:resnet18 and mypackage.models.Net"
+                "Others have names such as timm:resnet18, torchvision:resnet18 and mypackage.models.Net"
             )
         return
     _, colon, of_library = name.partition(":")
     if not (of_library and name.startswith(LIBRARIES) if colon else is_dotted(name)):
         yield (
-            f"model.name={name} is no name of a model: timm:resnet18, torchvision:resnet18 and mypackage.models.Net "
-            "are of the forms that there are"
+            f"model.name={name} is not a legal name: use a form such as timm:resnet18, torchvision:resnet18 or "
+            "mypackage.models.Net"
         )
 
 
@@ -51,11 +51,11 @@ def check_model(model: ModelConfig) -> Iterator[str]:
         yield "model.new_head=True has no meaning without model.weights, as all weights are new: set it to false"
     if model.partial_weights is not None:
         if model.weights is None:
-            yield "model.partial_weights says what to take of model.weights, which is null: set it, too, or neither"
+            yield "model.partial_weights needs model.weights, which is null: set both or neither"
         if model.new_head:
             yield (
-                "model.new_head=True has no meaning with model.partial_weights, which leaves the last layer as it is "
-                "unless it names it: set it to false"
+                "model.new_head=True has no meaning with model.partial_weights, which takes the last layer only if a "
+                "pattern matches it: set it to false"
             )
         if not model.partial_weights:
             yield "model.partial_weights=[] takes nothing: name something, or set it and model.weights to null"

@@ -12,7 +12,7 @@ def check_stopping(run: RunConfig, data: DataConfig) -> Iterator[str]:
     """Yield an error for each setting of early stopping that contradicts another."""
     metric, evaluations = run.stop_metric, run.stop_after_evaluations
     if metric is not None and metric not in METRICS:
-        yield f"run.stop_metric={metric} is no figure of an evaluation: choose one of {', '.join(METRICS)}"
+        yield f"run.stop_metric={metric} is not a metric of an evaluation: choose one of {', '.join(METRICS)}"
     if metric is not None and evaluations is None:
         yield f"run.stop_after_evaluations is null, but run.stop_metric={metric} needs it: give a number"
     if metric is None and evaluations is not None:
