@@ -91,8 +91,8 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
         raise ConfigError(f"{key}: {module.__name__} has no such class or function{or_nearest(own_name, callables)}")
     if is_of_library(found, name=dotted) and not _is_library_score(found):
         raise ConfigError(
-            f"{key}: of torch, torchvision, timm and Python's own modules these are modules, and functions of "
-            f"{' and '.join(FUNCTIONS)}, alone: call others in a function of an own package, and name that"
+            f"{key}: from torch, torchvision, timm and Python only torch modules and functions of "
+            f"{' and '.join(FUNCTIONS)} are legal: call others in a function of your own package, and name that"
         )
     if not isinstance(found, type):
         return partial(found, **options)
@@ -142,7 +142,7 @@ def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Te
         )
     if not torch.allclose(whole.double(), torch.cat(halves).double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
-            f"{key} gives an image other numbers where other images are beside it: what it gives must not depend on "
-            "how a batch is divided"
+            f"{key} gives an image other numbers beside other images: its result must not depend on the division of "
+            "a batch"
         )
     return whole
