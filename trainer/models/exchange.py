@@ -59,7 +59,7 @@ def partly_from_foreign(
     if missing := [name for name in taken if name not in tensors]:
         raise CheckpointError(
             f"{source} lacks {len(missing)} of the {len(taken)} tensors that model.partial_weights names "
-            f"({_first(missing)}): name what it has"
+            f"({_first(missing)}): list only tensors that it has"
         )
     if odd := [name for name in taken if own[name].shape != tensors[name].shape]:
         raise CheckpointError(
@@ -136,7 +136,7 @@ def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{source} holds a {type(state).__name__} and no state_dict: {remedy}")
     odd = [name for name, value in state.items() if not isinstance(name, str) or not isinstance(value, Tensor)]
     if odd or not state:
-        what = f"{odd[0]!r} in it is of type {type(state[odd[0]]).__name__}" if odd else "what it holds is empty"
+        what = f"{odd[0]!r} in it is of type {type(state[odd[0]]).__name__}" if odd else "it is empty"
         raise CheckpointError(f"{source} holds no state_dict, since {what}: {remedy}")
     if odd := [name for name, tensor in state.items() if not _is_plain(tensor)]:
         raise CheckpointError(

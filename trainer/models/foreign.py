@@ -25,13 +25,13 @@ def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Map
     try:
         model = make(num_classes=num_classes, **options)
     except SystemExit as error:
-        raise ConfigError(f"model.name={name} ends Python as it is made") from error
+        raise ConfigError(f"model.name={name} ends Python in its constructor") from error
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"model.name={name} does not take num_classes={num_classes} with model.options={dict(options)}: {error}"
         ) from error
-    except Exception as error:  # others' code may raise anything, and is to be told of it here
-        raise ConfigError(f"model.name={name} fails as it is made: {words_of(error)}") from error
+    except Exception as error:  # foreign code may raise anything
+        raise ConfigError(f"model.name={name} fails in its constructor: {words_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name={name} makes a {type(model).__name__} and no torch.nn.Module")
     try:

@@ -186,8 +186,8 @@ REMEDY = "save one with torch.save(model.state_dict(), FILE)"
     [
         ([1, 2], "a.pth holds a list and no state_dict"),
         (torch.ones(3), "a.pth holds a Tensor and no state_dict"),
-        ({}, "a.pth holds no state_dict, since what it holds is empty"),
-        ({"model": {}}, "a.pth holds no state_dict, since what it holds is empty"),
+        ({}, "a.pth holds no state_dict, since it is empty"),
+        ({"model": {}}, "a.pth holds no state_dict, since it is empty"),
         ({"lr": 0.1}, "a.pth holds no state_dict, since 'lr' in it is of type float"),
         ({0: torch.ones(1)}, "a.pth holds no state_dict, since 0 in it is of type Tensor"),
     ],
