@@ -146,7 +146,7 @@ def _on_work(stage: str, waited: Waited, measured: MeasuredInput) -> str | None:
         return None
     share = min(1.0, waited.compute_images_per_second / rate)
     finding = (
-        f"{STAGES[stage]} takes {100 * share:.0f}% of a step's time, waiting left out: alone it does {rate:,.0f} "
+        f"{STAGES[stage]} takes {100 * share:.0f}% of a step's time without waits: alone it does {rate:,.0f} "
         f"images/s, the whole step {waited.compute_images_per_second:,.0f}"
     )
     return _advised(finding, REMEDIES[stage](measured.settings))

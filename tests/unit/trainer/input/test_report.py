@@ -208,7 +208,7 @@ def test_input_report_stages_within_the_step_are_told_by_their_share_of_it(
     waited = replace(WAITED, wait_fraction=0.0)
     rates = {**FAST, "copy": 9000.0 if changed.get("is_on_gpu") else None, stage: 3200.0}
     what = "copying to the GPU" if stage == "copy" else "augmentation on the device"
-    found = f"{what} takes 75% of a step's time, waiting left out: alone it does 3,200 images/s, the whole step 2,400"
+    found = f"{what} takes 75% of a step's time without waits: alone it does 3,200 images/s, the whole step 2,400"
     assert told(waited, rates, **changed) == [f"{found}: {expected}" if expected else found]
     assert told(waited, {**rates, stage: 4800.0}, **changed) == [], "half of the time"
     assert told(waited, {**rates, stage: 4700.0}, **changed) != []
