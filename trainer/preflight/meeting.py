@@ -87,7 +87,7 @@ def misfits(places: Sequence[Attendee]) -> list[NodeFinding]:
         if count > 1:
             ranks = ", ".join(str(place.rank) for place in places if place.host == host)
             found.append(
-                NodeFinding(f"{count} nodes call themselves {host}, of ranks {ranks}: give each a host name of its own")
+                NodeFinding(f"{count} nodes have the host name {host} (ranks {ranks}): give each its own host name")
             )
     counts = Counter(place.num_gpus for place in places)
     # of two equally frequent counts the larger: GPUs go missing, none appear
