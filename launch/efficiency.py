@@ -66,8 +66,8 @@ class Efficiency:
     base: MeasuredPoint
     efficiency: float
     losses: dict[str, float | None]
-    """Loss of each of PARTS as a share of the step; negative if a part takes less than in the ideal step; None if it was
-    not measured."""
+    """Loss of each of PARTS as a share of the step; negative if a part takes less than in the ideal step; None if
+    it was not measured."""
 
     @property
     def lacks_base(self) -> bool:

@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+)
 WORDS = {"sentence": 40, "paragraph": 90}
 OLD_WORDS = r"\b(whoever|nobody|whom|of which|nine of ten|quiet line)\b"
 NOT_PROSE = r"^```.*?^```$|^(?:\||#|    ).*?$|<!--.*?-->"
