@@ -257,8 +257,8 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch diff",
-        description="Find where two runs part: the first step, phase and tensor by the digests that they recorded "
-        f"(--{KEY} N), and the first element by their checkpoints. The exit code is 0 where nothing differs, else "
+        description="Find the first difference of two runs: step, phase and tensor by the digests that they recorded "
+        f"(--{KEY} N), and the first element by their checkpoints. The exit code is 0 if nothing differs, else "
         f"{FAILED}.",
         epilog="example: bigbatch diff runs/one runs/other",
     )

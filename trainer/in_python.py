@@ -38,7 +38,7 @@ def train(
     thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("bigbatch.train listens to signals, which reach the main thread alone: call it there")
+        raise ConfigError("bigbatch.train handles signals, which only the main thread can do: call it there")
     hooks, env = hooks or TrainingHooks(), read_process_env()
     words = [f"--{key}={_word(key, value)}" for key, value in (overrides or {}).items()]
     experiment = load_config(["--config", str(config), *words, *([TRUST] if trust_code else [])])

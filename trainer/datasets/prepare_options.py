@@ -81,11 +81,11 @@ def add_prepare(commands: "Subparsers") -> None:
         parser.add_argument(
             "--threads", type=_at_least_one, default=8, help="files written at once (default: %(default)s)"
         )
-        where = "where the archives lie" + ("; nothing is downloaded" if texts.is_downloaded else "")
+        where = "folder of the archives" + ("; nothing is downloaded" if texts.is_downloaded else "")
         required = not texts.is_downloaded
         parser.add_argument("--archives", type=as_path, required=required, metavar="FOLDER", help=where)
         if name == "imagenet-v2":
-            names = "prepared ImageNet, for the names of its classes; the archive only has their numbers"
+            names = "prepared ImageNet, for its class names; the archive only has class numbers"
             parser.add_argument("--classes-from", type=as_path, required=True, metavar="ROOT_OF_IMAGENET", help=names)
         else:
             parser.add_argument("--check-md5", action="store_true", help="compare the archives with their MD5 sums")

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         print_line(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
     if classes is None:
         print_line(f"{weights} keeps no class names, so {out} has none")
-    print_line(f"{out}: {weights} for {arguments.format}; {out}.json tells what it takes and gives")
+    print_line(f"{out}: {weights} for {arguments.format}; {out}.json describes its input and output")
     return 0
 
 

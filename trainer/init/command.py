@@ -288,8 +288,8 @@ def _parser() -> argparse.ArgumentParser:
         "--unpack",
         type=as_path,
         metavar="TARGET",
-        help="FOLDER holds WebDataset's shards, or an image data set of Hugging Face's: make class folders of them in "
-        "TARGET, and a recipe for those",
+        help="FOLDER holds WebDataset shards, or an image data set of Hugging Face: make class folders of them in "
+        "TARGET, and write a recipe for TARGET",
     )
     parser.add_argument(
         "--val-share",
@@ -309,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--leave-out",
         action="store_true",
-        help="go on without unusable images of what is listed, and without labels and images that lack the other",
+        help="leave out unusable listed images, labels without an image and images without a label",
     )
     parser.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_max_megapixels(parser)

@@ -59,7 +59,7 @@ def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> 
     line = f"{at_least}{found.size} {words}; {propose(config, found.size, world_size=world_size)}"
     num_blocks = RESIDUAL_BLOCKS.get(config.model.name, 0)
     if config.compute.recomputed_blocks < num_blocks:
-        line += f"; --compute.recomputed_blocks, up to {num_blocks}, takes less memory, too"
+        line += f"; --compute.recomputed_blocks, up to {num_blocks}, also takes less memory"
     return line
 
 

@@ -129,7 +129,7 @@ def warn_of_early(runs: Sequence[FinishedRun], reference: Reference | None) -> s
         return None
     return (
         f"warning: {100 * TARGET_TOP1:.1f}% after {soonest:g} epochs, and the reference needs {fastest:g} at least: "
-        f"look for what is easier than it should be, such as the images evaluated; {FEWEST_RUNS} such runs fail"
+        f"check whether the task is too easy, such as the evaluated images; {FEWEST_RUNS} such runs fail"
     )
 
 
@@ -149,8 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch verify",
         description="Compare a run's config with MLPerf's rules for ResNet-50, and its epochs to 75.9% with MLPerf's "
-        "reference runs of the same batch; and write its log in MLPerf's format. Several runs of one recipe, each with "
-        "its own seed, are tested together. Exit code 0 where every rule holds.",
+        "reference runs of the same batch, and write its log in MLPerf's format. Several runs of one recipe, each with "
+        "its own seed, are tested together. Exit code 0 if every rule holds.",
     )
     parser.add_argument("runs", type=as_path, nargs="+", metavar="RUN", help="run folder, such as runs/resnet50_8k")
     return parser

@@ -69,7 +69,7 @@ def _problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
             name = group["names"][index] if "names" in group else f"parameter {index} of the group"
             return (
                 f"{reason}, and {name} has shape {tuple(weight.shape)}: put it into a group with adapt=False, which "
-                "goes by SGD, as bigbatch.param_groups does"
+                "follows SGD, as bigbatch.param_groups does"
             )
     return None
 

@@ -30,11 +30,11 @@ def explain(found: Suggestion, *, high: float, experiment: Sequence[str]) -> lis
         return ["the loss never fell: raise --to, take more --steps, or look for an error in data and model"]
     lines = [f"steepest descent at a learning rate of {found.steepest_lr:.4g}"]
     if found.exploded_lr is None:
-        lines.append(f"the loss did not explode up to {high:g}: raise --to to see where it does")
+        lines.append(f"the loss did not explode up to {high:g}: raise --to to find the rate at which it does")
     else:
         lines.append(f"exploded at {found.exploded_lr:.4g}; a tenth of that is {found.tenth_lr:.4g}")
     limit = found.exploded_lr or high
-    lines.append(f"suggested: {found.suggested_lr:.4g}, which a search starts from:")
+    lines.append(f"suggested: {found.suggested_lr:.4g}; start a search from it:")
     space = f"schedule.base_lr=log:{found.suggested_lr / 4:.4g}:{limit:.4g}"
     config = shlex.join(experiment)
     lines.append(f"  bigbatch tune search --config {config} --space {space} --trials 12 --epochs 3 --study FOLDER")
