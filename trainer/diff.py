@@ -118,7 +118,7 @@ def _are_numbers(values: object) -> bool:
 def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
     """Return the first difference among these steps; None if there is none.
 
-    Raises: RunFolderError where they digested other tensors.
+    Raises: RunFolderError if they digested other tensors.
     """
     for step in steps:
         ours, theirs = a.digests[step], b.digests[step]

@@ -39,7 +39,7 @@ def set_up_compute_(
 
     Call it on the model as it trains: on its device, in its precision, with its MicrobatchStatistics.
     forward: returns the context of the model's forward, as Precision.forward does.
-    Raises: ComputeError, on all ranks alike, where one of them cannot compile.
+    Raises: ComputeError, on all ranks alike, if one of them cannot compile.
     """
     notes = []
     if config.compute.compile is not None:
@@ -63,7 +63,7 @@ def set_up_compute_(
 
 
 def require_capturable(communicator: Communicator) -> None:
-    """Raise ConfigError where steps cannot be captured as CUDA graphs."""
+    """Raise ConfigError if steps cannot be captured as CUDA graphs."""
     remedy = "set compute.cuda_graph to false"
     if communicator.device.type != "cuda":
         raise ConfigError(f"compute.cuda_graph=True needs a GPU, and this rank has none: {remedy}")

@@ -45,7 +45,7 @@ def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torc
 
 
 def stated_settings(settings: OptimizerConfig) -> tuple[str, ...] | None:
-    """List the settings of groups that a resumed run takes from its config, not from the checkpoint; None for all."""
+    """List the group settings that a resumed run takes from its config, not from the checkpoint; None: all."""
     if not is_foreign(settings.name):
         return None
     return ("params", "names", "adapt", "lr", "lr_factor", "weight_decay", *(settings.options or {}))

@@ -74,7 +74,7 @@ def _own_metric(dotted: str, options: Mapping[str, Any], *, key: str, config: Co
     sums_M = values.double().reshape(NUM_TRIED, -1).sum(0).cpu()
     try:
         metric.figure(sums_M, count=NUM_TRIED)
-    except Exception as error:  # others' code may raise anything, and is to be told of it here
+    except Exception as error:  # foreign code may raise anything
         raise ConfigError(f"{key}: result fails on sums of shape {tuple(sums_M.shape)}: {words_of(error)}") from error
     return metric
 
@@ -100,7 +100,7 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
         raise ConfigError(f"{key}: its objects cannot be called with logits and labels")
     try:
         own = found(**options)
-    except Exception as error:  # others' code may raise anything, and is to be told of it here
+    except Exception as error:  # foreign code may raise anything
         raise ConfigError(f"{key} does not take the options {dict(options)}: {words_of(error)}") from error
     if isinstance(own, nn.Module):
         if any(True for _ in own.parameters()):
@@ -132,7 +132,7 @@ def _try(own: PerPicture, logits_BK: Tensor, targets: Tensor, *, key: str) -> Te
         with torch.random.fork_rng([logits_BK.device] if logits_BK.device.type == "cuda" else []):
             whole = own(logits_BK, targets)
             halves = [own(*half) for half in zip(logits_BK.chunk(2), targets.chunk(2), strict=True)]
-    except Exception as error:  # others' code may raise anything, and is to be told of it here
+    except Exception as error:  # foreign code may raise anything
         raise ConfigError(f"{key} fails on {shapes}: {words_of(error)}") from error
     if not isinstance(whole, Tensor) or not whole.ndim or len(whole) != len(logits_BK):
         given = f"shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"type {type(whole).__name__}"

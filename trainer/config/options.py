@@ -137,7 +137,7 @@ def _facts(key: Key) -> str:
 
 
 def _docstrings() -> dict[tuple[str, str], str]:
-    """Map class and field to the text under it in the sources, in one line; to none where there are no sources."""
+    """Return (class, field) -> its text in the sources, in one line; empty if there are no sources."""
     try:
         source = "\n".join(map(inspect.getsource, (sections, kinds)))
     except OSError:

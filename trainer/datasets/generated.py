@@ -218,11 +218,11 @@ def write_dataset(
     num_workers: int = 1,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> bool:
-    """Write root/{train,val}/<class>/*.JPEG, all or nothing; False where root already holds exactly this.
+    """Write root/{train,val}/<class>/*.JPEG, all or nothing; False if root already holds exactly this.
 
     num_workers processes share the work (1: none are started) and do not change a byte. on_progress gets
     (images done, images in all). With equal versions of numpy and Pillow the bytes are equal too.
-    Raises: ConfigError for an impossible setting; DataError where root holds something else or cannot be
+    Raises: ConfigError for an impossible setting; DataError if root holds something else or cannot be
     written.
     """
     recipe = ShapesRecipe(seed, train_per_class, val_per_class, side_pixels)

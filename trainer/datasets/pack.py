@@ -260,7 +260,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _stated_shards(folder: Path) -> dict[str, Shard]:
-    """Return the shards of a split's index by name; none where it is missing or broken: it is made anew."""
+    """Return the shards of a split's index by name; none if it is missing or broken: it is made anew."""
     try:
         return {shard.name: shard for shard in read_facts(folder).shards}
     except DataError:

@@ -206,12 +206,12 @@ def _finish(root: Path, data_set: DataSet, *, split: str, unfinished: Path) -> N
 
 
 def class_names(folder: Path) -> list[str]:
-    """Return the sorted names of the class folders in folder; none where there is no such folder."""
+    """Return the sorted names of the class folders in folder; none if there is no such folder."""
     return list_split(folder).folders if os.path.isdir(folder) else []
 
 
 def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
-    """Return what is wrong with the number of classes or images; None where both are as published."""
+    """Return what is wrong with the number of classes or images; None if both are as published."""
     names = class_names(folder)
     found = sum(len(list_below(folder / name).images) for name in names)
     expected = data_set.num_images[split]

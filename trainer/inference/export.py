@@ -75,7 +75,7 @@ def _parser() -> ArgumentParser:
 def _compare(model: nn.Module, read: Callable[[], Classify], config: Config) -> float | None:
     """Return the largest difference of logits on random images; None without the library that reads the file.
 
-    Raises: ExportError where it is more than rounding.
+    Raises: ExportError if it is more than rounding.
     """
     try:
         classify = read()

@@ -29,7 +29,7 @@ class Format:
     write: Callable[[nn.Module, Tensor, Path, Mapping[str, Any]], None]
     """The model, images_BCHW to trace it with, the file, and what serving needs besides it."""
     read: Callable[[Path, Config], Classify]
-    """The file, the config of its model. Raises: ImportError where the library of those who use it is not installed."""
+    """Takes the file and the model's config. Raises: ImportError if the reader's library is not installed."""
     only_resnets: bool = False
     """Whether it takes the library's own model."""
     takes_folded: bool = True

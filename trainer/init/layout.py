@@ -39,7 +39,7 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
     """List the images of folder, without reading any; labels names a CSV that is not the only one in it.
 
     columns: names of the two that hold images and labels, if not the first two. leave_out: an image without a label
-    or a label without an image is no problem. Raises: DataError where there is no way to list them.
+    or a label without an image is no problem. Raises: DataError if there is no way to list them.
     """
     require_folder(folder)
     top = list_split(folder)

@@ -33,7 +33,7 @@ class Tables:
 
 
 def find_tables(folder: Path) -> Tables | None:
-    """Find what `datasets.save_to_disk` wrote, or Parquet files; None where there are none. Raises: DataError."""
+    """Return the files of `datasets.save_to_disk`, or Parquet files; None if there are none. Raises: DataError."""
     found = _saved(folder) or _parquet(folder)
     if not found:
         return None

@@ -47,7 +47,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class SplitIndex:
-    """Holds what index.json states."""
+    """Contents of index.json."""
 
     version: int
     classes: tuple[str, ...]
@@ -185,7 +185,7 @@ def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) 
 
 
 def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
-    """Return sorted class names of root/split, or of the list root; None where there is no such split.
+    """Return sorted class names of root/split, or of the list root; None if there is no such split.
 
     Images in folders are not listed for it. Raises: DataError.
     """

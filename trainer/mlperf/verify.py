@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def require_one_recipe(runs: Sequence[FinishedRun]) -> None:
-    """Compare the runs' configs. Raises: ConfigError where the runs are not one recipe with several seeds."""
+    """Compare the runs' configs. Raises: ConfigError if the runs are not one recipe with several seeds."""
     first = runs[0]
     for run in runs[1:]:
         changed = changes(dump_config(first.config), dump_config(run.config))

@@ -13,7 +13,7 @@ from bigbatch.errors import CheckpointError, nearest
 def library_model(name: str) -> Callable[..., nn.Module]:
     """Return the function that builds the model of that name, randomly initialized, such as timm:resnet18.
 
-    Raises: ValueError where there is none.
+    Raises: ValueError if there is none.
     """
     library, _, model = name.partition(":")
     if library == "torchvision":

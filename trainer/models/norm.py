@@ -32,7 +32,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     microbatches. After them the running statistics are (1-m) * old + m * mean over the K ghost statistics,
     so their average over ranks is the same for every division of the step into ranks and microbatches.
     Statistics are computed and kept in the dtype of the weights (fp32) for half-precision input too.
-    group: ranks that share each ghost batch, an equal part each; None where this rank holds it whole. Forward and
+    group: ranks that share each ghost batch, an equal part each; None if this rank holds it whole. Forward and
     backward are then collectives of the group.
     num_batches_tracked stays as it is (one kernel per layer saved): only momentum=None would read it.
     """

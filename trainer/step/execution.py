@@ -130,7 +130,7 @@ class CudaGraphExecution:
     for the optimizer's learning rates, which are fp32 tensors here, warm-up included. What else changes from step to
     step is read from tensors that the caller writes in place, or drawn from the device's default generator, which the
     caller seeds. watch is called after the replays of a step.
-    Raises: ComputeError where the work cannot be captured.
+    Raises: ComputeError if the work cannot be captured.
     """
 
     measures_waits = False

@@ -137,8 +137,8 @@ class Precision:
     def figures(self) -> dict[str, float | None]:
         """Return the figures of the last step for a report, equal on all ranks. Collective; waits for the device.
 
-        grad_norm: L2, before clipping; None where it overflowed. underflow_fraction: of the summed half-precision
-        gradients, the elements that are 0 or have lost digits; None where weights and gradients are fp32.
+        grad_norm: L2, before clipping; None if it overflowed. underflow_fraction: of the summed half-precision
+        gradients, the elements that are 0 or have lost digits; None if weights and gradients are fp32.
         """
         norm = float(self.grad_norm())
         return {
@@ -174,7 +174,7 @@ class Precision:
         self.weights.load_(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scale; empty where there is none."""
+        """Return the state of the loss scale; empty if there is none."""
         return self._scale.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

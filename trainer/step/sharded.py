@@ -77,7 +77,7 @@ class ShardedWeights:
     ) -> None:
         """Move the model's parameters into the buffers.
 
-        Raises: ConfigError, on all ranks alike, where the last one would have nothing.
+        Raises: ConfigError, on all ranks alike, if the last rank would have no element.
         """
         _require_shares(reducer.plan, world_size=communicator.world_size)
         self._communicator = communicator
@@ -330,7 +330,7 @@ def _replicated(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def _require_shares(plan: FusionPlan, *, world_size: int) -> None:
-    """Raise ConfigError where a rank has no element: the last one has the fewest of each buffer."""
+    """Raise ConfigError if a rank has no element: the last one has the fewest of each buffer."""
     if not any(piece.start < piece.stop for piece in cut(plan, rank=world_size - 1, world_size=world_size).values()):
         raise ConfigError(
             f"optimizer.sharded=True leaves the last of {world_size} ranks no share of so small a model: set it to "

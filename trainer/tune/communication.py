@@ -42,7 +42,7 @@ NULL_SIZES = "--comm.threshold_bytes null --comm.buffer_bytes null --comm.first_
 def main(argv: Sequence[str]) -> int:
     """Measure, choose, print why, and store; return the exit code. Collective over the job's ranks.
 
-    Raises: ConfigError; CommError; TunedError where the file cannot be written.
+    Raises: ConfigError; CommError; TunedError if the file cannot be written.
     """
     arguments, overrides = _parser().parse_known_args(argv)
     if not 0 < arguments.budget_seconds < float("inf"):

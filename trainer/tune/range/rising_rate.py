@@ -34,7 +34,7 @@ LINES = 20
 def main(argv: Sequence[str]) -> int:
     """Run the test that argv states; return the exit code. Collective over the job's ranks.
 
-    Raises: ConfigError; TuneError where the loss explodes too soon to read anything.
+    Raises: ConfigError; TuneError if the loss explodes too soon to read anything.
     """
     arguments, overrides = _parser().parse_known_args(argv)
     low, high, steps = arguments.low, arguments.high, arguments.steps
