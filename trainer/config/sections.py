@@ -129,7 +129,7 @@ class DataConfig:
     max_skipped: Annotated[int | None, NOT_NEGATIVE, OnlyFor("loader", READERS, or_null=True)] = None
     """Most bad images to replace by others; the summary counts and lists them. null: end at the first one."""
     max_megapixels: Annotated[float, MEGAPIXELS] = 50.0
-    """Images with more million pixels, by their header, are bad: each takes 4 MB in every decoding thread."""
+    """Images with more million pixels, by their header, are bad: a megapixel takes 4 MB per decoding thread."""
     num_threads: Annotated[int, COUNT] = 4
     """Decoding threads per rank."""
     prefetch_batches: Annotated[int, COUNT] = 2
