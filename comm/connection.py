@@ -124,24 +124,23 @@ def connect(
 ) -> Communicator:
     """Meet the other ranks of this job, whatever started them (mpirun, srun, torchrun, nothing). Collective.
 
-    backend "auto" is NCCL where every rank has a GPU and tcp otherwise; tcp and mpi sum the tensors of GPUs by way of
-    pinned host memory (a CUDA-aware MPI on the GPU itself), gloo keeps to CPUs; algorithm is one of
-    bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or auto: what the table says, without one NCCL's own,
-    and hierarchical elsewhere; or a function that chooses once the ranks have met;
-    group_size cuts hosts into smaller node groups;
-    wire_dtype "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide);
-    reduce_dtype "fp32" sums what travels in half precision in fp32, "wire" rounds partial sums at each hop;
-    buffers "registered" or "symmetric" has it sum fusion
-    buffers without a copy (see RegisteredMemory);
-    interface names the network interface of hosts that have several; one that the launcher has named goes before it.
-    Without a device it is choose_device's, and ranks that have the same GPU are refused.
-    After warn_seconds (10, or timeout_seconds where that is shorter) in one sum, or at the meeting, late ranks are
-    named; after timeout_seconds the wait ends in an error. The first meeting waits as long as meeting_seconds where
-    that is longer: one rank's image or file system may be much slower than another's.
+    backend: "auto" is NCCL if every rank has a GPU, and tcp otherwise. tcp and mpi sum GPU tensors by way of pinned
+    host memory (a CUDA-aware MPI on the GPU itself); gloo sums only CPU tensors.
+    algorithm: one of bigbatch.comm.algorithms.ALGORITHMS, hybrid with its table, or a function that chooses once the
+    ranks have met. "auto" is the table's choice; without a table NCCL's own, and hierarchical elsewhere.
+    group_size: cuts hosts into smaller node groups.
+    wire_dtype: "float16" or "bfloat16" halves the bytes of fp32 tensors between ranks (see Wire for predivide).
+    reduce_dtype: "fp32" sums half-precision values in fp32, "wire" rounds partial sums at each hop.
+    buffers: "registered" or "symmetric" sums fusion buffers without a copy (see RegisteredMemory).
+    interface: the network interface of hosts that have several; one that the launcher has named takes precedence.
+    device: choose_device's if None; ranks with the same GPU are then refused.
+    After warn_seconds (10, or timeout_seconds if that is shorter), in one sum or at the meeting, late ranks are named;
+    after timeout_seconds the wait ends in an error. The first meeting waits for meeting_seconds if that is longer: one
+    rank's image or file system may be much slower than another's.
     `with connect() as communicator:` closes it at the end, and tells the other ranks of an exception, so that they end,
-    too. Without it call close() at the end of a good run; where that is forgotten it happens as the interpreter ends.
-    Raises: CommError where the ranks cannot meet, or contradict each other about who they are and where; ValueError
-    for an unknown or impossible choice.
+    too. Without it call close() at the end of a good run; otherwise it is closed when the interpreter ends.
+    Raises: CommError if the ranks cannot meet, or disagree about their places; ValueError for an unknown or impossible
+    choice.
     """
     env = env or read_process_env()
     record_begin(env)

@@ -1,4 +1,4 @@
-"""Choose the all-reduce of a job whose config names none."""
+"""Choose the all-reduce of a job if its config names none."""
 
 from typing import NamedTuple
 

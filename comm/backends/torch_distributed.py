@@ -195,7 +195,7 @@ class TorchDistributedBackend:
         start = awake_seconds()
         try:
             return self._queue.submit(operation, label=label, ranks=ranks)
-        except dist.DistError as error:  # of NCCL, whose operations begin here
+        except dist.DistError as error:  # of NCCL: its operations begin here
             raise self._control.explain(label, awake_seconds() - start, error) from error
 
     def oldest(self) -> Pending | None:

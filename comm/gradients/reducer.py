@@ -42,21 +42,20 @@ class GradientReducer:
     last, so that the gradients of no two are added elsewhere. It counts the microbatches of all ranks together.
     threshold_bytes, buffer_bytes and first_buffer_bytes are plan_fusion's. The order in which gradients become ready
     is guessed (last parameter first) and learned in the first step, after which rank 0's order counts for all:
-    whoever keeps references to gradients or buffers takes them after it, as a CUDA graph does. The order decides
-    how sums are rounded: a resumed run that must end with the same bits passes its `order` on.
+    take references to gradients or buffers after it, as a CUDA graph does. The order determines the rounding of sums:
+    a resumed run that must end with the same bits passes its `order` on.
     With scatter each rank gets its own part of each sum and nothing else (own_part of each of `buffers`), by the
     reduce-scatter of ScatterGather; buffers are then filled up to a multiple of the ranks. With scatter and a grid
     tensors and parts begin at multiples of PART_ALIGN elements.
-    All ranks must start from the same weights: others than those of most ranks are refused, weights="broadcast" gives
-    all of them rank 0's, "unchecked" takes them as they are.
+    All ranks must start from the same weights: the reducer refuses ranks with other weights than most,
+    weights="broadcast" copies rank 0's to all, "unchecked" does neither.
     A parameter without a gradient counts as zero; unused="error" makes wait() refuse it. Waits are added to exposed,
-    where others may count, too.
-    What is trained stays as it is while the reducer lives: wait() refuses a parameter that was frozen, unfrozen, cast,
-    moved, resized or replaced since, by name, and so does backward where it comes to one first; the step() of an
-    optimizer refuses gradients that no reducer sums beside those that one does. close() this reducer and make another
-    one after such a change. Give it the frozen parameters, too: it drops their gradients.
-    All methods are to be called by all ranks alike. After a backward that failed, wait() and zero_grad() make
-    ready for the next one.
+    which other code may add to.
+    Do not change the trained parameters while the reducer lives: wait(), or backward if it reaches one first, refuses
+    by name a parameter that was frozen, unfrozen, cast, moved, resized or replaced. The step() of an optimizer refuses
+    gradients that no reducer sums beside summed ones. close() this reducer and make another one after such a change.
+    Give it the frozen parameters, too: it drops their gradients.
+    All ranks must call the same methods. After a failed backward, wait() and zero_grad() prepare the next one.
     Raises: ValueError for two parameters of one name, or one on another device than the communicator's, or one of
     another reducer that is not closed, or nothing to reduce; CommError where ranks have different parameters, other
     weights, or another choice of them; RuntimeError from a backward that adds to a gradient already on its way.

@@ -268,7 +268,7 @@ is 1.""",
     add = parser.add_argument
 
     def add_option(option: str, help_text: str, **how: object) -> None:
-        """Add an option whose default depends on --verify."""
+        """Add an option with a default that depends on --verify."""
         name = option.removeprefix("--").replace("-", "_")
         defaults = dict.fromkeys(each[name] for each in (OF_TIMING, OF_VERIFY) if each.get(name) is not None)
         shown = f" (default: {', with --verify '.join(map(str, defaults))})" if defaults else ""
@@ -278,7 +278,7 @@ is 1.""",
     add_option("--min-bytes", "smallest tensor; K, M and G are powers of 1024")
     add_option("--max-bytes", "largest tensor")
     add_option("--factor", "ratio of each size to the one before", type=whole)
-    add("--algorithms", default="all", help="such as ring,native (default: %(default)s that run here)")
+    add("--algorithms", default="all", help="names such as ring,native (default: %(default)s that run here)")
     add_option("--repetitions", "repetitions of each algorithm and size, at most", type=whole)
     add_connection_options(parser)
     add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, then a line per row")

@@ -52,14 +52,14 @@ def calibrate(
     buffer_bytes: int = DEFAULT_SIZES.buffer_bytes,
     seconds: float = SECONDS,
 ) -> Calibration:
-    """Take the table that was measured on this cluster, or measure it and store it in folder. Collective.
+    """Return the table that was measured on this cluster, or measure it and store it in folder. Collective.
 
-    Rank 0 looks and decides, and tells the others, whose files are never read: at kept first, the file of a run that
-    may go on, then into folder (None where there is none to write to). is_fresh: at neither. interface: as connect()
-    was given it. buffer_bytes: the largest of the job's fusion buffers, where measuring begins, towards shorter sums;
-    later jobs take the table whatever theirs are. All ends within seconds, but where the first short sums, with which
-    connections open, or some five words between the ranks take longer.
-    Raises: CommError where a sum came out wrong; PeerLostError.
+    Rank 0 reads the files and tells the other ranks its choice: first kept, the file of a run that may be resumed, then
+    folder (None: there is no folder to write to). is_fresh: read neither. interface: as for connect(). buffer_bytes:
+    the largest of the job's fusion buffers; measuring begins there and goes to shorter sums. Later jobs use the table
+    with any buffers. Ends within seconds, unless the first short sums, with which connections open, or some five
+    exchanges between the ranks take longer.
+    Raises: CommError if a sum was wrong; PeerLostError.
     """
     start = time.perf_counter()
     is_first = communicator.rank == 0

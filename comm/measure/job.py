@@ -16,8 +16,8 @@ from bigbatch.numbers import decimal, whole
 def add_connection_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that connect_as_told() reads, except --wire-dtype."""
     add = parser.add_argument
-    add("--backend", choices=BACKENDS, default="auto", help="what carries the bytes (default: %(default)s)")
-    add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="precision of half-precision sums (%(default)s)")
+    add("--backend", choices=BACKENDS, default="auto", help="transport (default: %(default)s)")
+    add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="half-precision sums (default: %(default)s)")
     add("--group-size", type=whole, help="ranks per node group (default: all of a host)")
     add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
     add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")

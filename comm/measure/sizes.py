@@ -70,12 +70,12 @@ def measure_times(
 ) -> Times:
     """Time every algorithm at the sizes, which rise, from the largest on that fits into the time. Collective.
 
-    What fits is found by single sums. So what there is no time for are the sizes that matter least to gradients;
-    where none fits nothing is measured. Where time is short, algorithms far from the best are timed only once. Then
-    sizes between two that choose differently are measured, and again those whose times leave the choice open. All ends
-    seconds after start (of time.perf_counter; None: now), with time for one more exchange of texts between the ranks;
-    seconds must be the same on all of them. Calls on_size on all ranks.
-    Raises: CommError where a sum came out wrong; PeerLostError.
+    Single sums show which size fits, so time runs out for the sizes that matter least to gradients; if none fits,
+    nothing is measured. If time is short, algorithms far from the best are timed only once. Then it measures sizes
+    between two that choose differently, and again sizes with an uncertain choice. It ends seconds after start (of
+    time.perf_counter; None: now), with time for one more exchange of texts between the ranks; seconds must be the same
+    on all of them. Calls on_size on all ranks.
+    Raises: CommError if a sum was wrong; PeerLostError.
     """
     start = time.perf_counter() if start is None else start
     sweep = _Sweep(communicator, start=start, seconds=seconds, on_size=on_size)
