@@ -87,7 +87,7 @@ def _make_node(node: int, hosts: Path) -> None:
     namespaces.unshare(namespaces.NEWNS | namespaces.NEWUTS | namespaces.NEWNET)
     socket.sethostname(host(node))
     namespaces.mount(str(hosts), "/etc/hosts", flags=namespaces.MS_BIND)
-    # /sys/class/net shows the network of whoever mounted it; a new /sys comes without the control groups.
+    # /sys/class/net shows the network of the process that mounted it; a new /sys comes without the control groups.
     # It is put together in /dev/shm, which is there and will be hidden by the node's own.
     namespaces.mount("sysfs", "/dev/shm", kind="sysfs")
     if os.path.ismount("/sys/fs/cgroup"):

@@ -106,7 +106,7 @@ def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
             elif rank is None and file == path:
                 raise FaultError(f"{file}: its name does not end in a rank, as in trace_rank_3")
     if not found:
-        raise FaultError(f"{', '.join(map(str, paths))}: no dumps here, whose names end in a rank, as in trace_rank_3")
+        raise FaultError(f"{', '.join(map(str, paths))}: no dumps here; their names end in a rank, as trace_rank_3")
     return found
 
 

@@ -284,7 +284,7 @@ class _Search:
         ranks = tuple(sorted(ranks))
         others = [rank for rank in calls if rank not in ranks]
         example = calls[_most_common(calls, others or calls)]
-        if kind == HELD and place.of_rank is None:  # also of ranks whose recorders have overwritten it
+        if kind == HELD and place.of_rank is None:  # also of ranks with recorders that have overwritten it
             others = [rank for rank in self._job.begun[place.group] if rank not in ranks]
         doing = calls if kind == DIFFERS else self._job.waiting
         theirs = {rank: doing[rank] for rank in ranks if rank in doing}

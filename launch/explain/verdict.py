@@ -28,7 +28,7 @@ HEAD = ("rank", "group", "last begun", "last ended", "now", "where")
 
 
 def headline(finding: Finding) -> str:
-    """Return one sentence: which ranks, what is wrong with them, and in which operation of which group."""
+    """Return one sentence: the ranks, what is wrong with them, and the operation with its group."""
     names, many = name_ranks(finding.ranks), len(finding.ranks) > 1
     if finding.group is None or finding.operation is None:
         return f"{names} left no dump: dead, or the dump is elsewhere"
@@ -42,7 +42,7 @@ def headline(finding: Finding) -> str:
     if finding.kind == LATE:
         return f"{names} {_have(many)} not begun {what}, in which {others} wait{_s(num_others)}"
     if finding.kind == UNEVEN:
-        return f"{names} {_have(many)} begun less than others, who wait for nobody: not {what}"
+        return f"{names} {_have(many)} begun less than others, which wait for none: not {what}"
     if finding.kind == UNSTARTED and finding.operation.is_message:
         of = "the counterpart of " if finding.waiting else ""
         return f"{names} {_have(many)} queued {of}{what}, and the GPU has not started it, as the peer's has"

@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a recipe as for train; --section.key overrides it",
     )
     add("--cluster", type=expand_path, metavar="NAME", help=f"a YAML file, or one of {', '.join(cluster_names())}")
-    add("--gpus", default="", metavar="N,N..M", help="such as 8..2048, doubling (default: 1 to 256 nodes)")
+    add("--gpus", default="", metavar="N,N..M", help="numbers, such as 8..2048, doubling (default: 1 to 256 nodes)")
     add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")
     add("--rate", type=decimal, help="images/s of one device at the recipe's microbatch, measured by you")
     add(
@@ -240,12 +240,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--images", type=decimal, default=1_281_167, help="images of an epoch (default: ImageNet's 1,281,167)")
     add("--price", type=decimal, help="price of a GPU for an hour, in any currency: adds the cost")
-    add("--deadline", metavar="TIME", help="such as 1h: which number of GPUs is the cheapest that keeps it?")
+    add("--deadline", metavar="TIME", help="time limit, such as 1h: names the cheapest number of GPUs within it")
     add("--failure-hours", type=decimal, help="mean time between failures of a node: adds what restarts cost")
     seconds = f"time from a failure to the first new step (default: {RESTART_SECONDS:g})"
     add("--restart-seconds", type=decimal, default=RESTART_SECONDS, help=seconds)
     add("--compare", metavar="A,B", help=f"algorithms side by side: {', '.join(CHOICES)}")
-    add("--what-if", metavar="X=2x", help="link, inside, rate, batch, input: so many times as large, side by side")
+    add("--what-if", metavar="X=2x", help="compare steps with a larger or smaller link, inside, rate, batch or input")
     add("--advise", action="store_true", help="search a better fusion plan for each, and try fp16 on the wire")
     add("--json", type=expand_path, metavar="FILE", help="all figures")
     add("--html", type=expand_path, metavar="FILE", help="write all results as one page, like bigbatch report")

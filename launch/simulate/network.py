@@ -30,7 +30,7 @@ class Network:
     across_bytes_per_second: float
     carrier: Carrier = "nccl"
     has_trees: bool = True
-    """False for NCCL before 2.4, whose only form is the ring."""
+    """False for NCCL before 2.4, which has only rings."""
     num_servers: int | None = None
     constants: Constants = DEFAULTS
 

@@ -24,7 +24,7 @@ from bigbatch.trainer.config.sections import READERS
 IMAGES = 1_281_167
 """Images of ImageNet's training set."""
 HALF = ("fp16", "bf16")
-"""Precisions whose gradients are halves."""
+"""Precisions with gradients in half precision."""
 WIRE_SHARES = {"float16": 0.5, "bfloat16": 0.5}
 """Share of fp32's bytes that is sent, by comm.wire_dtype."""
 PAYS = 0.5
