@@ -129,7 +129,7 @@ def _open_closed_streams() -> None:
 
 
 def _write_out(code: int) -> int:
-    """Write what is still buffered; return the exit code, PIPE_CLOSED if all went well but nobody reads the output.
+    """Write what is still buffered; return the exit code, PIPE_CLOSED if all went well but the reader has ended.
 
     What cannot be written is dropped: the interpreter would try again as it ends, and exit with a code of its own.
     """
@@ -160,7 +160,7 @@ def _answer(arguments: list[str]) -> int:
 
 
 def _is_pipe_closed() -> bool:
-    """Tell whether standard output is a pipe that nobody reads any more."""
+    """Tell whether standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

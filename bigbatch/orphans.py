@@ -13,7 +13,7 @@ for pid in $pids; do kill -s "$0" "$pid"; done
 for pid in $pids; do while [ -e "/proc/$pid/exe" ]; do sleep 0.2; done; done
 rm -rf -- "$@"
 """
-"""Reads process ids until nobody can write them. A zombie, whose parent need not look, has no exe."""
+"""Reads process ids until all writers have ended. A zombie, whose parent need not look, has no exe."""
 
 
 @contextmanager

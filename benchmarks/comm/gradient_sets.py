@@ -1,4 +1,4 @@
-"""The gradients of a network without its arithmetic: a module whose backward costs next to nothing."""
+"""The gradients of a network without its arithmetic: a module with a backward that costs next to nothing."""
 
 import math
 import time

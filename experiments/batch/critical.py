@@ -49,7 +49,7 @@ def _moments(pairs: Sequence[Pair]) -> Moments:
 
 
 def critical_batch(shares: Sequence[Share], *, global_batch_size: int) -> NoiseScale:
-    """Return the critical batch of a run whose parts, of as many steps each, have these shares of signal.
+    """Return the critical batch of a run from the shares of signal in its parts of as many steps each.
 
     The progress of a step is the share of signal in it, p = 1 / (1 + B_noise / B), so the mean of B_noise over progress
     is B * mean(1 - p) / mean(p): the noise scale of the mean share.

@@ -228,7 +228,7 @@ def require_nobody(folder: SweepFolder, number: int) -> None:
 
 
 def judge(folder: SweepFolder, number: int, *, exit_code: int | None, reason: Callable[[], str]) -> dict[str, Any]:
-    """Return the state and reason of a point whose job has ended."""
+    """Return the state and reason of a point after its job has ended."""
     if read_summary(folder, number) is not None and exit_code in (0, None):
         return {"state": DONE, "reason": None}
     return {"state": FAILED, "reason": reason()}

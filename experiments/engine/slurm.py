@@ -87,7 +87,7 @@ def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: Schedu
 
 
 def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
-    """Find out whether points whose submission ended without a job's number are in Slurm, or missing.
+    """Find out whether points are in Slurm, or missing, if their submission ended without a job's number.
 
     Raises: SchedulerError.
     """

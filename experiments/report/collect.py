@@ -282,7 +282,7 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
     if not all(isinstance(record.get("step"), int) for record in records):
         raise RunFolderError(f"{run.metrics} is damaged: a report without its step")
     if not all(_is_rate(record.get("images_per_second")) for record in found):
-        raise RunFolderError(f"{run.metrics} is damaged: a report whose rate is none")
+        raise RunFolderError(f"{run.metrics} is damaged: a report without a valid rate")
     return [
         record | {"steps": record["step"] - before["step"]}
         for before, record in pairwise(records[WARM_UP_REPORTS - 1 :])

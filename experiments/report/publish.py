@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--target",
         type=decimal,
-        help="top-1 of runs, such as 0.759 (default: the run's own target, else its best)",
+        help="top-1 to reach, such as 0.759 (default: the run's own target, else its best)",
     )
     add(
         "--price",

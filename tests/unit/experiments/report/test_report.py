@@ -529,7 +529,7 @@ def write_sweep(folder: Path, text: str) -> None:
         (
             "run/metrics.jsonl",
             "".join(json.dumps(train(step, 10**400, wire=0, wait=0, stragglers=0)) + "\n" for step in (1, 2)),
-            "a report whose rate is none",
+            "a valid rate",
         ),
         ("run/metrics.jsonl", json.dumps(train(1, 0.0, wire=0, wait=0, stragglers=0)) * 1 + "\n", "fewer than 2"),
         ("point.json", "{}", "point.json is not readable"),
@@ -554,7 +554,7 @@ def test_report_tells_of_a_damaged_point_and_has_the_others(file: str, text: str
 def test_report_takes_a_rate_that_is_none_for_damage(rate: float, sweep: Path) -> None:
     lines = [json.dumps(train(step, rate, wire=0, wait=0, stragglers=0)) for step in (1, 2)]
     (sweep / "points/3/run/metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert any("a report whose rate is none" in told for *_, told in report(sweep)["unmeasured"])
+    assert any("a valid rate" in told for *_, told in report(sweep)["unmeasured"])
 
 
 @pytest.mark.slow
