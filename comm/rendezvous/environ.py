@@ -354,6 +354,13 @@ def _own_folder(variables: Mapping[str, str], kind: str) -> Path:
     return as_path(variables.get(f"XDG_{kind.upper()}_HOME") or f"{Path.home()}/.{kind}") / "bigbatch"
 
 
+def wandb_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the project, name and mode for Weights & Biases that the environment states."""
+    variables = os.environ if environ is None else environ
+    stated = {name: variables.get(f"WANDB_{name.upper()}") for name in ("project", "name", "mode")}
+    return {name: value for name, value in stated.items() if value}
+
+
 def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what tells NCCL how to sum: not where its ranks meet, nor what it logs."""
     variables = os.environ if environ is None else environ

@@ -1,6 +1,5 @@
 """Weights & Biases: the one door to wandb, which a run knocks on from a thread of its own."""
 
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
+from bigbatch.comm.rendezvous.environ import wandb_settings
 from bigbatch.errors import first_line
 from bigbatch.trainer.run.folder import RunDir
 
@@ -47,8 +47,9 @@ class WeightsAndBiases:
         self._rundir = rundir
         rundir.make_folder(rundir.path / "wandb")  # in which wandb keeps its own files
         self._arguments = {
-            "project": os.environ.get("WANDB_PROJECT", "bigbatch"),
-            "name": os.environ.get("WANDB_NAME", rundir.path.name),
+            "project": "bigbatch",
+            "name": rundir.path.name,
+            **wandb_settings(),
             "id": _run_id(rundir, is_new=from_step == 0),
             "resume": "allow",
             "dir": str(rundir.path),
@@ -77,7 +78,7 @@ class WeightsAndBiases:
         # quiet, or it would ask a terminal for a key, and take standard output over
         settings = wandb.Settings(console="off", silent=True, init_timeout=REACH_SECONDS)
         wandb.setup(settings)
-        is_offline = os.environ.get("WANDB_MODE") == "offline"
+        is_offline = self._arguments.get("mode") == "offline"
         try:
             run = wandb.init(**self._arguments, settings=settings)
         except Exception as error:  # no network, no key, no answer

@@ -1,7 +1,6 @@
 """TensorBoard, CSV, and Weights & Biases by a package that plays it: what each gets, and that none ends a run."""
 
 import math
-import os
 import sys
 import threading
 import time
@@ -48,7 +47,7 @@ class PlayedWandb(ModuleType):
         return SimpleNamespace(
             id=arguments["id"],
             dir=str(folder),
-            offline="offline" in (arguments.get("mode"), os.environ.get("WANDB_MODE")),
+            offline=arguments.get("mode") == "offline",
             disabled=self.disabled,
             url="https://wandb.invalid/run",
             define_metric=lambda name, *, step_metric: None,
