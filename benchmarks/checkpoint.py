@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="images of a rank and step")
     parser.add_argument("--interval-seconds", type=at_least(1), default=60, help="between two checkpoints")
     parser.add_argument("--rounds", type=at_least(1), default=10)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (default: all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: all)")
     parser.add_argument("--scratch", type=Path, default=Path(), help="a folder on the disk that is written to")
     parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
     return parser.parse_args(argv)

@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
-    add("--trials", type=int, default=5, help="of each state (default: %(default)s)")
+    add("--trials", type=int, default=5, help="trials of each state (default: %(default)s)")
     add("--states", nargs="+", choices=("cold", "warm"), default=["cold", "warm"], help="default: both, in turn")
     return parser.parse_args()
 

@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=at_least(100), default=50_000)
     parser.add_argument("--pictures", type=at_least(NUM_CLASSES), default=1_280_000)
     parser.add_argument("--points", type=at_least(1), default=10_000)
-    parser.add_argument("--megabytes", type=at_least(1), default=1000, help="of reports")
+    parser.add_argument("--megabytes", type=at_least(1), default=1000, help="megabytes of reports")
     parser.add_argument("--scratch", type=Path, help="where the folders are made that are loaded")
     parser.add_argument("--out", type=Path, help="the file of figures (default: standard output)")
     return parser.parse_args()

@@ -60,8 +60,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
-    add("--trials", type=int, default=20, help="of each state (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of the nodes that are drawn (default: %(default)s)")
+    add("--trials", type=int, default=20, help="trials of each state (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the drawn nodes (default: %(default)s)")
     return parser.parse_args()
 
 

@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="images of a rank and step")
     parser.add_argument("--every-steps", type=int, default=RunConfig.compare_every_steps)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (default: all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: all)")
     parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
     return parser.parse_args(argv)
 

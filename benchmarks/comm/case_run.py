@@ -71,10 +71,10 @@ def job_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="JSON file for the results")
-    add("--repetitions", type=int, default=10, help="of each contestant (default: %(default)s)")
+    add("--repetitions", type=int, default=10, help="repetitions of each contestant (default: %(default)s)")
     add("--contestants", metavar="A,B", help="only these (default: all that can run)")
     add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
-    add("--goodput-mbit", type=float, help="of a link, for the limit (default: measured by iperf3)")
+    add("--goodput-mbit", type=float, help="goodput of a link, for the limit (default: measured by iperf3)")
     add("--case", default="", help="name of the case, for the record")
     add("--setting", default="{}", help="JSON of what the launcher knows of the cluster, for the record")
     return parser

@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path, help="with the records of run.py")
     parser.add_argument("--out", type=Path, default=Path("docs/comm.png"), help="(default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="of the records of run.py --quick")
+    parser.add_argument("--quick", action="store_true", help="plot the records of run.py --quick")
     options = parser.parse_args()
     records = read_records(options.folder, quick=options.quick)
     exchanges = [records[name] for name in EXCHANGES if name in records]

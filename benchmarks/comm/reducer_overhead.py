@@ -78,10 +78,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", help="default: resnet50 on a GPU, resnet18 else")
     add("--batch", type=int, help="images; default: 128 on a GPU, 4 else")
     add("--image-size", type=int, help="pixels; default: 224 on a GPU, 64 else")
-    add("--precision", choices=("float32", "bfloat16"), help="of autocast; default: bfloat16 on a GPU, float32 else")
+    add("--precision", choices=("float32", "bfloat16"), help="autocast; default: bfloat16 on a GPU, float32 else")
     add("--steps", type=int, default=5, help="per repetition (default: %(default)s)")
     add("--repetitions", type=int, default=30, help="(default: %(default)s)")
-    add("--threads", type=int, help="of the CPU")
+    add("--threads", type=int, help="threads of the CPU")
     add("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -48,11 +48,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = job_parser(__doc__)
     add = parser.add_argument
     add("--model", default="resnet50", help="(default: %(default)s)")
-    add("--weak", type=float, metavar="SECONDS", help="of forward and backward, on any number of nodes")
-    add("--strong", type=float, metavar="SECONDS", help="of forward and backward on one node")
+    add("--weak", type=float, metavar="SECONDS", help="time of forward and backward, on any number of nodes")
+    add("--strong", type=float, metavar="SECONDS", help="time of forward and backward on one node")
     add("--batch", type=int, default=2, help="images per rank while backward is recorded (default: %(default)s)")
     add("--image-size", type=int, default=224, help="pixels, likewise (default: %(default)s)")
-    add("--tune-seconds", type=float, default=15.0, help="for the tuned contestant (default: %(default)s)")
+    add("--tune-seconds", type=float, default=15.0, help="tuning time for the tuned contestant (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.weak is None and options.strong is None:
         parser.error("give --weak or --strong, or both")

@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=1, help="images per rank (default: %(default)s)")
     add("--image-size", type=int, default=64, help="pixels (default: %(default)s)")
     add("--pace", type=float, metavar="SECONDS", help="backward sleeps for this time instead of computing")
-    add("--tune-seconds", type=float, default=25.0, help="for each tuned contestant (default: %(default)s)")
+    add("--tune-seconds", type=float, default=25.0, help="tuning time for each tuned contestant (default: %(default)s)")
     options = parser.parse_args(argv)
     require_at_least_one(parser, options, "repetitions", "batch", "image_size")
     if options.pace is not None and options.pace <= 0:

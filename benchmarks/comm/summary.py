@@ -16,7 +16,7 @@ def main() -> None:
     """Print the summary of a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true", help="of the records of run.py --quick")
+    parser.add_argument("--quick", action="store_true", help="summarise the records of run.py --quick")
     options = parser.parse_args()
     print(summarise(read_records(options.folder, quick=options.quick)))
 

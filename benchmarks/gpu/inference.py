@@ -100,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256] if on_gpu else [1, 8, 32])
     parser.add_argument("--half", choices=HALF, default="fp16" if on_gpu else "bf16")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch on the CPU")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on the CPU")
     parser.add_argument("--only", nargs="+", choices=[form.name for form in FORMS], help="forms, by default all")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     return parser.parse_args()

@@ -56,8 +56,8 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, default=512, help="images of a step (default: %(default)s)")
     add("--steps", type=int, default=20, help="timed (default: %(default)s)")
     add("--untimed", type=int, default=10, help="steps before those (default: %(default)s)")
-    add("--memory-mb", type=int, default=500, help="that a CPU may give (default: %(default)s)")
-    add("--threads", type=int, default=1, help="of a CPU (default: %(default)s)")
+    add("--memory-mb", type=int, default=500, help="memory that a CPU may give (default: %(default)s)")
+    add("--threads", type=int, default=1, help="threads of a CPU (default: %(default)s)")
     return parser.parse_args()
 
 

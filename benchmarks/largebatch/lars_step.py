@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--models", nargs="+", default=["resnet50", "alexnet_bn"], help="names that model.name takes")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU (default: all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: all)")
     parser.add_argument("--bandwidth-mb", type=int, default=512, help="size of the buffers that are copied and added")
     parser.add_argument("--out", type=Path, help="JSON file for the results (default: standard output)")
     return parser.parse_args(argv)

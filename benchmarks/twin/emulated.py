@@ -241,7 +241,7 @@ def show(row: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None, *, run: Callable[..., Any] = measure) -> int:
     """Measure, predict, print the table; return 1 if bytes or values are not as required."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=3, help="of each step (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=3, help="repetitions of each step (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the results")
     options = parser.parse_args(argv)
     facts = conditions(options)

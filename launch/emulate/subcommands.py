@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True, metavar="{up,run,exec,shape,status,down}")
     size = argparse.ArgumentParser(add_help=False)
     size.add_argument("--nodes", type=whole, help="number of nodes (default: as many as --ranks-per-node lists)")
-    size.add_argument("--ranks-per-node", help="such as 2, or 3,2,2,1 (default: 1)")
+    size.add_argument("--ranks-per-node", help="ranks of each node, such as 2, or 3,2,2,1 (default: 1)")
     add_options(size, RUN_OPTIONS[:2])
     size.add_argument("--dry-run", action="store_true", help="print the commands instead of running them")
     named = argparse.ArgumentParser(add_help=False)
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="bigbatch launch emulate run [OPTION ...] -- COMMAND [OPTION ...]",
         help="run a job on it; with --nodes or --ranks-per-node, on a cluster just for this job",
     )
-    run.add_argument("--name", help=f"of the cluster (default: {DEFAULT_NAME}, or one of its own)")
+    run.add_argument("--name", help=f"name of the cluster (default: {DEFAULT_NAME}, or a new one)")
     add_options(run, (*RUN_OPTIONS[2:], RESTARTS))
     run.add_argument("--python", action="store_true", help=PYTHON_HELP)
     run.add_argument("--counters", type=as_path, metavar="FILE", help="write the bytes of each link there, as JSON")

@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
     add("--cifar", type=Path, help="CIFAR-10 in class folders")
     add("--vision", type=Path, help="references/classification of a checkout of torchvision")
     add("--airbench", type=Path, help="checkout of KellerJordan/cifar10-airbench")
-    add("--seeds", type=at_least(1), default=5, help="of the race on CIFAR-10 (default: %(default)s)")
+    add("--seeds", type=at_least(1), default=5, help="seeds of the race on CIFAR-10 (default: %(default)s)")
     options = parser.parse_args()
     if options.against is not None and not options.guard:
         parser.error("--against is what --guard compares with: give both")
