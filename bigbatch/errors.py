@@ -200,7 +200,7 @@ def first_line(error: BaseException) -> str:
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a disk, or of a user's share of it, that is full."""
+"""The system's messages on a full disk, or on a user's full quota."""
 
 
 def find_os_error(error: BaseException) -> OSError | None:

@@ -54,7 +54,7 @@ RESNET50_RATES: dict[str, tuple[float | None, float | None]] = {
     "Graphcore IPU": (None, 1700),
     "Graphcore Bow": (None, 2490),
 }
-"""By the first words of the accelerator's name; the longest that fits counts. Medians of published rows in one node."""
+"""Keyed by the first words of the accelerator's name; the longest match counts. Medians of published one-node rows."""
 
 
 def inside_bytes_per_second(link: str) -> float:

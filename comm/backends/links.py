@@ -18,7 +18,7 @@ from bigbatch.errors import CommError
 
 POLL_SECONDS = 1.0
 GREET_SECONDS = 10.0
-"""How long a caller may take to introduce itself."""
+"""Time limit for a connection to authenticate itself."""
 MOST_STRANGERS = 64
 """Most unauthenticated connections beside the job's own; the oldest is dropped first."""
 

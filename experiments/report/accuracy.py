@@ -22,7 +22,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class ToAccuracy:
-    """What one run reached of a target, and when."""
+    """The evaluation in which one run reached a target, or its best one."""
 
     target: float
     reached: Evaluated | None

@@ -1,4 +1,4 @@
-"""How many epochs a batch needs: MLPerf's reference convergence points for ResNet-50. Pure."""
+"""Number of epochs that a batch needs: MLPerf's reference convergence points for ResNet-50. Pure."""
 
 import math
 from bisect import bisect_left
