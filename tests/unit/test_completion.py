@@ -8,6 +8,7 @@ import pytest
 from bigbatch.cli import COMMANDS, main
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.file import packaged_configs
+from bigbatch.trainer.config.kinds import OPTION_KEYS
 from bigbatch.trainer.config.schema import all_keys
 
 CASES = {
@@ -19,7 +20,13 @@ CASES = {
     ("launch", "local", "--ranks", "2", "--", "ev"): {"evaluate"},
     ("launch", "local", "--", "train", "--config", "quick"): {"quickstart"},
     ("launch", "local", "--", "train", "--optimizer.mom"): {"--optimizer.momentum", "--optimizer.momentum_form"},
-    ("train", "--"): {"--config", "--dry-run", "--quiet", "--trust-code", *(f"--{key}" for key in all_keys())},
+    ("train", "--"): {
+        "--config",
+        "--dry-run",
+        "--quiet",
+        "--trust-code",
+        *(f"--{key}" for key in (*all_keys(), *OPTION_KEYS)),
+    },
     ("train", "--config", ""): {*packaged_configs()},
     ("train", "x"): set(),  # a file's name
     ("config", "sh"): {"show"},

@@ -14,7 +14,8 @@ from bigbatch.launch.jobs.options import JOB_OPTIONS
 from bigbatch.load_command import load_command
 from bigbatch.paths import PathError, as_path, expand_path
 from bigbatch.trainer.config.fields import takes_text
-from bigbatch.trainer.config.schema import KEYS, typed
+from bigbatch.trainer.config.older import MOVED
+from bigbatch.trainer.config.schema import KEYS, key_of, typed
 
 MODULES = [module for module, _ in COMMANDS.values() if module != GROUP]
 MODULES += [module for group in GROUPS.values() for module, _ in group.commands.values()]
@@ -113,7 +114,8 @@ def test_all_options_of_paths_are_expanded(module: str, monkeypatch: pytest.Monk
     with pytest.raises(Parsing) as raised:
         load_command(module).main([])
     for action in _actions(raised.value.parser):
-        if action.nargs == 0 or action.choices or action.dest in KEYS or action.type in (expand_path, as_path):
+        is_key = key_of(MOVED.get(action.dest, action.dest)) is not None
+        if action.nargs == 0 or action.choices or is_key or action.type in (expand_path, as_path):
             continue
         words = f"{action.dest} {action.metavar or ''}".replace("_", " ")
         assert action.type not in (Path, int, float), f"{words}: of bigbatch.paths or bigbatch.numbers"

@@ -54,7 +54,7 @@ def test_case_keeps_the_changes_of_those_before_it_where_cases_are_cumulative(tm
         (4, "smooth", 6, 12, 0.2, "out/points/4/run"),
         (5, "short", 6, 6, 0.2, "out/points/5/run"),
     ]
-    assert {point.config.model.width for point in points} == {4}
+    assert {point.config.model.options["width"] for point in points} == {4}
     assert {point.config.run.eval_every_epochs for point in points} == {1}, "a target is looked for"
     alone = points_of(tmp_path, cumulative=False)
     assert [point.config.optimizer.label_smoothing for point in alone] == [0.0, 0.2, 0.1]
