@@ -84,8 +84,10 @@ ROUNDING = 2e-5
 
 
 def train_command(data: Path, run: Path, overrides: dict[str, object]) -> list[str]:
-    """The quick start's config on the tiny data set."""
+    """The quick start's config on the tiny data set; TINY's width is of its own model alone."""
     settings = {**TINY, "data.root": data, "run.directory": run, **overrides}
+    if "model.name" in overrides and "model.options.width" not in overrides:
+        del settings["model.options.width"]
     return ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
 
 

@@ -130,7 +130,6 @@ def test_another_kind_of_state_is_refused(data: Path, tmp_path: Path) -> None:
 
 def test_an_optimizer_that_is_not_installed_is_one_line(data: Path, tmp_path: Path) -> None:
     command = train_command(data, tmp_path, {**SCHEDULE_FREE, "optimizer.name": "no_such_package.Shampoo"})
-    assert message(run(alone(command), expect=1)).endswith(
-        "optimizer.name=no_such_package.Shampoo: No module named 'no_such_package': put its folder into PYTHONPATH "
-        "where it is your own; else install its package, as by pip install no_such_package"
-    )
+    told = message(run(alone(command), expect=1))
+    assert "optimizer.name=no_such_package.Shampoo: No module named 'no_such_package': " in told
+    assert told.endswith(" pip install no_such_package")
