@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from bigbatch.errors import CheckpointError, RunFolderError, first_line, print_line
-from bigbatch.exit_codes import FAILED
+from bigbatch.exit_codes import DIFFERENT
 from bigbatch.files import read_plain
 from bigbatch.paths import as_path
 from bigbatch.trainer.parting import Parting, find_places, likely_cause, listed
@@ -37,7 +37,7 @@ class Run:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare two runs; return 0 if they are equal, else FAILED. Raises: RunFolderError; CheckpointError."""
+    """Compare two runs; return 0 if they are equal, else DIFFERENT. Raises: RunFolderError; CheckpointError."""
     arguments = _make_parser().parse_args(argv)
     a, b = map(read_run, (arguments.a, arguments.b))
     told = _changes(a, b)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             f"{a.path} and {b.path} have neither digests of the same step nor checkpoints of one: train both with "
             f"--{KEY} 1"
         )
-    return FAILED if parting or is_found else 0
+    return DIFFERENT if parting or is_found else 0
 
 
 def read_run(path: Path) -> Run:
@@ -258,8 +258,8 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch diff",
         description="Find the first difference of two runs: step, phase and tensor by the digests that they recorded "
-        f"(--{KEY} N), and the first element by their checkpoints. The exit code is 0 if nothing differs, else "
-        f"{FAILED}.",
+        f"(--{KEY} N), and the first element by their checkpoints. The exit code is 0 if nothing differs, "
+        f"{DIFFERENT} if something does, and 1 if they cannot be compared.",
         epilog="example: bigbatch diff runs/one runs/other",
     )
     for name in ("a", "b"):

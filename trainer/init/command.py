@@ -309,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--leave-out",
         action="store_true",
-        help="leave out unusable listed images, labels without an image and images without a label",
+        help="leave out unusable listed images, labels without an image, images without a label, and empty classes",
     )
     parser.add_argument("--workers", type=whole, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
     add_max_megapixels(parser)

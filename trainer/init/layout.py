@@ -116,8 +116,10 @@ def _class_folders(folder: Path, *, leave_out: bool) -> Found:
         by_class[path.partition("/")[0]].append(path)
     findings = listing_findings(where, listing, leave_out=leave_out)
     if empty := tuple(f"{folder / name}" for name, paths in by_class.items() if not paths):
-        meaning = f"fill or remove it; an image ends in {', '.join(IMAGE_SUFFIXES)}"
-        findings.append(Finding("class without images", where, empty, is_problem=True, meaning=meaning))
+        advice = f"fill or remove it, or give --leave-out; an image ends in {', '.join(IMAGE_SUFFIXES)}"
+        meaning = "left out" if leave_out else advice
+        findings.append(Finding("class without images", where, empty, is_problem=not leave_out, meaning=meaning))
+        by_class = {name: paths for name, paths in by_class.items() if paths or not leave_out}
     if not by_class:
         findings.append(Finding("no images", where, (f"{folder}: expected {_LAYOUTS}",), is_problem=True))
     return Found("class folders", tuple(findings), by_class=by_class)

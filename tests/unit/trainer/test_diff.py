@@ -9,6 +9,7 @@ import torch
 from error_texts import naming
 
 from bigbatch.errors import CheckpointError, RunFolderError
+from bigbatch.exit_codes import DIFFERENT
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.diff import main
 from bigbatch.trainer.input.base import Batch, Request
@@ -111,7 +112,7 @@ def test_diff_names_the_first_place_of_the_batch_and_the_pictures_there(
     places: str, positions: list[int], where: str, cause: str, made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = {"places": "".join(letter * 8 for letter in places), "positions": positions}
-    assert main([made("a", step() | PLACED), made("b", step(pictures="q") | odd)]) == 1
+    assert main([made("a", step() | PLACED), made("b", step(pictures="q") | odd)]) == DIFFERENT
     found, why = capsys.readouterr().out.splitlines()
     assert found == f"step 1: the images of the global batch differ{where}"
     assert why.startswith(f"likely cause: {cause}")
@@ -130,7 +131,7 @@ def test_diff_names_elements_of_what_both_runs_kept_whole(made: Made, capsys: py
     # microbatches 2 and 3 are of rank 1 in the first run, of ranks 2 and 3 in the second; fc alone is kept
     keep_values(a, rank=1, activations={"fc": {2: [ones, ones], 3: [ones]}})
     keep_values(b, rank=2, activations={"fc": {2: [ones, up]}})
-    assert main([a, b]) == 1
+    assert main([a, b]) == DIFFERENT
     assert capsys.readouterr().out.splitlines()[-1] == (
         "step 2: fc of microbatch 2: 1 of 4 elements differ, first [1, 1]: 1 and 1.00000012, "
         "1 units in the last place apart"
@@ -138,7 +139,7 @@ def test_diff_names_elements_of_what_both_runs_kept_whole(made: Made, capsys: py
     c = made("c", SPREAD, spread(layers={"conv": "cccc", "fc": "ffff"}, gradients="xg"))
     for run, value in ((a, ones), (c, up)):
         keep_values(run, rank=0, gradients={"a": {0: [value]}})
-    assert main([a, c]) == 1
+    assert main([a, c]) == DIFFERENT
     assert "step 2: gradient of a: 1 of 4 elements differ, first [1, 1]: 1 and 1.0" in capsys.readouterr().out
 
 
@@ -176,7 +177,7 @@ def test_diff_names_the_first_step_phase_and_tensor(
     odd: dict[str, Any], lines: list[str], made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = made("a", step(), step(), step()), made("b", step(), odd, step(pictures="z"))
-    assert main([a, b]) == 1
+    assert main([a, b]) == DIFFERENT
     where, cause, *_ = capsys.readouterr().out.splitlines()
     assert where.startswith(lines[0])
     assert lines[1] in cause
@@ -233,7 +234,7 @@ SPREAD = spread(layers={"conv": "cccc", "fc": "ffff"})
 def test_diff_names_layers_microbatches_and_ranks(
     odd: dict[str, Any], where: str, cause: str, made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([made("a", SPREAD, SPREAD), made("b", SPREAD, odd)]) == 1
+    assert main([made("a", SPREAD, SPREAD), made("b", SPREAD, odd)]) == DIFFERENT
     found, why, advice = capsys.readouterr().out.splitlines()
     assert found.startswith(where)
     assert why.startswith(cause)
@@ -261,14 +262,14 @@ def test_diff_says_what_only_one_run_recorded(made: Made, capsys: pytest.Capture
 def test_diff_takes_other_weights_into_account_where_no_step_before_is_recorded(
     made: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([made("a", SPREAD), made("b", spread(layers={"conv": "xxxx", "fc": "xxxx"}))]) == 1
+    assert main([made("a", SPREAD), made("b", spread(layers={"conv": "xxxx", "fc": "xxxx"}))]) == DIFFERENT
     assert "or other weights to begin with" in capsys.readouterr().out
 
 
 def test_diff_tells_config_and_job(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     a = made("a", step(), job={"threads": 1, "torch": "2.14"})
     b = made("b", step(gradients="xy"), job={"threads": 2, "torch": "2.14"}, seed=7)
-    assert main([a, b]) == 1
+    assert main([a, b]) == DIFFERENT
     config, job, _, cause, _ = capsys.readouterr().out.splitlines()
     assert config == "config: run.seed=7 (was 0)"
     assert job == f"job: threads is 1 in {a}, 2 in {b}"
@@ -281,7 +282,7 @@ def test_diff_goes_by_checkpoints_alone_where_no_digests_are(made: Made, capsys:
         for number in (3, 5):
             state = {"step": number, "model": {"w": torch.tensor([[value if number == 5 else 1.0]])}}
             save_checkpoint(RunDir(Path(path)).checkpoints, state, step=number, top1=None, keep=9)
-    assert main(paths) == 1
+    assert main(paths) == DIFFERENT
     assert capsys.readouterr().out.startswith(
         "checkpoint of step 5: model.w: 1 of 1 elements differ, first [0, 0]: 1 and"
     )
@@ -306,7 +307,7 @@ def test_diff_of_checkpoints_sees_numbers_and_what_only_one_has(made: Made, caps
         save_checkpoint(RunDir(Path(paths[name])).checkpoints, {"step": 3, **state}, step=3, top1=None, keep=9)
     assert main([paths["a"], paths["a"]]) == 0
     assert capsys.readouterr().out == "the 1 checkpoint(s) of the same steps are equal, the last is of step 3\n"
-    assert main([paths["a"], paths["b"]]) == 1
+    assert main([paths["a"], paths["b"]]) == DIFFERENT
     assert capsys.readouterr().out == "checkpoint of step 3: precision.scale: 1.0 and 2.0\n"
     for one, other in (("a", "c"), ("c", "a")):
         with pytest.raises(RunFolderError, match=naming("only one has model.v")):
@@ -317,7 +318,7 @@ def test_diff_of_hostile_folders_obeys_nothing_in_them(made: Made, capsys: pytes
     name = "\x1b]0;owned\x07"
     odd = {"pictures": "p", "gradients": {name: "1"}, "weights and state": {}}
     a, b = made("a", odd), made("b", odd | {"gradients": {name: "2"}})
-    assert main([a, b]) == 1
+    assert main([a, b]) == DIFFERENT
     assert "\x1b" not in capsys.readouterr().out
     for content in (b"\xff\xfe", b"a: [", b"- a", b"run: 3"):
         RunDir(Path(b)).config.write_bytes(content)

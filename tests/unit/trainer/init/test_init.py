@@ -117,10 +117,13 @@ def test_init_tells_all_at_once_and_writes_nothing(tmp_path: Path, capsys: pytes
 
 def test_init_leaves_out_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(class_folders(tmp_path / "pets", cat=6, dog=6), {f"cat/bad{i}.png": b"no image" for i in range(5)})
+    (tmp_path / "pets/empty").mkdir()
     assert init("pets", "--leave-out") == 0
     said = capsys.readouterr().out
     assert "left out" in said
+    assert "class without images (1)" in said
     text = (tmp_path / "pets.json").read_text()
+    assert "empty" not in text
     assert "bad" not in text
     assert text.count(".jpg") == 12
     write(tmp_path / "pets", {"eel/bad.png": b"", "eel/worse.png": b""})
