@@ -1,9 +1,10 @@
 """Jobs that heal: one that has lost a rank starts again by itself, and goes on from its newest checkpoint."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from bigbatch.errors import tell
+from bigbatch.errors import ConfigError, tell
 from bigbatch.exit_codes import CRASHED, INTERRUPTED, LOST, PIPE_CLOSED, REFUSED
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.run_folder import find_run_folder, keeps_in_memory, newest_checkpoint
@@ -69,10 +70,19 @@ def run_healing(
             if restarts:
                 since = "" if folder is None else " that saved no newer checkpoint"
                 say(f"exit code {ended.code}: not started again after {restarts} restart(s){since}")
+            elif saved := _where_it_continues(job):
+                say(f"exit code {ended.code}: the same command continues from {saved}; --restarts 3 does so by itself")
             return ended
         left -= 1
         fit = left_over
         say(f"exit code {ended.code}: {_again(fit, job, folder=folder, saved=saved)}")
+
+
+def _where_it_continues(job: JobSpec) -> Path | None:
+    """Return the checkpoint from which the same command continues; None if there is none, or run.resume forbids it."""
+    with suppress(ConfigError):
+        return newest_checkpoint(find_run_folder(job))
+    return None
 
 
 def _again(fit: JobSpec, job: JobSpec, *, folder: str | None, saved: Path | None) -> str:

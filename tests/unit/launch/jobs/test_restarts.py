@@ -67,6 +67,16 @@ def test_restarts_that_nobody_asked_for_are_none(restarts: int | None, tmp_path:
     assert not played.said
 
 
+def test_job_that_may_go_on_says_what_resumes_it(tmp_path: Path) -> None:
+    played = Played(tmp_path, (6, 4))
+    assert played.run(restarts=None) == 6
+    (said,) = played.said
+    assert all(part in said for part in (str(tmp_path / "checkpoints/step-00000004"), "--restarts 3"))
+    mended_first = Played(tmp_path, 1)
+    assert mended_first.run(restarts=None) == 1
+    assert not mended_first.said
+
+
 def test_restarts_go_on_until_the_job_is_done(tmp_path: Path) -> None:
     played = Played(tmp_path, (137, 4), 6, 0)
     assert played.run(restarts=2) == 0
