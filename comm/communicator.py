@@ -28,6 +28,7 @@ from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline, merge
 from bigbatch.errors import CommError, exit_code_of, tell
 from bigbatch.exit_codes import CRASHED, FAILED
+from bigbatch.words import count
 
 Collective = Callable[[Tensor], None]
 """Works on a flat tensor in place, together with the other ranks."""
@@ -326,7 +327,8 @@ class Communicator:
     def __str__(self) -> str:
         topology = self.topology
         return (
-            f"{self.world_size} ranks in {topology.num_nodes} node groups, started by {self.env.launcher}; "
+            f"{count(self.world_size, 'rank')} in {count(topology.num_nodes, 'node group')}, started by "
+            f"{self.env.launcher}; "
             f"backend {self.backend.name}, all-reduce {self.algorithm}"
         )
 

@@ -36,10 +36,10 @@ from bigbatch.experiments.show import Show, outcome, print_table
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.tables import show_table, stdout_console
-from bigbatch.launch.words import count
 from bigbatch.numbers import whole
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import PACKAGED, parse_overrides
+from bigbatch.words import count
 
 
 def main(argv: Sequence[str]) -> int:

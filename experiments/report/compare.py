@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.launch.tables import Table
-from bigbatch.launch.words import percent
 from bigbatch.trainer.config.strict_yaml import as_yaml
+from bigbatch.words import percent
 
 GAINS = ("times as fast as the one before", "as the first")
 """Titles of the two columns of gains()."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from statistics import median, quantiles
 
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint
-from bigbatch.launch.words import count, percent
+from bigbatch.words import count, percent
 
 ENOUGH_REPORTS = 3
 """Least reports of a point; fewer have no spread that would show a disturbance."""

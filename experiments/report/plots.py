@@ -11,7 +11,7 @@ from bigbatch.experiments.report.accuracy import ToAccuracy
 from bigbatch.experiments.report.compare import RUN, Cell, Comparison, short, shown
 from bigbatch.experiments.report.doubts import doubts
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
-from bigbatch.launch.words import count
+from bigbatch.words import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

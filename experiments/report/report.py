@@ -37,8 +37,8 @@ from bigbatch.experiments.report.tables import (
 from bigbatch.launch.efficiency import Efficiency, compare
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.tables import Table, markdown, plain_cell, show_table, shown_text, stdout_console
-from bigbatch.launch.words import percent
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.words import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ from bigbatch.experiments.report.collect import RunResults, SweepResults
 from bigbatch.experiments.report.doubts import advice, doubts
 from bigbatch.launch.efficiency import PARTS, Efficiency, MeasuredPoint, by_variant
 from bigbatch.launch.tables import NOT_MEASURED, NOT_TOLD, Table
-from bigbatch.launch.words import count, percent
 from bigbatch.trainer.run.noise_scale import describe_noise_scale
+from bigbatch.words import count, percent
 
 WORTH_NAMING = 0.005
 """A smaller loss, as a share of the step, is not named in a sentence."""

@@ -25,8 +25,8 @@ from bigbatch.launch.simulate.scaling import (
 )
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.tables import Table
-from bigbatch.launch.words import count, percent
 from bigbatch.trainer.config.sections import READERS
+from bigbatch.words import count, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

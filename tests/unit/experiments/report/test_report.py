@@ -28,7 +28,7 @@ from bigbatch.experiments.report.tables import (
 )
 from bigbatch.launch.efficiency import MeasuredPoint, Step, compare, efficiency_of
 from bigbatch.launch.tables import Table, markdown
-from bigbatch.launch.words import percent
+from bigbatch.words import percent
 
 CONFIG = {"batch": {"global_batch_size": 100}, "data": {"loader": "torchvision"}}
 NAME = "<script>alert('x')</script> & \"co\""

@@ -1,4 +1,4 @@
-"""How a report writes shares and counts."""
+"""Shares and counts as people read them."""
 
 
 def percent(share: float) -> str:
