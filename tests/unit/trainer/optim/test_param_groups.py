@@ -40,6 +40,22 @@ def test_param_groups_decay_nothing_of_a_normalisation_layer(norm):
     assert verdicts["0.bias"] is False
 
 
+class WithTokens(nn.Module):
+    """As timm's ViT and ConvNeXt: a token and a layer scale beside the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.gamma = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.ones(4))
+        self.linear = nn.Linear(4, 4)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"token"}
+
+
+def test_param_groups_leave_out_vectors_and_what_the_model_lists():
+    assert decays(WithTokens()) == {"token": False, "gamma": False, "linear.weight": True, "linear.bias": False}
+
+
 def test_param_groups_know_biases_under_torchs_other_names():
     verdicts = decays(nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "lstm": nn.LSTM(3, 4)}))
     assert verdicts == {
