@@ -36,6 +36,8 @@ def telling_late(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return rank 3, or ranks 3, 4, 5; of many ranks the first MOST_NAMED."""
+    """Return rank 3, or ranks 3, 4, 5; of many ranks the first MOST_NAMED; "" for none."""
+    if not ranks:
+        return ""
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:MOST_NAMED]))}{more}"

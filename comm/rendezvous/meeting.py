@@ -77,7 +77,7 @@ def _describe_wait(env: ProcessEnv) -> str:
 
     Rank 0 waits for others only to find the meeting point, in MPI; by torchrun's store it names them itself.
     """
-    if env.local_rank != 0 or (env.rank == 0 and env.master is not None):
+    if env.local_rank != 0 or (env.rank == 0 and env.master is not None) or (env.rank and env.master_runs):
         return ""
     where = f", which has opened no rendezvous at {env.master[0]}:{env.master[1]}" if env.master else ""
     return f"rank {env.rank} on {env.host} waits for {f'rank 0{where}' if env.rank else 'the other ranks to start'}"

@@ -49,7 +49,7 @@ def _host(store: KeyValue, world_size: int, deadline: float, *, warn_seconds: fl
     def late() -> str:
         return name_ranks([rank for rank, key in comers.items() if not store.check([key])])
 
-    with telling_late(warn_seconds, lambda: f"rank 0 waits for {late()} to start"):
+    with telling_late(warn_seconds, lambda: f"rank 0 waits for {named} to start" if (named := late()) else ""):
         if not wait_for(have_come, deadline):
             raise TimeoutError(f"{late()} did not come in time")
     store.set(f"{session}/begins", "1")

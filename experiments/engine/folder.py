@@ -13,6 +13,7 @@ from bigbatch.experiments.engine.points import Point
 from bigbatch.files import parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
 from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.older import renamed
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run import folder as run_folder
@@ -113,7 +114,7 @@ def require_same(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> No
         old = parse_yaml(read_plain(folder.sweep))
     except (OSError, ValueError) as error:
         raise LaunchOptionError(f"{folder.sweep} is not readable: name another --folder") from error
-    old = old if isinstance(old, dict) else {}
+    old = renamed(old) if isinstance(old, dict) else {}
     if "repeats" in old:
         reads = "bigbatch report reads it; "
         raise LaunchOptionError(f"{folder.path} {EARLIER.format(what='a sweep', reads=reads)}")

@@ -15,6 +15,7 @@ from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.config.kinds import is_option
+from bigbatch.trainer.config.older import renamed
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known, typed
 from bigbatch.trainer.config.strict_yaml import as_yaml, dump_yaml, parse_yaml
@@ -137,7 +138,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not readable YAML: {words}; see {PACKAGED / 'sweeps/scaling.yaml'}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: it holds no keys; see {PACKAGED / 'sweeps/scaling.yaml'}")
-    return content
+    return dict(renamed(content))
 
 
 def _conform(content: dict[str, Any]) -> tuple[Plan, list[str]]:

@@ -14,6 +14,7 @@ from bigbatch.experiments.report.report import Report
 from bigbatch.launch.tables import Table
 from bigbatch.numbers import decimal
 from bigbatch.paths import as_path, expand_path
+from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, require_known
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         raise LaunchOptionError(f"--price {arguments.price:g} must be what a GPU costs in an hour, such as 2.50")
     by = tuple(filter(None, (arguments.by or "").split(",")))
     with (refusals := Refusals()).finally_of():
-        for key in by:
+        for key in (key for key in by if not is_option(key)):
             require_known(key, known=(*KEYS, RANKS, CASE), where="--by", refusals=refusals)
     report_on(arguments.folders, output=arguments.output, target=arguments.target, price=arguments.price, by=by)
     return 0

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from bigbatch.errors import ConfigError
 from bigbatch.numbers import decimal
+from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.refusals import Refusals
-from bigbatch.trainer.config.schema import Config, all_keys, require_known
+from bigbatch.trainer.config.schema import all_keys, key_of, require_known
 from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
 
 SHRINK = 3
@@ -146,7 +147,8 @@ def flags(values: dict[str, str]) -> list[str]:
 def _check_key(key: str, text: str) -> None:
     refusals = Refusals()
     with refusals.finally_of():
-        require_known(key, known=all_keys(), where=f"--space {text}", refusals=refusals)
+        if not is_option(key):
+            require_known(key, known=all_keys(), where=f"--space {text}", refusals=refusals)
     if key in SET_BY_SEARCH:
         raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
 
@@ -173,6 +175,5 @@ def _limits(values: str, text: str) -> tuple[float, float]:
 
 
 def _number_types(key: str) -> set[type]:
-    section, _, name = key.partition(".")
-    hint = get_type_hints(get_type_hints(Config)[section])[name]
-    return {int, float} & {hint, *get_args(hint)}
+    known = key_of(key)
+    return set() if known is None else {int, float} & {known.kind, *get_args(known.kind)}

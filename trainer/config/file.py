@@ -9,7 +9,7 @@ from typing import Any
 from bigbatch.errors import ConfigError, nearest, tell
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.fields import describe, takes_text
-from bigbatch.trainer.config.kinds import fold, spread
+from bigbatch.trainer.config.kinds import fold, is_option, spread
 from bigbatch.trainer.config.older import modernize_
 from bigbatch.trainer.config.options import parse_options
 from bigbatch.trainer.config.range_test import KEY as RANGE_TEST
@@ -122,13 +122,14 @@ class Experiment:
             config = make_config(values)
         except ConfigError as error:
             epochs = self.stated.get("run.epochs", KEYS["run.epochs"].default)
-            shorter = in_proportion(spread(values), epochs=epochs, kept=overrides)
+            shorter = in_proportion(spread(values), epochs=epochs, kept=spread(fold(overrides)))
             raise ConfigError(*error.args, *(shorter if "run.epochs=" in str(error) else ())) from None
         origins |= dict.fromkeys(overrides := fold(overrides), "command line")
         of_runs = {key: file for key, file in self.of_runs.items() if key not in overrides}
         if config.schedule.range_test is not None:  # the run then states a number, and needs no file to go on
             is_stated = "schedule.base_lr" in overrides
             rate = suggested_rate(spread(values), read_recipe=read_dumped, is_rate_stated=is_stated)
+            stated["schedule.base_lr"] = rate
             origins["schedule.base_lr"] = f"range test {config.schedule.range_test}"
             schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
             config = dataclasses.replace(config, schedule=schedule)
@@ -267,8 +268,9 @@ def _flatten_checked(content: dict[str, Any], *, path: Path, refusals: Refusals)
             raise ConfigError(f"{path}: section {section} must hold keys and values")
         for key, value in values.items() if section in SECTIONS else ():
             name = f"{section}.{key}"
-            require_known(name, known=tuple(KEYS), where=str(path), refusals=refusals)
-            if name in KEYS:
+            if not is_option(name):
+                require_known(name, known=tuple(KEYS), where=str(path), refusals=refusals)
+            if name in KEYS or is_option(name):
                 with refusals.of(name):
                     checked[name] = typed(name, value)
     return checked

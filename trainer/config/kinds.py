@@ -86,7 +86,7 @@ class PolynomialOptions:
 class StepOptions:
     """Options of step."""
 
-    milestone_epochs: Annotated[tuple[float, ...], NOT_NEGATIVE] = ()
+    milestone_epochs: Annotated[tuple[float, ...] | None, NOT_NEGATIVE] = None
     """Epochs at which the rate is multiplied by gamma."""
     gamma: Annotated[float, POSITIVE] = 0.1
     """Factor at each milestone."""

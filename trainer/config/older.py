@@ -1,6 +1,7 @@
 """Configs of older run folders: removed keys and values, and their replacements."""
 
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS
 
@@ -9,6 +10,8 @@ REPLACED = {
     ("run", "loggers", "csv"): None,
 }
 """Section, key and value -> its replacement; None: remove it from a list."""
+DALIS_SHARE = 0.65
+"""The default of data.hardware_share, which older run folders state."""
 REMOVED = {
     "run.wandb_options": "wandb reads WANDB_PROJECT, WANDB_MODE and so on from the environment",
     "data.hardware_share": "DALI's default, 0.65, holds",
@@ -32,12 +35,29 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
             sections[section][key] = new if stated == old else [each for each in stated if each != old]
             lines.append(f"{section}.{key}={old} is there no more{f', and {new} takes its place' if new else ''}")
     for section, values in sections.items():
+        legal = KINDS.get(section, {}).get(str(values.get("name")), {})
         for key in [key for key in values if f"{section}.{key}" in MOVED]:
-            value = values.pop(key)
-            # a run folder's states null for other models, or what says nothing there
-            if value is not None and not (is_run and key not in KINDS[section].get(str(values.get("name")), {})):
-                values["options"] = {**(values.get("options") or {}), key: value}
-                lines += [] if is_run else [f"{section}.{key} is {section}.options.{key} now"]
-        for key in [key for key in values if is_run and f"{section}.{key}" in REMOVED]:
-            del values[key]
+            value, new = values.pop(key), MOVED[f"{section}.{key}"]
+            # older run folders state null for other models, optimizers and schedules
+            if (value is None and not takes_null(new)) or (is_run and "name" in values and key not in legal):
+                continue
+            options = values.get("options")
+            if options is None or isinstance(options, dict):
+                values["options"] = {key: value, **(options or {})}
+            lines += [] if is_run else [f"{section}.{key} is {new} now"]
+        for name in [f"{section}.{key}" for key in values if is_run and f"{section}.{key}" in REMOVED]:
+            value = values.pop(name.partition(".")[2])
+            lines += [] if value in (None, DALIS_SHARE) else [f"{name}={value} has no effect: {REMOVED[name]}"]
     return lines
+
+
+def takes_null(option: str) -> bool:
+    """Tell whether null is a value of an option of bigbatch, by its dotted key."""
+    return NoneType in get_args(OPTION_KEYS[option].kind)
+
+
+def renamed(value: Any) -> Any:
+    """Return what a sweep's file states with moved keys under their new names, at any depth."""
+    if isinstance(value, dict):
+        return {MOVED.get(name, name) if isinstance(name, str) else name: renamed(each) for name, each in value.items()}
+    return [renamed(each) for each in value] if isinstance(value, list) else value

@@ -12,7 +12,7 @@ from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.kinds import HOLDERS, KINDS, OPTION_KEYS, is_option
-from bigbatch.trainer.config.older import MOVED
+from bigbatch.trainer.config.older import MOVED, takes_null
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
@@ -57,9 +57,10 @@ def parse_options(
         raise ConfigError(_stray(others, is_named="config" in parsed))
     words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS, *options)}
     for old, new in MOVED.items():
-        if (word := getattr(parsed, old, "null")) != "null":
+        if hasattr(parsed, old):
             tell(f"{old} is {new} now")
-            words.setdefault(new, word)
+            if takes_null(new) or getattr(parsed, old) != "null":
+                words.setdefault(new, getattr(parsed, old))
     return words.pop("config", []), words
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from bigbatch.errors import ConfigError
 from bigbatch.files import parse_json, read_plain
+from bigbatch.trainer.config.kinds import is_option
 
 KEY = "schedule.range_test"
 FILE = "range.json"
@@ -43,8 +44,9 @@ def suggested_rate(
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is not a range test"
         raise ConfigError(f"{stated}: {why}; name a {FILE} that bigbatch tune range has written") from error
-    if others := [key for key in values if _decides(key) and _plain(values[key]) != recipe.get(key)]:
-        named = ", ".join(f"{key}={recipe.get(key)} there and {_plain(values[key])} here" for key in others)
+    keys = dict.fromkeys((*values, *filter(is_option, recipe)))
+    if others := [key for key in keys if _decides(key) and _plain(values.get(key)) != recipe.get(key)]:
+        named = ", ".join(f"{key}={recipe.get(key)} there and {_plain(values.get(key))} here" for key in others)
         raise ConfigError(f"{stated} is of another recipe, with {named}: repeat bigbatch tune range with this one")
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= sys.float_info.max:
         raise ConfigError(

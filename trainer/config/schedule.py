@@ -90,6 +90,8 @@ def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
     if refusals := list(check_options("schedule", schedule.name, options)):
         yield from refusals
         return
+    if schedule.name == "step" and options.get("milestone_epochs") is None:
+        yield "schedule.options.milestone_epochs is null, but schedule.name=step needs it: give a value"
     if schedule.name == "cyclic":
         if warmup:
             yield (
@@ -104,7 +106,7 @@ def check_schedule(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:
         yield from _check_decay(schedule, epochs=epochs)
     if schedule.end_lr is not None and schedule.end_lr > schedule.base_lr:
         yield f"schedule.end_lr={schedule.end_lr} exceeds schedule.base_lr={schedule.base_lr}: give at most that"
-    yield from _check_milestones(options.get("milestone_epochs", ()), warmup=warmup, epochs=epochs)
+    yield from _check_milestones(options.get("milestone_epochs") or (), warmup=warmup, epochs=epochs)
 
 
 def _check_decay(schedule: ScheduleConfig, *, epochs: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from bigbatch.trainer.config.compute import check_compute, check_cuda_graph
 from bigbatch.trainer.config.data import check_loader, check_patience, check_train_sizes
 from bigbatch.trainer.config.digests import check_digests
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
-from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, check_ranges, complete, fold, is_option
+from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, check_ranges, complete, fold
 from bigbatch.trainer.config.loggers import check_loggers
 from bigbatch.trainer.config.model import check_model, check_model_name
 from bigbatch.trainer.config.names import ELSEWHERE, meant_name
@@ -107,8 +107,8 @@ def with_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
 def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """Return stated overridden by later, both by dotted key.
 
-    Options of a model or an optimizer are merged. If later makes another choice, such as another optimizer, keys that
-    apply to the former choice only are dropped.
+    Options are merged. If later makes another choice, such as another optimizer, keys and options that apply to the
+    former choice only are dropped.
     """
     later = fold(later)
     values = with_defaults({**stated, **later})
@@ -119,9 +119,10 @@ def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
         if not (KEYS[name].decider in changed and _is_idle(KEYS[name], values))
     }
     for section in KINDS:
-        options = f"{section}.options"
-        if f"{section}.name" in changed:
-            kept.pop(options, None)
+        options, name = f"{section}.options", f"{section}.name"
+        if name in changed and kept.get(options):
+            legal = KINDS[section].get(values[name], {})
+            kept[options] = {option: value for option, value in kept[options].items() if option in legal}
         if kept.get(options) and later.get(options):
             later[options] = {**kept[options], **later[options]}
     return {**kept, **later}
@@ -156,8 +157,8 @@ def require_known(
     name: str, *, known: tuple[str, ...], where: str, refusals: Refusals, prog: str = "bigbatch train"
 ) -> None:
     """Refuse an unknown name; the error gives the nearest known one, else the command that lists all."""
-    if name not in known and not is_option(name):
-        near = meant_name(name, known)
+    if name not in known:
+        near = meant_name(name, (*known, *OPTION_KEYS) if "run.seed" in known else known)
         hint = f"the nearest legal one is {near}" if near else f"{prog} --help lists all"
         hint = ELSEWHERE.get(name.replace("-", "_"), hint)
         hint = f"it is {MOVED[name]} now" if name in MOVED else REMOVED.get(name, hint)  # a sweep's, or a --by's

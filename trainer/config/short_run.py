@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from bigbatch.trainer.config.kinds import spread
 from bigbatch.trainer.config.schema import Config, all_keys, lookup
 from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
@@ -43,7 +44,7 @@ def shorten(config: Config, *, epochs: int, evaluate_each: bool, directory: Path
 
 def _shorten_schedule(schedule: ScheduleConfig, *, epochs: int, share: float) -> ScheduleConfig:
     options = dict(schedule.options or {})
-    if "milestone_epochs" in options:
+    if options.get("milestone_epochs"):
         options["milestone_epochs"] = tuple(each * share for each in options["milestone_epochs"])
     if "cycle_epochs" in options:
         options["cycle_epochs"] = min(options["cycle_epochs"] * share, epochs)
@@ -64,8 +65,9 @@ def to_the_last_epoch(run: RunConfig) -> RunConfig:
 
 def differences(base: Config, other: Config) -> list[str]:
     """List the options of `bigbatch train` that turn base into other."""
-    changed = [key for key in all_keys() if lookup(base, key) != lookup(other, key)]
-    return [word for key in changed for word in (f"--{key}", as_yaml(plain(lookup(other, key))))]
+    before, after = (spread({key: lookup(config, key) for key in all_keys()}) for config in (base, other))
+    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
+    return [word for key, value in changed.items() for word in (f"--{key}", as_yaml(plain(value)))]
 
 
 def plain(value: Any) -> Any:

@@ -34,6 +34,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise ValueError(problem)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an optimizer of this class. Raises: ValueError for another one's, which changes nothing."""
+        for group in state_dict["param_groups"]:
+            if missing := sorted(self.defaults.keys() - group.keys()):
+                raise ValueError(
+                    f"this state is not of {type(self).__name__}: its groups have no {', '.join(missing)}; make a new "
+                    "optimizer, which starts without momentum"
+                )
+        super().load_state_dict(state_dict)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient, in place; return closure's loss.

@@ -45,6 +45,7 @@ class ChildProcess:
             with open_to_append(log) as output:
                 # one that goes on appends: its reason is looked for in its own words only
                 self._output_start = output.tell()
+                watch = self._watched.enter_context(ending_orphans(SIGTERM))
                 self._process = subprocess.Popen(
                     argv,
                     env=without_identity(),
@@ -53,7 +54,7 @@ class ChildProcess:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-                self._watched.enter_context(ending_orphans(SIGTERM))(self._process.pid)
+                watch(self._process.pid)
 
     @property
     def seconds(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint
 from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.models.exchange import from_foreign
@@ -283,8 +284,9 @@ def changes(old: str, new: str) -> dict[str, str]:
     """
     before, after = read_dumped(old), read_dumped(new)
     where_and_how = ("run.directory", "run.resume")
+    keys = dict.fromkeys((*after, *filter(is_option, before)))
     return {
-        key: f"{as_yaml(value)} (was {as_yaml(before[key])})"
-        for key, value in after.items()
-        if value != before[key] and key not in where_and_how
+        key: f"{as_yaml(after.get(key))} (was {as_yaml(before.get(key))})"
+        for key in keys
+        if after.get(key) != before.get(key) and key not in where_and_how
     }

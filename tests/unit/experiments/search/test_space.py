@@ -18,6 +18,7 @@ from bigbatch.trainer.config.file import load_config
         ("optimizer.momentum=choice:0.9,0.95", Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)),
         ("optimizer.nesterov=choice:true,false", Grid("optimizer.nesterov", ("true", "false"), is_ordered=False)),
         ("model.options.width=choice:null,8", Grid("model.options.width", ("null", "8"), is_ordered=False)),
+        ("schedule.options.power=linear:1:3", SearchRange("schedule.options.power", 1, 3, False, False)),
         ("optimizer.betas=choice:[0.9,0.99],[0.8,0.9]", Grid("optimizer.betas", ("[0.9, 0.99]", "[0.8, 0.9]"), False)),
         # five doublings of 1e-5 are 3.2e-4, a sixth would be beyond 4e-4
         (

@@ -144,6 +144,30 @@ def test_load_config_merges_options_of_one_choice_and_drops_those_of_another(tmp
     assert load_config(["--config", base, "--model.options", "null"]).model.options["width"] == 64
 
 
+def test_load_config_keeps_the_options_that_the_next_choice_has_too():
+    held = load_config(["--config", "imagenet/fast_resnet50_16", "--model.name", "resnet101"]).model.options
+    assert held == {"zero_gamma": False, "blurpool": True}
+
+
+def test_load_config_takes_an_option_under_its_section_and_no_section_of_its_name(tmp_path):
+    recipe = write(tmp_path / "recipe.yaml", "base: quickstart\nmodel:\n  options.width: 32\n")
+    assert load_config(["--config", recipe]).model.options["width"] == 32
+    recipe = write(tmp_path / "recipe.yaml", "base: quickstart\nmodel.options.width:\n  a: 32\n")
+    assert re.search(naming(recipe, "unknown key model.options.width"), refusal("--config", recipe))
+
+
+def test_load_config_turns_an_option_off_by_null_under_its_old_key(tmp_path):
+    recipe = write(tmp_path / "recipe.yaml", "base: cifar10_10epochs\nmodel:\n  celu_alpha: null\n")
+    for words in ([recipe], ["cifar10_10epochs", "--model.celu_alpha", "null"]):
+        assert load_config(["--config", *words]).model.options["celu_alpha"] is None
+
+
+def test_load_config_of_a_step_schedule_needs_milestones():
+    words = ("--config", "quickstart", "--schedule.name", "step", "--schedule.warmup_epochs", "0")
+    assert "schedule.options.milestone_epochs" in refusal(*words)
+    load_config([*words, "--schedule.options.milestone_epochs", "[]"])
+
+
 def test_load_config_takes_keys_that_became_options_and_says_so(tmp_path, capsys):
     recipe = write(tmp_path / "recipe.yaml", "model:\n  name: resnet9\n  width: 16\n")
     config = load_config(["--config", recipe, "--model.pool_first", "false", "--model.celu_alpha", "null"])
@@ -153,7 +177,7 @@ def test_load_config_takes_keys_that_became_options_and_says_so(tmp_path, capsys
     assert "model.pool_first is model.options.pool_first now" in told
 
 
-def test_load_config_of_an_older_run_folder(tmp_path):
+def test_load_config_of_an_older_run_folder(tmp_path, capsys):
     """It states keys that became options, null for other models', and keys that are no more."""
     older = yaml.safe_load(dump_config(load_config(["--config", "quickstart"])))
     del older["model"]["options"], older["schedule"]["options"]
@@ -163,6 +187,9 @@ def test_load_config_of_an_older_run_folder(tmp_path):
     older["run"]["wandb_options"] = {"project": "p"}
     write(tmp_path / config_file.RUN_CONFIG, yaml.safe_dump(older))
     config = load_config(["--config", str(tmp_path)])
+    told = capsys.readouterr().err
+    assert "run.wandb_options={'project': 'p'} has no effect: " in told
+    assert "max_ctas" not in told
     assert config.model.options | {"width": 8, "logit_scale": 0.5} == config.model.options
     assert config.schedule.options == {"power": 1.0}
 

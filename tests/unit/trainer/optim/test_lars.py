@@ -141,3 +141,11 @@ def test_lars_on_a_cpu_takes_small_tensors_together_and_large_ones_in_pieces(mon
     assert [p.numel() for p in pieces] == [10, 10, 4]
     assert torch.equal(torch.cat(pieces), strided.permute(0, 2, 3, 1).flatten())  # as memory lies
     assert pieces[0].data_ptr() == strided.data_ptr()
+
+
+def test_lars_refuses_the_state_of_another_optimizer():
+    weights = [torch.nn.Parameter(torch.ones(2, 2))]
+    other = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match=naming("not of LARS", "trust_coefficient", "momentum_form")):
+        LARS(weights, lr=0.1).load_state_dict(other.state_dict())
+    LARS(weights, lr=0.1).load_state_dict(LARS(weights, lr=0.2).state_dict())

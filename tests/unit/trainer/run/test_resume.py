@@ -23,6 +23,7 @@ from bigbatch.trainer.run.checkpoint import MANIFEST_FILE, STATE_FILE, save_chec
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.resume import (
     Start,
+    changes,
     evaluations_before,
     find_start,
     is_of,
@@ -254,3 +255,13 @@ def test_resume_refuses_another_model(key: str, there: str, here: str, resume: s
     values = (value.strip("{}").rpartition(": ")[2] for value in (there, here))
     with pytest.raises(CheckpointError, match=naming("checkpoint ", f"model.{key}", *values)):
         find_start(config(here), RunDir(tmp_path), samples=None, control=alone())
+
+
+def test_changes_name_options_that_one_of_two_configs_has() -> None:
+    def text(*words: str) -> str:
+        return dump_config(load_config(["--config", "quickstart", *words]))
+
+    cyclic = text("--schedule.name=cyclic", "--schedule.warmup_epochs=0", "--schedule.options.cycle_epochs=3")
+    found = changes(text(), cyclic)
+    assert found["schedule.options.cycle_epochs"] == "3.0 (was null)"
+    assert found["schedule.options.power"] == "null (was 2.0)"
