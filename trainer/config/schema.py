@@ -120,9 +120,9 @@ def overlay(stated: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
     }
     for section in KINDS:
         options, name = f"{section}.options", f"{section}.name"
-        if name in changed and kept.get(options):
-            legal = KINDS[section].get(values[name], {})
-            kept[options] = {option: value for option, value in kept[options].items() if option in legal}
+        if name in changed and (own := kept.pop(options, None)):
+            shared = own.keys() & KINDS[section].get(values[name], {}).keys()
+            kept |= {options: {option: own[option] for option in own if option in shared}} if shared else {}
         if kept.get(options) and later.get(options):
             later[options] = {**kept[options], **later[options]}
     return {**kept, **later}
