@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
+from bigbatch.awake import wait_awake
 from bigbatch.errors import tell
 
 MOST_NAMED = 8
@@ -20,7 +21,7 @@ def telling_late(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
 
     def watch() -> None:
         pause = seconds
-        while not ended.wait(pause):
+        while not wait_awake(ended.wait, pause):  # a job that was suspended has waited for nobody
             with suppress(RuntimeError):  # of a store that has ended, which the wait itself reports
                 if line := describe():
                     tell(line)
