@@ -87,7 +87,7 @@ def test_average_shrinks_with_the_run(tmp_path):
 @pytest.mark.parametrize("name", ["quickstart", "imagenette", "cifar10"])
 def test_options_of_a_trial_make_its_config(name, tmp_path):
     base = load_config(["--config", name])
-    other = load_config(["--config", name, "--schedule.options.power", "1", "--data.mean", "[0.1,0.2,0.3]"])
+    other = load_config(["--config", name, "--model.options.width", "8", "--data.mean", "[0.1,0.2,0.3]"])
     short = shorten(other, epochs=2, evaluate_each=True, directory=tmp_path)
     path = tmp_path / "base.yaml"
     path.write_text(dump_config(base))
