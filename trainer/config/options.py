@@ -59,7 +59,11 @@ def parse_options(
     for old, new in MOVED.items():
         if hasattr(parsed, old):
             tell(f"{old} is {new} now")
-            if takes_null(new) or getattr(parsed, old) != "null":
+            section, _, option = old.partition(".")
+            name = words.get(f"{section}.name")
+            # null used to say that another model has no such option
+            says_nothing = not takes_null(new) or (name is not None and option not in KINDS[section].get(name, {}))
+            if getattr(parsed, old) != "null" or not says_nothing:
                 words.setdefault(new, getattr(parsed, old))
     return words.pop("config", []), words
 
