@@ -21,7 +21,7 @@ def telling_late(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
 
     def watch() -> None:
         pause = seconds
-        while not wait_awake(ended.wait, pause):  # a job that was suspended has waited for nobody
+        while not wait_awake(ended.wait, pause):  # the time of a suspended job does not count
             with suppress(RuntimeError):  # of a store that has ended, which the wait itself reports
                 if line := describe():
                     tell(line)

@@ -52,7 +52,7 @@ def open_store(
     """Open the store; return it, who holds it, and where and by which secret: under mpirun only now known.
 
     meeting_seconds: how long the first and the last rank may come after one another; later waits have the other limit.
-    warn_seconds: after how long a host says for whom it waits.
+    warn_seconds: after how long a host names the ranks that it waits for.
     """
     if env.world_size == 1:
         return BoundedStore(HashStore(), seconds=timeout_seconds), "rank 0", env
@@ -73,7 +73,7 @@ def open_store(
 
 
 def _describe_wait(env: ProcessEnv) -> str:
-    """Say for whom this host's first rank waits before it has reached the store; "" if for nobody, and on other ranks.
+    """Name what this host's first rank waits for before it has reached the store; "" if nothing, and on other ranks.
 
     Rank 0 waits for others only to find the meeting point, in MPI; by torchrun's store it names them itself.
     """

@@ -117,9 +117,13 @@ OPTION_KEYS = {str(key): key for own in KINDS.values() for keys in own.values() 
 """Dotted key -> key of every option above, such as model.options.width."""
 
 
+SPREAD = tuple(f"{section}.options" for section in KINDS)
+"""Keys that hold options, which spread() replaces by one key for each."""
+
+
 def is_option(name: str) -> bool:
     """Tell whether a dotted key is an option of a model, optimizer or schedule, of bigbatch or another package."""
-    return any(name.startswith(f"{section}.options.") for section in KINDS)
+    return name.startswith(tuple(f"{key}." for key in SPREAD))
 
 
 def fold(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,9 +144,6 @@ def spread(values: Mapping[str, Any]) -> dict[str, Any]:
         elif name not in SPREAD:
             found[name] = value
     return found
-
-
-SPREAD = tuple(f"{section}.options" for section in KINDS)
 
 
 def complete(section: str, name: str, stated: Any) -> Any:

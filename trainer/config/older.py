@@ -1,4 +1,4 @@
-"""Configs of older run folders: removed keys and values, and their replacements."""
+"""Keys and values of older configs, of run folders, files and command lines, and their replacements."""
 
 from types import NoneType
 from typing import Any, get_args
@@ -38,8 +38,8 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
         legal = KINDS.get(section, {}).get(str(values.get("name")), {})
         for key in [key for key in values if f"{section}.{key}" in MOVED]:
             value, new = values.pop(key), MOVED[f"{section}.{key}"]
-            # older run folders state null for other models, optimizers and schedules
-            if (value is None and not takes_null(new)) or (is_run and "name" in values and key not in legal):
+            is_foreign = "name" in values and key not in legal
+            if (value is None and says_nothing(new, name=values.get("name"))) or (is_run and is_foreign):
                 continue
             options = values.get("options")
             if options is None or isinstance(options, dict):
@@ -51,9 +51,14 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
     return lines
 
 
-def takes_null(option: str) -> bool:
-    """Tell whether null is a value of an option of bigbatch, by its dotted key."""
-    return NoneType in get_args(OPTION_KEYS[option].kind)
+def says_nothing(option: str, *, name: object) -> bool:
+    """Tell whether null under an old key states no option: it did for all models and optimizers but the option's own.
+
+    option: its new dotted key. name: the model, optimizer or schedule; None if it is not stated beside the key.
+    """
+    section, _, own = option.split(".")
+    is_missing = name is not None and own not in KINDS[section].get(str(name), {})
+    return is_missing or NoneType not in get_args(OPTION_KEYS[option].kind)
 
 
 def renamed(value: Any) -> Any:

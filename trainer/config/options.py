@@ -12,7 +12,7 @@ from bigbatch.paths import expand_path
 from bigbatch.trainer.config import kinds, sections
 from bigbatch.trainer.config.fields import Key, describe
 from bigbatch.trainer.config.kinds import HOLDERS, KINDS, OPTION_KEYS, is_option
-from bigbatch.trainer.config.older import MOVED, takes_null
+from bigbatch.trainer.config.older import MOVED, says_nothing
 from bigbatch.trainer.config.refusals import Refusals
 from bigbatch.trainer.config.schema import KEYS, SECTIONS, require_known
 from bigbatch.trainer.config.trust import TRUST, TRUST_HELP
@@ -59,12 +59,9 @@ def parse_options(
     for old, new in MOVED.items():
         if hasattr(parsed, old):
             tell(f"{old} is {new} now")
-            section, _, option = old.partition(".")
-            name = words.get(f"{section}.name")
-            # null used to say that another model has no such option
-            says_nothing = not takes_null(new) or (name is not None and option not in KINDS[section].get(name, {}))
-            if getattr(parsed, old) != "null" or not says_nothing:
-                words.setdefault(new, getattr(parsed, old))
+            stated, owner = getattr(parsed, old), words.get(f"{old.partition('.')[0]}.name")
+            if stated != "null" or not says_nothing(new, name=owner):
+                words.setdefault(new, stated)
     return words.pop("config", []), words
 
 

@@ -162,10 +162,12 @@ def test_load_config_turns_an_option_off_by_null_under_its_old_key(tmp_path):
         assert load_config(["--config", *words]).model.options["celu_alpha"] is None
 
 
-def test_load_config_takes_null_under_an_old_key_for_a_model_without_that_option():
+def test_load_config_takes_null_under_an_old_key_for_a_model_without_that_option(tmp_path):
     words = ("--model.width", "null", "--model.celu_alpha", "null")
     for name in ("resnet18", "timm:resnet18"):
         load_config(["--config", "quickstart", "--model.name", name, *words])
+    recipe = write(tmp_path / "recipe.yaml", "base: quickstart\nmodel:\n  name: resnet18\n  celu_alpha: null\n")
+    assert load_config(["--config", recipe]).model.options == {"zero_gamma": True, "blurpool": False}
 
 
 def test_load_config_of_a_step_schedule_needs_milestones():
