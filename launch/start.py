@@ -22,8 +22,8 @@ from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.paths import as_path, expand_path
 
 REMOVED = {
-    "pbs": "submit a script that calls `bigbatch launch mpirun`: docs/jobs.md shows one",
-    "--qsub": "write it as #PBS into a script that calls `bigbatch launch mpirun`: docs/jobs.md shows one",
+    "pbs": "submit a script that calls `bigbatch launch mpirun`: docs/slurm.md shows one",
+    "--qsub": "write it as #PBS into a script that calls `bigbatch launch mpirun`: docs/slurm.md shows one",
     "--kind": "jobs are JobSets; examples/mpijob.yaml is an MPIJob to be edited",
 }
 """Launchers and options of earlier checkouts, and what takes their place."""
