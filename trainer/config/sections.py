@@ -335,9 +335,9 @@ class CommConfig:
     all-reduce across, all-gather in the node; doubling: leaders sum by recursive doubling; hybrid: chosen by buffer
     size from table."""
     calibrate: Literal["auto", "never", "always"] = "auto"
-    """For algorithm auto. auto: without table, the first start on a cluster of several nodes measures one for up to 10
-    seconds, and later starts use it; always: every start with several ranks measures; never: neither measure nor use
-    one. Tables change how sums are rounded."""
+    """For algorithm auto. auto: without table and NCCL, the first start on a cluster of several nodes measures one for
+    up to 10 seconds, and later starts use it; always: every start with several ranks measures, with NCCL as well;
+    never: neither measure nor use one. Tables change how sums are rounded."""
     table: Annotated[str | None, PATH] = None
     """File that `bigbatch comm tune` wrote for this cluster and model; null for none."""
     group_size: Annotated[int | None, COUNT] = None

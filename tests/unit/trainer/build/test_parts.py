@@ -334,23 +334,30 @@ def test_join_job_refuses_a_gpu_without_bf16_before_ranks_meet(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("words", "num_nodes", "world_size", "expected"),
+    ("words", "backend", "num_nodes", "world_size", "expected"),
     [
-        ((), 2, 8, True),
-        ((), 1, 8, False),
-        (("comm.calibrate=always",), 1, 8, True),
-        (("comm.calibrate=always",), 1, 1, False),
-        (("comm.calibrate=never",), 2, 8, False),
-        (("comm.algorithm=hierarchical",), 2, 8, False),
-        (("optimizer.sharded=true",), 2, 8, False),
+        ((), "tcp", 2, 8, True),
+        ((), "tcp", 1, 8, False),
+        (("comm.calibrate=always",), "tcp", 1, 8, True),
+        (("comm.calibrate=always",), "tcp", 1, 1, False),
+        (("comm.calibrate=never",), "tcp", 2, 8, False),
+        (("comm.algorithm=hierarchical",), "tcp", 2, 8, False),
+        (("optimizer.sharded=true",), "tcp", 2, 8, False),
+        ((), "nccl", 2, 8, False),  # its own sum is used at once
+        (("comm.calibrate=always",), "nccl", 2, 8, True),
     ],
 )
 def test_a_cluster_is_measured_where_there_is_something_to_choose(
-    words: tuple[str, ...], num_nodes: int, world_size: int, expected: bool
+    words: tuple[str, ...], backend: str, num_nodes: int, world_size: int, expected: bool
 ) -> None:
     others: Any = SimpleNamespace(
-        topology=SimpleNamespace(num_nodes=num_nodes), world_size=world_size, algorithms=("native", "ring")
+        backend=SimpleNamespace(name=backend),
+        topology=SimpleNamespace(num_nodes=num_nodes),
+        world_size=world_size,
+        algorithms=("native", "ring"),
     )
+    if backend == "nccl":  # a resumed run keeps the table that it was measured with
+        assert _calibrates(quickstart(*words), others, is_kept=True)
     assert _calibrates(quickstart(*words), others) is expected
     others.algorithms = ("native",)  # no messages
     assert not _calibrates(quickstart(*words), others)
