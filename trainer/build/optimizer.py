@@ -60,6 +60,8 @@ def _make_foreign(settings: OptimizerConfig, groups: Groups, *, lr: float) -> to
         optimizer = make(groups, lr=lr, **(settings.options or {}))  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.options={settings.options} do not suit {settings.name}: {error}") from error
+    except (ImportError, RuntimeError) as error:  # such as apex without its kernels
+        raise ConfigError(f"optimizer.name={settings.name} does not work here: {error}") from error
     if settings.weight_decay != 0 and "weight_decay" not in optimizer.defaults:
         raise ConfigError(
             f"optimizer.weight_decay={settings.weight_decay} is not read by {settings.name}, which has none: set it to "

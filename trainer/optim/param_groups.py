@@ -111,7 +111,8 @@ def load_optimizer_state(
 ) -> None:
     """Load the momentum of a state_dict; the settings stay the optimizer's own (load_state_dict takes the saved ones).
 
-    stated: the only settings to keep, if others count steps, such as Schedule-Free's k.
+    stated: the only settings to keep, if others count steps, such as Schedule-Free's k, or FusedLAMB's step, which
+    its groups have from the first step on.
     Raises: ValueError if the parameters or the meaning of the momentum differ.
     """
     own = optimizer.state_dict()
@@ -124,7 +125,7 @@ def load_optimizer_state(
             )
         if ("betas" in ours) != ("betas" in theirs):
             raise ValueError("one keeps a momentum, and the other means of gradients and of their squares")
-        counted = {} if stated is None else {key: theirs[key] for key in ours.keys() & theirs.keys() - set(stated)}
+        counted = {} if stated is None else {key: theirs[key] for key in theirs.keys() - set(stated)}
         groups.append({**ours, **counted})
     # a missing momentum was 0; torch's fused kernels would read unwritten memory for a missing one
     optimizer.load_state_dict({"state": {**own["state"], **saved["state"]}, "param_groups": groups})

@@ -35,7 +35,7 @@ class Taken:
     """Describes what weights gave a model."""
 
     told: str
-    """What was taken, if only a part was; else empty."""
+    """What was taken, if only a part was, or the loss scale beside it; else empty."""
     has_head: bool
     """The last layer is theirs."""
     classes: tuple[str, ...] | None
@@ -52,6 +52,7 @@ def load_weights_(
     """
     state = _read(path)
     names = _class_names(state, path)
+    scale = _apex_scale(state)
     if _is_ours(state):
         require_same_model(state["config"], config, source=str(path), is_partial=bool(partial))
         state = evaluated_weights(state)
@@ -69,7 +70,18 @@ def load_weights_(
     if has_head and names is not None:
         classes = require_names(names, num_classes=config.data.num_classes, source=str(path))
     model.load_state_dict(weights)
+    if scale and config.optimizer.loss_scale not in (None, scale):
+        hint = f"{path} holds apex.amp's loss scale {scale:g}: to start with it, add --optimizer.loss_scale {scale:g}"
+        told = f"{told}; {hint}" if told else hint
     return Taken(told, has_head, classes)
+
+
+def _apex_scale(state: Any) -> float | None:
+    """Return the loss scale that apex.amp put into a checkpoint; None if it holds none."""
+    try:
+        return float(state["amp"]["loss_scaler0"]["loss_scale"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
 
 
 def digest(model: nn.Module) -> str:
