@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.roll_call import LATE, ROLL_CALL_SECONDS
 
 SECRET = b"of this benchmark"
-LIMIT = timedelta(seconds=300)
+LIMIT_SECONDS = 300.0
 
 
 class Rank(NamedTuple):
@@ -72,13 +71,13 @@ def is_right(rank: Rank, num_ranks: int) -> bool:
 
 def one_round(num_ranks: int, num_processes: int) -> list[Rank]:
     """Let all ranks meet and call the roll once."""
-    line = hold_store(listen("127.0.0.1", 0), SECRET, world_size=num_ranks, timeout=LIMIT)
+    line = hold_store(listen("127.0.0.1", 0), SECRET, world_size=num_ranks, timeout_seconds=LIMIT_SECONDS)
     context = multiprocessing.get_context("spawn")
     numbers = [range(first, num_ranks, num_processes) for first in range(num_processes)]
     start = context.Barrier(num_processes)
     with many(context, num_processes, start) as pool:
         work = [pool.apply_async(live, (each, num_ranks, line.port)) for each in numbers]
-        return [Rank(*rank) for each in work for rank in each.get(LIMIT.total_seconds())]
+        return [Rank(*rank) for each in work for rank in each.get(LIMIT_SECONDS)]
 
 
 @contextmanager
@@ -102,8 +101,8 @@ def live(numbers: range, num_ranks: int, port: int) -> list[tuple[Any, ...]]:
 def live_as(rank: int, num_ranks: int, port: int) -> Rank:
     """Meet the others, and call the roll, unless it is the silent one."""
     start = time.perf_counter()
-    store = JobStore(Line("127.0.0.1", port, SECRET, rank=rank, timeout=LIMIT), "", timeout=LIMIT, seconds=300)
-    control = Control(ALONE, timeout_seconds=LIMIT.total_seconds(), find_master=meet_by_mpi)
+    store = JobStore(Line("127.0.0.1", port, SECRET, rank=rank, timeout_seconds=LIMIT_SECONDS), seconds=LIMIT_SECONDS)
+    control = Control(ALONE, timeout_seconds=LIMIT_SECONDS, find_master=meet_by_mpi)
     control.rank, control.world_size, control.store = rank, num_ranks, store
     control.store.set(f"bigbatch/host/{rank}", f"host{rank}")
     control.gather_text(f'{{"rank": {rank}, "host": "host{rank}", "local_rank": 0, "local_size": 1}}', what="meeting")

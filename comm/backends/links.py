@@ -12,8 +12,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.forks import end_with_process
-from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, introduce, let_in
+from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, end_with_process, introduce, let_in
 from bigbatch.errors import CommError
 
 POLL_SECONDS = 1.0

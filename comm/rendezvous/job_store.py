@@ -16,9 +16,8 @@ from torch._C._distributed_c10d import Store
 
 import bigbatch
 from bigbatch.awake import awake_seconds, wait_awake
-from bigbatch.comm.rendezvous.bounded_store import NoAnswerError
-from bigbatch.comm.rendezvous.forks import end_with_process
-from bigbatch.comm.rendezvous.secret import TurnedAwayError, call, receive_exactly
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
+from bigbatch.comm.rendezvous.secret import TurnedAwayError, call, end_with_process, receive_exactly
 from bigbatch.comm.rendezvous.store_process import DONE, LENGTH, NAME, pack, split
 
 AGAIN_SECONDS = 0.1
@@ -31,19 +30,21 @@ _PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop(1)); from bigbatch.comm.rendezvous.store_process import main; main()"
 )
 
+INFINITE = float("inf")
+
 Text = str | bytes
 
 
 class Line:
     """Leads to the process that holds a store; any number of threads may ask at once, each by a connection of its own.
 
-    The holder may come late, by timeout. Raises: OSError, or RuntimeError where it does not know the secret.
+    The holder may come late, by timeout_seconds. Raises: OSError, or RuntimeError where it does not know the secret.
     """
 
-    def __init__(self, address: str, port: int, secret: bytes, *, rank: int, timeout: timedelta) -> None:
+    def __init__(self, address: str, port: int, secret: bytes, *, rank: int, timeout_seconds: float) -> None:
         self.address, self.port = address, port
         self._secret, self._rank = secret, rank
-        deadline = awake_seconds() + timeout.total_seconds()
+        deadline = awake_seconds() + timeout_seconds
         self._idle: list[socket.socket] = []
         self._presence: socket.socket | None = None
         """Over which nothing is asked: requests that are given up end theirs, this one only the process."""
@@ -59,32 +60,36 @@ class Line:
                     raise
                 time.sleep(AGAIN_SECONDS)
 
-    def ask(self, name: str, *parts: Text, seconds: float | None = None) -> bytes:
+    def ask(self, name: str, *parts: Text, seconds: float = INFINITE) -> bytes:
         """Return the answer to a request.
 
-        Raises: NoAnswerError where none has come after so many seconds, RuntimeError where the holder is gone.
+        Raises: NoAnswerError if none has come after so many seconds, RuntimeError if the holder is gone.
         """
         request = pack(name.encode(), *(part.encode() if isinstance(part, str) else part for part in parts))
+        limit = seconds if seconds < INFINITE else None
         try:
-            stream = self._idle.pop() if self._idle else self._connect(seconds)
+            stream = self._idle.pop() if self._idle else self._connect(limit)
             try:
-                stream.settimeout(seconds)
+                stream.settimeout(limit)
                 stream.sendall(LENGTH.pack(len(request)) + request)
-                if seconds is not None and not _is_answered(stream, seconds):
+                poll = select.poll()
+                poll.register(stream, select.POLLIN)
+                # in pieces: poll's own limit is 24 days
+                if not wait_awake(lambda left: bool(poll.poll(1e3 * min(left, LONGEST_POLL_SECONDS))), seconds):
                     raise TimeoutError
                 answer = receive_exactly(stream, LENGTH.unpack(receive_exactly(stream, LENGTH.size))[0])
             except BaseException:
-                stream.close()  # the answer may still come, and is nobody else's
+                stream.close()  # the answer may still come, and belongs to no other request
                 raise
         except OSError as error:
-            if seconds is not None and isinstance(error, TimeoutError):
+            if limit is not None and isinstance(error, TimeoutError):
                 raise NoAnswerError(f"a request was not answered within {seconds:.1f} s") from None
             raise RuntimeError(f"the store at {self.address}:{self.port} has ended ({error})") from error
         self._idle.append(stream)
         return answer
 
-    def _connect(self, seconds: float | None) -> socket.socket:
-        stream = end_with_process(socket.create_connection((self.address, self.port), timeout=seconds))
+    def _connect(self, limit: float | None) -> socket.socket:
+        stream = end_with_process(socket.create_connection((self.address, self.port), timeout=limit))
         try:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             call(stream, self._secret, NAME, rank=self._rank)
@@ -94,13 +99,6 @@ class Line:
         return stream
 
 
-def _is_answered(stream: socket.socket, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(stream, select.POLLIN)
-    # in pieces: poll's own limit is 24 days
-    return wait_awake(lambda left: bool(poll.poll(1e3 * min(left, LONGEST_POLL_SECONDS))), seconds)
-
-
 _of_torch: list[Store] = []
 """What torch's C++ holds on to, which keeps no object of Python's alive."""
 
@@ -108,44 +106,29 @@ _of_torch: list[Store] = []
 class JobStore(Store):
     """Reads and writes keys that begin with a prefix, as torch's own stores do; torch's process groups take it as well.
 
-    timeout bounds waits for keys, and seconds, where they are stated, every request, as BoundedStore's.
-    Raises: NoAnswerError; RuntimeError where the holder is gone.
+    seconds bounds waits for keys and, unless it is for torch, each request, as in BoundedStore.
+    Raises: NoAnswerError; RuntimeError if the holder is gone.
     """
 
     def __init__(
-        self,
-        line: Line,
-        prefix: str,
-        *,
-        timeout: timedelta,
-        seconds: float | None = None,
-        deadline: float = float("inf"),
+        self, line: Line, prefix: str = "", *, seconds: float, deadline: float = INFINITE, is_for_torch: bool = False
     ) -> None:
         """deadline: when all requests are over; awake_seconds()."""
         super().__init__()
-        self._line, self._prefix, self._timeout = line, prefix, timeout
-        self._seconds, self._deadline = seconds, deadline
-
-    @property
-    def port(self) -> int:
-        """Return where the holder listens."""
-        return self._line.port
+        self.line, self._prefix, self._seconds = line, prefix, seconds
+        self._deadline, self._is_for_torch = deadline, is_for_torch
 
     @property
     def torch_store(self) -> "JobStore":
-        """Return what torch's own process groups ask, whose waits may last for timeout."""
-        made = JobStore(self._line, self._prefix, timeout=self._timeout)
+        """Return what torch's own process groups ask, whose waits have limits of their own."""
+        made = JobStore(self.line, self._prefix, seconds=self._seconds, is_for_torch=True)
         _of_torch.append(made)
         return made
-
-    def under(self, prefix: str, *, seconds: float | None = None) -> "JobStore":
-        """Return the part of the same store whose keys begin so, and what bounds its requests."""
-        return JobStore(self._line, self._name(prefix), timeout=self._timeout, seconds=seconds)
 
     def within(self, seconds: float) -> "JobStore":
         """Return a view of the same store, whose requests are over in so many seconds, all of them together."""
         deadline = min(self._deadline, awake_seconds() + seconds)
-        return JobStore(self._line, self._prefix, timeout=self._timeout, seconds=self._seconds, deadline=deadline)
+        return JobStore(self.line, self._prefix, seconds=self._seconds, deadline=deadline)
 
     def set(self, key: str, value: Text) -> None:
         """Write a value."""
@@ -197,7 +180,7 @@ class JobStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises: RuntimeError after the time limit, which says so in torch's words."""
-        seconds = (timeout or self._timeout).total_seconds()
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
         if not self._wait(keys, seconds):
             raise RuntimeError(f"wait for {', '.join(keys)} timed out after {seconds:g} s")
 
@@ -207,10 +190,6 @@ class JobStore(Store):
 
     def _wait(self, keys: Sequence[str], seconds: float) -> bool:
         return self._ask("wait", str(seconds), *map(self._name, keys), waits=seconds) == DONE
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Change the limit of waits."""
-        self._timeout = timeout
 
     def has_extended_api(self) -> bool:
         """Tell torch that append() and those of several keys are there."""
@@ -224,20 +203,23 @@ class JobStore(Store):
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _ask(self, name: str, *parts: Text, waits: float = 0.0) -> bytes:
-        limits = [self._seconds + waits] if self._seconds is not None else []
-        if self._deadline < float("inf"):
-            limits.append(max(0.001, self._deadline - awake_seconds()))  # 0 would mean without waiting at all
-        return self._line.ask(name, *parts, seconds=min(limits, default=None))
+        limit = INFINITE if self._is_for_torch else self._seconds + waits
+        # a socket takes 0 for not waiting at all
+        return self.line.ask(name, *parts, seconds=min(limit, max(0.001, self._deadline - awake_seconds())))
 
     def _name(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
 
 
-def hold_store(listener: socket.socket, secret: bytes, *, world_size: int, timeout: timedelta) -> Line:
+KeyValue = JobStore | BoundedStore
+"""Answers requests, each within a limit. Raises: NoAnswerError, RuntimeError."""
+
+
+def hold_store(listener: socket.socket, secret: bytes, *, world_size: int, timeout_seconds: float) -> Line:
     """Start the process that holds a store for so many ranks behind a socket that listens; return the line to it.
 
-    The socket is closed here. The process ends with this one, or once nobody here has the line any more. timeout is for
-    others to come: a process of one's own may take START_SECONDS to begin, as on a busy machine.
+    The socket is closed here. The process ends with this one, or once nothing here has the line any more. The limit is
+    for others to come: the process itself may take START_SECONDS to begin, as on a busy machine.
     """
     address, port = listener.getsockname()[:2]
     root, facts = Path(bigbatch.__file__).parents[1], (listener.fileno(), os.getpid(), world_size)
@@ -252,18 +234,14 @@ def hold_store(listener: socket.socket, secret: bytes, *, world_size: int, timeo
     assert process.stdin is not None
     process.stdin.write(secret.hex().encode() + b"\n")
     process.stdin.flush()
+    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     try:
-        line = Line(_reached_at(address), port, secret, rank=0, timeout=max(timeout, timedelta(seconds=START_SECONDS)))
+        line = Line(own, port, secret, rank=0, timeout_seconds=max(timeout_seconds, START_SECONDS))
     except BaseException:
         _end(process)
         raise
     weakref.finalize(line, _end, process)
     return line
-
-
-def _reached_at(address: str) -> str:
-    """Return an own address for one that means all of them."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

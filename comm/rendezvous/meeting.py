@@ -7,13 +7,13 @@ from ipaddress import ip_address
 from typing import Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore, KeyValue, answer_within
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
-from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, Line, hold_store
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, telling_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.secret import StrangerError
@@ -35,7 +35,7 @@ class FindMaster(Protocol):
         ...
 
 
-_met: dict[Master, tuple[JobStore, ProcessEnv]] = {}
+_met: dict[Master, tuple[Line, ProcessEnv]] = {}
 """The rendezvous that this process has joined already, by what its launcher says: its port can be opened only once."""
 
 
@@ -65,11 +65,10 @@ def open_store(
             if env.master is None and env.launcher in MPI_LAUNCHERS:
                 address, port, secret = find_master(env, timeout_seconds=meeting_seconds, interface=interface)
                 met = replace(env, master=(address, port), secret=secret.encode())
-            shared = rendezvous(met, timedelta(seconds=meeting_seconds), interface=interface, warn_seconds=warn_seconds)
-        shared.set_timeout(timedelta(seconds=timeout_seconds))
-        _met[env.master] = shared, met
-    shared, met = _met[env.master]
-    return shared.under(prefix, seconds=timeout_seconds), "rank 0", met
+            line = rendezvous(met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds)
+        _met[env.master] = line, met
+    line, met = _met[env.master]
+    return JobStore(line, prefix, seconds=timeout_seconds), "rank 0", met
 
 
 def _describe_wait(env: ProcessEnv) -> str:
@@ -84,8 +83,8 @@ def _describe_wait(env: ProcessEnv) -> str:
 
 
 def rendezvous(
-    env: ProcessEnv, timeout: timedelta, *, interface: str | None = None, warn_seconds: float = WARN_SECONDS
-) -> JobStore:
+    env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None, warn_seconds: float = WARN_SECONDS
+) -> Line:
     """Open the key-value store through which the ranks find each other; a process beside rank 0 holds it.
 
     It listens on one address. Raises: CommError.
@@ -99,26 +98,26 @@ def rendezvous(
     if env.local_rank == 0 and not addresses_of(address):
         tell(
             f"rank {env.rank} on {env.host}: MASTER_ADDR={address} is no host that is known here: the rank looks again "
-            f"for meeting_seconds={timeout.total_seconds():g}; if the name is wrong, stop the job and set another"
+            f"for meeting_seconds={timeout_seconds:g}; if the name is wrong, stop the job and set another"
         )
     try:
         if env.master_runs:
-            line = _meet_by_torchrun(env, timeout, interface=interface, warn_seconds=warn_seconds)
-        elif env.rank == 0:
+            return _meet_by_torchrun(
+                env, timeout_seconds=timeout_seconds, interface=interface, warn_seconds=warn_seconds
+            )
+        if env.rank == 0:
             # a pod's name may be known some seconds after its start
-            wait_for(lambda: bool(addresses_of(address)), awake_seconds() + timeout.total_seconds())
-            line = _hold(env, address, port, timeout)
-        else:
-            line = Line(address, port, env.secret, rank=env.rank, timeout=timeout)
+            wait_for(lambda: bool(addresses_of(address)), awake_seconds() + timeout_seconds)
+            return _hold(env, address, port, timeout_seconds=timeout_seconds)
+        return Line(address, port, env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
     except (OSError, RuntimeError) as error:
         raise CommError(
             f"rank {env.rank} on {env.host}: no rendezvous at {address}:{port}: {first_line(error)}; "
-            f"{_remedy(env, address, error, seconds=timeout.total_seconds())}"
+            f"{_remedy(env, address, error, seconds=timeout_seconds)}"
         ) from error
-    return JobStore(line, "", timeout=timeout)
 
 
-def _hold(env: ProcessEnv, address: str, port: int, timeout: timedelta) -> Line:
+def _hold(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -> Line:
     listener = listen(address, port, is_one_host=env.is_one_host)
     if not env.secret:
         where = f"{address}:{listener.getsockname()[1]}"
@@ -126,19 +125,28 @@ def _hold(env: ProcessEnv, address: str, port: int, timeout: timedelta) -> Line:
             f"this job has no secret, so who reaches {where} can take part in it: start it by bigbatch "
             f"launch, or set {SECRET_VARIABLE} to the same random text for all ranks"
         )
-    return hold_store(listener, env.secret, world_size=env.world_size, timeout=timeout)
+    return hold_store(listener, env.secret, world_size=env.world_size, timeout_seconds=timeout_seconds)
 
 
-def _meet_by_torchrun(env: ProcessEnv, timeout: timedelta, *, interface: str | None, warn_seconds: float) -> Line:
+def _meet_by_torchrun(env: ProcessEnv, *, timeout_seconds: float, interface: str | None, warn_seconds: float) -> Line:
     """Tell through torchrun's store, which anybody can write to, where that of the job is, which knows its secret.
 
     torchrun's outlives the ranks: those of a restart must not read what the last ones left.
     """
     assert env.master is not None
-    address, seconds = env.master[0], timeout.total_seconds()
-    board = BoundedStore(_join(*env.master, timeout), seconds=seconds + GRACE_SECONDS)
+    address, port = env.master
+    # the system accepts a connection to a process that is stopped, which then says nothing
+    theirs = answer_within(
+        timeout_seconds + GRACE_SECONDS,
+        lambda: TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds)),
+    )
+    board = BoundedStore(theirs, seconds=timeout_seconds + GRACE_SECONDS)
     session = meet_in_session(
-        board, rank=env.rank, world_size=env.world_size, timeout_seconds=seconds, warn_seconds=warn_seconds
+        board,
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout_seconds=timeout_seconds,
+        warn_seconds=warn_seconds,
     )
     key = f"{session}/store"
     if env.rank == 0:
@@ -148,19 +156,13 @@ def _meet_by_torchrun(env: ProcessEnv, timeout: timedelta, *, interface: str | N
             if _leads_back(address)
             else own_address(is_one_host=env.is_one_host, interface=interface, towards=address)
         )
-        line = _hold(env, here, 0, timeout)
+        line = _hold(env, here, 0, timeout_seconds=timeout_seconds)
         board.set(key, f"{here} {line.port}")
         return line
-    if not wait_for(lambda: board.check([key]), awake_seconds() + seconds):
+    if not wait_for(lambda: board.check([key]), awake_seconds() + timeout_seconds):
         raise TimeoutError("rank 0 opened none in time")
-    here, port = board.get(key).decode().split()
-    return Line(here, int(port), env.secret, rank=env.rank, timeout=timeout)
-
-
-def _join(address: str, port: int, timeout: timedelta) -> Store:
-    """Connect to torchrun's store. The system takes in who calls a process that is stopped, which says nothing."""
-    seconds = timeout.total_seconds() + GRACE_SECONDS
-    return answer_within(seconds, lambda: TCPStore(address, port, is_master=False, timeout=timeout))
+    here, own_port = board.get(key).decode().split()
+    return Line(here, int(own_port), env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
 
 
 def _remedy(env: ProcessEnv, address: str, error: Exception, *, seconds: float) -> str:

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Protocol
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous.bounded_store import KeyValue
+from bigbatch.comm.rendezvous.job_store import KeyValue
 
 ROLL_CALL_SECONDS = 5.0
 """How long the ranks have to answer; less, where nobody is missed but those whose processes have ended."""

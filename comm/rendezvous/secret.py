@@ -5,11 +5,13 @@ drawn anew, so that one that was overheard is of no use, and over who proves, so
 """
 
 import hmac
+import os
 import secrets
 import socket
 import struct
 import time
 from collections.abc import Callable
+from weakref import WeakSet
 
 SECRET_BYTES = 32
 NONCE_BYTES = 16
@@ -21,8 +23,21 @@ _PROTOCOL = b"bb01"
 HELLO_BYTES = _HELLO.size
 SHORTAGE_SECONDS = 0.01
 """Between two looks at callers while none can be let in."""
-NO_SECRET = b""
-"""Secret of a job that has none: everybody can prove it."""
+
+_STREAMS: "WeakSet[socket.socket]" = WeakSet()
+"""Connections that end with this process, whatever it has forked."""
+
+
+def end_with_process(stream: socket.socket) -> socket.socket:
+    """Return the connection, which no process that is forked later keeps open.
+
+    Loaders fork workers, and these outlive a rank that is killed: the other end would take it for alive.
+    """
+    _STREAMS.add(stream)
+    return stream
+
+
+os.register_at_fork(after_in_child=lambda: list(map(socket.socket.close, list(_STREAMS))))
 
 
 class StrangerError(RuntimeError):

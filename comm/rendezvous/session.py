@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous.bounded_store import KeyValue
+from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks, telling_late
 
 _WORDS = "bigbatch/words"

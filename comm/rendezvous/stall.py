@@ -11,9 +11,10 @@ from threading import Event, Thread
 from typing import TypeVar
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous.bounded_store import KeyValue, answer_within
+from bigbatch.comm.rendezvous.bounded_store import answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
+from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.last_resort import ended_after
 from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, REQUESTS_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import CommError, tell

@@ -14,7 +14,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import ClassVar
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, let_in
@@ -87,62 +86,41 @@ class _Caller:
 
 
 class Table:
-    """Keeps values by key, and does what requests ask for: the name of an operation, then its bytes.
-
-    Raises: LookupError, ValueError for requests that nobody of this job makes.
-    """
+    """Keeps values by key, and does what requests ask for: the name of an operation, then its bytes."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
 
     def answer(self, request: list[bytes]) -> bytes:
-        """Carry out a request, and return the parts of its answer."""
-        name, *parts = request
-        return self._OPERATIONS[name](self, *parts)
-
-    def _set(self, *pairs: bytes) -> bytes:
-        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            self.values[key] = value
-        return DONE
-
-    def _get(self, *keys: bytes) -> bytes:
-        if not all(key in self.values for key in keys):
-            return MISSING
-        return DONE + pack(*(self.values[key] for key in keys))
-
-    def _check(self, *keys: bytes) -> bytes:
-        return DONE if all(key in self.values for key in keys) else MISSING
-
-    def _add(self, key: bytes, count: bytes) -> bytes:
-        self.values[key] = str(int(self.values.get(key, b"0")) + int(count)).encode()
-        return DONE + pack(self.values[key])
-
-    def _append(self, key: bytes, value: bytes) -> bytes:
-        self.values[key] = self.values.get(key, b"") + value
-        return DONE
-
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        # as torch's: an empty expectation is for a key that is not there, whose answer else is the expectation
-        if self.values.get(key, b"") == expected:
-            self.values[key] = desired
-        return DONE + pack(self.values.get(key, expected))
-
-    def _delete(self, key: bytes) -> bytes:
-        return MISSING if self.values.pop(key, None) is None else DONE
-
-    def _count(self) -> bytes:
-        return DONE + pack(str(len(self.values)).encode())
-
-    _OPERATIONS: ClassVar[dict[bytes, Callable[..., bytes]]] = {
-        b"set": _set,
-        b"get": _get,
-        b"check": _check,
-        b"add": _add,
-        b"append": _append,
-        b"compare_set": _compare_set,
-        b"delete": _delete,
-        b"count": _count,
-    }
+        """Carry out a request; return its answer. Raises: LookupError or ValueError for one that no rank makes."""
+        values = self.values
+        match request:
+            case [b"set", *pairs]:
+                for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+                    values[key] = value
+                return DONE
+            case [b"get", *keys]:
+                if not all(key in values for key in keys):
+                    return MISSING
+                return DONE + pack(*(values[key] for key in keys))
+            case [b"check", *keys]:
+                return DONE if all(key in values for key in keys) else MISSING
+            case [b"add", key, count]:
+                values[key] = str(int(values.get(key, b"0")) + int(count)).encode()
+                return DONE + pack(values[key])
+            case [b"append", key, value]:
+                values[key] = values.get(key, b"") + value
+                return DONE
+            case [b"compare_set", key, expected, desired]:
+                # as torch's: an empty expectation is for a key that is not there, whose answer else is the expectation
+                if values.get(key, b"") == expected:
+                    values[key] = desired
+                return DONE + pack(values.get(key, expected))
+            case [b"delete", key]:
+                return MISSING if values.pop(key, None) is None else DONE
+            case [b"count"]:
+                return DONE + pack(str(len(values)).encode())
+        raise LookupError("no such operation")
 
 
 class StoreServer:
@@ -183,8 +161,12 @@ class StoreServer:
             now = awake_seconds()
             if is_told or now - looked > LOOK_SECONDS:
                 looked = now
-                self._send_off_the_silent(now)
-                self._end_waits(now)
+                while self._strangers and now - self._strangers[0].since > HELLO_SECONDS:
+                    self._send_off_the_first()
+                late = {each for callers in self._waiting.values() for each in callers if now > each.waits_until}
+                for caller in late:
+                    self._forget(caller)
+                    self._end_wait(caller, MISSING)
                 if is_over():
                     return
 
@@ -203,10 +185,6 @@ class StoreServer:
         if self._strangers:
             self._close(self._strangers[0])
 
-    def _send_off_the_silent(self, now: float) -> None:
-        while self._strangers and now - self._strangers[0].since > HELLO_SECONDS:
-            self._send_off_the_first()
-
     def _serve(self, caller: _Caller, events: int) -> None:
         if caller.stream.fileno() < 0:  # sent off a moment ago
             return
@@ -216,7 +194,7 @@ class StoreServer:
             self._send(caller)
         except BlockingIOError:
             pass
-        except (OSError, StrangerError, ValueError, LookupError, TypeError):
+        except (OSError, StrangerError, ValueError, LookupError):
             self._close(caller)
 
     def _hear(self, caller: _Caller) -> None:
@@ -234,7 +212,12 @@ class StoreServer:
 
     def _answer(self, caller: _Caller, request: list[bytes]) -> None:
         if request[0] == b"wait":
-            self._let_wait(caller, seconds=float(request[1]), keys=request[2:])
+            caller.waits_for = {key for key in request[2:] if key not in self._table.values}
+            caller.waits_until = awake_seconds() + float(request[1])
+            for key in caller.waits_for:
+                self._waiting.setdefault(key, []).append(caller)
+            if not caller.waits_for:
+                _reply(caller, DONE)
             return
         if request == [b"gone"]:
             known_since = awake_seconds() - GONE_SECONDS
@@ -244,26 +227,10 @@ class StoreServer:
         _reply(caller, self._table.answer(request))
         for key in request[1::2]:  # the others are values
             if key in self._waiting and key in self._table.values:
-                self._wake(key)
-
-    def _let_wait(self, caller: _Caller, *, seconds: float, keys: list[bytes]) -> None:
-        caller.waits_for = {key for key in keys if key not in self._table.values}
-        caller.waits_until = awake_seconds() + seconds
-        for key in caller.waits_for:
-            self._waiting.setdefault(key, []).append(caller)
-        if not caller.waits_for:
-            _reply(caller, DONE)
-
-    def _wake(self, key: bytes) -> None:
-        for caller in self._waiting.pop(key):
-            caller.waits_for.remove(key)
-            if not caller.waits_for:
-                self._end_wait(caller, DONE)
-
-    def _end_waits(self, now: float) -> None:
-        for caller in {caller for callers in self._waiting.values() for caller in callers if now > caller.waits_until}:
-            self._forget(caller)
-            self._end_wait(caller, MISSING)
+                for waiting in self._waiting.pop(key):
+                    waiting.waits_for.remove(key)
+                    if not waiting.waits_for:
+                        self._end_wait(waiting, DONE)
 
     def _end_wait(self, caller: _Caller, answer: bytes) -> None:
         _reply(caller, answer)

@@ -2,7 +2,7 @@
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous import roll_call
-from bigbatch.comm.rendezvous.bounded_store import KeyValue
+from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.roll_call import RollCall
 
 PATIENCE_SECONDS = 60.0

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -29,8 +28,6 @@ from bigbatch.comm.rendezvous.places import meet
 from bigbatch.comm.rendezvous.roll_call import RollCall
 from bigbatch.errors import CommError, PeerLostError, first_line
 from bigbatch.exit_codes import CRASHED, FAILED, LOST
-
-SECONDS = timedelta(seconds=60)
 
 
 def rank_of_two(*, port: int = 0, address: str = "127.0.0.1") -> ProcessEnv:
@@ -65,7 +62,7 @@ def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypa
     monkeypatch.setattr(control, "HEED_SECONDS", 0.1)
     job = half_a_job(60)
     assert isinstance(job.store, JobStore)
-    killed = Line("127.0.0.1", job.store.port, job.secret, rank=1, timeout=SECONDS)
+    killed = Line("127.0.0.1", job.store.line.port, job.secret, rank=1, timeout_seconds=60)
     assert killed._presence is not None
     for stream in (*killed._idle, killed._presence):
         stream.close()
@@ -251,8 +248,8 @@ LOOPBACK, ANY = "0100007F", "00000000"
 
 @needs_proc
 def test_rendezvous_of_one_host_listens_on_loopback_alone() -> None:
-    store = rendezvous(rank_of_two(), SECONDS)
-    assert listening_addresses()[store.port] == LOOPBACK
+    line = rendezvous(rank_of_two(), timeout_seconds=60)
+    assert listening_addresses()[line.port] == LOOPBACK
 
 
 @needs_proc
@@ -278,11 +275,12 @@ def test_listener_and_who_can_reach_it(
 def test_rendezvous_after_a_restart_by_torchrun_holds_nothing_of_the_last_start() -> None:
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # by torchrun, which lives on
     env = replace(rank_of_two(port=served.port), master_runs=True)
-    limit = timedelta(seconds=120)
+
+    def meet_as(rank: int) -> JobStore:
+        return JobStore(rendezvous(replace(env, rank=rank), timeout_seconds=120), seconds=120)
+
     with ThreadPoolExecutor(2) as pool:
-        first, restarted = (
-            list(pool.map(lambda rank: rendezvous(replace(env, rank=rank), limit), range(2))) for _ in range(2)
-        )
+        first, restarted = (list(pool.map(meet_as, range(2))) for _ in range(2))
     first[0].set("bigbatch/failed", "1")
     assert first[1].check(["bigbatch/failed"])
     assert not any(store.check(["bigbatch/failed"]) for store in restarted)
@@ -294,7 +292,7 @@ def test_rendezvous_of_torchrun_names_the_ranks_that_do_not_come() -> None:
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = replace(rank_of_two(port=served.port), master_runs=True)
     with pytest.raises(CommError, match=naming("rank 0", "rank 1 did not come in time")):
-        rendezvous(env, timedelta(seconds=0.2))
+        rendezvous(env, timeout_seconds=0.2)
 
 
 def test_control_of_a_second_connection_shares_the_rendezvous_but_no_keys() -> None:
@@ -321,9 +319,9 @@ def test_rendezvous_at_a_port_in_use_names_it() -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CommError, match=naming("rank 0 on here", f"127.0.0.1:{port}", "in use", "MASTER_PORT")):
-            rendezvous(rank_of_two(port=port), SECONDS)
+            rendezvous(rank_of_two(port=port), timeout_seconds=60)
         with pytest.raises(CommError, match=naming(f"127.0.0.1:{port}", "submit")):
-            rendezvous(replace(rank_of_two(port=port), launcher="srun"), SECONDS)
+            rendezvous(replace(rank_of_two(port=port), launcher="srun"), timeout_seconds=60)
 
 
 def test_rendezvous_whose_process_is_stopped_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +331,7 @@ def test_rendezvous_whose_process_is_stopped_is_given_up(monkeypatch: pytest.Mon
         port = silent.getsockname()[1]
         for env in (replace(rank_of_two(port=port), rank=1), replace(rank_of_two(port=port), master_runs=True)):
             with pytest.raises(CommError, match=naming(f"no rendezvous at 127.0.0.1:{port}", "check that rank 0 runs")):
-                rendezvous(env, timedelta(seconds=0.3))
+                rendezvous(env, timeout_seconds=0.3)
 
 
 def test_rendezvous_waits_for_rank_0s_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,10 +347,10 @@ def test_rendezvous_waits_for_rank_0s_own_name(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     env = ProcessEnv("torchrun", 0, 2, 0, 2, "here", ("pod-0.job", 0), secret=b"s")
-    assert rendezvous(env, timedelta(seconds=120)).port > 0
+    assert rendezvous(env, timeout_seconds=120).port > 0
     num_failures = 1000
     with pytest.raises(CommError, match=naming("no rendezvous at pod-0.job", "not known", "MASTER_ADDR")):
-        rendezvous(env, timedelta(seconds=0.2))
+        rendezvous(env, timeout_seconds=0.2)
 
 
 def test_rendezvous_at_a_name_that_leads_back_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,13 +359,13 @@ def test_rendezvous_at_a_name_that_leads_back_names_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: address)
     env = ProcessEnv("srun", 1, 2, 0, 1, "n1", ("n0", 1))
     with pytest.raises(CommError, match=naming("rank 1 on n1", "n0:1", "/etc/hosts", "MASTER_ADDR")):
-        rendezvous(env, timedelta(seconds=0.2))
+        rendezvous(env, timeout_seconds=0.2)
 
 
 def test_rendezvous_without_a_meeting_point_names_what_tells_one() -> None:
     env = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
     with pytest.raises(CommError, match=naming("openmpi", "pip install 'bigbatch[mpi]'", "MASTER_ADDR", "MASTER_PORT")):
-        rendezvous(env, SECONDS)
+        rendezvous(env, timeout_seconds=60)
 
 
 @pytest.mark.slow
@@ -423,5 +421,5 @@ def test_meeting_point_that_no_name_service_knows_is_named_at_once(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     env = ProcessEnv("torchrun", 1, 2, 0, 1, "here", ("no-such-host", 1), secret=b"s")
     with pytest.raises(CommError):
-        rendezvous(env, timedelta(seconds=0.1))
+        rendezvous(env, timeout_seconds=0.1)
     assert "MASTER_ADDR=no-such-host is no host that is known here" in capfd.readouterr().err

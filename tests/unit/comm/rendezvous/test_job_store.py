@@ -36,20 +36,19 @@ from bigbatch.comm.rendezvous.secret import (
 from bigbatch.comm.rendezvous.store_process import LENGTH, StoreServer, Table, pack, split
 
 SECRET = b"of this job"
-SECONDS = timedelta(seconds=60)
 
 
 def held(secret: bytes = SECRET) -> Line:
-    return hold_store(listen("127.0.0.1", 0), secret, world_size=2, timeout=SECONDS)
+    return hold_store(listen("127.0.0.1", 0), secret, world_size=2, timeout_seconds=60)
 
 
 def line_to(port: int, *, secret: bytes = SECRET, rank: int = 1) -> Line:
-    return Line("127.0.0.1", port, secret, rank=rank, timeout=SECONDS)
+    return Line("127.0.0.1", port, secret, rank=rank, timeout_seconds=60)
 
 
 @pytest.fixture
 def store() -> JobStore:
-    return JobStore(held(), "job", timeout=SECONDS)
+    return JobStore(held(), "job", seconds=60)
 
 
 @pytest.fixture
@@ -104,8 +103,8 @@ def test_job_store_answers_as_torchs_own(store: JobStore) -> None:
 
 def test_store_process_may_begin_late_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_store, "_PROGRAM", f"import time; time.sleep(1); {job_store._PROGRAM}")
-    line = hold_store(listen("127.0.0.1", 0), SECRET, world_size=2, timeout=timedelta(seconds=0.1))
-    assert JobStore(line, "", timeout=SECONDS).num_keys() == 0
+    line = hold_store(listen("127.0.0.1", 0), SECRET, world_size=2, timeout_seconds=0.1)
+    assert JobStore(line, seconds=60).num_keys() == 0
 
 
 def test_job_store_lives_as_long_as_torch_asks_it(store: JobStore) -> None:
@@ -115,16 +114,8 @@ def test_job_store_lives_as_long_as_torch_asks_it(store: JobStore) -> None:
     assert store.get("group/key") == b"value"
 
 
-def test_job_stores_parts_share_no_keys(store: JobStore) -> None:
-    one, other = store.under("1"), store.under("2")
-    one.set("key", "value")
-    assert one.check(["key"])
-    assert not other.check(["key"])
-    assert store.get("1/key") == b"value"
-
-
 def test_job_store_waits_for_what_another_rank_writes(store: JobStore) -> None:
-    other = JobStore(line_to(store.port), "job", timeout=SECONDS)
+    other = JobStore(line_to(store.line.port), "job", seconds=60)
     with ThreadPoolExecutor(3) as pool:
         waits = [
             pool.submit(store.get, "late"),
@@ -140,7 +131,7 @@ def test_job_store_waits_for_what_another_rank_writes(store: JobStore) -> None:
 
 
 def test_job_store_tells_whether_a_key_came_in_time(port: int) -> None:
-    store = JobStore(line_to(port), "", timeout=SECONDS, seconds=60)
+    store = JobStore(line_to(port), seconds=60)
     start = time.monotonic()
     assert not store.wait_for("key", 0.3)
     assert 0.3 <= time.monotonic() - start < 30
@@ -151,41 +142,40 @@ def test_job_store_tells_whether_a_key_came_in_time(port: int) -> None:
         store.set("other", "value")
         assert waits[1].result()
     assert store.wait_for("key", 0.0)
-    assert JobStore(store._line, "", timeout=SECONDS, seconds=1e9).check(["key"])  # more than poll() takes at once
-    assert len(store._line._idle) <= 3  # a wait that ended without the key costs no connection
+    assert JobStore(store.line, seconds=1e9).check(["key"])  # more than poll() takes at once
+    assert len(store.line._idle) <= 3  # a wait that ended without the key costs no connection
 
 
 def test_job_store_names_ranks_whose_every_connection_has_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
-    store, other = (JobStore(line_to(port, rank=rank), "", timeout=SECONDS) for rank in (0, 3))
+    store, other = (JobStore(line_to(port, rank=rank), seconds=60) for rank in (0, 3))
     with ThreadPoolExecutor(1) as pool:  # makes a second connection
         waiting = pool.submit(other.get, "late")
         assert not other.check(["late"])
-        first = other._line._idle.pop()
+        first = other.line._idle.pop()
         first.close()
         assert not store.gone(), "one is left"
         store.set("late", "")
         waiting.result()
-    for stream in other._line._idle:
+    for stream in other.line._idle:
         stream.close()
     time.sleep(0.1)
     assert not store.gone(), "requests that were given up have ended theirs"
-    other._line._presence.close()
+    other.line._presence.close()
     assert ends(lambda: store.gone() == {3})
     monkeypatch.setattr(store_process, "GONE_SECONDS", 60.0)
     assert not store.gone(), "it may come back"
     monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
-    other._line._idle.clear()
+    other.line._idle.clear()
     other.set("back", "")
     assert not store.gone()
 
 
 FORKS = """
 import multiprocessing, os, signal, time
-from datetime import timedelta
 from bigbatch.comm.rendezvous.job_store import JobStore, Line
-line = Line("127.0.0.1", {port}, {secret!r}, rank=3, timeout=timedelta(seconds=60))
-store = JobStore(line, "", timeout=timedelta(seconds=60))
+line = Line("127.0.0.1", {port}, {secret!r}, rank=3, timeout_seconds=60)
+store = JobStore(line, seconds=60)
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
 worker.start()
 store.set("worker", str(worker.pid))  # on the connection that the worker has inherited, too
@@ -197,7 +187,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_job_store_counts_a_rank_as_gone_whose_workers_live_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a loader's, which are forked after the rank has connected, and which nobody ends where it is killed."""
     monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
-    store = JobStore(line_to(port), "", timeout=SECONDS)
+    store = JobStore(line_to(port), seconds=60)
     killed = subprocess.run([sys.executable, "-c", FORKS.format(port=port, secret=SECRET)])
     assert killed.returncode == -signal.SIGKILL
     worker = psutil.Process(int(store.get("worker")))
@@ -218,10 +208,10 @@ def test_job_store_gives_up_a_holder_that_is_stopped() -> None:
             stream.sendall(door.nonce)
             stream.sendall(door.judge(receive_exactly(stream, HELLO_BYTES))[1])
             streams.append(stream)
-        store = JobStore(calling.result(), "", timeout=SECONDS, seconds=0.1)
+        store = JobStore(calling.result(), seconds=0.1)
         with pytest.raises(NoAnswerError, match=r"not answered within 0\.1 s"):
             store.check(["key"])
-        view = JobStore(store._line, "", timeout=SECONDS, seconds=60).within(60).within(0.2)
+        view = JobStore(store.line, seconds=60).within(60).within(0.2)
         start = time.monotonic()
         for _ in range(20):  # one limit for all that it asks
             with pytest.raises(NoAnswerError):
@@ -233,9 +223,8 @@ def test_job_store_gives_up_a_holder_that_is_stopped() -> None:
 def test_job_store_says_that_a_wait_timed_out(store: JobStore) -> None:
     with pytest.raises(RuntimeError, match=r"wait for key timed out after 0\.1 s"):
         store.wait(["key"], timedelta(seconds=0.1))
-    store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="timed out"):
-        store.get("key")
+        JobStore(store.line, "job", seconds=0.1).torch_store.get("key")
     store.set("key", "value")
     assert store.get("key") == b"value"
 
@@ -244,17 +233,17 @@ def test_job_store_whose_holder_has_ended_says_so(port: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "create_connection", lambda where, timeout: socket.socketpair()[0])
         with pytest.raises(OSError, match=r"."):
-            Line("127.0.0.1", port, SECRET, rank=1, timeout=timedelta(seconds=0.2))
-    store = JobStore(line_to(port), "job", timeout=SECONDS)
-    store._line._idle[0].shutdown(socket.SHUT_RDWR)
+            Line("127.0.0.1", port, SECRET, rank=1, timeout_seconds=0.2)
+    store = JobStore(line_to(port), "job", seconds=60)
+    store.line._idle[0].shutdown(socket.SHUT_RDWR)
     with pytest.raises(RuntimeError, match=rf"the store at 127\.0\.0\.1:{port} has ended"):
         store.check(["key"])
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").read_text(), reason="this machine has no IPv6")
 def test_job_store_is_reached_by_ipv6() -> None:
-    line = hold_store(listen("::1", 0), SECRET, world_size=2, timeout=SECONDS)
-    store = JobStore(Line("::1", line.port, SECRET, rank=1, timeout=SECONDS), "", timeout=SECONDS)
+    line = hold_store(listen("::1", 0), SECRET, world_size=2, timeout_seconds=60)
+    store = JobStore(Line("::1", line.port, SECRET, rank=1, timeout_seconds=60), seconds=60)
     assert store.add("count", 1) == 1
 
 
@@ -279,7 +268,7 @@ def test_store_lets_nobody_in_who_does_not_know_the_secret(port: int) -> None:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(words)
             assert is_closed(stranger)
-    assert not JobStore(line_to(port), "", timeout=SECONDS).check(["key"])
+    assert not JobStore(line_to(port), seconds=60).check(["key"])
 
 
 def test_rank_turns_away_from_a_store_that_does_not_know_the_secret() -> None:
@@ -305,7 +294,7 @@ def test_store_is_not_kept_from_its_ranks_by_idle_callers(
 ) -> None:
     monkeypatch.setattr(store_process, "HELLO_SECONDS", 3600.0)  # closed for no other reason
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(30 + most_strangers)]
-    store = JobStore(line_to(port), "", timeout=SECONDS)
+    store = JobStore(line_to(port), seconds=60)
     store.set("key", "value")
     assert store.get("key") == b"value"
     for stream in idle[:30]:  # the first to come, the first to go
@@ -334,11 +323,11 @@ def test_store_ends_the_connection_of_a_request_that_makes_no_sense(request_: by
         call(stream, SECRET, "store", rank=3)
         stream.sendall(LENGTH.pack(store_process.MOST_BYTES + 1))
         assert is_closed(stream)
-    assert not JobStore(line_to(port), "", timeout=SECONDS).check(["key"])
+    assert not JobStore(line_to(port), seconds=60).check(["key"])
 
 
 def test_store_without_descriptors_serves_those_it_knows(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = JobStore(line_to(port), "", timeout=SECONDS)
+    store = JobStore(line_to(port), seconds=60)
     refused = Event()
 
     def refuse(self: socket.socket) -> None:
@@ -350,7 +339,7 @@ def test_store_without_descriptors_serves_those_it_knows(port: int, monkeypatch:
         with socket.create_connection(("127.0.0.1", port)):
             assert refused.wait(timeout=60)
             store.set("key", "value")
-    assert JobStore(line_to(port), "", timeout=SECONDS).get("key") == b"value"
+    assert JobStore(line_to(port), seconds=60).get("key") == b"value"
 
 
 @given(st.binary(max_size=200))
@@ -365,10 +354,9 @@ def test_requests_of_any_bytes_are_carried_out_or_refused(data: bytes) -> None:
 
 HOLDER = """\
 import os, sys, time
-from datetime import timedelta
 from bigbatch.comm.rendezvous.job_store import hold_store
 from bigbatch.comm.rendezvous.meeting import listen
-line = hold_store(listen("127.0.0.1", 0), b"of this job", world_size=2, timeout=timedelta(seconds=60))
+line = hold_store(listen("127.0.0.1", 0), b"of this job", world_size=2, timeout_seconds=60)
 child = os.fork()  # as workers that read images, which inherit all that is open
 if child == 0:
     time.sleep(600)
