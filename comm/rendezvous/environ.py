@@ -116,31 +116,30 @@ ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
 """A world of one process, whatever the environment says."""
 
 
-def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
+def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
     """Find the launcher by its variables; without any, this is a world of one process.
 
     Raises: LaunchError when a launcher's variables are incomplete, contradictory or not numbers, or those of one that
     does not say how many ranks there are: each would train by itself.
     """
-    variables = os.environ if environ is None else environ
-    launcher = find_launcher(variables, host=socket.gethostname())
+    launcher = find_launcher(environ, host=socket.gethostname())
     alone = replace(
         ALONE,
-        host=_host(variables, launcher),
-        terminal_columns=terminal_columns(variables),
-        plays_host=bool(variables.get("BIGBATCH_HOST")),
-        interface=variables.get(INTERFACE_VARIABLE) or None,
-        keeps_to_cpu=_keeps_to_cpu(variables),
-        stopped_file=Path(path) if (path := variables.get(STOPPED_VARIABLE)) else None,
-        secret=variables.get(SECRET_VARIABLE, "").encode(),
-        notice_seconds=number(variables, NOTICE_VARIABLE, "bigbatch launch") if NOTICE_VARIABLE in variables else None,
+        host=_host(environ, launcher),
+        terminal_columns=terminal_columns(environ),
+        plays_host=bool(environ.get("BIGBATCH_HOST")),
+        interface=environ.get(INTERFACE_VARIABLE) or None,
+        keeps_to_cpu=_keeps_to_cpu(environ),
+        stopped_file=Path(path) if (path := environ.get(STOPPED_VARIABLE)) else None,
+        secret=environ.get(SECRET_VARIABLE, "").encode(),
+        notice_seconds=number(environ, NOTICE_VARIABLE, "bigbatch launch") if NOTICE_VARIABLE in environ else None,
     )
     if launcher is None:
-        refuse_unknown(variables)
+        refuse_unknown(environ)
         return alone
     names = LAUNCHER_VARIABLES[launcher]
-    rank, world_size, local_rank = (number(variables, name, launcher) for name in names[:3])
-    local_size = local_size_of(variables, launcher)
+    rank, world_size, local_rank = (number(environ, name, launcher) for name in names[:3])
+    local_size = local_size_of(environ, launcher)
     for index, count, what in ((rank, world_size, names[:2]), (local_rank, local_size, names[2:])):
         if not 0 <= index < count:
             raise LaunchError(f"{what[0]}={index} is not below {what[1]}={count}; start all ranks in one job")
@@ -152,8 +151,8 @@ def read_process_env(environ: Mapping[str, str] | None = None) -> ProcessEnv:
         world_size=world_size,
         local_rank=local_rank,
         local_size=local_size,
-        master=_master(variables, launcher, is_one_host=one_host),
-        master_runs=launcher == "torchrun" and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        master=_master(environ, launcher, is_one_host=one_host),
+        master_runs=launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -162,13 +161,12 @@ def is_identity(name: str) -> bool:
     return _IDENTITY.fullmatch(name) is not None
 
 
-def without_identity(environ: Mapping[str, str] | None = None, *, keep: Collection[str] = ()) -> dict[str, str]:
+def without_identity(environ: Mapping[str, str] = os.environ, *, keep: Collection[str] = ()) -> dict[str, str]:
     """Return an environment for a launcher of ours, which alone says who its ranks are: without any other launcher's.
 
     What is named by keep stays.
     """
-    variables = os.environ if environ is None else environ
-    return {name: value for name, value in variables.items() if name in keep or not is_identity(name)}
+    return {name: value for name, value in environ.items() if name in keep or not is_identity(name)}
 
 
 def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
@@ -176,28 +174,27 @@ def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
     return {SECRET_VARIABLE: new_secret(), **environ}
 
 
-def terminal_columns(environ: Mapping[str, str] | None = None) -> int | None:
+def terminal_columns(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the width of the terminal behind standard output, or None.
 
     mpirun puts a pseudo-terminal before every rank even when its own output goes to a file, so under it only
     the word of `bigbatch launch`, which sees the real output, counts.
     """
-    variables = os.environ if environ is None else environ
-    if TERMINAL_VARIABLE in variables:
-        return number(variables, TERMINAL_VARIABLE, "bigbatch launch") or None
-    if find_launcher(variables, host=socket.gethostname()) == "openmpi" or not sys.stdout.isatty():
+    if TERMINAL_VARIABLE in environ:
+        return number(environ, TERMINAL_VARIABLE, "bigbatch launch") or None
+    if find_launcher(environ, host=socket.gethostname()) == "openmpi" or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
 
 
-def runtime_folder(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the folder for what this user's programs keep while they run, or None."""
+def runtime_folder(environ: Mapping[str, str] | None) -> str | None:
+    """Return the folder for what this user's programs keep while they run, or None. environ: None for the real one."""
     return (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR") or None
 
 
-def visible_gpus(count: int, environ: Mapping[str, str] | None = None) -> list[str]:
+def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[str]:
     """List names by which CUDA_VISIBLE_DEVICES may pass on the count GPUs that this process sees."""
-    named = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    named = environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
@@ -264,22 +261,21 @@ def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -
     return loopback() if is_one_host else expand_hostlist(variables.get("SLURM_STEP_NODELIST", ""))[0], port
 
 
-def step_hosts(environ: Mapping[str, str] | None = None) -> list[str]:
+def step_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
     """List the nodes of this step of Slurm's, whether their ranks have come or not; none under other launchers.
 
     Raises: LaunchError where the variable is no host list.
     """
-    text = (os.environ if environ is None else environ).get("SLURM_STEP_NODELIST")
+    text = environ.get("SLURM_STEP_NODELIST")
     return expand_hostlist(text) if text else []
 
 
-def slurm_job(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+def slurm_job(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
     """Return the number of Slurm's job around this process, with its cluster's name, and its restarts; or None."""
-    variables = os.environ if environ is None else environ
-    if not (number := variables.get("SLURM_JOB_ID")):
+    if not (number := environ.get("SLURM_JOB_ID")):
         return None
-    cluster = variables.get("SLURM_CLUSTER_NAME")
-    restarts = variables.get("SLURM_RESTART_COUNT", "0")
+    cluster = environ.get("SLURM_CLUSTER_NAME")
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
     return f"{number} of {cluster}" if cluster else number, int(restarts) if restarts.isdecimal() else 0
 
 
@@ -288,11 +284,11 @@ def start_of_launcher() -> str:
     return os.environ.get(STOPPED_VARIABLE, "")
 
 
-def outside_of_jobs(environ: Mapping[str, str] | None = None) -> tuple[dict[str, str], list[str]]:
+def outside_of_jobs(environ: Mapping[str, str] | None) -> tuple[dict[str, str], list[str]]:
     """Return variables without those of a Slurm job around this process, and the names of sbatch's that were left out.
 
     What finds Slurm itself stays. SBATCH_* go before what a script states, and SLURM_* and SRUN_* would tell the job's
-    srun of another job.
+    srun of another job. environ: None for the real one.
     """
     variables = os.environ if environ is None else environ
     kept = {
@@ -303,46 +299,45 @@ def outside_of_jobs(environ: Mapping[str, str] | None = None) -> tuple[dict[str,
     return kept, sorted(name for name in variables if name.startswith("SBATCH_"))
 
 
-def keep_compiled_code(environ: MutableMapping[str, str] | None = None, *, torchs_own: str) -> Path:
+def keep_compiled_code(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str) -> Path:
     """Tell torch.compile where to keep its code from run to run, and return that folder; the user's own goes first.
 
     torchs_own: what torch sets the variable to, as it is imported, where the user has not. It stays where there is no
     home, or none to write to.
     Ranks, runs and nodes may share the folder: entries are named by what they depend on and put in place whole.
     """
-    variables = os.environ if environ is None else environ
-    if variables.setdefault(COMPILED_VARIABLE, torchs_own) == torchs_own:
+    if environ.setdefault(COMPILED_VARIABLE, torchs_own) == torchs_own:
         with contextlib.suppress(OSError, RuntimeError):
-            folder = _own_folder(variables, "cache") / "compiled"
+            folder = _own_folder(environ, "cache") / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
-                variables[COMPILED_VARIABLE] = str(folder)
-    return Path(variables[COMPILED_VARIABLE])
+                environ[COMPILED_VARIABLE] = str(folder)
+    return Path(environ[COMPILED_VARIABLE])
 
 
-def calibration_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+def calibration_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return where tables that were measured on this user's clusters are kept, or None where there is no home."""
     with contextlib.suppress(RuntimeError):
-        return _own_folder(os.environ if environ is None else environ, "cache") / "calibration"
+        return _own_folder(environ, "cache") / "calibration"
     return None
 
 
-def site_files(environ: Mapping[str, str] | None = None) -> list[Path]:
+def site_files(environ: Mapping[str, str] | None) -> list[Path]:
     """List a site's files of settings, the nearest first: the user's and the system's, if they are there, or the one
-    that is named, there or not.
+    that is named, there or not. environ: None for the real one.
     """
-    variables = os.environ if environ is None else environ
-    if (named := variables.get(SITE_FILE_VARIABLE)) is not None:
+    environ = os.environ if environ is None else environ
+    if (named := environ.get(SITE_FILE_VARIABLE)) is not None:
         return [as_path(named)] if named else []
     found = [SYSTEM_SITE_FILE]
     with contextlib.suppress(RuntimeError):  # of a user without a home
-        found.insert(0, _own_folder(variables, "config") / "bigbatch.toml")
+        found.insert(0, _own_folder(environ, "config") / "bigbatch.toml")
     return [path for path in found if path.exists()]
 
 
-def site_settings(environ: Mapping[str, str] | None = None) -> Any:
+def site_settings(environ: Mapping[str, str] = os.environ) -> Any:
     """Return what `bigbatch launch` took from a site's files, by file and option; None where there was nothing."""
-    text = (os.environ if environ is None else environ).get(SITE_VARIABLE)
+    text = environ.get(SITE_VARIABLE)
     try:
         return parse_json(text) if text else None
     except ValueError:  # of somebody else's
@@ -354,19 +349,17 @@ def _own_folder(variables: Mapping[str, str], kind: str) -> Path:
     return as_path(variables.get(f"XDG_{kind.upper()}_HOME") or f"{Path.home()}/.{kind}") / "bigbatch"
 
 
-def wandb_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def wandb_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the project, name and mode for Weights & Biases that the environment states."""
-    variables = os.environ if environ is None else environ
-    stated = {name: variables.get(f"WANDB_{name.upper()}") for name in ("project", "name", "mode")}
+    stated = {name: environ.get(f"WANDB_{name.upper()}") for name in ("project", "name", "mode")}
     return {name: value for name, value in stated.items() if value}
 
 
-def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what tells NCCL how to sum: not where its ranks meet, nor what it logs."""
-    variables = os.environ if environ is None else environ
     return {
         name: value
-        for name, value in sorted(variables.items())
+        for name, value in sorted(environ.items())
         if name.startswith("NCCL_") and name != "NCCL_COMM_ID" and not name.startswith("NCCL_DEBUG")
     }
 
