@@ -189,7 +189,7 @@ class Communicator:
         operation = self._operation(collective_, tensor_N, label=label)
         if self.timeline.is_active:
             operation = self._recorded(operation, tensor_N, label=label, algorithm=algorithm, wire=wire)
-        self.control.begin()
+        self.control.roll_call.begin()
         work = self.backend.submit(operation, label=label)
         return work if self.staging is None else Staged(work, self.staging)
 
@@ -277,14 +277,14 @@ class Communicator:
         If other ranks still wait for this one in a sum, these waits end, and this rank fails with the others.
         """
         with suppress(RuntimeError):  # without its store the last barrier says what there is to say
-            self.control.leave()
+            self.control.roll_call.leave()
         if self.registered is not None:
             self.registered.close()
         self.backend.close()
         # not before: no other call would end a wait in NCCL's last barrier
         if self.inspector is not None:
             self.inspector.close()
-        self.control.end_well()
+        self.control.roll_call.end_well(within_seconds=self.control.timeout_seconds)
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         open_connections.pop(self.control, None)
         # mpirun takes a rank that ends without finalizing as failed; MPI cannot be started again
@@ -304,7 +304,7 @@ class Communicator:
             self.inspector.close()  # it would answer their roll call
         # without its store they have noticed
         with suppress(RuntimeError):
-            self.control.report_own_failure(exit_code)
+            self.control.roll_call.report_own_failure(exit_code)
 
     def __enter__(self) -> "Communicator":
         return self

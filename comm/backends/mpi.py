@@ -14,6 +14,7 @@ from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.roll_call import late_error
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, first_line
@@ -95,7 +96,7 @@ def _within(timeout_seconds: float, operation: Callable[[], T], *, what: str) ->
 
     def give_up(label: str, seconds: float) -> None:
         if seconds > timeout_seconds:
-            raise explain(label, seconds, TimeoutError("some rank has not come to it"))
+            raise explain(label, seconds, late_error())
 
     queue = ThreadQueue(explain, while_waiting=give_up)
     answer = answer_of(queue, operation, label=what)

@@ -29,13 +29,10 @@ class TcpBackend:
         self.world = Group(tuple(range(env.world_size)))
         self._control = control
         self._label = "connection"
-        self._links = Links(env, control, interface=interface, while_waiting=self._while_waiting)
+        self._links = Links(
+            env, control, interface=interface, while_waiting=lambda seconds: control.give_up(self._label, seconds)
+        )
         self._queue = ThreadQueue(control.explain, while_waiting=control.heed_others)
-
-    def _while_waiting(self, seconds: float) -> None:
-        if seconds > self._control.timeout_seconds:
-            raise TimeoutError("some rank has not come to it")
-        self._control.heed_others(self._label, seconds)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Return the group, which needs no set-up: it is its ranks."""

@@ -12,8 +12,8 @@ from bigbatch.awake import awake_seconds, wait_awake
 
 T = TypeVar("T")
 
-SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02
-"""Between two questions to the store for a key that is not there yet."""
+KEY_PAUSES_SECONDS = 0.0005, 0.02
+"""First and longest pause between two questions for a key that is not there yet."""
 
 
 class NoAnswerError(RuntimeError):
@@ -35,6 +35,19 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
     if not wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds)):
         raise NoAnswerError(f"a request was not answered within {max(0.0, seconds):.1f} s")
     return future.result()
+
+
+def wait_until(
+    is_so: Callable[[], bool], seconds: float, *, pauses_seconds: tuple[float, float] = (0.02, 0.02)
+) -> bool:
+    """Ask again and again for so long; tell whether it became so. Pauses double from the first one up to the second."""
+    deadline, (pause, longest) = awake_seconds() + seconds, pauses_seconds
+    while not is_so():
+        if awake_seconds() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
 
 
 class BoundedStore:
@@ -82,13 +95,7 @@ class BoundedStore:
 
     def wait_for(self, key: str, seconds: float) -> bool:
         """Wait so long for a key; tell whether it is there. By asking: a store that waits serves no other thread."""
-        deadline, pause = awake_seconds() + seconds, SHORTEST_PAUSE_SECONDS
-        while not self.check([key]):
-            if awake_seconds() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        return True
+        return wait_until(lambda: self.check([key]), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
 
     def _ask(self, request: Callable[[], T]) -> T:
         return answer_within(min(self._seconds, self._deadline - awake_seconds()), request)

@@ -1,7 +1,7 @@
 """The quiet line beside the data: how ranks find each other, compare texts, and learn who is missing."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeVar
 
 from bigbatch.awake import awake_seconds
@@ -9,20 +9,22 @@ from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
 from bigbatch.comm.rendezvous.meeting import GRACE_SECONDS, FindMaster, open_store
-from bigbatch.comm.rendezvous.roll_call import LATE, LOST, ROLL_CALL_SECONDS, RollCall, host_of
+from bigbatch.comm.rendezvous.roll_call import (
+    HEED_SECONDS,
+    HOST,
+    LATE,
+    LOST,
+    SILENCE_SECONDS,
+    RollCall,
+    host_of,
+    late_error,
+)
 from bigbatch.errors import CommError, PeerLostError, first_line
-from bigbatch.exit_codes import CRASHED, FAILED, PIPE_CLOSED
 
 T = TypeVar("T")
 
-HEED_SECONDS = 1.0
-"""Longest wait, in the midst of another one, for the store's answer whether a rank has failed."""
-ANSWER_SECONDS = 3.0
-"""How much later than the end of a wait the store may say so: one that does not is out of reach."""
 PIECE_BYTES = 4 << 20
 """torch's store ends a connection over which more than 8 MB come at once."""
-
-_LEFT = "bigbatch/left"
 
 _connections = 0
 """How many this process has made: several in one job must not read each other's keys."""
@@ -69,10 +71,8 @@ class Control:
         self.master, self.secret = met.master, met.secret
         self._texts = 0
         self.roll_call = RollCall(self)
-        self._has_failed = False
-        self._num_begun = 0
         with self.explained("meeting of all ranks"):
-            self.store.set(f"bigbatch/host/{self.rank}", env.host)
+            self.store.set(f"{HOST}/{self.rank}", env.host)
 
     def gather_text(
         self, text: str, *, what: str = "comparison of a text over all ranks", timeout_seconds: float | None = None
@@ -116,7 +116,7 @@ class Control:
     def describe_late_ranks(self) -> str:
         """Name the ranks that have not come to the meeting: rank 0 does; "" on others, and if all have come."""
         ranks = range(self.world_size if self.rank == 0 else 0)
-        late = [rank for rank in ranks if not self.store.check([f"bigbatch/host/{rank}"])]
+        late = [rank for rank in ranks if not self.store.check([f"{HOST}/{rank}"])]
         limit = f"meeting_seconds={self.meeting_seconds:g}"
         return f"rank 0 on {self.host} waits for {name_ranks(late)} to start ({limit})" if late else ""
 
@@ -160,7 +160,7 @@ class Control:
     def _await(self, key: str, *, what: str, source: int | None = None, timeout_seconds: float | None = None) -> None:
         """Wait for a key, and heed the others meanwhile. source: the rank that writes it, which must live so long."""
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + ANSWER_SECONDS)
+        start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + SILENCE_SECONDS)
         while not store.wait_for(key, min(HEED_SECONDS, max(0.0, limit - seconds))):
             seconds = awake_seconds() - start
             self.heed_others(what, seconds)
@@ -168,7 +168,7 @@ class Control:
             if source in store.gone() and not store.check([key]):
                 raise RuntimeError(f"the process of rank {source} has ended")
             if seconds > limit:
-                raise TimeoutError("some rank has not come to it")
+                raise late_error()
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
@@ -181,35 +181,12 @@ class Control:
         except (RuntimeError, TimeoutError) as error:
             raise self.explain(what, awake_seconds() - start, error) from error
 
-    def begin(self) -> None:
-        """Count an operation that all ranks begin."""
-        self._num_begun += 1
-
-    def leave(self) -> None:
-        """Say, once, that this rank begins no more of them; the others' waits for such end then."""
-        self.store.within(ROLL_CALL_SECONDS).append(_LEFT, f"{self.rank}:{self._num_begun} ")
-
-    def end_well(self) -> None:
-        """Say, after the last barrier, that nobody need miss this rank; the store's holder stays while others wait."""
-        with suppress(RuntimeError):  # the holder has gone
-            self.roll_call.end_well(within_seconds=self.timeout_seconds)
-
-    def _missed_by(self) -> str:
-        """Name the ranks that have left before an operation which this one has begun; empty where there is none."""
-        store = self.store.within(HEED_SECONDS)
-        if not store.check([_LEFT]):
-            return ""
-        left = (map(int, word.split(":")) for word in store.get(_LEFT).decode().split())
-        early = [f"{rank} on {self.host_of(rank)}" for rank, num_begun in left if num_begun < self._num_begun]
-        return f"rank {', '.join(early)} ended, or closed its connection, before it" if early else ""
-
     def heed_others(self, label: str, seconds: float) -> None:
-        """End a wait by another rank's failure, or by its end, so that nobody takes this rank for lost."""
-        if self._has_failed:
+        """End a wait by another rank's failure, or by its end, so that no rank takes this one for lost."""
+        if self.roll_call.has_failed:
             return  # this rank reports one itself, and is about to say which
         try:
-            has_failed = self.roll_call.has_begun(within_seconds=HEED_SECONDS)
-            reason = "another rank reports a failure" if has_failed else self._missed_by()
+            reason = self.roll_call.reason_to_end()
         except RuntimeError:
             return  # the operation itself is about to fail, and knows more; its own limit holds
         if reason:
@@ -220,7 +197,7 @@ class Control:
         """Heed, while waiting for a library that knows no time limit, the others, and this connection's own limit."""
         self.heed_others(label, seconds)
         if seconds > self.timeout_seconds:
-            raise self.explain(label, seconds, TimeoutError("some rank has not come to it"))
+            raise self.explain(label, seconds, late_error())
 
     def bounded(self, label: str, operation: Callable[[], T]) -> T:
         """Run, on a thread of its own, what asks torch's store itself: its limits need the store's answers.
@@ -231,8 +208,7 @@ class Control:
         try:
             return answer_within(self.timeout_seconds + GRACE_SECONDS, operation)
         except NoAnswerError:
-            late = TimeoutError("some rank has not come to it")
-            raise self.explain(label, awake_seconds() - start, late) from None
+            raise self.explain(label, awake_seconds() - start, late_error()) from None
 
     def explain(self, label: str, seconds: float, error: Exception) -> CommError:
         """Say what failed, after how long, and which ranks do not answer any more. Takes a few seconds.
@@ -245,29 +221,22 @@ class Control:
 
     def describe(self, label: str, seconds: float, error: Exception) -> CommError:
         """Say the same for one who still asks the store for more, and parts from the roll call afterwards."""
-        self._has_failed = True
+        self.roll_call.has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
         # a holder that has not answered for so long is not asked again
         is_silent = isinstance(error, NoAnswerError)
         who = self.roll_call.lose_holder() if is_silent else self.roll_call.call(LATE if is_late else LOST)
-        failure = PeerLostError(
-            f"rank {self.rank}: {label} failed after {seconds:.1f} s; {who} ({self.library}: {first_line(error)})"
-        )
+        failure = PeerLostError(f"{self.failed(label, seconds)}; {who} ({self.library}: {first_line(error)})")
         failure.exit_code = self.roll_call.exit_code or failure.exit_code
         return failure
 
-    def report_own_failure(self, exit_code: int = CRASHED) -> None:
-        """Let the others' waits end, and their roll call miss this rank; a failure reported before stays.
-
-        If this rank's exit_code says that the same command would fail again, the others end with it, too.
-        The rank that holds the rendezvous stays until the others know, or have had the time to.
-        """
-        self._has_failed = True
-        self.roll_call.report_own_failure(exit_code if exit_code in (FAILED, PIPE_CLOSED) else None)
+    def failed(self, label: str, seconds: float) -> str:
+        """Say what failed on this rank, after how long."""
+        return f"rank {self.rank}: {label} failed after {seconds:.1f} s"
 
     def has_met(self, rank: int) -> bool:
         """Tell whether a rank has come to the rendezvous, whatever it does now."""
-        return bool(self.store.check([f"bigbatch/host/{rank}"]))
+        return bool(self.store.check([f"{HOST}/{rank}"]))
 
     def host_of(self, rank: int) -> str:
         """Say where a rank runs."""

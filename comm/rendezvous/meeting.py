@@ -1,6 +1,7 @@
 """Where the ranks of a job meet: the key-value store that all of them reach, opened by rank 0."""
 
 import socket
+import uuid
 from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
@@ -9,19 +10,19 @@ from typing import Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within, wait_until
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, Line, hold_store
-from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, telling_late
+from bigbatch.comm.rendezvous.late_ranks import name_ranks, telling_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.secret import StrangerError
-from bigbatch.comm.rendezvous.session import meet_in_session, wait_for
 from bigbatch.errors import CommError, first_line, tell
 
 GRACE_SECONDS = 1.0
 """How much later than a limit of torch's own we give up: torch knows more."""
+
+_WORDS = "bigbatch/words"
 
 Master = tuple[str, int] | None
 """Address and port of the rendezvous; None where there is none of ours."""
@@ -82,9 +83,7 @@ def _describe_wait(env: ProcessEnv) -> str:
     return f"rank {env.rank} on {env.host} waits for {f'rank 0{where}' if env.rank else 'the other ranks to start'}"
 
 
-def rendezvous(
-    env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None, warn_seconds: float = WARN_SECONDS
-) -> Line:
+def rendezvous(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None, warn_seconds: float) -> Line:
     """Open the key-value store through which the ranks find each other; a process beside rank 0 holds it.
 
     It listens on one address. Raises: CommError.
@@ -107,7 +106,7 @@ def rendezvous(
             )
         if env.rank == 0:
             # a pod's name may be known some seconds after its start
-            wait_for(lambda: bool(addresses_of(address)), awake_seconds() + timeout_seconds)
+            wait_until(lambda: bool(addresses_of(address)), timeout_seconds)
             return _hold(env, address, port, timeout_seconds=timeout_seconds)
         return Line(address, port, env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
     except (OSError, RuntimeError) as error:
@@ -159,10 +158,61 @@ def _meet_by_torchrun(env: ProcessEnv, *, timeout_seconds: float, interface: str
         line = _hold(env, here, 0, timeout_seconds=timeout_seconds)
         board.set(key, f"{here} {line.port}")
         return line
-    if not wait_for(lambda: board.check([key]), awake_seconds() + timeout_seconds):
+    if not wait_until(lambda: board.check([key]), timeout_seconds):
         raise TimeoutError("rank 0 opened none in time")
     here, own_port = board.get(key).decode().split()
     return Line(here, int(own_port), env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
+
+
+def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seconds: float, warn_seconds: float) -> str:
+    """Return the name that the ranks of this start have in common, and no others ever. Collective.
+
+    The store outlives the ranks, and no launcher's count tells their starts apart: each agent of torchrun counts its
+    own restarts, and a change of members counts for none. So each rank but the first writes a random word. The first
+    rank answers every word with the name of its session, those of earlier ranks, too. It waits until all ranks have
+    come to its session, and only then do they begin: a rank that an earlier first rank had answered follows the later.
+    After warn_seconds rank 0 prints which ranks are late.
+    Raises: TimeoutError naming the ranks that have not come; what the store raises.
+    """
+    if rank != 0:
+        return _join_session(store, rank, timeout_seconds)
+    session = uuid.uuid4().hex
+    comers = {rank: f"{session}/rank/{rank}" for rank in range(1, world_size)}
+    num_answered = 0
+
+    def have_come() -> bool:
+        nonlocal num_answered
+        words = store.get(_WORDS).decode().split() if store.check([_WORDS]) else []
+        for word in words[num_answered:]:
+            store.set(f"bigbatch/answer/{word}", session)
+        num_answered = len(words)
+        return store.check(list(comers.values()))
+
+    def late() -> str:
+        return name_ranks([rank for rank, key in comers.items() if not store.check([key])])
+
+    with telling_late(warn_seconds, lambda: f"rank 0 waits for {named} to start" if (named := late()) else ""):
+        if not wait_until(have_come, timeout_seconds):
+            raise TimeoutError(f"{late()} did not come in time")
+    store.set(f"{session}/begins", "1")
+    return session
+
+
+def _join_session(store: KeyValue, rank: int, timeout_seconds: float) -> str:
+    word, session = uuid.uuid4().hex[:16], ""
+    store.append(_WORDS, f"{word} ")
+    answer = f"bigbatch/answer/{word}"
+
+    def begins() -> bool:
+        nonlocal session
+        if store.check([answer]) and (told := store.get(answer).decode()) != session:
+            session = told
+            store.set(f"{session}/rank/{rank}", "1")
+        return bool(session) and store.check([f"{session}/begins"])
+
+    if not wait_until(begins, timeout_seconds):
+        raise TimeoutError("some other rank did not come in time" if session else "rank 0 did not come in time")
+    return session
 
 
 def _remedy(env: ProcessEnv, address: str, error: Exception, *, seconds: float) -> str:

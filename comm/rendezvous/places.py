@@ -4,15 +4,21 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
+import torch
+
+import bigbatch
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.late_ranks import telling_late
+from bigbatch.comm.rendezvous.late_ranks import name_ranks, telling_late
 from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
-from bigbatch.comm.rendezvous.release import UNKNOWN_RELEASE, release, require_same_release
 from bigbatch.errors import CommError
 
-MOST_NAMED_RANKS = 8
+UNKNOWN_RELEASE = "an older bigbatch"
+"""What a rank runs that does not name its release."""
 _REMEDY = (
     "start all ranks of a host by one launcher and give every node a host name of its own; to play several nodes on "
     "one host, name them by BIGBATCH_HOST"
@@ -148,11 +154,39 @@ def _contradiction(places: Sequence[RankPlace], host_of: Callable[[RankPlace], s
             if place.local_size != len(together):
                 return (
                     f"rank {place.rank} was started as one of {place.local_size} on {host}, where {len(together)} run "
-                    f"(rank {_named(together)})"
+                    f"({name_ranks([each.rank for each in together])})"
                 )
     return None
 
 
-def _named(places: Sequence[RankPlace]) -> str:
-    names = [str(place.rank) for place in places]
-    return ", ".join(names[:MOST_NAMED_RANKS]) + (" and more" if len(names) > MOST_NAMED_RANKS else "")
+@cache
+def release() -> str:
+    """Return versions and a digest of the sources, which tells two checkouts of one version apart."""
+    return f"bigbatch {bigbatch.__version__} (sources {sources_digest()}), torch {torch.__version__}"
+
+
+def sources_digest() -> str:
+    """Digest all Python files of the package, wherever it is installed. Takes some milliseconds."""
+    root = Path(bigbatch.__file__).parent
+    folders = os.walk(root, followlinks=True)  # a checkout's rooms are links
+    paths = [Path(folder, name).relative_to(root) for folder, _, names in folders for name in names]
+    digest = sha256()
+    for path in sorted(path for path in paths if path.suffix == ".py"):
+        if not any(part.startswith(".") for part in path.parts):  # what editors and notebooks leave
+            digest.update(f"{path.as_posix()} {sha256((root / path).read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()[:8]
+
+
+def require_same_release(releases: Sequence[str], *, hosts: Sequence[str]) -> None:
+    """Compare every rank's release. Raises: CommError naming the hosts that differ from rank 0's, and both releases."""
+    first = releases[0]
+    odd: dict[str, dict[str, None]] = {}
+    for told, host in zip(releases, hosts, strict=True):
+        if told != first:
+            odd.setdefault(told, {})[host] = None
+    if odd:
+        named = "; ".join(f"{', '.join(names)}: {told}" for told, names in odd.items())
+        raise CommError(
+            f"the ranks run different code: {named}; {hosts[0]}: {first}: install the same on all nodes, or once where "
+            "all see it"
+        )

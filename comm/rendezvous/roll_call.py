@@ -11,26 +11,43 @@ from threading import Lock
 from typing import Protocol
 
 from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous.bounded_store import wait_until
 from bigbatch.comm.rendezvous.job_store import KeyValue
+from bigbatch.exit_codes import CRASHED, FAILED, PIPE_CLOSED
 
+HEED_SECONDS = 1.0
+"""Longest wait, in the midst of another one, for the store's answer whether a rank has failed."""
+SILENCE_SECONDS = 3.0
+"""How much later than the end of a wait the store may say so: one that does not is out of reach."""
 ROLL_CALL_SECONDS = 5.0
-"""How long the ranks have to answer; less, where nobody is missed but those whose processes have ended."""
+"""How long the ranks have to answer; less, if only ranks whose processes have ended are missed."""
 LINGER_SECONDS = 2.0
 """How much longer than an answer's time its readers wait for the verdict, and its holder for ranks that are missed:
 these may run, and are to keep the verdict, too."""
 REQUESTS_SECONDS = 1.0
 """How much longer than such a time the requests in it may take."""
-SHORTEST_PAUSE_SECONDS, COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1, 0.8
+FIRST_PAUSE_SECONDS, COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1, 0.8
 """Between two questions at a good end; of the one rank that counts; of the others, after the first few."""
+LOOK_SECONDS = 1.0
+"""Longest pause between two looks of an inspector at an operation."""
+FLIGHT_SECONDS = 2.0
+"""Longest wait for torch's flight recorder and the file that it goes to."""
+EXPLAIN_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 2 * REQUESTS_SECONDS
+"""Longest wait for the control's explanation: its own limits, and some time for its requests."""
+VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + 2 * EXPLAIN_SECONDS
+"""How long after the time limit the verdict, and what the others still ask of this rank, may take: a library's own
+limit must come after it."""
 
 LATE, LOST = "late", "lost"
 """What a roll call follows: a time limit; a rank's end, or its own failure."""
 
-_FAILED = "bigbatch/failed"
-_ALIVE = "bigbatch/alive"
-_VERDICT = "bigbatch/verdict"
-_HEARD = "bigbatch/heard"
-_ENDED = "bigbatch/ended"
+HOST = "bigbatch/host"  # the host of each rank that has met
+_LEFT = "bigbatch/left"  # ranks that begin no more operations, and how many they have begun
+_FAILED = "bigbatch/failed"  # failures in turn: cause, rank (none for one that failed by itself), exit code
+_ALIVE = "bigbatch/alive"  # ranks that have answered
+_VERDICT = "bigbatch/verdict"  # of the rank that counts the answers
+_HEARD = "bigbatch/heard"  # ranks that ask the store for nothing more
+_ENDED = "bigbatch/ended"  # ranks that have passed the last barrier
 
 
 class Member(Protocol):
@@ -47,19 +64,49 @@ class RollCall:
 
     verdict: who is missed, or that nobody is; "" while this rank does not know. It is the same on all ranks.
     exit_code: with which the first rank that failed by itself ends, if it has said so.
+    has_failed: this rank reports a failure, or is about to.
     """
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self.verdict = ""
         self.exit_code: int | None = None
-        self._cause = ""
+        self.has_failed = False
+        self._cause, self._num_begun = "", 0
         self._has_answered = self._has_told_heard = self._has_parted = False
         self._calling, self._parting = Lock(), Lock()
 
-    def has_begun(self, *, within_seconds: float) -> bool:
-        """Tell whether some rank has failed. Raises: RuntimeError where the store does not say so in time."""
-        return bool(self.verdict) or self._member.store.within(within_seconds).check([_FAILED])
+    @property
+    def silence(self) -> str:
+        """Say that the holder does not answer."""
+        return f"no answer from {self._member.holder}, which holds the rendezvous"
+
+    def _store(self) -> KeyValue:
+        """Return the store for requests that may wait for a verdict."""
+        return self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
+
+    def begin(self) -> None:
+        """Count an operation that all ranks begin."""
+        self._num_begun += 1
+
+    def leave(self) -> None:
+        """Say, once, that this rank begins no more of them; the others' waits for such end then."""
+        store = self._member.store.within(ROLL_CALL_SECONDS)
+        store.append(_LEFT, f"{self._member.rank}:{self._num_begun} ")
+
+    def reason_to_end(self) -> str:
+        """Say why a wait of this rank is in vain: another rank reports a failure, or has left before; "" for no reason.
+
+        Raises: RuntimeError if the store does not answer within HEED_SECONDS.
+        """
+        store = self._member.store.within(HEED_SECONDS)
+        if self.verdict or store.check([_FAILED]):
+            return "another rank reports a failure"
+        if not store.check([_LEFT]):
+            return ""
+        left = (map(int, word.split(":")) for word in store.get(_LEFT).decode().split())
+        early = _places((rank for rank, num_begun in left if num_begun < self._num_begun), store)
+        return f"{early} ended, or closed its connection, before it" if early else ""
 
     def answer(self, *, is_waiting: bool, tell: Callable[[], None] = lambda: None, asks_for_more: bool = False) -> None:
         """Say, after another rank's failure, that this one lives; is_waiting: in an operation, for others itself.
@@ -95,19 +142,20 @@ class RollCall:
         """Return the verdict where the store answers no more; who has none by now misses its holder."""
         if not self.verdict:
             self._has_parted = True  # nobody is asked again
-            self.verdict = f"no answer from {self._member.holder}, which holds the rendezvous"
+            self.verdict = self.silence
         return self.verdict
 
-    def report_own_failure(self, exit_code: int | None = None) -> None:
+    def report_own_failure(self, exit_code: int = CRASHED) -> None:
         """Let the others' waits end, and their roll call miss this rank; a failure reported before stays. part().
 
-        exit_code: with which they are to end, too, instead of that of ranks that lost another one.
+        If this rank's exit_code says that the same command would fail again, the others end with it, too.
         """
+        self.has_failed = True
+        code = f"::{exit_code}" if exit_code in (FAILED, PIPE_CLOSED) else ""
         with self._calling:
             if not self.verdict:
                 self._has_answered = True
-                store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
-                store.append(_FAILED, f"{LOST} " if exit_code is None else f"{LOST}::{exit_code} ")
+                self._store().append(_FAILED, f"{LOST}{code} ")
                 self.verdict = "this rank has failed by itself"
         self.part()
 
@@ -121,7 +169,7 @@ class RollCall:
             if self._has_parted or not self.verdict:
                 return
             self._has_parted = True
-            store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
+            store = self._store()
             with suppress(RuntimeError):
                 if self._member.holder == f"rank {self._member.rank}":
                     self._await_others(store)
@@ -135,11 +183,15 @@ class RollCall:
         """
         if self.verdict or self._member.world_size == 1:
             return
+        with suppress(RuntimeError):  # the holder has gone
+            self._end_well(within_seconds)
+
+    def _end_well(self, within_seconds: float) -> None:
         store = self._member.store.within(within_seconds + REQUESTS_SECONDS)
         store.append(_ENDED, f"{self._member.rank} ")
         if self._member.holder != f"rank {self._member.rank}":
             return
-        deadline, pause = awake_seconds() + within_seconds, SHORTEST_PAUSE_SECONDS
+        deadline, pause = awake_seconds() + within_seconds, FIRST_PAUSE_SECONDS
         while len(_ranks(_ENDED, store)) < self._member.world_size and awake_seconds() < deadline:
             if not self._cause:
                 self.answer(is_waiting=True)
@@ -152,11 +204,18 @@ class RollCall:
         self.part()
 
     def _call(self, cause: str) -> str:
-        store = self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
+        store = self._store()
         store.append(_FAILED, f"{cause}:{self._member.rank} ")
         self._say_alive(store)
         caller = next(int(rank) for rank in self._read_failures(store) if rank)
-        return self._count(store) if caller == self._member.rank else self._listen(store, caller)
+        if caller == self._member.rank:
+            return self._count(store)
+        # where no verdict comes, the rank that counts may have ended, or be slow
+        pauses = COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
+        if wait_until(lambda: self._has_heard(store), ROLL_CALL_SECONDS + LINGER_SECONDS, pauses_seconds=pauses):
+            return self.verdict
+        where = f"rank {caller} on {host_of(caller, store)}"
+        return f"{_name(self._missing(store), store)}, and no verdict from {where}, which counted the answers"
 
     def _read_failures(self, store: KeyValue) -> list[str]:
         """Keep what the first failure was; return the ranks that failed, in turn.
@@ -170,27 +229,18 @@ class RollCall:
 
     def _count(self, store: KeyValue) -> str:
         """Read who answers, and publish who does not."""
-        deadline = awake_seconds() + ROLL_CALL_SECONDS
-        while True:
+        missing: set[int] = set()
+
+        def have_answered() -> bool:
+            nonlocal missing
             gone = store.gone()  # first: a rank that ends well between the two is not missed
             missing = self._missing(store)
-            if not missing - gone or awake_seconds() >= deadline:
-                break
-            time.sleep(COUNT_PAUSE_SECONDS)
+            return not missing - gone
+
+        wait_until(have_answered, ROLL_CALL_SECONDS, pauses_seconds=(COUNT_PAUSE_SECONDS, COUNT_PAUSE_SECONDS))
         verdict = _name(missing, store)
         store.set(_VERDICT, verdict)
         return verdict
-
-    def _listen(self, store: KeyValue, caller: int) -> str:
-        """Wait for the verdict of the rank that counts; where none comes, it may have ended, or be slow."""
-        deadline, pause = awake_seconds() + ROLL_CALL_SECONDS + LINGER_SECONDS, COUNT_PAUSE_SECONDS
-        while not self._has_heard(store):
-            if awake_seconds() > deadline:
-                where = f"rank {caller} on {host_of(caller, store)}"
-                return f"{_name(self._missing(store), store)}, and no verdict from {where}, which counted the answers"
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-        return self.verdict
 
     def _has_heard(self, store: KeyValue) -> bool:
         """Keep the verdict, once it is there."""
@@ -216,21 +266,33 @@ class RollCall:
     def _await_others(self, store: KeyValue) -> None:
         """Wait until all others have heard the verdict, those that are missed for a shorter time."""
         start = awake_seconds()
-        while (waited := awake_seconds() - start) < ROLL_CALL_SECONDS + LINGER_SECONDS:
+
+        def have_heard() -> bool:
             gone = store.gone()
             unaware = set(range(self._member.world_size)) - _ranks(_HEARD, store) - _ranks(_ENDED, store)
             unaware.discard(self._member.rank)
-            if waited >= LINGER_SECONDS and store.check([_VERDICT]):
+            if awake_seconds() - start >= LINGER_SECONDS and store.check([_VERDICT]):
                 unaware &= _ranks(_ALIVE, store)
-            if not unaware - gone:
-                return
-            time.sleep(COUNT_PAUSE_SECONDS)
+            return not unaware - gone
+
+        limit = ROLL_CALL_SECONDS + LINGER_SECONDS
+        wait_until(have_heard, limit, pauses_seconds=(COUNT_PAUSE_SECONDS, COUNT_PAUSE_SECONDS))
+
+
+def late_error() -> TimeoutError:
+    """Make the cause of a wait that reached its limit."""
+    return TimeoutError("some rank has not come to it")
 
 
 def host_of(rank: int, store: KeyValue) -> str:
-    """Say where a rank runs."""
-    key = f"bigbatch/host/{rank}"
+    """Return a rank's host."""
+    key = f"{HOST}/{rank}"
     return store.get(key).decode() if store.check([key]) else "a host that has not met"
+
+
+def _places(ranks: Iterable[int], store: KeyValue) -> str:
+    named = ", ".join(f"{rank} on {host_of(rank, store)}" for rank in ranks)
+    return f"rank {named}" if named else ""
 
 
 def _ranks(key: str, store: KeyValue) -> set[int]:
@@ -238,5 +300,5 @@ def _ranks(key: str, store: KeyValue) -> set[int]:
 
 
 def _name(missing: Iterable[int], store: KeyValue) -> str:
-    places = [f"{rank} on {host_of(rank, store)}" for rank in sorted(missing)]
-    return f"no answer from rank {', '.join(places)}" if places else "all ranks still answer"
+    named = _places(sorted(missing), store)
+    return f"no answer from {named}" if named else "all ranks still answer"

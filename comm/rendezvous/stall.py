@@ -1,8 +1,11 @@
 """Who keeps the others waiting: named on every rank before the time limit ends the job."""
 
+import ctypes
+import faulthandler
 import itertools
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,24 +17,20 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
-from bigbatch.comm.rendezvous.job_store import KeyValue
-from bigbatch.comm.rendezvous.last_resort import ended_after
-from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, REQUESTS_SECONDS, ROLL_CALL_SECONDS
+from bigbatch.comm.rendezvous.roll_call import (
+    EXPLAIN_SECONDS,
+    FLIGHT_SECONDS,
+    LOOK_SECONDS,
+    VERDICT_SECONDS,
+    late_error,
+)
 from bigbatch.errors import CommError, tell
 from bigbatch.exit_codes import LOST
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 1.0
-"""Longest pause between two looks at an operation."""
-ANSWER_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 2 * REQUESTS_SECONDS
-"""Longest wait for the control's explanation: its own limits, and some time for its requests."""
-FLIGHT_SECONDS = 2.0
-"""Longest wait for torch's flight recorder and the file that it goes to."""
-VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + 2 * ANSWER_SECONDS
-"""How long after the time limit the verdict, and what the others still ask of this rank, may take: a library's own
-limit must come after it."""
-
+TO_SHOW_SECONDS = 1.0
+"""Between the word where each thread is and the end of a process that hangs."""
 BESIDE_A_QUEUE = -1_000_000
 """Number of the first operation that no queue counts: each has a number of its own, below all of a queue's."""
 
@@ -133,14 +132,14 @@ class StallInspector:
             pending = self._oldest()
             if pending and pending.seconds > self._warn_seconds and pending.number not in self._said:
                 self._said.add(pending.number)
-                self._say(self._waits(pending, f"no answer from {self._control.holder}, which holds the rendezvous"))
+                self._say(self._waits(pending, self._control.roll_call.silence))
 
     def count(self) -> None:
         """Take one look at the clock alone, and end this process after the time limit."""
         pending = self._oldest()
         if pending and pending.seconds > self._control.timeout_seconds:
             # torch's dump asks the driver with the interpreter's lock held: where it hangs, no thread of Python goes on
-            with ended_after(VERDICT_SECONDS):
+            with _ended_after(VERDICT_SECONDS):
                 self._say(self._last_words(pending))
                 # not before: the others, too, may compare flights now
                 self._control.roll_call.part()
@@ -149,9 +148,8 @@ class StallInspector:
     def _last_words(self, pending: Pending) -> str:
         seconds = pending.seconds
         flight, path = _within(FLIGHT_SECONDS, self._keep_flight) or (None, None)
-        text = _within(ANSWER_SECONDS, lambda: self._explain(pending, seconds, flight)) or (
-            f"rank {self._control.rank}: {pending.label} failed after {seconds:.1f} s; no answer from "
-            f"{self._control.holder}, which holds the rendezvous"
+        text = _within(EXPLAIN_SECONDS, lambda: self._explain(pending, seconds, flight)) or (
+            f"{self._control.failed(pending.label, seconds)}; {self._control.roll_call.silence}"
         )
         seen = self._verdicts.get(pending.number)
         record = f"; torch's flight recorder: {path}" if path else ""
@@ -160,8 +158,7 @@ class StallInspector:
     def _explain(self, pending: Pending, seconds: float, flight: Flight | None) -> str:
         with suppress(RuntimeError):  # where the store is gone, the control says so
             self._tell(flight)
-        late = TimeoutError("some rank has not come to it")
-        error: CommError = self._control.describe(pending.label, seconds, late)
+        error: CommError = self._control.describe(pending.label, seconds, late_error())
         compared = ""
         if flight is not None:
             with suppress(RuntimeError):
@@ -184,8 +181,7 @@ class StallInspector:
         """Tell the others, once, what this rank has begun."""
         if flight is not None and not self._has_told:
             self._has_told = True
-            line = json.dumps([self._control.rank, flight.begun]) + "\n"
-            self._control.store.append(_FLIGHTS, line)
+            self._control.store.append(_FLIGHTS, json.dumps([self._control.rank, flight.begun]) + "\n")
 
     def _told(self) -> dict[int, dict[str, int]]:
         """Return what ranks have begun, of those that told."""
@@ -206,7 +202,7 @@ class StallInspector:
             is_waiting=pending is not None, tell=self._answer_with_flight, asks_for_more=self._ends_job
         )
         self._store = self._control.store.within(self._warn_seconds)
-        flagged = _flagged(self._store)
+        flagged = int(self._store.get(_FLAG)) if self._store.check([_FLAG]) else None
         if pending and waited > self._warn_seconds and flagged != pending.number:
             self._store.set(f"bigbatch/stall/{pending.number}/label", pending.label)
             self._store.set(f"bigbatch/stall/{pending.number}/of", " ".join(map(str, self._ranks_of(pending))))
@@ -217,16 +213,22 @@ class StallInspector:
         if pending and pending.number == flagged:
             self._note(pending)
             # two looks: by then every rank that waits in it has written so
-            if pending.number not in self._said and awake_seconds() - self._noted_at > 2 * self._look_seconds:
-                self._said.add(pending.number)
-                self._verdicts[pending.number] = self._name_the_late(pending)
-                self._say(self._waits(pending, self._verdicts[pending.number]))
+            if flagged not in self._said and awake_seconds() - self._noted_at > 2 * self._look_seconds:
+                self._said.add(flagged)
+                here = {int(rank) for rank in self._store.get(f"bigbatch/stall/{flagged}/ranks").split()}
+                late = [rank for rank in self._ranks_of(pending) if rank not in here]
+                names = ", ".join(f"rank {rank} on {self._control.host_of(rank)}" for rank in late)
+                verdict = (
+                    f"{names} {'has' if len(late) == 1 else 'have'} not come to it" if late else "all ranks are in it"
+                )
+                self._verdicts[flagged] = verdict
+                self._say(self._waits(pending, verdict))
         elif (
             flagged not in self._said
             and (pending is None or pending.number < flagged)
             # the flag stays after the operation has ended
-            and not self._has_passed(flagged)
-            and self._is_for(flagged, self._control.rank)
+            and (self._noted is None or self._noted.number < flagged)
+            and self._is_in(flagged)
         ):
             self._said.add(flagged)
             label = self._store.get(f"bigbatch/stall/{flagged}/label").decode()
@@ -235,9 +237,6 @@ class StallInspector:
     def _ranks_of(self, pending: Pending) -> Sequence[int]:
         return range(self._control.world_size) if pending.ranks is None else pending.ranks
 
-    def _has_passed(self, number: int) -> bool:
-        return self._noted is not None and self._noted.number >= number
-
     def _note(self, pending: Pending) -> None:
         """Write down, once, that this rank waits in the operation."""
         if self._noted is None or self._noted.number != pending.number:
@@ -245,19 +244,12 @@ class StallInspector:
             key = f"bigbatch/stall/{pending.number}"
             self._store.append(f"{key}/ranks", f"{self._control.rank} ")
             # another group may have raised the flag: each counts its operations, and they have the same numbers
-            if not self._is_for(pending.number, self._control.rank):
-                of = "".join(f" {rank}" for rank in self._ranks_of(pending))
-                self._store.append(f"{key}/of", of)
+            if not self._is_in(pending.number):
+                self._store.append(f"{key}/of", "".join(f" {rank}" for rank in self._ranks_of(pending)))
 
-    def _is_for(self, number: int, rank: int) -> bool:
-        """Tell whether the flagged operation has that rank, as far as it is known."""
-        return str(rank) in self._store.get(f"bigbatch/stall/{number}/of").decode().split()
-
-    def _name_the_late(self, pending: Pending) -> str:
-        here = {int(rank) for rank in self._store.get(f"bigbatch/stall/{pending.number}/ranks").split()}
-        late = [rank for rank in self._ranks_of(pending) if rank not in here]
-        names = ", ".join(f"rank {rank} on {self._control.host_of(rank)}" for rank in late)
-        return f"{names} {'has' if len(late) == 1 else 'have'} not come to it" if late else "all ranks are in it"
+    def _is_in(self, number: int) -> bool:
+        """Tell whether this rank takes part in the flagged operation, as far as it is known."""
+        return str(self._control.rank) in self._store.get(f"bigbatch/stall/{number}/of").decode().split()
 
     def _waits(self, pending: Pending, verdict: str) -> str:
         return (
@@ -266,12 +258,28 @@ class StallInspector:
         )
 
 
-def _flagged(store: KeyValue) -> int | None:
-    return int(store.get(_FLAG)) if store.check([_FLAG]) else None
-
-
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
     """Return what is asked; None where no answer comes in so long, or none at all."""
     with suppress(Exception):
         return answer_within(seconds, ask)
     return None
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """End this process by SIGALRM where what is inside takes longer, and show first where each thread is.
+
+    A signal, as a launcher starts again what one has ended; faulthandler's own end has the code of a user's error.
+    The system's own handling of it, whatever the script has put there: a handler in Python would wait for the lock.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    handler = library.signal(signal.SIGALRM, signal.SIG_DFL)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds + TO_SHOW_SECONDS)
+    faulthandler.dump_traceback_later(seconds)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        library.signal(signal.SIGALRM, handler)

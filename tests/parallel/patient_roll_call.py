@@ -1,7 +1,7 @@
 """A roll call that gives every rank but the lost one all the time that a busy machine may take to answer."""
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous import roll_call
+from bigbatch.comm.rendezvous import bounded_store, roll_call
 from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.roll_call import RollCall
 
@@ -22,4 +22,4 @@ def await_all_but(victim: int) -> None:
         return found
 
     RollCall._missing = hurried  # type: ignore[method-assign]
-    roll_call.awake_seconds = lambda: awake_seconds() + passed  # type: ignore[attr-defined]
+    bounded_store.awake_seconds = lambda: awake_seconds() + passed  # type: ignore[attr-defined]

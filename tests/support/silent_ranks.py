@@ -9,5 +9,5 @@ def hurry_roll_call(monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.2) ->
     """Do not wait long for ranks that will not answer; the store may still take its time, as on a busy machine."""
     monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", seconds)
     monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
-    for module, limit in ((roll_call, "REQUESTS_SECONDS"), (control, "ANSWER_SECONDS")):
+    for module, limit in ((roll_call, "REQUESTS_SECONDS"), (control, "SILENCE_SECONDS")):
         monkeypatch.setattr(module, limit, 60.0)

@@ -15,7 +15,7 @@ import torch
 
 from bigbatch import __version__
 from bigbatch.boot import boot_id
-from bigbatch.comm.rendezvous.release import sources_digest
+from bigbatch.comm.rendezvous.places import sources_digest
 from bigbatch.comm.tuning.conditions import nccl_version, source_commit
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.schema import Config

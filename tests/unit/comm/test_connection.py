@@ -83,10 +83,10 @@ def test_places_that_launchers_tell_are_consistent(consistent: list[tuple[str, s
             ("rank 2", "rank 3", "local rank 1", "n1"),
         ),
         ([("n0", "1", 0, 2), ("n1", "1", 1, 2)], ("of 2 on n0", "1 run", "(rank 0)")),
-        ([("n0", "1", 0, 2), ("n0", "1", 1, 1), ("n0", "1", 2, 3)], ("of 2 on n0", "3 run", "(rank 0, 1, 2)")),
+        ([("n0", "1", 0, 2), ("n0", "1", 1, 1), ("n0", "1", 2, 3)], ("of 2 on n0", "3 run", "(ranks 0, 1, 2)")),
         (
             [("n0", "1", rank, 4) for rank in range(9)],
-            ("of 4 on n0", "9 run", "(rank 0, 1, 2, 3, 4, 5, 6, 7 "),
+            ("of 4 on n0", "9 run", "(ranks 0, 1, 2, 3, 4, 5, 6, 7 "),
         ),
     ],
 )
@@ -484,6 +484,7 @@ class Leaving:
     def __init__(self) -> None:
         self.noted: list[str] = []
         self.pending: Pending | None = None
+        self.roll_call, self.timeout_seconds = self, 60.0
 
     def oldest(self) -> Pending | None:
         return self.pending
@@ -494,7 +495,7 @@ class Leaving:
     def leave(self) -> None:
         self.noted.append("left")
 
-    def end_well(self) -> None:
+    def end_well(self, *, within_seconds: float) -> None:
         self.noted.append("ended")
 
     def report_own_failure(self, exit_code: int) -> None:

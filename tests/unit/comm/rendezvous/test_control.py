@@ -23,7 +23,7 @@ from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, Line
-from bigbatch.comm.rendezvous.meeting import listen, rendezvous
+from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import meet
 from bigbatch.comm.rendezvous.roll_call import RollCall
 from bigbatch.errors import CommError, PeerLostError, first_line
@@ -33,6 +33,10 @@ from bigbatch.exit_codes import CRASHED, FAILED, LOST
 def rank_of_two(*, port: int = 0, address: str = "127.0.0.1") -> ProcessEnv:
     """Rank 0 of two on one host."""
     return ProcessEnv("torchrun", 0, 2, 0, 2, "here", (address, port), secret=b"of this job")
+
+
+def rendezvous(env: ProcessEnv, *, timeout_seconds: float) -> Line:
+    return meeting.rendezvous(env, timeout_seconds=timeout_seconds, warn_seconds=60)
 
 
 @pytest.fixture(autouse=True)
@@ -104,19 +108,19 @@ def test_heed_others_ends_a_wait_by_another_ranks_failure() -> None:
 def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
     job = half_a_job()
     other = copy.copy(job)
-    other.rank = 1
+    other.rank, other.roll_call = 1, RollCall(other)
     for each in (job, other):
-        each.begin()
-    other.leave()
+        each.roll_call.begin()
+    other.roll_call.leave()
     job.heed_others("buffer 0", 1.0)  # which the other has begun, too
-    job.begin()
+    job.roll_call.begin()
     with pytest.raises(PeerLostError, match=naming("buffer 1", "1.0 s", "rank 1 on node1 ended")):
         job.heed_others("buffer 1", 1.0)
 
 
 def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
     job = half_a_job()
-    job.report_own_failure()
+    job.roll_call.report_own_failure()
     assert job.store.get("bigbatch/failed").split() == [b"lost"]
     job.roll_call.answer(is_waiting=True)
     assert not job.store.check(["bigbatch/alive"])
@@ -132,7 +136,7 @@ def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
     job = half_a_job()
     other = copy.copy(job)
     other.rank, other.roll_call = 1, RollCall(other)
-    job.report_own_failure(code)
+    job.roll_call.report_own_failure(code)
     with pytest.raises(PeerLostError) as raised:
         other.heed_others("buffer 0", 1.0)
     assert raised.value.exit_code == expected
@@ -223,7 +227,7 @@ def test_rank_that_fails_leaves_though_the_rendezvous_is_stopped(
     job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(NoAnswerError):  # abort() has nobody to tell
-        job_of_stopped.report_own_failure()
+        job_of_stopped.roll_call.report_own_failure()
 
 
 def test_first_line_of_an_error() -> None:

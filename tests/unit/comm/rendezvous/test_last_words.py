@@ -108,7 +108,7 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     with monkeypatch.context() as later:
         let_time_pass(later)
         look(first, late)
-    monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(stall, "EXPLAIN_SECONDS", 0.5)
     gone = GoneStore(hangs=hangs)
     first.control.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
     first.control.holder = "rank 7"
@@ -125,7 +125,7 @@ def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
     """In time, with rank and operation: nothing else would end it, as an NCCL kernel waits for ever."""
     ended, said = Queue[int](), list[str]()
     monkeypatch.setattr(stall.os, "_exit", ended.put)
-    monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(stall, "EXPLAIN_SECONDS", 0.2)
     monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
     job = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
     job.timeout_seconds = 0.2
@@ -247,7 +247,7 @@ def test_holder_stays_until_the_others_have_compared_flights(tmp_path: Path, mon
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
     monkeypatch.setattr(stall, "dump_flight", lambda: recorded(40, 41))
     monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.1)
-    for limit in ("ANSWER_SECONDS", "FLIGHT_SECONDS", "VERDICT_SECONDS"):
+    for limit in ("EXPLAIN_SECONDS", "FLIGHT_SECONDS", "VERDICT_SECONDS"):
         monkeypatch.setattr(stall, limit, 60.0)  # longer than any wait of a slow machine
     monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 60.0)
     monkeypatch.setattr(stall.os, "_exit", lambda code: None)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import bigbatch
-from bigbatch.comm.rendezvous.release import require_same_release, sources_digest
+from bigbatch.comm.rendezvous.places import require_same_release, sources_digest
 from bigbatch.errors import CommError
 
 

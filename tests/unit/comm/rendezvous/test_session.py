@@ -6,9 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, Store
 
-from bigbatch.comm.rendezvous import session as module
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
-from bigbatch.comm.rendezvous.session import meet_in_session
+from bigbatch.comm.rendezvous.meeting import meet_in_session
 
 SECONDS = 120.0
 
@@ -20,7 +19,7 @@ def store() -> Store:
 
 def meet(store: Store, rank: int, *, world_size: int = 3, seconds: float = SECONDS) -> str:
     bounded = BoundedStore(store, seconds=SECONDS)
-    return meet_in_session(bounded, rank=rank, world_size=world_size, timeout_seconds=seconds)
+    return meet_in_session(bounded, rank=rank, world_size=world_size, timeout_seconds=seconds, warn_seconds=SECONDS)
 
 
 def start(store: Store, pool: ThreadPoolExecutor, *ranks: int, **options: float) -> "list[Future[str]]":
@@ -72,7 +71,9 @@ def test_session_of_a_later_first_rank_goes_before(store: Store, monkeypatch: py
             answered.set()
 
         monkeypatch.setattr(bounded, "append", answer)
-        joined = pool.submit(module.meet_in_session, bounded, rank=1, world_size=2, timeout_seconds=SECONDS)
+        joined = pool.submit(
+            meet_in_session, bounded, rank=1, world_size=2, timeout_seconds=SECONDS, warn_seconds=SECONDS
+        )
         assert answered.wait(SECONDS)
         (first,) = start(store, pool, 0, world_size=2)
         assert joined.result() == first.result() != "left behind"
