@@ -47,7 +47,7 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
                 explain=None,
                 heed_others=lambda label, seconds: None,  # asked where a wait takes long, as on a busy machine
                 bounded=lambda label, operation: operation(),
-                begin=lambda: None,
+                roll_call=SimpleNamespace(begin=lambda: None),
             )
             backend = TorchDistributedBackend(env, control, library=library, device=GPU)
             topology = make_topology(hosts, rank=0)
