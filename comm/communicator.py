@@ -225,7 +225,7 @@ class Communicator:
     def _operation(self, collective_: Collective, tensor_N: Tensor, *, label: str) -> Callable[[], None]:
         if not tensor_N.numel():
             return lambda: None
-        if self.memory is None or self.memory.holds(tensor_N):
+        if self.memory is None or self.memory.views(tensor_N) is not None:
             return lambda: collective_(tensor_N)
         scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype, finish=self._finish_with_scratch, what=label)
         if self.staging is not None:

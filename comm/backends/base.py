@@ -118,6 +118,13 @@ class Backend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Started:
+    """An operation that was started, and how its end is awaited."""
+
+    wait: Callable[[], None]
+
+
 class Done:
     """An operation that was complete at once."""
 

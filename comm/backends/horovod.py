@@ -12,7 +12,6 @@ from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.backends.mpi import answer_of, mpi_world
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, first_line, tell
 
 HOW_TO_BUILD = "docs/from-horovod.md says what a build needs, and comm.backend tcp or mpi needs none"
@@ -68,14 +67,15 @@ class HorovodBackend:
                 "CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         if "cuda" not in device_types and torch.cuda.is_available() and env.rank == 0 and not env.keeps_to_cpu:
-            text = (
-                "Horovod was built without NCCL, so training keeps to the CPU: docs/from-horovod.md says what a build"
+            tell(
+                "Horovod was built without NCCL, so training keeps to the CPU: docs/from-horovod.md says what a build "
+                "needs, and comm.backend nccl takes the GPUs"
             )
-            tell(f"{text} needs, and comm.backend nccl takes the GPUs")
         if self._hvd.is_initialized():  # by the script, or by another communicator: each would end it for the other
             raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
         mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before bigbatch does
         self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
+        self.oldest = self._queue.oldest
         answer_of(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
         self.rank: int = self._hvd.rank()
         self.world_size: int = self._hvd.size()
@@ -118,27 +118,17 @@ class HorovodBackend:
             self._hvd.allgather(shard_M.view(torch.uint8), name=name, process_set=group.handle)
         )
 
-    def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Refuse: Horovod has no messages."""
-        raise _no_messages()
+    def _refuse(self, *_: Tensor, **__: Any) -> InFlight:
+        """Refuse a message between two ranks."""
+        raise CommError("Horovod sends no messages between two ranks: set comm.algorithm to native")
 
-    def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Refuse: Horovod has no messages."""
-        raise _no_messages()
-
-    def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Refuse: Horovod has no messages."""
-        raise _no_messages()
+    start_send = start_receive = start_exchange = _refuse
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Start the operation on a thread, beside backward, after the GPU's work so far."""
         if self._gpu is not None:  # Horovod itself waits only for the stream of that thread
             operation = behind_kernels(operation, self._gpu)
         return self._queue.submit(operation, label=label, ranks=ranks)
-
-    def oldest(self) -> Pending | None:
-        """Return the operation that runs now."""
-        return self._queue.oldest()
 
     def close(self) -> None:
         """Wait for all ranks, then shut Horovod down; the second time, do nothing."""
@@ -159,7 +149,3 @@ def _name(operation: str, tensor_N: Tensor, group: Group) -> str:
     No two of them are under way at once, as submitted operations run one after another.
     """
     return f"bigbatch.{operation}.{tensor_N.dtype}.{tensor_N.numel()}.{group.handle.process_set_id}"
-
-
-def _no_messages() -> CommError:
-    return CommError("Horovod sends no messages between two ranks: set comm.algorithm to native")

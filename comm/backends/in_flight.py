@@ -10,7 +10,7 @@ from threading import Lock, Thread
 import torch
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.backends.base import InFlight
+from bigbatch.comm.backends.base import InFlight, Started
 from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, PeerLostError
 
@@ -40,7 +40,7 @@ class ThreadQueue:
 
     def __init__(self, explain: Explain, *, while_waiting: WhileWaiting) -> None:
         self._explain = explain
-        self.while_waiting = while_waiting
+        self._while_waiting = while_waiting
         self._failure: CommError | None = None
         self._number = 0
         self._current: Pending | None = None
@@ -56,7 +56,16 @@ class ThreadQueue:
         future: futures.Future[None] = futures.Future()
         self._number += 1
         self._jobs.put(_Job(future, operation, label, self._number, ranks))
-        return _ThreadWork(future, label, self)
+
+        def wait() -> None:
+            start = awake_seconds()
+            while not futures.wait([future], timeout=POLL_SECONDS).done:
+                # an earlier one may be what keeps this one waiting
+                running = self._current
+                self._while_waiting(running.label if running else label, awake_seconds() - start)
+            future.result()
+
+        return Started(wait)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -91,21 +100,6 @@ class ThreadQueue:
         self.is_closed = True
         self._jobs.put(None)
         self._thread.join()
-
-
-class _ThreadWork:
-    def __init__(self, future: "futures.Future[None]", label: str, queue: ThreadQueue) -> None:
-        self._future = future
-        self._label = label
-        self._queue = queue
-
-    def wait(self) -> None:
-        start = awake_seconds()
-        while not futures.wait([self._future], timeout=POLL_SECONDS).done:
-            # an earlier one may be what keeps this one waiting
-            running = self._queue.oldest()
-            self._queue.while_waiting(running.label if running else self._label, awake_seconds() - start)
-        self._future.result()
 
 
 def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable[[], None]:
@@ -172,7 +166,7 @@ class StreamQueue:
                 # behind the event: waiting for the operation does not wait for this
                 self._number_1.fill_(self._number)
                 self._done_1.copy_(self._number_1, non_blocking=True)
-        return _StreamWork(event, device)
+        return Started(lambda: torch.cuda.current_stream(device).wait_event(event))
 
     def oldest(self) -> Pending | None:
         """Return the first operation that the device has not finished."""
@@ -189,12 +183,3 @@ class StreamQueue:
         """Wait for all operations under way."""
         self.is_closed = True
         self._stream.synchronize()
-
-
-class _StreamWork:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)

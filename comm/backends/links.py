@@ -128,8 +128,11 @@ class Link:
             expected = len(transfer.left[-1])
             transfer.take(count)
             # checked once, as soon as the length is complete
-            if is_first and len(transfer.left) < 2:
-                self._check(transfer, expected)
+            if is_first and len(transfer.left) < 2 and (length := LENGTH.unpack(transfer.length)[0]) != expected:
+                raise CommError(
+                    f"rank {self.peer} sent a message of {length} bytes where {expected} were expected: all ranks must "
+                    "sum the same tensors in the same order"
+                )
             if not transfer.done:
                 return
             self.incoming.popleft()
@@ -147,14 +150,6 @@ class Link:
         self.proof = self.proof[len(said) :]
         return not self.proof
 
-    def _check(self, transfer: Transfer, expected: int) -> None:
-        length = LENGTH.unpack(transfer.length)[0]
-        if length != expected:
-            raise CommError(
-                f"rank {self.peer} sent a message of {length} bytes where {expected} were expected: all ranks must sum "
-                "the same tensors in the same order"
-            )
-
 
 class Links:
     """Streams from this rank to any others, made on first use: the higher rank connects, the lower one accepts.
@@ -171,8 +166,8 @@ class Links:
         self._while_waiting = while_waiting
         self._links: dict[int, Link] = {}
         self._by_number: dict[int, Link] = {}
-        self._callers: dict[int, tuple[socket.socket, bytes, float]] = {}
-        """Connections by file descriptor: the socket, its introduction so far, and since when it waits. ¶"""
+        self._callers: dict[int, tuple[socket.socket, bytearray, float]] = {}
+        """Connections by file descriptor, the oldest first: socket, introduction so far, and since when it waits."""
         self._most_callers = env.world_size + MOST_STRANGERS
         self._poll = select.poll()
         self._moved = self._asked = 0.0
@@ -242,7 +237,8 @@ class Links:
         now = awake_seconds()
         if now - max(self._moved, self._asked) > POLL_SECONDS:
             self._asked = now
-            self._send_off(lambda since: now - since > GREET_SECONDS)
+            while self._callers and now - next(iter(self._callers.values()))[2] > GREET_SECONDS:
+                self._send_off_the_first()
             self._while_waiting(now - self._moved)
 
     def _move(self, link: Link) -> None:
@@ -297,24 +293,22 @@ class Links:
         stream = let_in(self._listener, self._send_off_the_first)
         if stream is None:
             return
-        self._callers[end_with_process(stream).fileno()] = stream, b"", awake_seconds()
+        self._callers[end_with_process(stream).fileno()] = stream, bytearray(), awake_seconds()
         self._poll.register(stream, select.POLLIN)
         if len(self._callers) > self._most_callers:
             self._send_off_the_first()
 
     def _send_off_the_first(self) -> None:
-        first = min((since for _, _, since in self._callers.values()), default=0.0)
-        self._send_off(lambda since: since <= first)
-
-    def _send_off(self, is_meant: Callable[[float], bool]) -> None:
-        """Close unauthenticated connections chosen by the time of their arrival."""
-        for number in [number for number, (_, _, since) in self._callers.items() if is_meant(since)]:
+        """Close the oldest unauthenticated connection."""
+        if self._callers:
+            number, (stream, _, _) = next(iter(self._callers.items()))
+            del self._callers[number]
             self._poll.unregister(number)
-            self._callers.pop(number)[0].close()
+            stream.close()
 
     def _greet(self, number: int) -> None:
         """Read more of a connection's introduction; close it if it ends or does not know the secret."""
-        stream, said, since = self._callers.pop(number)
+        stream, said, _ = self._callers[number]
         try:
             # not a byte more: the first message follows, which the link reads
             more = stream.recv(HELLO_BYTES - len(said))
@@ -322,12 +316,12 @@ class Links:
             more = b""
         said += more
         if more and len(said) < HELLO_BYTES:
-            self._callers[number] = stream, said, since
             return
+        del self._callers[number]
         self._poll.unregister(number)
         with suppress(StrangerError, OSError):
             if len(said) == HELLO_BYTES:
-                peer, answer = self._door.judge(said)
+                peer, answer = self._door.judge(bytes(said))
                 if self._rank < peer < self._world_size and peer not in self._links:
                     stream.sendall(answer)  # nothing was sent before, so the kernel accepts it
                     self._add(peer, stream)

@@ -2,21 +2,20 @@
 
 import ctypes
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight
+from bigbatch.comm.backends.base import HALF, AllOf, Capabilities, Group, InFlight, Started
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
 from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.comm.rendezvous.bounded_store import answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.roll_call import late_error
 from bigbatch.comm.rendezvous.secret import new_secret
-from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, first_line
 
 T = TypeVar("T")
@@ -69,7 +68,12 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
     answer: tuple[str, int, str] | str | None = None
     if world.rank == 0:
         answer = _meeting_point(is_one_host=env.is_one_host, interface=interface)
-    answer = _within(timeout_seconds, lambda: world.bcast(answer, root=0), what=f"rank {env.rank}: meeting by MPI")
+    try:
+        answer = answer_within(timeout_seconds, lambda: world.bcast(answer, root=0))
+    except Exception as error:  # before there is a control channel that could explain it
+        raise CommError(
+            f"rank {env.rank}: meeting by MPI failed ({first_line(error)}): see that all ranks started"
+        ) from error
     if isinstance(answer, str):
         raise CommError(answer)
     assert answer is not None
@@ -86,22 +90,6 @@ def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, in
         # free now, and closed again: rank 0 opens the rendezvous there right after
         probe.bind((address, 0))
         return address, probe.getsockname()[1], new_secret()
-
-
-def _within(timeout_seconds: float, operation: Callable[[], T], *, what: str) -> T:
-    """Wait for the operation's result, before there is a control channel that could explain its failure."""
-
-    def explain(label: str, seconds: float, error: Exception) -> CommError:
-        return CommError(f"{label} failed after {seconds:.1f} s ({first_line(error)}): see that all ranks started")
-
-    def give_up(label: str, seconds: float) -> None:
-        if seconds > timeout_seconds:
-            raise explain(label, seconds, late_error())
-
-    queue = ThreadQueue(explain, while_waiting=give_up)
-    answer = answer_of(queue, operation, label=what)
-    queue.close()
-    return answer
 
 
 def answer_of(queue: ThreadQueue, operation: Callable[[], T], *, label: str) -> T:
@@ -139,6 +127,7 @@ class MpiBackend:
         self.capabilities = Capabilities(("cpu", "cuda") if is_cuda_aware() else ("cpu",))
         self._gpu = device if device.type == "cuda" and "cuda" in self.capabilities.device_types else None
         self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
+        self.oldest = self._queue.oldest
         # a copy, so that our messages cannot match those of the script's own MPI calls
         communicator = answer_of(self._queue, world.Dup, label="MPI's copy of its world")
         self.rank = communicator.rank
@@ -155,13 +144,13 @@ class MpiBackend:
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
         """Call MPI_Allreduce in place."""
-        with _Summable(tensor_N) as buffer:
+        with _summable(tensor_N) as buffer:
             group.handle.Allreduce(self._MPI.IN_PLACE, buffer)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
         """Call MPI_Reduce into one rank of the group."""
         place = group.ranks.index(root)
-        with _Summable(tensor_N) as buffer:
+        with _summable(tensor_N) as buffer:
             if group.handle.rank == place:
                 group.handle.Reduce(self._MPI.IN_PLACE, buffer, root=place)
             else:
@@ -173,7 +162,7 @@ class MpiBackend:
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
         """Call MPI_Reduce_scatter_block."""
-        with _Summable(tensor_N) as buffer, _Summable(shard_M) as shard:
+        with _summable(tensor_N) as buffer, _summable(shard_M) as shard:
             group.handle.Reduce_scatter_block(buffer, shard)
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
@@ -182,13 +171,24 @@ class MpiBackend:
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
         """Call MPI_Isend on the bytes."""
-        data = _bytes(tensor_N)
-        return _Request(self.world.handle.Isend(data, to), data)
+        return Started(self.world.handle.Isend(_bytes(tensor_N), to).Wait)
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
         """Call MPI_Irecv for the bytes."""
-        data = _bytes(tensor_N)
-        return _Receipt(self.world.handle.Irecv(data, source), data, tensor_N.nbytes, source, self._MPI)
+        data, num_bytes = _bytes(tensor_N), tensor_N.nbytes
+        request = self.world.handle.Irecv(data, source)
+
+        def wait() -> None:
+            status = self._MPI.Status()
+            request.Wait(status)
+            count = status.Get_count(self._MPI.BYTE)
+            if count != num_bytes:  # MPI accepts a shorter one without an error
+                raise CommError(
+                    f"rank {source} sent a message of {count} bytes where {num_bytes} were expected: all ranks must "
+                    "sum the same tensors in the same order"
+                )
+
+        return Started(wait)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """Call MPI_Irecv and MPI_Isend."""
@@ -199,10 +199,6 @@ class MpiBackend:
         if self._gpu is not None:
             operation = behind_kernels(operation, self._gpu)
         return self._queue.submit(operation, label=label, ranks=ranks)
-
-    def oldest(self) -> Pending | None:
-        """Return the operation that runs now."""
-        return self._queue.oldest()
 
     def close(self) -> None:
         """Wait for all ranks; the second time, do nothing."""
@@ -216,51 +212,13 @@ class MpiBackend:
         self._queue.close()
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A request, with the buffer that must live until it completes."""
-
-    request: Any
-    data: Any
-
-    def wait(self) -> None:
-        self.request.Wait()
-
-
-@dataclass(frozen=True)
-class _Receipt:
-    """Waits for a message and checks its length: MPI accepts a shorter one without an error."""
-
-    request: Any
-    data: Any
-    num_bytes: int
-    source: int
-    MPI: Any
-
-    def wait(self) -> None:
-        status = self.MPI.Status()
-        self.request.Wait(status)
-        count = status.Get_count(self.MPI.BYTE)
-        if count != self.num_bytes:
-            raise CommError(
-                f"rank {self.source} sent a message of {count} bytes where {self.num_bytes} were expected: all ranks "
-                "must sum the same tensors in the same order"
-            )
-
-
-class _Summable:
-    """A tensor in a form that MPI can sum; half precision uses an fp32 copy."""
-
-    def __init__(self, tensor_N: Tensor) -> None:
-        self._tensor_N = tensor_N
-        self._carrier_N = tensor_N.float() if tensor_N.dtype in HALF else tensor_N
-
-    def __enter__(self) -> Any:
-        return _for_mpi(self._carrier_N)
-
-    def __exit__(self, *_: object) -> None:
-        if self._carrier_N is not self._tensor_N:
-            self._tensor_N.copy_(self._carrier_N)
+@contextmanager
+def _summable(tensor_N: Tensor) -> Iterator[Any]:
+    """Yield the tensor in a form that MPI can sum; half precision uses an fp32 copy."""
+    carrier_N = tensor_N.float() if tensor_N.dtype in HALF else tensor_N
+    yield _for_mpi(carrier_N)
+    if carrier_N is not tensor_N:
+        tensor_N.copy_(carrier_N)
 
 
 def is_cuda_aware() -> bool:

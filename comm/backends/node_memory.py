@@ -22,7 +22,6 @@ class Region:
     """One allocation of every rank of the node group, in the group's order, this rank's included."""
 
     index: int
-    own: Tensor
     all: tuple[Tensor, ...]
     first: int
     """Address of this rank's first byte."""
@@ -64,8 +63,9 @@ class NodeMemory:
         for start, (num_elements, dtype) in zip(starts, sizes, strict=False):
             parts = tuple(whole[start : start + max(1, num_elements * dtype.itemsize)] for whole in wholes)
             self._num_shared += 1
-            self._regions.append(Region(self._num_shared, parts[self._place], parts, parts[self._place].data_ptr()))
-            tensors.append(parts[self._place][: num_elements * dtype.itemsize].view(dtype))
+            own = parts[self._place]
+            self._regions.append(Region(self._num_shared, parts, own.data_ptr()))
+            tensors.append(own[: num_elements * dtype.itemsize].view(dtype))
         return tensors
 
     def release(self, tensor_N: Tensor) -> None:
@@ -88,10 +88,6 @@ class NodeMemory:
             size = max(SMALLEST_SCRATCH_BYTES, 1 << (num_bytes - 1).bit_length())
             (self._scratch_N,) = self.allocate((size, torch.uint8), what=what)
         return self._scratch_N[:num_bytes].view(dtype)
-
-    def holds(self, tensor_N: Tensor) -> bool:
-        """Tell whether views() knows this tensor."""
-        return self.views(tensor_N) is not None
 
     def views(self, tensor_N: Tensor) -> tuple[Tensor, ...] | None:
         """Return the same place in the memory of every rank of the node group; None for a tensor of other memory."""
@@ -116,7 +112,7 @@ class NodeMemory:
     def _region_of(self, tensor_N: Tensor) -> Region | None:
         start = tensor_N.data_ptr()
         for region in self._regions:
-            if region.first <= start and start + tensor_N.nbytes <= region.first + region.own.numel():
+            if region.first <= start and start + tensor_N.nbytes <= region.first + region.all[0].numel():
                 return region
         return None
 

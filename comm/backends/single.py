@@ -27,8 +27,7 @@ class SingleBackend:
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
         """Leave the tensor: it is the sum over one rank."""
 
-    def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Leave the tensor: it is on its only rank already."""
+    broadcast_ = reduce_
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
         """Copy the whole, which is the shard."""
@@ -63,5 +62,4 @@ class SingleBackend:
     def close(self) -> None:
         """Return: there is nothing to release."""
 
-    def abandon(self) -> None:
-        """Return: there is nothing to release."""
+    abandon = close

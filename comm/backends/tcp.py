@@ -10,7 +10,6 @@ from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
-from bigbatch.comm.rendezvous.stall import Pending
 
 
 class TcpBackend:
@@ -33,6 +32,7 @@ class TcpBackend:
             env, control, interface=interface, while_waiting=lambda seconds: control.give_up(self._label, seconds)
         )
         self._queue = ThreadQueue(control.explain, while_waiting=control.heed_others)
+        self.oldest = self._queue.oldest
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Return the group, which needs no set-up: it is its ranks."""
@@ -120,10 +120,6 @@ class TcpBackend:
             operation()
 
         return self._queue.submit(labelled, label=label, ranks=ranks)
-
-    def oldest(self) -> Pending | None:
-        """Return the operation that runs now."""
-        return self._queue.oldest()
 
     def close(self) -> None:
         """Wait for all ranks; the second time, do nothing."""

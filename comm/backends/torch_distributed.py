@@ -16,7 +16,7 @@ from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
-from bigbatch.comm.rendezvous.stall import VERDICT_SECONDS, Pending
+from bigbatch.comm.rendezvous.roll_call import VERDICT_SECONDS
 from bigbatch.errors import CommError, first_line
 
 T = TypeVar("T")
@@ -55,24 +55,23 @@ class TorchDistributedBackend:
         self.capabilities = Capabilities(("cuda",) if is_nccl else ("cpu",), in_place=is_nccl, sums_half_in_fp32=False)
         self._control = control
         self._made: list[Any] = []
-        self._gpus = [device.index] if library == "nccl" else None
+        self._gpus = [device.index] if is_nccl else None
         # NCCL's own watchdog must come after bigbatch's error
-        grace = VERDICT_SECONDS if library == "nccl" else 0.0
-        self._timeout = timedelta(seconds=control.timeout_seconds + grace)
+        self._timeout = timedelta(seconds=control.timeout_seconds + (VERDICT_SECONDS if is_nccl else 0.0))
         prefer_interface(interface, is_one_host=env.is_one_host)
-        if library == "nccl":
+        if is_nccl:
             record_flights()
         everyone = tuple(range(env.world_size))
         try:
             owns_default = not dist.is_initialized()
             if owns_default:
                 self._start_torch(control.store.torch_store, device)
-            shares_default = owns_default and library == "nccl"  # gloo's must not mix with a script's, or DDP's
+            shares_default = owns_default and is_nccl  # gloo's must not mix with a script's, or DDP's
             self.world = Group(everyone, None if shares_default else self._make(everyone))
             self._groups = {everyone: self.world.handle}
             if shares_default:
                 _on_default[self] = dist.group.WORLD
-            if library == "nccl":
+            if is_nccl:
                 self._barrier()  # a group's first operation must be one of all its ranks
         except (RuntimeError, dist.DistError) as error:
             raise CommError(
@@ -80,14 +79,13 @@ class TorchDistributedBackend:
                 f"{first_line(error)}; {_remedy(error)}"
             ) from error
         self._queue = (
-            StreamQueue(device)
-            if library == "nccl"
-            else ThreadQueue(control.explain, while_waiting=control.heed_others)
+            StreamQueue(device) if is_nccl else ThreadQueue(control.explain, while_waiting=control.heed_others)
         )
+        self.oldest = self._queue.oldest
 
     def _start_torch(self, store: Store, device: torch.device) -> None:
-        def start() -> None:
-            dist.init_process_group(
+        self._bounded(
+            lambda: dist.init_process_group(
                 self.name,
                 store=store,
                 rank=self.rank,
@@ -96,8 +94,7 @@ class TorchDistributedBackend:
                 device_id=device if self.name == "nccl" else None,
                 pg_options=self._options(),
             )
-
-        self._bounded(start)
+        )
         _defaults_of_ours.add(dist.group.WORLD)
 
     def _bounded(self, operation: Callable[[], T]) -> T:
@@ -197,10 +194,6 @@ class TorchDistributedBackend:
             return self._queue.submit(operation, label=label, ranks=ranks)
         except dist.DistError as error:  # of NCCL: its operations begin here
             raise self._control.explain(label, awake_seconds() - start, error) from error
-
-    def oldest(self) -> Pending | None:
-        """Return the operation that runs now."""
-        return self._queue.oldest()
 
     def close(self) -> None:
         """Wait for all ranks, then tear down, so that no rank closes a connection another still uses.
