@@ -2,16 +2,16 @@
 
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from threading import Event, current_thread
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from error_texts import naming
+from played_gpus import PlayedEvent, PlayedGpus, PlayedStream
 from silent_ranks import hurry_roll_call
 
 from bigbatch.comm.backends import horovod, in_flight, mpi
@@ -273,57 +273,20 @@ def test_mpi_message_must_have_its_length(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_mpi_reads_a_gpus_memory_after_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which stream is waited for, and when; that it is the right one is for a machine with a GPU."""
+    PlayedGpus(2, monkeypatch=monkeypatch)
     order: list[str] = []
-
-    class FakeStream:
-        """A stream of a device."""
-
-        def __init__(self, device: torch.device) -> None:
-            self.name = str(device)
-
-        def synchronize(self) -> None:
-            """Take it down."""
-            order.append(f"wait for {self.name}")
-
-    class FakeEvent:
-        """An event of a stream."""
-
-        def record(self, stream: FakeStream) -> None:
-            """Take it down."""
-            order.append(f"event on {stream.name}")
-
-        def synchronize(self) -> None:
-            """Take it down."""
-            order.append("wait for the event")
-
-    @contextmanager
-    def use(device: torch.device) -> Iterator[None]:
-        assert current_thread().name == "bigbatch-comm"
-        order.append(f"use {device}")
-        yield
-
-    class FakeTensor(SimpleNamespace):
-        """Of the second GPU."""
-
-        is_cuda, device = True, torch.device("cuda", 1)
-
-    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "device", use)
+    monkeypatch.setattr(PlayedEvent, "synchronize", lambda event: order.append(f"kernels of {event.stream.device}"))
+    monkeypatch.setattr(PlayedStream, "synchronize", lambda stream: order.append(f"all of {stream.device}"))
     backend = mpi_backend(monkeypatch)
-    backend.submit(lambda: order.append("on the host"), label="sum").wait()
-    assert order == ["on the host"]
-    order.clear()
     backend._gpu = torch.device("cuda", 1)
-    tensor_N: Any = FakeTensor()
+    tensor_N: Any = SimpleNamespace(is_cuda=True, device=backend._gpu)
 
     def operation() -> None:
         assert mpi._for_mpi(tensor_N) is tensor_N
         order.append("MPI reads")
 
     backend.submit(operation, label="sum").wait()
-    ends = ["wait for cuda:1", "MPI reads", "wait for cuda:1"]
-    assert order == ["event on cuda:1", "use cuda:1", "wait for the event", *ends]
+    assert order == ["kernels of cuda:1", "all of cuda:1", "MPI reads", "all of cuda:1"]
 
 
 def test_mpi_is_given_the_gpu_only_if_cuda_aware(monkeypatch: pytest.MonkeyPatch) -> None:

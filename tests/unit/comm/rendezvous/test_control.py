@@ -17,7 +17,6 @@ from silent_ranks import hurry_roll_call
 from torch.distributed import HashStore, TCPStore
 
 from bigbatch.comm.backends.mpi import meet_by_mpi
-from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import control, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control
@@ -251,12 +250,6 @@ LOOPBACK, ANY = "0100007F", "00000000"
 
 
 @needs_proc
-def test_rendezvous_of_one_host_listens_on_loopback_alone() -> None:
-    line = rendezvous(rank_of_two(), timeout_seconds=60)
-    assert listening_addresses()[line.port] == LOOPBACK
-
-
-@needs_proc
 @pytest.mark.parametrize(
     ("address", "is_one_host", "expected"),
     [
@@ -370,12 +363,6 @@ def test_rendezvous_without_a_meeting_point_names_what_tells_one() -> None:
     env = ProcessEnv("openmpi", 0, 2, 0, 2, "here", None)
     with pytest.raises(CommError, match=naming("openmpi", "pip install 'bigbatch[mpi]'", "MASTER_ADDR", "MASTER_PORT")):
         rendezvous(env, timeout_seconds=60)
-
-
-@pytest.mark.slow
-def test_connect_names_ranks_that_do_not_come() -> None:
-    with pytest.raises(PeerLostError, match=r"rank 0: meeting.* \d+\.\d s.*rank 1"):
-        connect(backend="gloo", env=rank_of_two(), timeout_seconds=1)
 
 
 def test_first_meeting_has_and_names_a_limit_of_its_own() -> None:

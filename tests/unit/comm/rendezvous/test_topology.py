@@ -35,7 +35,7 @@ def test_topology_of_one_ranks_view() -> None:
     assert (topology.world_size, topology.num_nodes, topology.node_rank) == (8, 4, 3)
     assert topology.node == (5, 7)
     assert topology.leaders == (0, 4, 1, 5)
-    assert topology.smallest_node == 2
+    assert (topology.smallest_node, make_topology(UNEVEN, rank=0, group_size=2).smallest_node) == (2, 1)
 
 
 @pytest.mark.parametrize("group_size", [None, 1, 2, 3])
@@ -45,15 +45,6 @@ def test_ring_enters_each_host_once(hosts: tuple[str, ...], group_size: int | No
     assert sorted(ring) == list(range(len(hosts)))
     crossings = sum(hosts[ring[i - 1]] != hosts[rank] for i, rank in enumerate(ring))
     assert crossings == len(set(hosts))
-
-
-@pytest.mark.parametrize(
-    ("hosts", "group_size", "smallest"), [(NODE_MAJOR, None, 4), (UNEVEN, None, 2), (UNEVEN, 2, 1), (("a",), 16, 1)]
-)
-def test_smallest_node_says_how_many_shards_there_can_be(
-    hosts: tuple[str, ...], group_size: int | None, smallest: int
-) -> None:
-    assert make_topology(hosts, rank=0, group_size=group_size).smallest_node == smallest
 
 
 @pytest.mark.parametrize("group_size", [0, -2])
