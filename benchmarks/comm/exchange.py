@@ -168,7 +168,7 @@ def make_contestant(name: str, entry: Entry, part_N: Tensor, *, loops: int) -> C
 def check(job: Job, name: str, entry: Entry, part_N: Tensor) -> tuple[float, int]:
     """Check the first sum, of numbers with an exact sum; return its seconds and all wrong elements. Collective."""
     world_size = job.communicator.world_size
-    limit = limit_of(entry.wire)
+    limit = limit_of(getattr(torch, entry.wire))
     contestant = make_contestant(name, entry, part_N, loops=1)
     pattern = rank_pattern(job.rank, world_size, limit=limit)
     contestant = replace(contestant, prepare=lambda: fill_(part_N, pattern), round=1)

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import TensorSpec
 from bigbatch.comm.gradients.reducer import tensor_spec
 from bigbatch.comm.measure.cost_model import Backward
-from bigbatch.comm.measure.timing import slowest
+from bigbatch.comm.measure.timing import slowest, wait_for
 
 LEAST_BACKWARDS = 2
 MOST_BACKWARDS = 7
@@ -31,69 +31,48 @@ def measure_backward(
     gradient counts as ready when backward ends. seconds bounds the time, but two runs (and one to warm up) are always
     made.
     """
+    device, marks = communicator.device, dict[str, object]()
+
+    def now() -> object:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # on the stream, which runs behind the host
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def run() -> list[float]:
+        """Run forward and backward; return the seconds of each gradient since backward's start, and of its end."""
+        loss = forward()
+        marks.clear()
+        wait_for(device)
+        start = now()
+        loss.backward()
+        end = now()
+        wait_for(device)
+        return [_between(start, each) for each in (*(marks.get(name, end) for name in named_parameters), end)]
+
     for parameter in named_parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    clock = _Clock(communicator.device)
     hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(_mark, clock, name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: marks.update({name: now()}))
         for name, parameter in named_parameters.items()
     ]
     try:
         start = time.perf_counter()
-        clock.run(forward)  # allocations, searches for algorithms
-        each = max(slowest({"": [time.perf_counter() - start]}, communicator)[""])
-        count = max(LEAST_BACKWARDS, min(MOST_BACKWARDS, int(seconds / each)))
-        runs = [clock.run(forward) for _ in range(count)]
+        run()  # allocations, searches for algorithms
+        (each,) = slowest([time.perf_counter() - start], communicator)
+        runs = [run() for _ in range(max(LEAST_BACKWARDS, min(MOST_BACKWARDS, int(seconds / each))))]
     finally:
         for hook in hooks:
             hook.remove()
-    end = statistics.median(end for _, end in runs)
-    mine = [statistics.median(marks.get(name, end) for marks, end in runs) for name in named_parameters]
-    every = slowest({"": [*mine, end]}, communicator)[""]
-    return Backward(dict(zip(named_parameters, every, strict=False)), every[-1])
+    *ready, end = slowest([statistics.median(times) for times in zip(*runs, strict=True)], communicator)
+    return Backward(dict(zip(named_parameters, ready, strict=True)), end)
 
 
-def _mark(clock: "_Clock", name: str, parameter: nn.Parameter) -> None:
-    clock.mark(name)
-
-
-class _Clock:
-    """Counts seconds since a backward's start: on the host, or on the GPU's stream, which runs behind it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_gpu = device.type == "cuda"
-        self._marks: dict[str, float | torch.cuda.Event] = {}
-
-    def run(self, forward: Callable[[], Tensor]) -> tuple[dict[str, float], float]:
-        """Run forward and backward; return the seconds of each mark, and of backward's end."""
-        loss = forward()
-        self._marks = {}
-        if self._is_gpu:
-            torch.cuda.synchronize(self._device)
-        start = self._now()
-        loss.backward()
-        end = self._now()
-        if self._is_gpu:
-            torch.cuda.synchronize(self._device)
-        return {name: _between(start, mark) for name, mark in self._marks.items()}, _between(start, end)
-
-    def mark(self, name: str) -> None:
-        """Note the present time; the last one counts."""
-        self._marks[name] = self._now()
-
-    def _now(self) -> "float | torch.cuda.Event":
-        if not self._is_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
-def _between(start: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
-    if isinstance(start, float) and isinstance(end, float):
-        return end - start
-    return start.elapsed_time(end) / 1e3  # type: ignore[union-attr, arg-type]
+def _between(start: object, end: object) -> float:
+    if isinstance(start, float):
+        return cast(float, end) - start
+    return cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end)) / 1e3
 
 
 def in_ready_order(named_parameters: Mapping[str, nn.Parameter], backward: Backward) -> list[TensorSpec]:

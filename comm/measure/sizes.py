@@ -9,8 +9,7 @@ import torch
 
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.measure.climb import SUMS_PER_SIZE, climb
-from bigbatch.comm.measure.timing import Effort, Sums, loops_of, slowest, time_sums
+from bigbatch.comm.measure.timing import Effort, loops_of, slowest, time_sums, wait_for
 from bigbatch.errors import CommError
 
 SMALLEST_BYTES = 1024
@@ -30,11 +29,16 @@ LEAST_REFINEMENT = 5
 LARGEST_BYTES = 256 << 20
 LEAST_BYTES = 1_000_000
 """From this size on, bytes count, not latency (benchmarks/results/comm-exchange-*.json); larger ones use it."""
-WORDS_PER_SIZE = 5
+EXCHANGES_PER_SIZE = 5
 """Exchanges of times and texts between ranks after a check of the clock: up to three while a size is measured, one at
 the next check, one at the end."""
-WORDS_TO_FIRST = 4
+EXCHANGES_TO_FIRST = 4
 """Exchanges before the first size: when groups connect, at a check of the clock, and after two probes."""
+FIRST_PROBE_BYTES = 4096
+PROBE_STEP = 64
+"""Largest ratio of one size to the one before: a probe of that many fewer bytes must show that it fits."""
+SUMS_PER_SIZE = 3
+"""Least number of sums to measure a size: a check and two repetitions."""
 
 
 def sizes_below(num_bytes: int) -> tuple[int, ...]:
@@ -79,19 +83,19 @@ def measure_times(
     """
     start = time.perf_counter() if start is None else start
     sweep = _Sweep(communicator, start=start, seconds=seconds, on_size=on_size)
-    if WORDS_TO_FIRST * sweep.word + sweep.words > sweep.left:
+    if EXCHANGES_TO_FIRST * sweep.exchange_seconds + sweep.size_exchange_seconds > sweep.left:
         return {}
     sweep.connect(sizes[-1], dtype)
-    reached, sweep.left = climb(
-        sweep.tensor_N, sweep.contestants, sizes[::-1], seconds=sweep.left, word=sweep.word, words=sweep.words
-    )
+    reached = sweep.find_affordable(sizes[::-1])
     for number, size in enumerate(reached):
-        # a smaller sum takes no longer than the last one
-        if sweep.times and _seconds_again(sweep.times[reached[number - 1]]) + sweep.words > sweep.left:
-            break
+        if sweep.times:  # a smaller sum takes no longer than the last one
+            again = SUMS_PER_SIZE * sum(each.median for each in sweep.times[reached[number - 1]].values())
+            if again + sweep.size_exchange_seconds > sweep.left:
+                break
         # an equal share of the remaining time, so that time which short sums do not need goes to longer ones
         share = FIRST_SHARE * sweep.left / (len(reached) - number)
-        sweep.measure(size, sweep.contestants, Effort(REPETITIONS, max(0.0, share - sweep.words), CONTENDER_RATIO))
+        effort = Effort(REPETITIONS, max(0.0, share - sweep.size_exchange_seconds), CONTENDER_RATIO)
+        sweep.measure(size, sweep.contestants, effort)
     if sweep.times:
         sweep.refine()
     communicator.release(sweep.tensor_N)
@@ -113,11 +117,11 @@ class _Sweep:
         self.times: dict[int, dict[str, Measured]] = {}
         self._communicator, self._start, self._seconds, self._on_size = communicator, start, seconds, on_size
         before, now = (elapsed_seconds(communicator, start) for _ in range(2))
-        self.word = now - before
+        self.exchange_seconds = now - before
         """Seconds in which ranks exchange a time: with thousands of ranks, longer than a short sum."""
-        self.words = WORDS_PER_SIZE * self.word
+        self.size_exchange_seconds = EXCHANGES_PER_SIZE * self.exchange_seconds
         """Seconds of all exchanges while one size is measured, and until the end."""
-        self.left = seconds - now - self.word
+        self.left = seconds - now - self.exchange_seconds
         """Seconds left after the exchange that agrees on them, the same on all ranks."""
 
     def connect(self, largest: int, dtype: torch.dtype) -> None:
@@ -125,36 +129,90 @@ class _Sweep:
         self.contestants = self._communicator.with_every_algorithm()
         # one for all sizes: each measures its beginning
         self.tensor_N = self._communicator.allocate(largest // dtype.itemsize, dtype)
-        self._look()
+        self._exchange()
 
-    def _look(self) -> None:
-        self.left = self._seconds - elapsed_seconds(self._communicator, self._start) - self.word
+    def _exchange(self, *seconds: float) -> list[float]:
+        """Return the slowest rank's seconds, and check the clock."""
+        *every, elapsed = slowest([*seconds, time.perf_counter() - self._start], self._communicator)
+        self.left = self._seconds - elapsed - self.exchange_seconds
+        return every
+
+    def find_affordable(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Find by smaller sums' times the first of the sizes, which fall, that can be measured in the time left.
+
+        Return it with those that follow; none if none can be measured. Keeps within the time unless the first sums,
+        of FIRST_PROBE_BYTES and twice that, take longer, as connections open with them.
+        """
+        if self.exchange_seconds + self.size_exchange_seconds > self.left:
+            return ()
+        first, second = (min(size, sizes[0]) for size in (FIRST_PROBE_BYTES, 2 * FIRST_PROBE_BYTES))
+        # both, exchanged together: how a time grows with the bytes. Connections open with the one before
+        _, at_first, at_second = self._sum_once(first, first, second)
+        probes = [(first, at_first), (second, at_second)]
+        while True:
+            largest = probes[-1][0]
+            affordable = (self.left - self.exchange_seconds - self.size_exchange_seconds) / (1 + SUMS_PER_SIZE)
+            near = [size for size in sizes if largest < size <= PROBE_STEP * largest]
+            larger = [size for size in near if _estimate(probes, size) <= affordable]
+            if not larger:
+                break
+            probes.append((larger[0], *self._sum_once(larger[0])))
+        for place, size in enumerate(sizes):
+            seconds = SUMS_PER_SIZE * _estimate(probes, size)
+            if size <= largest and seconds + self.size_exchange_seconds <= self.left:
+                return sizes[place:]
+        return ()
+
+    def _sum_once(self, *sizes: int) -> list[float]:
+        """Sum each size once by each algorithm; return the slowest rank's seconds of each size."""
+        seconds = []
+        for size in sizes:
+            part_N, start = self.tensor_N[: size // self.tensor_N.itemsize].zero_(), time.perf_counter()
+            for name, communicator in self.contestants.items():
+                communicator.sum_(part_N, label=f"first sum of {size} bytes by {name}")
+                wait_for(communicator.device)
+            seconds.append(time.perf_counter() - start)
+        return self._exchange(*seconds)
 
     def measure(self, size: int, names: Iterable[str], effort: Effort) -> None:
         """Time these algorithms at a size, merge with earlier times, and check the clock."""
         part_N = self.tensor_N[: size // self.tensor_N.itemsize]
         contestants = {name: self.contestants[name] for name in names}
-        sums = time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes")
-        _require_right(sums, size)
         before = self.times.setdefault(size, {})
-        for name, each in sums.items():
+        for name, each in time_sums(part_N, contestants, effort=effort, label=f"tuning at {size} bytes").items():
+            if each.num_wrong:
+                raise CommError(
+                    f"{name} summed {each.num_wrong} elements of {size} bytes wrongly: run bigbatch comm bench, and do "
+                    "not train with it on this cluster"
+                )
             earlier = before[name].seconds if name in before else ()
             before[name] = Measured((*earlier, *each.measured.seconds))
         self._on_size(size, before)
-        self._look()
+        self._exchange()
 
     def refine(self) -> None:
         """Measure again where the choice is uncertain, while there is time."""
         while (open_choice := next_open(self.times, granularity=self.tensor_N.itemsize)) is not None:
             size, names = open_choice
-            left = self.left - self.words
-            expected = [expected_seconds(self.times, size, name) for name in names]
+            left = self.left - self.size_exchange_seconds
+            expected = [_expected_seconds(self.times, size, name) for name in names]
             each = sum(expected) * loops_of(min(expected))
             # twice: the check of the sum, and pilots, come first
             if 2 * LEAST_REFINEMENT * each > left:
                 break
             # a quarter, so that several open choices get a turn, but enough for a useful measurement
             self.measure(size, names, Effort(REPETITIONS, max(left / 4, LEAST_REFINEMENT * each)))
+
+
+def _estimate(probes: Sequence[tuple[int, float]], size: int) -> float:
+    """Estimate the seconds of a size: by the line through the two largest probes that are no larger.
+
+    At most in proportion to the bytes, and never less than those of a smaller size.
+    """
+    smaller = [probe for probe in probes if probe[0] <= size][-2:] or probes[:1]
+    (first, at_first), (last, at_last) = smaller[0], smaller[-1]
+    slope = max(0.0, (at_last - at_first) / (last - first)) if last > first else float("inf")
+    return min(at_last + slope * (size - last), at_last * size / last) if size > last else at_last
 
 
 def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None:
@@ -169,15 +227,13 @@ def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None
         if table.choose(a) != table.choose(b) and b > NARROW * a and middle not in times:
             both, chosen = [name for name in times[a] if name in times[b]], [table.choose(a), table.choose(b)]
             return middle, [name for name in both if name in chosen] or both or chosen
-    doubtful = {size: doubt for size in sizes if (doubt := _doubt(times[size])) and doubt[0] > MOST_NOISE}
-    if not doubtful:
-        return None
-    size = max(doubtful, key=lambda size: doubtful[size][0])
-    return size, doubtful[size][1]
+    doubts = {size: _doubt(times[size]) for size in sizes}
+    doubt, size = max((doubt, size) for size, (doubt, _) in doubts.items())
+    return (size, doubts[size][1]) if doubt > MOST_NOISE else None
 
 
-def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
-    """Return the uncertainty of the choice and its contenders; None if it is clear, or was measured often enough."""
+def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]]:
+    """Return the uncertainty of the choice and its contenders; 0 if it is clear, or was measured often enough."""
     best = min(at_size, key=lambda name: at_size[name].median)
     open_ones = {
         name: noise
@@ -186,10 +242,10 @@ def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]] | None:
         and (noise := math.hypot(measured.noise, at_size[best].noise)) >= measured.median / at_size[best].median - 1
         and len(measured.seconds) < MOST_REPETITIONS
     }
-    return (max(open_ones.values()), [best, *open_ones]) if open_ones else None
+    return max(open_ones.values(), default=0.0), [best, *open_ones]
 
 
-def expected_seconds(times: Times, size: int, name: str) -> float:
+def _expected_seconds(times: Times, size: int, name: str) -> float:
     """Estimate the seconds of an algorithm at a size that may not have been measured: those of the next larger size.
 
     Without a larger one, those of the largest, in proportion to the bytes.
@@ -199,20 +255,6 @@ def expected_seconds(times: Times, size: int, name: str) -> float:
     return times[nearest][name].median * max(1.0, size / nearest)
 
 
-def _require_right(sums: Mapping[str, Sums], size: int) -> None:
-    for name, each in sums.items():
-        if each.num_wrong:
-            raise CommError(
-                f"{name} summed {each.num_wrong} elements of {size} bytes wrongly: run bigbatch comm bench, and do not "
-                "train with it on this cluster"
-            )
-
-
 def elapsed_seconds(communicator: Communicator, start: float) -> float:
     """Return seconds since start (of time.perf_counter), the same on all ranks: they decide alike. Collective."""
-    return slowest({"": [time.perf_counter() - start]}, communicator)[""][0]
-
-
-def _seconds_again(at_size: Mapping[str, Measured]) -> float:
-    """Return the seconds of the shortest measurement of a size."""
-    return SUMS_PER_SIZE * sum(each.median for each in at_size.values())
+    return slowest([time.perf_counter() - start], communicator)[0]

@@ -3,14 +3,13 @@
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.hybrid import Measured
-from bigbatch.comm.backends.base import dtype_name
 from bigbatch.comm.communicator import Communicator
 
 LEAST_REPETITIONS = 2
@@ -18,16 +17,10 @@ ROUND = 5
 """Repetitions of one algorithm in a row; rounds of all algorithms alternate, so that a drift affects all equally."""
 LOOP_SECONDS, MOST_LOOPS = 0.02, 20
 """Seconds that a repetition fills with sums in a row, and the most sums; its time is divided by their number."""
-
 MESSAGE_BYTES = (8, 4096, 65_536, 1 << 20, 8 << 20)
 """Sizes of messages that are timed; each a multiple of 4."""
-
-LIMITS = {"float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8}
-"""Largest whole numbers without a gap below them: 2 to the number of significant bits."""
-
 PERIOD = 1021
 """Elements after which the numbers repeat: a prime, so that a part in a wrong place is detected."""
-
 LARGEST = 63
 """Largest number in the pattern, even if larger ones would fit."""
 
@@ -40,6 +33,10 @@ class Effort:
     seconds: float
     contender_ratio: float = float("inf")
     """If time is short, an algorithm is not repeated if its first time exceeds the best one's by this factor."""
+
+    def repetitions_of(self, seconds: float) -> int:
+        """Return how often to repeat what takes that many seconds."""
+        return max(LEAST_REPETITIONS, min(self.repetitions, int(self.seconds / max(seconds, 1e-9))))
 
 
 @dataclass(frozen=True)
@@ -64,81 +61,59 @@ def time_sums(
     any_communicator = next(iter(communicators.values()))
     wrong: dict[str, int] = {}
     seconds: dict[str, list[float]] = {}
-
     loops = 1
 
     def repeat(name: str, count: int) -> None:
         # zeros stay zeros however often they are summed: no overflow, and any other value is an error
         tensor_N.zero_()
-        what = f"{label} by {name}"
-        seconds[name] += _time_here(tensor_N, communicators[name], count=count, loops=loops, label=what)
+        for _ in range(count):
+            wait_for(tensor_N.device)
+            start = time.perf_counter()
+            for _ in range(loops):
+                communicators[name].sum_(tensor_N, label=f"{label} by {name}")
+            wait_for(tensor_N.device)
+            seconds[name].append((time.perf_counter() - start) / loops)
         wrong[name] += int(torch.count_nonzero(tensor_N))
+
+    def first_times() -> dict[str, float]:
+        """Repeat each algorithm once, as its first repetition; return the slowest rank's seconds."""
+        for name in communicators:
+            seconds[name] = []
+            repeat(name, 1)
+        return dict(zip(seconds, slowest([each for (each,) in seconds.values()], any_communicator), strict=True))
 
     for name, communicator in communicators.items():
         wrong[name] = _count_wrong_sums(tensor_N, communicator, label=f"check of {name}, {label}")
-        seconds[name] = []
-        repeat(name, 1)
-    pilots = _first(seconds, any_communicator)
+    pilots = first_times()
     # no more than the time allows: if one algorithm is quick, others may be a hundred times slower
     affordable = int(effort.seconds / LEAST_REPETITIONS / max(sum(pilots.values()), 1e-9))
     loops = max(1, min(loops_of(min(pilots.values())), affordable))
     if loops > 1:  # then one sum alone is no repetition, and does not even show which one is fast
-        for name in communicators:
-            seconds[name].clear()
-            repeat(name, 1)
-        pilots = _first(seconds, any_communicator)
+        pilots = first_times()
     # the pilots are seconds of one sum, but a repetition makes loops of them
     effort = dataclasses.replace(effort, seconds=effort.seconds / loops)
-    chosen = _contenders(pilots, effort)
-    left = _repetitions(sum(pilots[name] for name in chosen), effort) - 1
+    chosen = list(pilots)
+    if effort.repetitions * sum(pilots.values()) > effort.seconds:
+        limit = effort.contender_ratio * min(pilots.values())
+        chosen = [name for name, pilot in pilots.items() if pilot <= limit]
+    left = effort.repetitions_of(sum(pilots[name] for name in chosen)) - 1
     while left > 0:
         for name in chosen:
             repeat(name, min(left, ROUND))
         left -= ROUND
     # together, as gathering over thousands of ranks takes longer than a sum
-    mine = {**seconds, **{_wrong_by(name): count for name, count in wrong.items()}}
+    mine = {name: [wrong[name], *seconds[name]] for name in communicators}
     everyone = [json.loads(text) for text in any_communicator.gather_text(json.dumps(mine))]
-    return {
-        name: Sums(Measured(tuple(_longest(everyone, name))), sum(each[_wrong_by(name)] for each in everyone))
-        for name in communicators
-    }
+    found = {}
+    for name in communicators:
+        counts, *repetitions = zip(*(each[name] for each in everyone), strict=True)
+        found[name] = Sums(Measured(tuple(map(max, repetitions))), sum(counts))
+    return found
 
 
 def loops_of(seconds: float) -> int:
     """Return how many sums in a row, of that many seconds each, are one repetition."""
     return max(1, min(MOST_LOOPS, int(LOOP_SECONDS / max(seconds, 1e-9))))
-
-
-def _wrong_by(name: str) -> str:
-    return f"wrong by {name}"
-
-
-def _first(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, float]:
-    """Return the slowest rank's first repetition of each algorithm."""
-    return {name: times[0] for name, times in slowest(seconds, communicator).items()}
-
-
-def _contenders(pilots: Mapping[str, float], effort: Effort) -> list[str]:
-    if effort.repetitions * sum(pilots.values()) <= effort.seconds:
-        return list(pilots)
-    return [name for name, pilot in pilots.items() if pilot <= effort.contender_ratio * min(pilots.values())]
-
-
-def _repetitions(seconds_each: float, effort: Effort) -> int:
-    return max(LEAST_REPETITIONS, min(effort.repetitions, int(effort.seconds / max(seconds_each, 1e-9))))
-
-
-def _time_here(tensor_N: Tensor, communicator: Communicator, *, count: int, loops: int, label: str) -> list[float]:
-    """Measure this rank's seconds per all-reduce of each of count repetitions, one after another."""
-    seconds = []
-    for _ in range(count):
-        wait_for(communicator.device)
-        start = time.perf_counter()
-        for _ in range(loops):
-            communicator.sum_(tensor_N, label=label)
-        wait_for(communicator.device)
-        seconds.append((time.perf_counter() - start) / loops)
-    return seconds
 
 
 def wait_for(device: torch.device) -> None:
@@ -147,28 +122,22 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def slowest(seconds: Mapping[str, Sequence[float]], communicator: Communicator) -> dict[str, list[float]]:
-    """Return each repetition's longest time over all ranks, the same on all of them."""
-    everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(seconds))]
-    return {name: _longest(everyone, name) for name in seconds}
-
-
-def _longest(everyone: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[float]:
-    return [max(times) for times in zip(*(each[name] for each in everyone), strict=True)]
+def slowest(seconds: Sequence[float], communicator: Communicator) -> list[float]:
+    """Return the longest of each time over all ranks, the same on all of them."""
+    return list(map(max, zip(*map(json.loads, communicator.gather_text(json.dumps(seconds))), strict=True)))
 
 
 def _count_wrong_sums(tensor_N: Tensor, communicator: Communicator, *, label: str) -> int:
     """Sum numbers with an exact sum, and count this rank's elements that differ from it."""
-    dtype = communicator.wire.of(tensor_N)
-    limit = min(limit_of(dtype_name(tensor_N.dtype)), limit_of(dtype_name(dtype)))
+    limit = min(map(limit_of, (tensor_N.dtype, communicator.wire.of(tensor_N))))
     fill_(tensor_N, rank_pattern(communicator.rank, communicator.world_size, limit=limit))
     communicator.sum_(tensor_N, label=label)
     return count_different(tensor_N, expected_pattern(communicator.world_size, limit=limit))
 
 
-def limit_of(dtype: str) -> int:
-    """Return the largest whole number of a dtype without a gap below it. Raises: KeyError for an unknown dtype."""
-    return LIMITS[dtype]
+def limit_of(dtype: torch.dtype) -> int:
+    """Return the largest whole number of a floating-point dtype without a gap below it: 2**24 for float32."""
+    return int(2 / torch.finfo(dtype).eps)
 
 
 def rank_pattern(rank: int, world_size: int, *, limit: int) -> list[int]:
@@ -258,45 +227,30 @@ def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: f
     for num_bytes in MESSAGE_BYTES:
         share = 0.5 if num_bytes == MESSAGE_BYTES[-1] else 0.5 / (len(MESSAGE_BYTES) - 1)
         effort = Effort(repetitions=30, seconds=seconds * share)
-        times.append((num_bytes, Measured(tuple(time_hops(communicator, ring, num_bytes, effort=effort)))))
+        time_hops(communicator, ring, num_bytes, count=1)  # connections open
+        pilot = time_hops(communicator, ring, num_bytes, count=2)
+        count = effort.repetitions_of(min(pilot))
+        times.append((num_bytes, Measured(tuple(time_hops(communicator, ring, num_bytes, count=count)))))
     return Hops(tuple(times))
 
 
-def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, effort: Effort) -> list[float]:
-    """Measure the slowest rank's seconds of each hop around a ring of ranks; the ranks outside it only wait."""
-    hop = _make_hop(communicator, ring, num_bytes)
-    hop(1)  # connections open
-    pilot = slowest({"": hop(2)}, communicator)[""]
-    return slowest({"": hop(_repetitions(min(pilot), effort))}, communicator)[""]
-
-
-def _make_hop(communicator: Communicator, ring: Sequence[int], num_bytes: int) -> Callable[[int], list[float]]:
-    backend = communicator.backend
-    if communicator.rank not in ring or len(ring) < 2:
-
-        def look_on(count: int) -> list[float]:
-            # an operation like the others': each rank counts its own, and all must have the same numbers
-            backend.submit(lambda: None, label=f"hop of {num_bytes} bytes", ranks=tuple(ring)).wait()
-            # as many times as the others return: slowest() takes the longest of each repetition
-            return [0.0] * count
-
-        return look_on
-    place = list(ring).index(communicator.rank)
-    left, right = ring[place - 1], ring[(place + 1) % len(ring)]
+def time_hops(communicator: Communicator, ring: Sequence[int], num_bytes: int, *, count: int) -> list[float]:
+    """Measure the slowest rank's seconds of each of count hops around a ring of ranks; ranks outside only wait."""
+    backend, seconds = communicator.backend, [0.0] * count
     send_N, receive_N = (torch.zeros(num_bytes // 4, device=communicator.transport_device) for _ in range(2))
-    seconds: list[float] = []
 
-    def go_round(count: int) -> None:
-        for _ in range(count):
+    def go_round() -> None:
+        # an operation on each rank, also on those outside: each rank counts its own, and all need the same numbers
+        if communicator.rank not in ring or len(ring) < 2:
+            return
+        place = ring.index(communicator.rank)
+        left, right = ring[place - 1], ring[(place + 1) % len(ring)]
+        for index in range(count):
             start = time.perf_counter()
             backend.start_exchange(send=send_N, to=right, receive=receive_N, source=left).wait()
             wait_for(communicator.device)
-            seconds.append(time.perf_counter() - start)
+            seconds[index] = time.perf_counter() - start
 
-    def hop(count: int) -> list[float]:
-        seconds.clear()
-        label = f"hop of {num_bytes} bytes to rank {right}"
-        backend.submit(lambda: go_round(count), label=label, ranks=tuple(ring)).wait()
-        return seconds[:]
-
-    return hop
+    label = f"hops of {num_bytes} bytes around ranks {ring[0]} to {ring[-1]}"
+    backend.submit(go_round, label=label, ranks=tuple(ring)).wait()
+    return slowest(seconds, communicator)

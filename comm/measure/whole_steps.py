@@ -47,6 +47,16 @@ class MeasuredStep:
     candidate: Candidate
     measured: Measured
 
+    @property
+    def median(self) -> float:
+        """Return the median step, in seconds."""
+        return self.measured.median
+
+    def is_behind(self, fastest: "MeasuredStep") -> bool:
+        """Tell whether this is slower than the fastest by more than DROP_RATIO and noise."""
+        noise = math.hypot(self.measured.noise, fastest.measured.noise)
+        return self.median > max(DROP_RATIO, 1 + noise) * fastest.median
+
 
 def make_candidates(
     stated: Candidate, fastest: HybridTable, tensors: Sequence[TensorSpec], *, algorithms: Sequence[str]
@@ -88,37 +98,24 @@ def measure_steps(
     ones. order: in which gradients become ready. step_seconds: an estimate. Candidates for which there was no time are
     missing in the result.
     """
-    found: list[list[float]] = [[] for _ in candidates]
-    alive, count, start = list(range(len(candidates))), LEAST_STEPS, time.perf_counter()
+    steps: dict[Candidate, MeasuredStep] = {}
+    alive, count, start = list(candidates), LEAST_STEPS, time.perf_counter()
     while True:
-        for place in alive:
+        for each in alive:
             # a turn takes a step to warm up and those that count
-            expected = (count + 1) * max((times[-1] for times in found if times), default=step_seconds)
-            spent = elapsed_seconds(communicator, start)
-            if spent + expected > seconds:
-                return _steps(candidates, found)
-            found[place] += _turn(candidates[place], named_parameters, forward, communicator, order=order, count=count)
-        steps = {place: MeasuredStep(candidates[place], Measured(tuple(found[place]))) for place in alive}
-        fastest = min(steps.values(), key=_median)
-        alive = [place for place in alive if place == 0 or not _is_behind(steps[place], fastest)]
-        if len(alive) == 1 or min(len(found[place]) for place in alive) >= ENOUGH_STEPS:
-            return _steps(candidates, found)
+            slow = max((step.measured.seconds[-1] for step in steps.values()), default=step_seconds)
+            if elapsed_seconds(communicator, start) + (count + 1) * slow > seconds:
+                return tuple(steps.values())
+            turn = _turn(each, named_parameters, forward, communicator, order=order, count=count)
+            before = steps[each].measured.seconds if each in steps else ()
+            steps[each] = MeasuredStep(each, Measured((*before, *turn)))
+        fastest = min((steps[each] for each in alive), key=lambda step: step.median)
+        alive = [each for each in alive if each == candidates[0] or not steps[each].is_behind(fastest)]
+        if len(alive) == 1 or min(len(steps[each].measured.seconds) for each in alive) >= ENOUGH_STEPS:
+            return tuple(steps.values())
         left = seconds - elapsed_seconds(communicator, start)
-        count = max(1, min(MOST_STEPS, int(left / 3 / sum(_median(steps[place]) for place in alive)) - 1))
+        count = max(1, min(MOST_STEPS, int(left / 3 / sum(steps[each].median for each in alive)) - 1))
         alive.reverse()  # so that a drift of the machine affects all equally
-
-
-def _steps(candidates: Sequence[Candidate], found: Sequence[Sequence[float]]) -> tuple[MeasuredStep, ...]:
-    return tuple(
-        MeasuredStep(candidate, Measured(tuple(times)))
-        for candidate, times in zip(candidates, found, strict=True)
-        if times
-    )
-
-
-def _is_behind(step: MeasuredStep, fastest: MeasuredStep) -> bool:
-    noise = math.hypot(step.measured.noise, fastest.measured.noise)
-    return _median(step) > max(DROP_RATIO, 1 + noise) * _median(fastest)
 
 
 def _turn(
@@ -137,36 +134,30 @@ def _turn(
     reducer = GradientReducer(
         named_parameters.items(), hybrid, **asdict(candidate.sizes), order=order, weights="unchecked"
     )
-    times = [_step(forward, reducer, communicator) for _ in range(count + 1)]
+    times = []
+    for _ in range(count + 1):
+        reducer.zero_grad()
+        wait_for(communicator.device)
+        start = time.perf_counter()
+        forward().backward()
+        reducer.wait()
+        wait_for(communicator.device)
+        times.append(time.perf_counter() - start)
     reducer.close()
-    return slowest({"": times[1:]}, communicator)[""]
-
-
-def _step(forward: Callable[[], Tensor], reducer: GradientReducer, communicator: Communicator) -> float:
-    reducer.zero_grad()
-    wait_for(communicator.device)
-    start = time.perf_counter()
-    forward().backward()
-    reducer.wait()
-    wait_for(communicator.device)
-    return time.perf_counter() - start
+    return slowest(times[1:], communicator)
 
 
 def choose_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     """Choose the first one that is not slower than the fastest beyond noise, and never slower than the first of all."""
-    fastest, first = min(steps, key=_median), steps[0]
+    fastest, first = min(steps, key=lambda step: step.median), steps[0]
     return next(
         each
         for each in steps
-        if _median(each) <= _median(first) and _median(each) - _median(fastest) <= noise_between(each, fastest)
+        if each.median <= first.median and each.median - fastest.median <= noise_between(each, fastest)
     )
 
 
 def noise_between(one: MeasuredStep, other: MeasuredStep) -> float:
     """Return the seconds below which a difference between the two is noise."""
-    noise = math.hypot(*(_median(each) * each.measured.noise for each in (one, other)))
-    return max(noise, LEAST_GAIN * _median(other))
-
-
-def _median(step: MeasuredStep) -> float:
-    return step.measured.median
+    noise = math.hypot(*(each.median * each.measured.noise for each in (one, other)))
+    return max(noise, LEAST_GAIN * other.median)

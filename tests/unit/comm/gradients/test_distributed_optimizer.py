@@ -24,7 +24,7 @@ from bigbatch.comm.gradients.broadcast import (
     broadcast_parameters,
 )
 from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
-from bigbatch.comm.measure.timing import _make_hop
+from bigbatch.comm.measure.timing import time_hops
 from bigbatch.comm.rendezvous.environ import ALONE
 
 SMALL = {"threshold_bytes": 100, "buffer_bytes": 150}
@@ -476,7 +476,7 @@ def test_broadcast_and_allreduce_give_host_tensors_to_a_transport_of_those() -> 
     before = copy.deepcopy(model.state_dict())
     broadcast_parameters(model.state_dict(), ranks)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    _make_hop(ranks, (0, 1), 8)(2)
+    time_hops(ranks, (0, 1), 8, count=2)
     assert host.seen == ["cpu"] * (1 + 2 + len(before) + 4)
     assert replace(ranks, staging=None).transport_device == torch.device("meta")
 
