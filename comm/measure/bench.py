@@ -12,7 +12,7 @@ from bigbatch.comm.algorithms import ALGORITHMS, travelling_dtype
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import WIRE_DTYPES
 from bigbatch.comm.measure import figures
-from bigbatch.comm.measure.exactness import PRECISIONS, Precision
+from bigbatch.comm.measure.exactness import PRECISIONS
 from bigbatch.comm.measure.job import add_connection_options, connect_as_told, require_memory, require_numbers
 from bigbatch.comm.measure.plot import plot_sweep
 from bigbatch.comm.measure.report import Report, groups_text
@@ -175,8 +175,17 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
     if arguments.plot and arguments.plot.suffix not in PLOT_SUFFIXES:
         raise CommError(f"--plot {arguments.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
     arguments.link_gbit = _parse_gbit(arguments.link_gbit)
-    arguments.precisions = _parse_precisions(arguments.precisions)
-    arguments.pieces = _parse_pieces(arguments.pieces)
+    if arguments.precisions == "all":
+        arguments.precisions = None
+    else:
+        names = tuple(dict.fromkeys(arguments.precisions.split(",")))
+        if unknown := [name for name in names if name not in PRECISIONS]:
+            raise CommError(f"--precisions: {unknown[0]!r} is unknown; choose of {', '.join(PRECISIONS)}, or all")
+        arguments.precisions = [PRECISIONS[name] for name in names]
+    pieces = arguments.pieces.split(",")
+    if not all(word.isascii() and word.isdigit() and int(word) for word in pieces):
+        raise CommError(f"--pieces {arguments.pieces!r} are no numbers of pieces; give such as 1 or 1,3")
+    arguments.pieces = tuple(dict.fromkeys(map(int, pieces)))
     if arguments.verify:
         if "hybrid" in arguments.algorithms.split(","):
             raise CommError("--algorithms hybrid is one of the others at each size: verify those by their names")
@@ -203,23 +212,6 @@ def _parse_gbit(text: str) -> float | None:
         if 0 < float(text) < float("inf"):
             return float(text)
     raise CommError(f"--link-gbit {text!r} is no bandwidth; give a link's Gbit/s, such as 100, or measured")
-
-
-def _parse_precisions(text: str) -> tuple[Precision, ...] | None:
-    if text == "all":
-        return None
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in PRECISIONS:
-            raise CommError(f"--precisions: {name!r} is unknown; choose of {', '.join(PRECISIONS)}, or all")
-    return tuple(PRECISIONS[name] for name in names)
-
-
-def _parse_pieces(text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.isascii() and word.isdigit() and int(word) for word in words):
-        raise CommError(f"--pieces {text!r} are no numbers of pieces; give such as 1 or 1,3")
-    return tuple(dict.fromkeys(map(int, words)))
 
 
 def wire_share(communicator: Communicator, tensor_N: torch.Tensor) -> float:

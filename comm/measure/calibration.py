@@ -64,7 +64,9 @@ def calibrate(
     start = time.perf_counter()
     is_first = communicator.rank == 0
     facts = _collect_facts(communicator, interface=interface)
-    path = folder / _file_name(facts) if folder else None
+    digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    size = f"{communicator.topology.num_nodes}nodes-{communicator.world_size}ranks"
+    path = folder / f"{communicator.backend.name}-{size}-{digest}.json" if folder else None
     record, told = None, ""
     if is_first and not is_fresh:
         record, told = _look([each for each in (kept, path) if each], facts=facts, algorithms=communicator.algorithms)
@@ -75,7 +77,18 @@ def calibrate(
         if is_first:
             took = time.perf_counter() - start
             table = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
-            record = _make_record(facts, times, table, seconds=took)
+            record = {
+                "format": FORMAT,
+                "changes": CHANGES,
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "seconds": round(took, 3),
+                "table": json.loads(table.to_json()),
+                **facts,
+                "all_reduce_seconds": {
+                    str(size): {name: measured.median for name, measured in at_size.items()}
+                    for size, at_size in sorted(times.items())
+                },
+            }
             told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {_store(path, record)}"
         record, told = _from_first(communicator, [record, told])
     return Calibration(_table_of(record), told, _as_text(record))
@@ -115,12 +128,6 @@ def _collect_facts(communicator: Communicator, *, interface: str | None) -> dict
     alike = [[len(list(same)), json.loads(text)] for text, same in groupby(texts)]
     facts = {"cluster": asdict(gather_cluster(communicator)), "ranks": alike}
     return dict(json.loads(json.dumps(facts)))  # tuples become lists, as in the file
-
-
-def _file_name(facts: dict[str, Any]) -> str:
-    cluster = facts["cluster"]
-    digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return f"{cluster['backend']}-{len(cluster['group_sizes'])}nodes-{cluster['world_size']}ranks-{digest}.json"
 
 
 def _look(
@@ -165,21 +172,6 @@ def _difference(there: Any, here: Any, *, name: str = "it") -> str:
 
 def _table_of(record: dict[str, Any]) -> HybridTable:
     return HybridTable.from_json(json.dumps(record["table"]))
-
-
-def _make_record(facts: dict[str, Any], times: Times, table: HybridTable, *, seconds: float) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "changes": CHANGES,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seconds": round(seconds, 3),
-        "table": json.loads(table.to_json()),
-        **facts,
-        "all_reduce_seconds": {
-            str(size): {name: measured.median for name, measured in at_size.items()}
-            for size, at_size in sorted(times.items())
-        },
-    }
 
 
 def _store(path: Path | None, record: dict[str, Any]) -> str:

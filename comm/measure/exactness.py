@@ -1,12 +1,16 @@
-"""Errors of a sum over ranks: drawn numbers with a known exact sum, and the comparison with it. Pure."""
+"""Errors of a sum over ranks: drawn numbers with a known exact sum, repeated sums of them, and what is wrong."""
 
+import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import FRACTION_BITS, SUM_BITS, Grid
 
 SCALES, SPREAD = 24, 8
@@ -15,6 +19,9 @@ PORTION = 1 << 20
 """Elements that are drawn or compared at a time."""
 WORD = (1 << 32) - 1
 SCALE_KEY, RANK_KEY = 0x5EED, 0x9E3779B1
+PARTS = 64
+"""Number of parts of each cut in the search for the first element in which two ranks differ."""
+SHOWN_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,6 @@ def grid_for(num_ranks: int) -> Grid:
     return Grid(num_ranks, fraction_bits=min(FRACTION_BITS, SUM_BITS - (num_ranks - 1).bit_length()))
 
 
-def part_of(count: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return the range of elements that a rank compares: all ranks together compare each one once."""
-    return rank * count // num_ranks, (rank + 1) * count // num_ranks
-
-
 @dataclass(frozen=True)
 class Reference:
     """The exact sums of elements from start on."""
@@ -97,27 +99,17 @@ class Reference:
     on_grid_S: Tensor
     """Result that Grid must read, in fp32, to the bit."""
 
-    def portions(self) -> "Iterator[Reference]":
-        """Cut into parts that take little memory to compare."""
-        for at in range(0, len(self.exact_S), PORTION):
-            part = slice(at, at + PORTION)
-            yield Reference(
-                self.start + at, self.num_ranks, self.exact_S[part], self.magnitude_S[part], self.on_grid_S[part]
-            )
-
 
 def make_reference(start: int, stop: int, *, num_ranks: int, seed: int, device: torch.device) -> Reference:
     """Add up the numbers of all ranks for elements start to stop."""
     exact_S, magnitude_S = torch.zeros(2, stop - start, dtype=torch.float64, device=device)
     steps_S = torch.zeros(stop - start, dtype=torch.int64, device=device)
     steps = 2.0 ** grid_for(num_ranks).fraction_bits
-    for at in range(start, stop, PORTION):
-        part = slice(at - start, min(at + PORTION, stop) - start)
-        for rank in range(num_ranks):
-            numbers_S = draw(at, min(at + PORTION, stop), rank=rank, seed=seed, device=device).double()
-            exact_S[part] += numbers_S
-            magnitude_S[part] += numbers_S.abs()
-            steps_S[part] += (numbers_S * steps).round().to(torch.int64)
+    for rank in range(num_ranks):
+        numbers_S = draw(start, stop, rank=rank, seed=seed, device=device).double()
+        exact_S += numbers_S
+        magnitude_S += numbers_S.abs()
+        steps_S += (numbers_S * steps).round().to(torch.int64)
     return Reference(start, num_ranks, exact_S, magnitude_S, steps_S.float() / steps)
 
 
@@ -149,16 +141,6 @@ def ulps(exact_S: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """An element that is too far from the exact sum."""
-
-    element: int
-    got: float
-    exact: float
-    bound: float
-
-
-@dataclass(frozen=True)
 class Errors:
     """The errors of some elements of a sum."""
 
@@ -170,18 +152,12 @@ class Errors:
     bound_share: float = 0.0
     """Largest of error / bound."""
     num_beyond: int = 0
-    first_beyond: Beyond | None = None
+    first_beyond: Sequence[float] | None = None
+    """The first of them: its index, its value, the exact sum and the bound of its error."""
 
 
 def find_errors(sum_S: Tensor, reference: Reference, *, precision: Precision) -> Errors:
     """Compare fp32 sums with the reference of the same elements."""
-    return merge_errors(
-        _find_errors(sum_S[part.start - reference.start :][: len(part.exact_S)], part, precision=precision)
-        for part in reference.portions()
-    )
-
-
-def _find_errors(sum_S: Tensor, reference: Reference, *, precision: Precision) -> Errors:
     exact_S, bound_S = reference.exact_S, bound(reference, precision)
     error_S = (sum_S.double() - exact_S).abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     in_ulps_S = error_S / ulps(exact_S)
@@ -189,7 +165,7 @@ def _find_errors(sum_S: Tensor, reference: Reference, *, precision: Precision) -
     first = None
     if num_beyond := int(beyond_S.sum()):
         at = first_of(beyond_S)
-        first = Beyond(reference.start + at, *(float(each[at]) for each in (sum_S, exact_S, bound_S)))
+        first = (reference.start + at, *(float(each[at]) for each in (sum_S, exact_S, bound_S)))
     return Errors(
         num_elements=len(exact_S),
         largest_ulp=float(in_ulps_S.max()),
@@ -225,7 +201,161 @@ def first_of(is_so_N: Tensor) -> int:
     return int(is_so_N.to(torch.uint8).argmax())
 
 
-def classes_of(digests: Sequence[str]) -> list[int]:
-    """Number digests from 1 on, with equal numbers for equal digests."""
-    numbers: dict[str, int] = {}
-    return [numbers.setdefault(digest, len(numbers) + 1) for digest in digests]
+@dataclass(frozen=True)
+class Outcome:
+    """Results of one way to sum, over all ranks and repetitions."""
+
+    errors: Errors
+    """Errors of the first repetition."""
+    digest: str
+    """SHA-256 of the first repetition's sums, as most ranks hold them."""
+    ranks_agree: bool
+    num_repeated: int
+    """Repetitions, the first included, in which every rank held the bits of its first."""
+    findings: tuple[str, ...]
+    """Descriptions of errors, a sentence each; empty for a good sum."""
+
+
+class DrawnSums:
+    """Sums drawn numbers of one size repeatedly, and compares. Each rank checks its part of the elements."""
+
+    def __init__(self, communicator: Communicator, *, count: int, seed: int) -> None:
+        device, num_ranks, rank = communicator.device, communicator.world_size, communicator.rank
+        self._grid = grid_for(num_ranks)
+        parts = [
+            draw(at, min(at + PORTION, count), rank=rank, seed=seed, device=device) for at in range(0, count, PORTION)
+        ]
+        self._own_N = torch.cat(parts)
+        start, stop = rank * count // num_ranks, (rank + 1) * count // num_ranks
+        self._references = [
+            make_reference(at, min(at + PORTION, stop), num_ranks=num_ranks, seed=seed, device=device)
+            for at in range(start, stop, PORTION)
+        ]
+        self._first_N, self._result_N = torch.empty_like(self._own_N), torch.empty_like(self._own_N)
+
+    def repeat(
+        self, communicator: Communicator, memory_N: Tensor, *, precision: Precision, pieces: int, repetitions: int
+    ) -> Outcome:
+        """Sum `times` times in pieces, in memory_N, of precision.dtype and one element more than the numbers.
+
+        Raises: PeerLostError.
+        """
+        changes: list[tuple[int, int, int]] = []
+        for repetition in range(repetitions):
+            self._sum(communicator, memory_N, precision=precision, pieces=pieces)
+            if not repetition:
+                self._first_N.copy_(self._result_N)
+                continue
+            changed_N = different_bits(self._result_N, self._first_N)
+            if num_changed := int(changed_N.sum()):
+                changes.append((repetition, first_of(changed_N), num_changed))
+        own = merge_errors(
+            find_errors(self._first_N[each.start :][: len(each.exact_S)], each, precision=precision)
+            for each in self._references
+        )
+        mine = [_digest(self._first_N), changes, astuple(own)]
+        # together, as gathering over thousands of ranks takes longer than a sum
+        everyone = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
+        digests = [digest for digest, _, _ in everyone]
+        parts = [Errors(*errors) for _, _, errors in everyone]
+        changed = {rank: found for rank, (_, found, _) in enumerate(everyone) if found}
+        return Outcome(
+            merge_errors(parts),
+            _usual(digests),
+            ranks_agree=len({*digests}) == 1,
+            num_repeated=repetitions - len({change[0] for each in changed.values() for change in each}),
+            findings=(
+                *_find_odd_rank(self._first_N, digests, communicator),
+                *_find_changes(changed, num_ranks=len(everyone)),
+                *_find_beyond(parts, precision=precision),
+            ),
+        )
+
+    def _sum(self, communicator: Communicator, memory_N: Tensor, *, precision: Precision, pieces: int) -> None:
+        """Sum into the result, like gradients: on the grid with one element more, which counts numbers beyond it."""
+        sums_N = memory_N if precision.on_grid else memory_N[:-1]
+        if precision.on_grid:
+            self._grid.add_(sums_N.zero_(), self._own_N)
+        else:
+            sums_N.copy_(self._own_N)
+        for index, piece_M in enumerate(sums_N.tensor_split(pieces)):
+            communicator.sum_(piece_M, label=f"piece {index} of {pieces} by {communicator.algorithm}, {precision.name}")
+        if precision.on_grid:
+            self._grid.read_(self._result_N, sums_N)
+        else:
+            self._result_N.copy_(sums_N)
+
+
+def _digest(tensor_N: Tensor) -> str:
+    return hashlib.sha256(tensor_N.cpu().numpy().data).hexdigest()
+
+
+def _usual(digests: Sequence[str]) -> str:
+    """Return the digest of most ranks; among equals the first one."""
+    return Counter(digests).most_common(1)[0][0]
+
+
+def _find_odd_rank(sum_N: Tensor, digests: Sequence[str], communicator: Communicator) -> list[str]:
+    usual = _usual(digests)
+    odd = [rank for rank, digest in enumerate(digests) if digest != usual]
+    if not odd:
+        return []
+    like = digests.index(usual)
+    element = _find_difference(sum_N, communicator, odd=odd[0], like=like)
+    value = communicator.gather_text(f"{sum_N[element].item():.9g}")
+    return [
+        f"{_ranks(odd)} held other bits than rank {like} after the first sum; in element {element} rank {odd[0]} "
+        f"held {value[odd[0]]}, and rank {like} {value[like]}"
+    ]
+
+
+def _find_difference(sum_N: Tensor, communicator: Communicator, *, odd: int, like: int) -> int:
+    """Find the first element in which two ranks that hold different bits differ, by digests of ever smaller parts."""
+    start, stop = 0, len(sum_N)
+    while stop - start > 1:
+        size = -(-(stop - start) // PARTS)
+        starts = range(start, stop, size)
+        mine = " ".join(_digest(sum_N[at : min(at + size, stop)])[:32] for at in starts)
+        texts = communicator.gather_text(mine)
+        pairs = zip(texts[odd].split(), texts[like].split(), strict=True)
+        start = starts[next(index for index, (a, b) in enumerate(pairs) if a != b)]
+        stop = min(start + size, stop)
+    return start
+
+
+def _find_changes(changed: Mapping[int, Sequence[Sequence[int]]], *, num_ranks: int) -> list[str]:
+    """Return a sentence for each repetition with other bits than the first one."""
+    found: dict[int, dict[int, Sequence[int]]] = {}
+    for rank, changes in changed.items():
+        for repetition, *where in changes:
+            found.setdefault(repetition, {})[rank] = where
+    return [
+        f"repetition {repetition + 1} gave other bits than the first on {_ranks(list(ranks), of=num_ranks)}, in "
+        f"{next(iter(ranks.values()))[1]} elements of rank {next(iter(ranks))}, the first of them element "
+        f"{next(iter(ranks.values()))[0]}"
+        for repetition, ranks in sorted(found.items())
+    ]
+
+
+def _find_beyond(parts: Sequence[Errors], *, precision: Precision) -> list[str]:
+    """Return where an error exceeds its bound; on the grid, where a sum is not the only exact one."""
+    found = []
+    for rank, part in enumerate(parts):
+        if part.first_beyond:
+            element, got, exact, limit = part.first_beyond
+            ulp = float(ulps(torch.tensor([exact], dtype=torch.float64)))
+            allowed = "the grid has one sum only" if precision.on_grid else f"the bound is {limit / ulp:.3g} ulp"
+            found.append(
+                f"rank {rank} found {part.num_beyond} of {part.num_elements} elements wrong; element {element} "
+                f"is {got:.9g}, the exact sum {exact:.9g}, {abs(got - exact) / ulp:.3g} ulp away, and {allowed}"
+            )
+    return found if len(found) <= SHOWN_RANKS else [*found[:SHOWN_RANKS], f"and {len(found) - SHOWN_RANKS} ranks more"]
+
+
+def _ranks(ranks: Sequence[int], *, of: int | None = None) -> str:
+    if len(ranks) == of:
+        return "every rank"
+    shown = ", ".join(map(str, ranks[:SHOWN_RANKS])) + (
+        f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    )
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -164,32 +164,22 @@ COLUMNS = (
 )
 
 
-def show_row(row: Row, *, is_best: bool) -> str:
-    """Write a row below the head; the fastest algorithm of a size has a star."""
-    texts = (
-        *(str(row.size), str(row.count), row.type, row.redop, row.algorithm + ("*" if is_best else " ")),
-        *(show_us(us) for us in (row.time_us, row.min_us, row.max_us)),
-        *(show_gb_per_s(rate) for rate in (row.algbw_gb_per_s, row.busbw_gb_per_s)),
-        *(str(row.num_wrong), str(len(row.repetitions_us))),
-        "-" if row.limit_share is None else f"{100 * row.limit_share:.1f}",
-    )
-    return table_line(COLUMNS, texts)
-
-
-def show_gb_per_s(rate: float) -> str:
-    """Write a rate, with more decimals if it is small."""
-    return f"{rate:.3f}" if rate >= 0.01 else f"{rate:.5f}"
-
-
-def show_us(us: float) -> str:
-    """Write microseconds with their significant decimals."""
-    return f"{us:.1f}" if us < 1000 else f"{us:.0f}"
-
-
 def show_rows(rows: Sequence[Row]) -> list[str]:
-    """Write the rows of one size, side by side."""
-    best = min(rows, key=lambda row: row.time_us).algorithm
-    return [show_row(row, is_best=row.algorithm == best) for row in rows]
+    """Write the rows of one size, side by side; the fastest algorithm has a star."""
+    best = min(rows, key=lambda row: row.time_us)
+    return [
+        table_line(
+            COLUMNS,
+            (
+                *(str(row.size), str(row.count), row.type, row.redop, row.algorithm + ("*" if row is best else " ")),
+                *(f"{us:.1f}" if us < 1000 else f"{us:.0f}" for us in (row.time_us, row.min_us, row.max_us)),
+                *(f"{r:.3f}" if r >= 0.01 else f"{r:.5f}" for r in (row.algbw_gb_per_s, row.busbw_gb_per_s)),
+                *(str(row.num_wrong), str(len(row.repetitions_us))),
+                "-" if row.limit_share is None else f"{100 * row.limit_share:.1f}",
+            ),
+        )
+        for row in rows
+    ]
 
 
 def explain_limit(limit: Limit | None, *, num_nodes: int, source: str, shares: Mapping[str, float]) -> str:

@@ -26,19 +26,13 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
 
 def require_numbers(arguments: argparse.Namespace, *, least: dict[str, int], seconds: tuple[str, ...]) -> None:
     """Check the least values of whole-number options, and lengths of time. Raises: CommError naming one."""
+    values = {f"--{name.replace('_', '-')}": value for name, value in vars(arguments).items()}
     for option, minimum in least.items():
-        value = _value(arguments, option)
-        if value is not None and value < minimum:
-            raise CommError(f"{option} {value} is too few; give at least {minimum}")
+        if values[option] is not None and values[option] < minimum:
+            raise CommError(f"{option} {values[option]} is too few; give at least {minimum}")
     for option in seconds:
-        value = _value(arguments, option)
-        if not 0 < value < float("inf"):
-            raise CommError(f"{option} {value:g} is no length of time; give a positive number of seconds")
-
-
-def _value(arguments: argparse.Namespace, option: str) -> float:
-    value: float = getattr(arguments, option.removeprefix("--").replace("-", "_"))
-    return value
+        if not 0 < values[option] < float("inf"):
+            raise CommError(f"{option} {values[option]:g} is no length of time; give a positive number of seconds")
 
 
 def connect_as_told(arguments: argparse.Namespace) -> Communicator:

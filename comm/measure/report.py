@@ -52,9 +52,17 @@ class Report:
         record: further facts for the line of conditions. lines: the explanation of the columns.
         Raises: CommError on all ranks if the file or the plot cannot be written.
         """
-        problem = self._communicator.gather_text(self._open(plot))[0]
-        if problem:
-            raise CommError(problem)
+        problem = ""
+        try:
+            if self._output:
+                self._output.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open_named(self._output)
+            if plot and self._is_first:
+                require_nameable(plot)
+        except OSError as error:
+            problem = f"cannot write {error.filename}: {error.strerror}; choose another --output or --plot"
+        if told := self._communicator.gather_text(problem)[0]:
+            raise CommError(told)
         conditions = self._conditions
         self.write({"kind": "conditions", "command": self._command, **asdict(conditions), **record})
         hosts = ", ".join(dict.fromkeys(conditions.hosts))
@@ -67,18 +75,6 @@ class Report:
         for line in others:
             self.print(f"# {line}")
         self.print(table_head(columns))
-
-    def _open(self, plot: Path | None) -> str:
-        """Return the error that prevents it, or ""."""
-        try:
-            if self._output:
-                self._output.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open_named(self._output)
-            if plot and self._is_first:
-                require_nameable(plot)
-        except OSError as error:
-            return f"cannot write {error.filename}: {error.strerror}; choose another --output or --plot"
-        return ""
 
     def working_on(self, text: str) -> None:
         """Show the current work, in a line that the next one replaces; on a terminal only."""

@@ -156,7 +156,8 @@ class _Sweep:
             larger = [size for size in near if _estimate(probes, size) <= affordable]
             if not larger:
                 break
-            probes.append((larger[0], *self._sum_once(larger[0])))
+            (took,) = self._sum_once(larger[0])
+            probes.append((larger[0], took))
         for place, size in enumerate(sizes):
             seconds = SUMS_PER_SIZE * _estimate(probes, size)
             if size <= largest and seconds + self.size_exchange_seconds <= self.left:

@@ -79,21 +79,25 @@ def tune(
     say(explain_links(links))
     backward = measure_backward(named_parameters, forward, communicator, seconds=BACKWARD_SHARE * seconds)
     tensors = in_ready_order(named_parameters, backward)
-    dtype, num_bytes = _main_dtype(tensors), sum(tensor.num_bytes for tensor in tensors)
+    bytes_of: Counter[str] = Counter()
+    for tensor in tensors:
+        bytes_of[tensor.dtype] += tensor.num_bytes
+    dtype, num_bytes = bytes_of.most_common(1)[0][0], bytes_of.total()
     first = min(backward.ready_seconds.values(), default=0.0)
     say(
         f"backward: {_ms(backward.seconds)}, its first gradient after {_ms(first)}; {len(tensors)} gradients, "
         f"{num_bytes / 1e6:.1f} MB"
     )
-    say(f"time of an all-reduce of {dtype}:")
-    say(times_head(communicator.algorithms))
+    names = communicator.algorithms
+    say(f"time of an all-reduce of {dtype}, median in ms; * fastest, n repetitions:")
+    say(f"{'bytes':>12}" + "".join(f"{name:>15}" for name in names))
     times = measure_times(
         communicator,
         sizes_below(num_bytes),
         dtype=getattr(torch, dtype),
         start=start,
         seconds=(1 - STEPS_SHARE) * seconds,
-        on_size=lambda size, at_size: say(times_line(size, at_size, communicator.algorithms)),
+        on_size=lambda size, at_size: say(times_line(size, at_size, names)),
     )
     fastest = make_table(times, beyond=choose_algorithm(communicator.backend, table=None).algorithm)
     say(f"algorithm by size: {fastest}")
@@ -135,20 +139,20 @@ def explain_choice(findings: Findings) -> list[str]:
     lines = ["whole steps: forward, backward and sums (median of the slowest rank)"]
     for step in findings.steps:
         what = "as the config states: " if step.candidate == stated else ""
-        lines.append(f"  {_ms(step.measured.median):>9}  {what}{step.candidate}; n = {len(step.measured.seconds)}")
-    first, fastest = findings.steps[0], min(findings.steps, key=lambda step: step.measured.median)
+        lines.append(f"  {_ms(step.median):>9}  {what}{step.candidate}; n = {len(step.measured.seconds)}")
+    first, fastest = findings.steps[0], min(findings.steps, key=lambda step: step.median)
     noise = _ms(noise_between(first, fastest))
     if best is first:
-        return [
-            *lines,
-            f"chosen: what the config states is kept: {_ms(first.measured.median)} a step, the fastest "
-            f"{_ms(fastest.measured.median)}; a gain below {noise} would be noise",
-        ]
-    return [
-        *lines,
-        f"chosen: {best.candidate}: {_ms(best.measured.median)} a step, against {_ms(first.measured.median)} as the "
-        f"config states, +-{noise}",
-    ]
+        lines.append(
+            f"chosen: what the config states is kept: {_ms(first.median)} a step, the fastest "
+            f"{_ms(fastest.median)}; a gain below {noise} would be noise"
+        )
+    else:
+        lines.append(
+            f"chosen: {best.candidate}: {_ms(best.median)} a step, against {_ms(first.median)} as the config states, "
+            f"+-{noise}"
+        )
+    return lines
 
 
 def explain_links(links: MeasuredLinks) -> str:
@@ -161,11 +165,6 @@ def explain_links(links: MeasuredLinks) -> str:
     return "messages: " + ("; ".join(parts) or "none between these ranks")
 
 
-def times_head(names: Sequence[str]) -> str:
-    """Write the head of times_line."""
-    return f"{'bytes':>12}" + "".join(f"{name:>15}" for name in names) + "   (median in ms; * fastest, n repetitions)"
-
-
 def times_line(size: int, at_size: Mapping[str, Measured], names: Sequence[str]) -> str:
     """Write one size, a column for each algorithm; '-' for one that was not measured."""
     best = min(at_size, key=lambda name: at_size[name].median)
@@ -176,11 +175,3 @@ def times_line(size: int, at_size: Mapping[str, Measured], names: Sequence[str])
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _main_dtype(tensors: Sequence[TensorSpec]) -> str:
-    """Return the dtype of most bytes."""
-    num_bytes: Counter[str] = Counter()
-    for tensor in tensors:
-        num_bytes[tensor.dtype] += tensor.num_bytes
-    return num_bytes.most_common(1)[0][0]

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import combinations
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import make_wire
-from bigbatch.comm.measure.drawn_sums import DrawnSums, Outcome
-from bigbatch.comm.measure.exactness import PRECISIONS, Precision, classes_of
+from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, Outcome, Precision
 from bigbatch.comm.measure.figures import show_bytes
 from bigbatch.comm.measure.report import Report, table_line
 from bigbatch.errors import CommError
@@ -67,11 +66,6 @@ class VerifyRow:
     sha256: str
     findings: tuple[str, ...]
 
-    @property
-    def sum(self) -> str:
-        """Return the name of the algorithm and its cut."""
-        return self.algorithm if self.pieces == 1 else f"{self.algorithm} in {self.pieces} pieces"
-
 
 def verify_sizes(
     counts: Sequence[int],
@@ -106,20 +100,16 @@ def verify_sizes(
                     )
             new = make_rows(outcomes, count=count, precision=precision.name, repetitions=repetitions)
             rows += new
-            _show_rows(new, report)
+            report.working_on("")
+            for row in new:
+                report.print(show_row(row))
+                report.write({"kind": "row", **asdict(row)})
+            for finding in (finding for row in new for finding in row.findings):
+                report.print(f"# FAILED: {finding}")
     text, has_failed = verdict(rows), any(row.findings for row in rows)
     report.print(f"# {text}")
     report.write({"kind": "verdict", "failed": has_failed, "text": text})
     return not has_failed
-
-
-def _show_rows(rows: Sequence[VerifyRow], report: Report) -> None:
-    report.working_on("")
-    for row in rows:
-        report.print(show_row(row))
-        report.write({"kind": "row", **asdict(row)})
-    for finding in (finding for row in rows for finding in row.findings):
-        report.print(f"# FAILED: {finding}")
 
 
 def make_sums(
@@ -148,71 +138,62 @@ def make_rows(
     outcomes: Mapping[tuple[str, int], Outcome], *, count: int, precision: str, repetitions: int
 ) -> list[VerifyRow]:
     """Make the rows of one size and precision from sums by (algorithm, pieces)."""
-    classes = classes_of([outcome.digest for outcome in outcomes.values()])
+    digests = list(dict.fromkeys(outcome.digest for outcome in outcomes.values()))
     rows = []
-    for ((algorithm, pieces), outcome), bits in zip(outcomes.items(), classes, strict=True):
-        errors = outcome.errors
+    for (algorithm, pieces), outcome in outcomes.items():
+        errors, cut = outcome.errors, "" if pieces == 1 else f" in {pieces} pieces"
+        figures = (errors.largest_ulp, errors.total_ulp / count, errors.bound_share)
+        largest_ulp, mean_ulp, bound_share = (each if math.isfinite(each) else None for each in figures)
         row = VerifyRow(
             size=4 * count,
             count=count,
             precision=precision,
             algorithm=algorithm,
             pieces=pieces,
-            largest_ulp=_finite(errors.largest_ulp),
-            mean_ulp=_finite(errors.total_ulp / count),
-            bound_share=_finite(errors.bound_share),
+            largest_ulp=largest_ulp,
+            mean_ulp=mean_ulp,
+            bound_share=bound_share,
             num_off=errors.num_off,
-            bits=bits,
+            bits=digests.index(outcome.digest) + 1,
             repetitions=repetitions,
             num_repeated=outcome.num_repeated,
             ranks_agree=outcome.ranks_agree,
             sha256=outcome.digest,
-            findings=(),
+            findings=tuple(f"{algorithm}{cut}, {precision}, {show_bytes(4 * count)}: {x}" for x in outcome.findings),
         )
-        what = f"{row.sum}, {precision}, {show_bytes(row.size)}"
-        rows.append(replace(row, findings=tuple(f"{what}: {each}" for each in outcome.findings)))
+        rows.append(row)
     return rows
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def show_row(row: VerifyRow) -> str:
     """Write a row below the head."""
+    percent = None if row.bound_share is None else 100 * row.bound_share
     texts = (
         *(str(row.size), str(row.count), row.precision, row.algorithm, str(row.pieces)),
-        *(_show(row.largest_ulp), _show(row.mean_ulp)),
-        _show(None if row.bound_share is None else 100 * row.bound_share),
+        *("inf" if value is None else f"{value:.3g}" for value in (row.largest_ulp, row.mean_ulp, percent)),
         *(str(row.num_off), str(row.bits), f"{row.num_repeated}/{row.repetitions}"),
         "same" if row.ranks_agree else "DIFFER",
     )
     return table_line(COLUMNS, texts)
 
 
-def _show(value: float | None) -> str:
-    return "inf" if value is None else f"{value:.3g}"
-
-
 def verdict(rows: Sequence[VerifyRow]) -> str:
     """Return a line on the result of all rows."""
     if num_findings := sum(len(row.findings) for row in rows):
         return f"FAILED: {num_findings} finding(s), above; do not train with these sums before the cause is known"
-    pairs = {name: count_pairs([row for row in rows if row.precision == name]) for name in PRECISIONS}
-    pairs = {name: each for name, each in pairs.items() if each[1]}
-    differ = ", ".join(f"{different} of {total} in {name}" for name, (different, total) in pairs.items())
     texts = ["every sum repeats its own bits, on all ranks alike, within its bound"]
-    if differ:
+    counts = {}
+    for name in PRECISIONS:
+        # the bits of each sum at all sizes
+        by_sum: dict[tuple[str, int], list[str]] = {}
+        for row in rows:
+            if row.precision == name:
+                by_sum.setdefault((row.algorithm, row.pieces), []).append(row.sha256)
+        if pairs := list(combinations(by_sum.values(), 2)):
+            counts[name] = sum(a != b for a, b in pairs), len(pairs)
+    if counts:
+        differ = ", ".join(f"{different} of {total} in {name}" for name, (different, total) in counts.items())
         texts.append(f"pairs of sums that differ from each other: {differ}")
-    if any(different for different, _ in pairs.values()):
+    if any(different for different, _ in counts.values()):
         texts.append("set run.reproducible for sums that do not")
     return "; ".join(texts)
-
-
-def count_pairs(rows: Sequence[VerifyRow]) -> tuple[int, int]:
-    """Count the pairs of sums of one precision that differ at any size, and all pairs."""
-    by_sum: dict[str, list[str]] = {}
-    for row in rows:
-        by_sum.setdefault(row.sum, []).append(row.sha256)
-    pairs = list(combinations(by_sum.values(), 2))
-    return sum(a != b for a, b in pairs), len(pairs)

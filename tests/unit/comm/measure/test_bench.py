@@ -145,7 +145,7 @@ def test_table() -> None:
     )
     assert second.split()[4] == "native"
     assert len({len(line) for line in (titles, units, first, second)}) == 1  # aligned to the right
-    assert bench.show_row(row(), is_best=False).split()[-1] == "-"
+    assert bench.show_rows([row()])[0].split()[-1] == "-"
 
 
 def test_limit_explains_what_the_last_column_is_a_share_of() -> None:
