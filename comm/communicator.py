@@ -71,7 +71,7 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return self.env.rank
 
     @property
@@ -83,6 +83,11 @@ class Communicator:
     def transport_device(self) -> torch.device:
         """Return the device on which the backend itself reads tensors: the host if those of a GPU are staged."""
         return self.device if self.staging is None else torch.device("cpu")
+
+    @property
+    def is_timed_by_host(self) -> bool:
+        """Tell whether a thread of the host waits for the end of each operation: its clock then times them."""
+        return self.staging is not None or self.backend.name in ("mpi", "horovod")
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -109,8 +114,12 @@ class Communicator:
         why = ""
         if algorithm == AUTO:
             algorithm, why = choose_algorithm(self.backend, table=table, table_from=table_from)
-        _require_wire(wire, self.backend)
         names = self.algorithms
+        if wire.dtype is not None and wire.dtype not in self.backend.capabilities.dtypes:
+            raise ValueError(
+                f"{self.backend.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another "
+                "backend"
+            )
         if algorithm in ALGORITHMS and algorithm not in (*names, "hybrid"):
             raise ValueError(
                 f"algorithm {algorithm!r} is made of messages between ranks, which {self.backend.name} has not: "
@@ -185,35 +194,6 @@ class Communicator:
 
         In the same queue as start(), with its copies and errors. algorithm and wire name it in a trace.
         """
-        self._require_summable(tensor_N)
-        operation = self._operation(collective_, tensor_N, label=label)
-        if self.timeline.is_active:
-            operation = self._recorded(operation, tensor_N, label=label, algorithm=algorithm, wire=wire)
-        self.control.roll_call.begin()
-        work = self.backend.submit(operation, label=label)
-        return work if self.staging is None else Staged(work, self.staging)
-
-    def _recorded(
-        self, operation: Callable[[], None], tensor_N: Tensor, *, label: str, algorithm: str, wire: Wire
-    ) -> Callable[[], None]:
-        self.timeline.mark(label, row="buffers ready")
-        facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
-        on_host = self.staging is not None or self.backend.name in (
-            "mpi",
-            "horovod",
-        )  # the thread knows the time of both
-
-        def recorded() -> None:
-            with self.timeline.span(label, row="all-reduce", on_host=on_host, **facts):
-                operation()
-
-        return recorded
-
-    def algorithm_for(self, tensor_N: Tensor) -> str:
-        """Return the algorithm that sums this tensor: hybrid's choice, else the only one."""
-        return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
-
-    def _require_summable(self, tensor_N: Tensor) -> None:
         if tensor_N.device != self.device:
             raise ValueError(f"a tensor on {tensor_N.device} cannot be summed: ranks communicate on {self.device}")
         if tensor_N.dtype not in self.backend.capabilities.dtypes:
@@ -221,28 +201,53 @@ class Communicator:
             raise ValueError(f"{self.backend.name} cannot sum {tensor_N.dtype}; it sums {names}")
         if tensor_N.dim() != 1 or not tensor_N.is_contiguous():
             raise ValueError(f"only a flat, contiguous tensor can be summed, not one of shape {tuple(tensor_N.shape)}")
+        operation, timeline = self._operation(collective_, tensor_N, label=label), self.timeline
+        timeline.mark(label, row="buffers ready")
+
+        def recorded() -> None:
+            facts = {"algorithm": algorithm, "bytes": tensor_N.nbytes, "wire": dtype_name(wire.of(tensor_N))}
+            with timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts):
+                operation()
+
+        self.control.roll_call.begin()
+        work = self.backend.submit(recorded if timeline.is_active else operation, label=label)
+        return work if self.staging is None else Staged(work, self.staging)
 
     def _operation(self, collective_: Collective, tensor_N: Tensor, *, label: str) -> Callable[[], None]:
+        """Make what the backend runs: the collective on the tensor, or on shared memory with copies there and back."""
         if not tensor_N.numel():
             return lambda: None
         if self.memory is None or self.memory.views(tensor_N) is not None:
             return lambda: collective_(tensor_N)
+        staging = self.staging
         scratch_N = self.memory.scratch(tensor_N.numel(), tensor_N.dtype, finish=self._finish_with_scratch, what=label)
-        if self.staging is not None:
-            return _by_way_of_host(collective_, tensor_N, scratch_N, self.staging)
+        if staging is None:
 
-        def by_way_of_scratch() -> None:
-            scratch_N.copy_(tensor_N)
+            def by_way_of_scratch() -> None:
+                scratch_N.copy_(tensor_N)
+                collective_(scratch_N)
+                tensor_N.copy_(scratch_N)
+
+            return by_way_of_scratch
+        staging.pin(scratch_N)
+        ready = staging.ready()  # now, as the tensor is written; the other thread waits for it before it reads
+
+        def by_way_of_host() -> None:
+            staging.fetch(scratch_N, tensor_N, ready=ready)
             collective_(scratch_N)
-            tensor_N.copy_(scratch_N)
+            staging.bring_back(tensor_N, scratch_N)
 
-        return by_way_of_scratch
+        return by_way_of_host
 
     def _finish_with_scratch(self, scratch_N: Tensor) -> None:
         """Wait for operations that may use this scratch memory. Collective, and seldom: scratch doubles."""
         self.backend.submit(lambda: None, label="growth of shared memory").wait()
         if self.staging is not None:
             self.staging.unpin(scratch_N)
+
+    def algorithm_for(self, tensor_N: Tensor) -> str:
+        """Return the algorithm that sums this tensor: hybrid's choice, else the only one."""
+        return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
         """Sum a flat tensor over all ranks, in place, and wait for it. Collective."""
@@ -260,8 +265,10 @@ class Communicator:
         odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if odd:
             texts = self.gather_text(text if self.rank in (0, odd[0]) else "")
+            lines = zip(texts[odd[0]].splitlines(), texts[0].splitlines(), strict=False)
+            pairs = (f"{theirs.strip()!r} against {ours.strip()!r}" for theirs, ours in lines if theirs != ours)
             raise CommError(
-                f"rank {odd[0]} and rank 0 disagree on {what}: {first_difference(texts[odd[0]], texts[0])}; "
+                f"rank {odd[0]} and rank 0 disagree on {what}: {next(pairs, 'one is longer')}; "
                 "start all ranks from the same files with the same command"
             )
 
@@ -325,11 +332,9 @@ class Communicator:
         self.backend.abandon()
 
     def __str__(self) -> str:
-        topology = self.topology
         return (
-            f"{count(self.world_size, 'rank')} in {count(topology.num_nodes, 'node group')}, started by "
-            f"{self.env.launcher}; "
-            f"backend {self.backend.name}, all-reduce {self.algorithm}"
+            f"{count(self.world_size, 'rank')} in {count(self.topology.num_nodes, 'node group')}, started by "
+            f"{self.env.launcher}; backend {self.backend.name}, all-reduce {self.algorithm}"
         )
 
 
@@ -368,30 +373,3 @@ def _close_all() -> None:
             with suppress(OSError):
                 stream.flush()
         os._exit(FAILED)  # the interpreter accepts no other exit code while it ends
-
-
-def first_difference(ours: str, theirs: str) -> str:
-    """Show the first line in which two texts differ, side by side."""
-    pairs = zip(ours.splitlines(), theirs.splitlines(), strict=False)
-    return next((f"{a.strip()!r} against {b.strip()!r}" for a, b in pairs if a != b), "one is longer")
-
-
-def _by_way_of_host(
-    collective_: Collective, tensor_N: Tensor, scratch_N: Tensor, staging: HostStaging
-) -> Callable[[], None]:
-    staging.pin(scratch_N)
-    ready = staging.ready()  # now, as the tensor is written; the other thread waits for it before it reads
-
-    def by_way_of_host() -> None:
-        staging.fetch(scratch_N, tensor_N, ready=ready)
-        collective_(scratch_N)
-        staging.bring_back(tensor_N, scratch_N)
-
-    return by_way_of_host
-
-
-def _require_wire(wire: Wire, transport: Backend) -> None:
-    if wire.dtype is not None and wire.dtype not in transport.capabilities.dtypes:
-        raise ValueError(
-            f"{transport.name} cannot sum {dtype_name(wire.dtype)}: choose another wire_dtype, or another backend"
-        )

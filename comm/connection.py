@@ -10,18 +10,20 @@ import torch
 from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend
+from bigbatch.comm.backends.horovod import HorovodBackend, sums_on_gpus
 from bigbatch.comm.backends.host_staging import HostStaging
-from bigbatch.comm.backends.mpi import meet_by_mpi
+from bigbatch.comm.backends.mpi import MpiBackend, meet_by_mpi
 from bigbatch.comm.backends.node_memory import NodeMemory
-from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.backends.single import SingleBackend
+from bigbatch.comm.backends.tcp import TcpBackend
+from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator, close_at_exit
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.exit_record import record_begin
 from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
 from bigbatch.comm.rendezvous.stall import StallInspector
-from bigbatch.comm.rendezvous.topology import Topology, make_topology
+from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import CommError, PeerLostError
 
@@ -54,19 +56,13 @@ def choose_device(env: ProcessEnv, *, backend: str = "auto") -> torch.device:
     num_gpus = _count_gpus()
     if backend != "nccl" and num_gpus == 0:
         return torch.device("cpu")
-    if backend == "horovod" and not _horovod_sums_on_gpus():
+    if backend == "horovod" and not sums_on_gpus():
         return torch.device("cpu")
     if num_gpus < env.local_size and num_gpus != 1:
         raise too_few_gpus(env.local_size, num_gpus, host=env.host, is_one_host=env.is_one_host)
     device = torch.device("cuda", 0 if num_gpus == 1 else env.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _horovod_sums_on_gpus() -> bool:
-    from bigbatch.comm.backends.horovod import sums_on_gpus
-
-    return sums_on_gpus()
 
 
 def only_gpu(device: torch.device) -> str:
@@ -147,9 +143,6 @@ def connect(
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
     wire = make_wire(wire_dtype, predivide, reduce_dtype)
-    warn_seconds = _checked_warning(warn_seconds, timeout_seconds=timeout_seconds)
-    _require_own_interface(backend, interface)
-    interface = env.interface or interface
     gpu = ""
     if device is None:  # a caller that names one may have ranks share it
         device = choose_device(env, backend=backend)
@@ -157,8 +150,14 @@ def connect(
     device = with_index(device)
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "tcp"
-    _require_device(backend, device)
-    _require_buffers(backend, buffers)
+    _require_possible(backend, device, interface=interface, buffers=buffers)
+    warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
+    if not 0 < warn_seconds <= timeout_seconds:
+        raise ValueError(
+            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
+            "which no rank is left to warn"
+        )
+    interface = env.interface or interface
     control = Control(
         env,
         timeout_seconds=timeout_seconds,
@@ -173,21 +172,28 @@ def connect(
     transport, inspector = _connect_watched(
         env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds
     )
-    met = _assemble(
-        env,
-        control,
+    is_native = device.type in transport.capabilities.device_types
+    shares_memory = transport.capabilities.has_messages and not (is_native and device.type == "cuda")
+    met = Communicator(
+        env=env,
+        control=control,
         backend=transport,
         topology=topology,
-        device=device,
+        memory=NodeMemory(topology, control) if shares_memory else None,
+        staging=None if is_native else HostStaging(device),
+        algorithm="",
+        all_reduce_=lambda tensor_N: None,  # chosen below
         wire=wire,
         table=table,
+        device=device,
+        timeline=Timeline(device),
         inspector=inspector,
+        buffers=buffers,
     )
-    met = replace(met, buffers=buffers)
     try:
-        if inspector is not None and buffers != "torch":
+        if inspector is not None and buffers != "torch":  # of NCCL
             with inspector.during("registration of a first buffer"):
-                registered = _register(transport, device, is_symmetric=buffers == "symmetric")
+                registered = transport.register(device, is_symmetric=buffers == "symmetric")  # type: ignore[attr-defined]
             met = replace(met, registered=registered)
         if isinstance(algorithm, str):
             return close_at_exit(met.with_algorithm(algorithm, table=table))
@@ -199,70 +205,23 @@ def connect(
     return close_at_exit(algorithm(close_at_exit(met)))  # opened before: if it fails, the others are told
 
 
-def _assemble(
-    env: ProcessEnv,
-    control: Control,
-    *,
-    backend: Backend,
-    topology: Topology,
-    device: torch.device,
-    wire: Wire,
-    table: HybridTable | None,
-    inspector: StallInspector | None,
-) -> Communicator:
-    """Make the communicator around the backend, with all that works on the device; the algorithm is chosen later."""
-    is_native = device.type in backend.capabilities.device_types
-    is_of_host = not is_native or device.type == "cpu"
-    memory = NodeMemory(topology, control) if is_of_host and backend.capabilities.has_messages else None
-    return Communicator(
-        env=env,
-        control=control,
-        backend=backend,
-        topology=topology,
-        memory=memory,
-        staging=None if is_native else HostStaging(device),
-        algorithm="",
-        all_reduce_=lambda tensor_N: None,
-        wire=wire,
-        table=table,
-        device=device,
-        timeline=Timeline(device),
-        inspector=inspector,
-    )
-
-
-def _checked_warning(warn_seconds: float | None, *, timeout_seconds: float) -> float:
-    warn_seconds = min(WARN_SECONDS, timeout_seconds) if warn_seconds is None else warn_seconds
-    if not 0 < warn_seconds <= timeout_seconds:
+def _require_possible(backend: str, device: torch.device, *, interface: str | None, buffers: str) -> None:
+    """Raise ValueError for a backend that cannot sum on this device, or has no such setting."""
+    is_odd = (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"))
+    if is_odd or ((backend, device.type) == ("horovod", "cuda") and not sums_on_gpus()):
         raise ValueError(
-            f"warn_seconds={warn_seconds:g} must be positive, and at most timeout_seconds={timeout_seconds:g}, after "
-            "which no rank is left to warn"
+            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo for CPUs, tcp and mpi for "
+            "both, and so is a horovod that was built with NCCL"
         )
-    return warn_seconds
-
-
-def _require_own_interface(backend: str, interface: str | None) -> None:
     if interface is not None and backend in ("mpi", "horovod"):
         raise ValueError(
             f"interface {interface!r} has no effect on backend {backend!r}: its MPI library chooses one; leave "
             "it out and tell the library, as by OMPI_MCA_btl_tcp_if_include for Open MPI"
         )
-
-
-def _require_buffers(backend: str, buffers: str) -> None:
     if buffers not in BUFFERS:
         raise ValueError(f"buffers {buffers!r} is unknown; choose one of {', '.join(BUFFERS)}")
     if backend != "nccl" and buffers != "torch":
         raise ValueError(f"buffers {buffers!r} is a setting of NCCL's, and the backend here is {backend}: leave it out")
-
-
-def _require_device(backend: str, device: torch.device) -> None:
-    is_odd = (backend, device.type) in (("nccl", "cpu"), ("gloo", "cuda"))
-    if is_odd or ((backend, device.type) == ("horovod", "cuda") and not _horovod_sums_on_gpus()):
-        raise ValueError(
-            f"backend {backend!r} does not sum tensors on {device}: nccl is for GPUs, gloo for CPUs, tcp and mpi for "
-            "both, and so is a horovod that was built with NCCL"
-        )
 
 
 def make_wire(wire_dtype: str | None, predivide: float = 1.0, reduce_dtype: str = "fp32") -> Wire:
@@ -303,13 +262,6 @@ def _connect_watched(
     return transport, inspector
 
 
-def _register(transport: Backend, device: torch.device, *, is_symmetric: bool) -> RegisteredMemory:
-    from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-
-    assert isinstance(transport, TorchDistributedBackend)
-    return transport.register(device, is_symmetric=is_symmetric)
-
-
 def _connect(
     env: ProcessEnv,
     control: Control,
@@ -319,17 +271,9 @@ def _connect(
     interface: str | None,
 ) -> Backend:
     if backend == "tcp":
-        from bigbatch.comm.backends.tcp import TcpBackend
-
         return TcpBackend(env, control, interface=interface)
     if backend == "mpi":
-        from bigbatch.comm.backends.mpi import MpiBackend
-
         return MpiBackend(env, control, device=device)
     if backend == "horovod":
-        from bigbatch.comm.backends.horovod import HorovodBackend
-
         return HorovodBackend(env, control, device=device)
-    from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
-
     return TorchDistributedBackend(env, control, library=backend, device=device, interface=interface)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bigbatch.comm.backends.base import Group
 from bigbatch.comm.backends.host_staging import Staged
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import ExposedTime
@@ -28,36 +27,27 @@ def make_group_gather(communicator: Communicator, *, group_size: int, exposed: E
     group = communicator.backend.new_group([range(start, start + group_size) for start in starts])
     label = f"gather of {what} over ranks {group.ranks[0]} to {group.ranks[-1]}"
 
+    backend, staging, timeline = communicator.backend, communicator.staging, communicator.timeline
+
     def gather(own_N: Tensor) -> Tensor:
+        own_N = own_N.contiguous()
         all_RN = own_N.new_empty(group_size, own_N.numel())
-        operation = _operation(communicator, group, own_N=own_N.contiguous(), all_RN=all_RN, label=label)
+        send_N, receive_RN = own_N, all_RN
+        if staging is not None:
+            send_N, receive_RN = (torch.empty_like(each, device="cpu", pin_memory=True) for each in (own_N, all_RN))
+            ready = staging.ready()
+
+        def run() -> None:
+            with timeline.span(label, row="gather", on_host=communicator.is_timed_by_host, bytes=all_RN.nbytes):
+                if staging is not None:
+                    staging.fetch(send_N, own_N, ready=ready)
+                backend.all_gather(receive_RN.view(-1), send_N, group)
+                if staging is not None:
+                    staging.bring_back(all_RN, receive_RN)
+
         with exposed.measure([own_N]):
-            work = communicator.backend.submit(operation, label=label, ranks=group.ranks)
-            (work if communicator.staging is None else Staged(work, communicator.staging)).wait()
+            work = backend.submit(run, label=label, ranks=group.ranks)
+            (work if staging is None else Staged(work, staging)).wait()
         return all_RN
 
     return gather
-
-
-def _operation(
-    communicator: Communicator, group: Group, *, own_N: Tensor, all_RN: Tensor, label: str
-) -> Callable[[], None]:
-    backend, staging, timeline = communicator.backend, communicator.staging, communicator.timeline
-    on_host = staging is not None or backend.name == "mpi"  # the thread knows the time of both
-    if staging is None:
-
-        def run() -> None:
-            with timeline.span(label, row="gather", on_host=on_host, bytes=all_RN.nbytes):
-                backend.all_gather(all_RN.view(-1), own_N, group)
-
-        return run
-    host_N, host_RN = (torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in (own_N, all_RN))
-    ready = staging.ready()
-
-    def run_by_way_of_host() -> None:
-        with timeline.span(label, row="gather", on_host=on_host, bytes=all_RN.nbytes):
-            staging.fetch(host_N, own_N, ready=ready)
-            backend.all_gather(host_RN.view(-1), host_N, group)
-            staging.bring_back(all_RN, host_RN)
-
-    return run_by_way_of_host

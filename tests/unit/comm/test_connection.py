@@ -447,23 +447,25 @@ def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPat
 def test_settings_of_nccl_reach_it_and_what_it_has_not_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     PlayedGpus(2, monkeypatch=monkeypatch)
     asked: list[Any] = []
-    capabilities = Capabilities(("cuda",), in_place=True)
-    transport = SimpleNamespace(
-        capabilities=capabilities, oldest=lambda: None, abandon=lambda: asked.append("abandoned"), name="nccl"
-    )
 
-    def register(backend: Any, device: torch.device, *, is_symmetric: bool) -> None:
-        asked.append((backend, device, is_symmetric))
+    def register(device: torch.device, *, is_symmetric: bool) -> None:
+        asked.append((device, is_symmetric))
         raise CommError("comm.buffers is not to be had")
 
+    transport = SimpleNamespace(
+        capabilities=Capabilities(("cuda",), in_place=True),
+        oldest=lambda: None,
+        abandon=lambda: asked.append("abandoned"),
+        register=register,
+        name="nccl",
+    )
     places_of_two = [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
     monkeypatch.setattr(connection, "meet", lambda env, met, gpu: places_of_two)
     monkeypatch.setattr(connection, "_connect", lambda *_, **__: transport)
-    monkeypatch.setattr(connection, "_register", register)
     gpu = torch.device("cuda", 0)
     with pytest.raises(CommError, match=re.escape("comm.buffers")):
         connect(backend="nccl", env=TWO, device=gpu, timeout_seconds=1, buffers="symmetric")
-    assert asked == [(transport, gpu, True), "abandoned"]
+    assert asked == [(gpu, True), "abandoned"]
 
 
 def test_inspector_watches_until_the_transport_is_closed() -> None:
