@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bigbatch.comm.algorithms import make_allreduce
 from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
-from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, plan_fusion
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, PlanSizes
 from bigbatch.comm.gradients.reducer import tensor_spec
 from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.comm.rendezvous.topology import Topology
@@ -134,7 +134,8 @@ def plan_of(recipe: str) -> tuple[BufferPlan, ...]:
         model = build_model(config.model.name, num_classes=config.data.num_classes, norm=nn.BatchNorm2d, **width)
         to_half_(model, COMPUTE_DTYPES[config.optimizer.precision])
     sizes = {name: getattr(config.comm, name) for name in asdict(DEFAULT_SIZES)}
-    return plan_fusion([tensor_spec(*each) for each in reversed([*model.named_parameters()])], **sizes).buffers
+    tensors = [tensor_spec(*each) for each in reversed([*model.named_parameters()])]
+    return PlanSizes(**sizes).plan(tensors).buffers
 
 
 def empty(plan: Iterable[BufferPlan]) -> list[Tensor]:

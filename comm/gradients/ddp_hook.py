@@ -46,14 +46,14 @@ def _future(work: InFlight, bucket_N: Tensor) -> FutureTensor:
             future.set_result(bucket_N)
         return future
     future = FutureTensor()
-    Thread(target=_complete, args=(future, work, bucket_N), name="bigbatch-ddp-bucket", daemon=True).start()
+
+    def complete() -> None:
+        try:
+            work.wait()
+        except Exception as error:  # raised again by value()
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(bucket_N)
+
+    Thread(target=complete, name="bigbatch-ddp-bucket", daemon=True).start()
     return future
-
-
-def _complete(future: FutureTensor, work: InFlight, bucket_N: Tensor) -> None:
-    try:
-        work.wait()
-    except Exception as error:  # raised again by value()
-        future.set_exception(error)  # type: ignore[arg-type]
-    else:
-        future.set_result(bucket_N)

@@ -49,7 +49,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"op={op!r} is unknown; choose one of {', '.join(OPS)}")
         if backward_passes_per_step < 1:
             raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
-        _require_distributable(optimizer)
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ValueError("this optimizer is a DistributedOptimizer already: wrap each one once")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS decides by this rank's own loss how often to go on, so ranks would part: take another"
+            )
         named = _of_optimizer(optimizer, named_parameters)
         self._optimizer = optimizer
         self._divisor = communicator.world_size if op == "average" else 1
@@ -107,12 +112,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._divisor != 1:
             for buffer_N in self._reducer.buffers:
                 buffer_N.div_(self._divisor)
-        self._start_over()
-        self._is_synchronized = True
-
-    def _start_over(self) -> None:
         self._passes.clear()
         self._reducer.is_active = self._num_passes == 1
+        self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -129,7 +131,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises: RuntimeError inside skip_synchronize() without synchronize().
         """
         if closure is not None:
-            loss = self._optimizer.step(partial(self._closed, closure))
+
+            def synchronized() -> float:
+                loss = closure()
+                self.synchronize()
+                return loss
+
+            loss = self._optimizer.step(synchronized)
             self._is_synchronized = False
             return loss
         if not self._is_synchronized:
@@ -139,11 +147,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._optimizer.step()
         self._is_synchronized = False
         return None
-
-    def _closed(self, closure: Callable[[], float]) -> float:
-        loss = closure()
-        self.synchronize()
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero; they stay in their buffers, whatever set_to_none is.
@@ -178,13 +181,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-
-def _require_distributable(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, DistributedOptimizer):
-        raise ValueError("this optimizer is a DistributedOptimizer already: wrap each one once")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS decides by this rank's own loss how often to go on, so ranks would part: take another")
 
 
 def _of_optimizer(

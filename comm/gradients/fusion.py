@@ -1,5 +1,6 @@
 """Tensor fusion: plan which gradients travel together. The plan is pure; the buffers hold the gradients themselves."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -65,70 +66,9 @@ class FusionPlan:
         return "\n".join(f"buffer {i}: {buffer}" for i, buffer in enumerate(self.buffers))
 
 
-def plan_fusion(
-    tensors: Sequence[TensorSpec],
-    *,
-    threshold_bytes: int,
-    buffer_bytes: int,
-    first_buffer_bytes: int | None = None,
-    align: int = 1,
-) -> FusionPlan:
-    """Group gradients, given in the order in which they become ready, into buffers.
-
-    A gradient larger than threshold_bytes or buffer_bytes goes alone; the others share buffers of one dtype
-    and at most buffer_bytes, the first shared one at most first_buffer_bytes (None: as large as the others): a
-    small first buffer lets communication start early. Buffers are ordered by the moment their last gradient is
-    ready.
-    Raises: ValueError for a size that is not positive.
-    Source: Jia et al. 2018, tensor fusion with a size threshold; a small first bucket: PyTorch's
-    DistributedDataParallel.
-    """
-    first_bytes = buffer_bytes if first_buffer_bytes is None else first_buffer_bytes
-    for name, value in (
-        ("threshold_bytes", threshold_bytes),
-        ("buffer_bytes", buffer_bytes),
-        ("first_buffer_bytes", first_bytes),
-    ):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be a positive number of bytes")
-    done: list[_Filling] = []
-    filling: dict[str, _Filling] = {}
-    limit_bytes = min(first_bytes, buffer_bytes)
-    for position, tensor in enumerate(tensors):
-        if tensor.num_bytes > threshold_bytes:
-            done.append(_Filling(position, [tensor], tensor.num_bytes))
-            continue
-        buffer = filling.get(tensor.dtype)
-        if buffer and buffer.num_bytes + tensor.num_bytes > limit_bytes:
-            done.append(buffer)
-            # only the first shared buffer is small
-            buffer, limit_bytes = None, buffer_bytes
-        if buffer is None:
-            buffer = filling[tensor.dtype] = _Filling(position, [], 0)
-        buffer.add(position, tensor)
-    done += filling.values()
-    # by the last gradient: a buffer can be sent only when all of it is ready
-    by_moment = sorted(done, key=lambda each: each.position)
-    return FusionPlan(tuple(BufferPlan(tuple(each.members), align) for each in by_moment))
-
-
-@dataclass
-class _Filling:
-    """A buffer that is not complete yet; position is that of its last gradient."""
-
-    position: int
-    members: list[TensorSpec]
-    num_bytes: int
-
-    def add(self, position: int, tensor: TensorSpec) -> None:
-        self.position = position
-        self.members.append(tensor)
-        self.num_bytes += tensor.num_bytes
-
-
 @dataclass(frozen=True)
 class PlanSizes:
-    """The three sizes that determine a fusion plan, in bytes."""
+    """The three sizes that determine a fusion plan, in bytes. Raises: ValueError for one that is not positive."""
 
     threshold_bytes: int
     buffer_bytes: int
@@ -140,14 +80,35 @@ class PlanSizes:
             if not is_size and not (name == "first_buffer_bytes" and value is None):
                 raise ValueError(f"{name}={value!r} must be a positive number of bytes")
 
-    def plan(self, tensors: Sequence[TensorSpec]) -> FusionPlan:
-        """Make the plan for gradients in the order in which they become ready."""
-        return plan_fusion(
-            tensors,
-            threshold_bytes=self.threshold_bytes,
-            buffer_bytes=self.buffer_bytes,
-            first_buffer_bytes=self.first_buffer_bytes,
-        )
+    def plan(self, tensors: Sequence[TensorSpec], *, align: int = 1) -> FusionPlan:
+        """Group gradients, given in the order in which they become ready, into buffers.
+
+        A gradient larger than threshold_bytes or buffer_bytes goes alone; the others share buffers of one dtype
+        and at most buffer_bytes, the first shared one at most first_buffer_bytes (None: as large as the others): a
+        small first buffer lets communication start early. Buffers are ordered by the moment their last gradient is
+        ready. align: see BufferPlan.
+        Source: Jia et al. 2018, tensor fusion with a size threshold; a small first bucket: PyTorch's
+        DistributedDataParallel.
+        """
+        done: list[list[int]] = []  # each the positions of its gradients
+        filling: dict[str, list[int]] = {}
+        filled_bytes: Counter[str] = Counter()
+        limit_bytes = min(self.first_buffer_bytes or self.buffer_bytes, self.buffer_bytes)
+        for position, tensor in enumerate(tensors):
+            if tensor.num_bytes > self.threshold_bytes:
+                done.append([position])
+                continue
+            buffer = filling.setdefault(tensor.dtype, [])
+            if buffer and filled_bytes[tensor.dtype] + tensor.num_bytes > limit_bytes:
+                done.append(buffer)
+                # only the first shared buffer is small
+                limit_bytes, filled_bytes[tensor.dtype] = self.buffer_bytes, 0
+                buffer = filling[tensor.dtype] = []
+            buffer.append(position)
+            filled_bytes[tensor.dtype] += tensor.num_bytes
+        # by the last gradient: a buffer can be sent only when all of it is ready
+        by_moment = sorted([*done, *filling.values()], key=lambda positions: positions[-1])
+        return FusionPlan(tuple(BufferPlan(tuple(tensors[i] for i in each), align) for each in by_moment))
 
 
 DEFAULT_SIZES = PlanSizes(threshold_bytes=4_000_000, buffer_bytes=25_000_000)

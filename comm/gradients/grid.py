@@ -58,15 +58,12 @@ class Grid:
             if counts_2 is not None:  # before numbers beyond the grid are set to 0, too
                 num_before, num_after = torch.count_nonzero(some_N), torch.count_nonzero(steps_N)
                 counts_2 += torch.stack((num_before - num_after, num_before))
-            if steps_N.device.type != "cpu" or not self._holds(steps_N):
+            # a GPU would have to be waited for, and a NaN is in no range
+            if steps_N.device.type != "cpu" or not all(abs(x) <= self.limit for x in torch.aminmax(steps_N)):
                 is_beyond_N = ~(steps_N.abs() <= self.limit)  # NaN is, too
                 steps_N.masked_fill_(is_beyond_N, 0.0)
                 beyond_1.add_(is_beyond_N.sum())
             some_sums_N.add_(steps_N.to(torch.int64))
-
-    def _holds(self, steps_N: Tensor) -> bool:
-        least, largest = torch.aminmax(steps_N)  # NaN, if there is one
-        return bool((-self.limit <= least) & (largest <= self.limit))
 
     def read_(self, numbers_N: Tensor, sums_N: Tensor, *, beyond_1: Tensor | None = None) -> None:
         """Write the sums, each rounded once to the dtype of numbers_N; infinity for all if a term was beyond the grid.

@@ -8,7 +8,7 @@ from torch import Tensor
 from bigbatch.comm.backends.base import InFlight
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import Grid
-from bigbatch.comm.gradients.scatter_gather import ScatterGather, own_part
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
 
 
 class GridSums:
@@ -19,25 +19,23 @@ class GridSums:
     """
 
     def __init__(self, grid: Grid, communicator: Communicator, *, scatter: bool) -> None:
-        self._grid, self._communicator, self._scatter = grid, communicator, scatter
+        self._grid, self._communicator = grid, communicator
+        self._halves = ScatterGather(communicator) if scatter else None
         # a GPU reads at wait(), in its own order of work; a share, once the counts have arrived
         self._reads_on_arrival = communicator.device.type == "cpu" and not scatter
         self._sums: list[Tensor] = []
         self._beyond: list[Tensor] = []
         """One element per buffer."""
-        self._counts_B = self._new_counts(0)
-        self._num_beyond_1 = self._new_counts(1)
+        self._counts_B, self._num_beyond_1, self._underflow_2 = (
+            torch.zeros(count, dtype=torch.int64, device=communicator.device) for count in (0, 1, 2)
+        )
         self.counts_underflow = False
         """Whether numbers that the grid rounds to 0 are counted, which costs two more passes over each gradient."""
-        self._underflow_2 = self._new_counts(2)
-
-    def _new_counts(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int64, device=self._communicator.device)
 
     def lay_out(self, sizes: Sequence[int]) -> None:
         """Make sums for buffers of these sizes, in place of the existing ones. Collective."""
         self.release()
-        if self._scatter:
+        if self._halves:
             self._sums = self._communicator.allocate_all([(size, torch.int64) for size in sizes])
             self._counts_B = self._communicator.allocate(len(sizes), torch.int64)
             self._beyond = list(self._counts_B.split(1))
@@ -47,7 +45,7 @@ class GridSums:
 
     def release(self) -> None:
         """Free the sums. Collective."""
-        for sums_N in (*self._sums, *([self._counts_B] if self._sums and self._scatter else [])):
+        for sums_N in (*self._sums, *([self._counts_B] if self._sums and self._halves else [])):
             self._communicator.release(sums_N)
         self._sums = []
 
@@ -60,8 +58,8 @@ class GridSums:
     def start(self, index: int, buffer_N: Tensor, *, label: str) -> InFlight:
         """Start to sum over ranks; on a CPU a sum is read into its buffer on arrival, beside backward. Collective."""
         communicator, sums_N = self._communicator, self._sums[index]
-        if self._scatter:
-            return ScatterGather(communicator).start_reduce_scatter(sums_N, label=label)
+        if self._halves:
+            return self._halves.start_reduce_scatter(sums_N, label=label)
         if not self._reads_on_arrival:
             return communicator.start(sums_N, label=label)
 
@@ -82,11 +80,11 @@ class GridSums:
         beyond_1.zero_()
 
     def _numbers(self, index: int) -> Tensor:
-        return self._sums[index] if self._scatter else self._sums[index][:-1]
+        return self._sums[index] if self._halves else self._sums[index][:-1]
 
     def start_counts(self) -> InFlight | None:
         """Start to sum over ranks the counts that do not travel with the sums, if any. Collective."""
-        if not self._scatter:
+        if not self._halves:
             return None
         return self._communicator.start(self._counts_B, label="all-reduce of counts of what is beyond the grid")
 
@@ -94,11 +92,10 @@ class GridSums:
         """Write the remaining sums into the buffers, with scatter only this rank's parts, and begin new sums."""
         if self._reads_on_arrival:
             return
-        rank, world_size = self._communicator.rank, self._communicator.world_size
         for index, buffer_N in enumerate(buffers):
             sums_N = self._numbers(index)
-            if self._scatter:
-                buffer_N, sums_N = (own_part(each, rank=rank, world_size=world_size) for each in (buffer_N, sums_N))
+            if self._halves:
+                buffer_N, sums_N = map(self._halves.own_part, (buffer_N, sums_N))
             self._read_(buffer_N, sums_N, self._beyond[index])
         self.zero_()
 

@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, TensorSpec, plan_fusion, round_up
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, PlanSizes, TensorSpec, round_up
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.grid_sums import GridSums
 from bigbatch.comm.gradients.same_start import Start, begin_alike_
@@ -40,7 +40,7 @@ class GradientReducer:
     With a grid gradients are summed on it, as int64 of twice the bytes: their sums are the same bits in any order, by
     any algorithm and fusion plan, on any number of ranks and microbatches, if fold() follows each microbatch but the
     last, so that the gradients of no two are added elsewhere. It counts the microbatches of all ranks together.
-    threshold_bytes, buffer_bytes and first_buffer_bytes are plan_fusion's. The order in which gradients become ready
+    threshold_bytes, buffer_bytes and first_buffer_bytes: see PlanSizes. The order in which gradients become ready
     is guessed (last parameter first) and learned in the first step, after which rank 0's order counts for all:
     take references to gradients or buffers after it, as a CUDA graph does. The order determines the rounding of sums:
     a resumed run that must end with the same bits passes its `order` on.
@@ -82,25 +82,19 @@ class GradientReducer:
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
         self._grid_sums = GridSums(grid, communicator, scatter=scatter) if grid else None
-        align = PART_ALIGN if scatter and grid else 1
+        self._align = PART_ALIGN if scatter and grid else 1
         # a reduce-scatter wants equal parts
-        self._multiple = communicator.world_size * align if scatter else 1
+        self._multiple = communicator.world_size * self._align if scatter else 1
         is_narrow = communicator.wire.dtype is not None
         exact = replace(communicator.wire, dtype=None, predivide=1.0)
         self._exactly = communicator.with_algorithm(communicator.algorithm, wire=exact) if is_narrow else communicator
         self._trained = TrainedSet(named_parameters, device=communicator.device)
         self._parameters = self._trained.parameters
-        self._plan_fusion = partial(
-            plan_fusion,
-            threshold_bytes=threshold_bytes,
-            buffer_bytes=buffer_bytes,
-            first_buffer_bytes=first_buffer_bytes,
-            align=align,
-        )
+        self._sizes = PlanSizes(threshold_bytes, buffer_bytes, first_buffer_bytes)
         self._unused = unused
-        sizes = f"fusion {threshold_bytes} {buffer_bytes} {first_buffer_bytes} {learn_order} {order}\n{grid}"
+        choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}"
         # before any buffer: ranks that differ would wait for each other, or sum the wrong buffers
-        communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\n{sizes}\nweights {weights}")
+        communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\n{choices}")
         begin_alike_(self._parameters, communicator, weights=weights)
         self.is_active = True
         self.exposed = ExposedTime() if exposed is None else exposed
@@ -111,7 +105,10 @@ class GradientReducer:
         """The one started last: a backend runs them one after another, so all are done when it is."""
         self._missing: list[set[str]] = []
         guessed = list(reversed(self._parameters))  # backward finishes the last layer first
-        self.order = guessed if order is None else _checked(order, self._parameters)
+        if order is not None and sorted(order) != sorted(self._parameters):
+            odd = ", ".join(sorted(set(order) ^ set(self._parameters))[:3])
+            raise ValueError(f"order must name each parameter once; {odd or 'some'} is in only one of both")
+        self.order = guessed if order is None else list(order)
         """The gradients in the order in which they become ready: for the next reducer of the same run."""
         self.buffers: list[Tensor] = []
         self._homes: dict[str, Tensor] = {}
@@ -129,13 +126,16 @@ class GradientReducer:
         tensors = [tensor_spec(name, self._parameters[name]) for name in order]
         if self.grid:  # sizes are those that travel
             tensors = [replace(tensor, element_bytes=torch.int64.itemsize) for tensor in tensors]
-        return self._plan_fusion(tensors)
+        return self._sizes.plan(tensors, align=self._align)
 
     def _lay_out(self, plan: FusionPlan) -> None:
         """Place each gradient, with its value, in the buffers of a plan."""
         former = self.buffers
         self.plan = plan
-        sizes = [self._size_of(buffer) for buffer in plan.buffers]
+        sizes = [
+            (round_up(buffer.num_elements, self._multiple), self._parameters[buffer.tensors[0].name].dtype)
+            for buffer in plan.buffers
+        ]
         self.buffers = self._communicator.allocate_all(sizes)
         if self._grid_sums:
             self._grid_sums.lay_out([count for count, _ in sizes])
@@ -152,9 +152,6 @@ class GradientReducer:
             parameter.grad = self._homes[name].detach()
         for buffer_N in former:
             self._communicator.release(buffer_N)
-
-    def _size_of(self, buffer: BufferPlan) -> tuple[int, torch.dtype]:
-        return round_up(buffer.num_elements, self._multiple), self._parameters[buffer.tensors[0].name].dtype
 
     def _start_over(self) -> None:
         self._missing = [{tensor.name for tensor in buffer.tensors} for buffer in self.plan.buffers]
@@ -190,10 +187,7 @@ class GradientReducer:
             return
         self._trained.require_unchanged([name])  # a gradient of another dtype or shape has no place there
         parameter, home = self._parameters[name], self._homes[name]
-        if parameter.grad is None:
-            home.zero_()
-        else:
-            home.copy_(parameter.grad.detach())
+        home.zero_() if parameter.grad is None else home.copy_(parameter.grad.detach())
         parameter.grad = home.detach()
 
     def _start_next(self) -> None:
@@ -238,8 +232,11 @@ class GradientReducer:
         changed since the reducer was made, naming the parameter; RuntimeError for unused parameters that are to be
         refused.
         """
-        if self._unused == "error":
-            self._refuse_unused()
+        if self._unused == "error" and (unused := set().union(*self._missing[self._num_started :])):
+            raise RuntimeError(
+                f"backward gave no gradient to {', '.join(sorted(unused))}: freeze what the loss does not use by "
+                'requires_grad_(False), or pass unused="zero" to count it as zero'
+            )
         while self._num_started < len(self.buffers):
             self._start_next()
         if self._grid_sums:
@@ -250,29 +247,17 @@ class GradientReducer:
             self._grid_sums.read_(self.buffers)
         unreached = set().union(*self._missing)
         self._start_over()
-        self._require_unchanged(unreached)
-        if self._learned is not None:
-            self._apply_order(self._learned)
-            self._learned = None
-
-    def _require_unchanged(self, unreached: set[str]) -> None:
-        """Refuse sums that differ from what the optimizer would read; after the sums, so that no other rank waits."""
+        # after the sums, so that no other rank waits: refuse what differs from what the optimizer would read
         self._trained.require_unchanged()
         self._trained.require_in_model(unreached)
-        lost = next((name for name in self._parameters if not self._is_home(name)), None)
-        if lost is not None:
+        if lost := next((name for name in self._parameters if not self._is_home(name)), None):
             raise CommError(
                 f"the gradient of {lost} was replaced between backward and wait(), while it was being summed over "
                 "ranks: change gradients after wait(), or keep is_active = False until wait()"
             )
-
-    def _refuse_unused(self) -> None:
-        unused = [name for missing in self._missing[self._num_started :] for name in missing]
-        if unused:
-            raise RuntimeError(
-                f"backward gave no gradient to {', '.join(sorted(unused))}: freeze what the loss does not use by "
-                'requires_grad_(False), or pass unused="zero" to count it as zero'
-            )
+        if self._learned is not None:
+            self._apply_order(self._learned)
+            self._learned = None
 
     def _apply_order(self, learned: Sequence[str]) -> None:
         """Lay the buffers out again in the order in which rank 0's gradients became ready. Collective."""
@@ -317,13 +302,6 @@ def describe(parameters: Mapping[str, nn.Parameter]) -> str:
     return "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
 
 
-def _checked(order: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    if sorted(order) != sorted(parameters):
-        odd = sorted(set(order) ^ set(parameters))
-        raise ValueError(f"order must name each parameter once; {', '.join(odd[:3]) or 'some'} is in only one of both")
-    return list(order)
-
-
 def gradient_views(
     buffer: BufferPlan, buffer_N: Tensor, parameters: Mapping[str, Tensor]
 ) -> Iterable[tuple[str, Tensor]]:
@@ -348,16 +326,21 @@ class ExposedTime:
         self._seconds = 0.0
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
-    def measure(self, buffers: list[Tensor]) -> AbstractContextManager[None]:
+    @contextmanager
+    def measure(self, buffers: list[Tensor]) -> Iterator[None]:
         """Time a block that waits for these buffers."""
-        gpu = buffers[0].device if buffers and buffers[0].is_cuda else None
-        if gpu is not None and torch.cuda.is_current_stream_capturing():
-            return nullcontext()  # a replay records no times
-        return _Measured(self, gpu)
-
-    def add(self, seconds: float) -> None:
-        """Count host seconds."""
-        self._seconds += seconds
+        if not (buffers and buffers[0].is_cuda):
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+        elif torch.cuda.is_current_stream_capturing():  # a replay records no times
+            yield
+        else:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(torch.cuda.current_stream(buffers[0].device))
+            yield
+            end.record(torch.cuda.current_stream(buffers[0].device))
+            self.add_events(begin, end)
 
     def add_events(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Count the device time between two events once it is known; those that are known already are folded."""
@@ -376,24 +359,3 @@ class ExposedTime:
 
     def _fold(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         self._seconds += start.elapsed_time(end) / 1e3
-
-
-class _Measured:
-    def __init__(self, exposed: ExposedTime, gpu: torch.device | None) -> None:
-        self._exposed = exposed
-        self._gpu = gpu
-
-    def __enter__(self) -> None:
-        if self._gpu is not None:
-            self._start_event = torch.cuda.Event(enable_timing=True)
-            self._start_event.record(torch.cuda.current_stream(self._gpu))
-        else:
-            self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._gpu is not None:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record(torch.cuda.current_stream(self._gpu))
-            self._exposed.add_events(self._start_event, end)
-        else:
-            self._exposed.add(time.perf_counter() - self._start)

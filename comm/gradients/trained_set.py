@@ -1,6 +1,6 @@
 """The parameters that a reducer sums: refuses, by name, changes after which replicas would diverge."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from weakref import ref
 
@@ -33,13 +33,26 @@ class TrainedSet:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], *, device: torch.device) -> None:
-        given = _by_name(named_parameters)
+        given: dict[str, nn.Parameter] = {}
+        for name, p in named_parameters:
+            if given.setdefault(name, p) is not p:
+                raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
         self.parameters = {name: p for name, p in given.items() if p.requires_grad}
         if not self.parameters:
             raise ValueError("there is no parameter to reduce: every one is frozen, or the iterator was used up")
-        _require_device(self.parameters, device)
+        for name, p in self.parameters.items():
+            if p.device != device:
+                raise ValueError(
+                    f"parameter {name} is on {p.device}, but ranks communicate on {device}: call "
+                    "model.to(communicator.device) before making the reducer"
+                )
         self._names = {id(p): name for name, p in self.parameters.items()}
-        _require_unwatched(self._names)
+        for other in _sets():
+            if shared := self._names.keys() & other._names.keys():
+                raise ValueError(
+                    f"parameter {self._names[shared.pop()]} belongs to another GradientReducer or "
+                    "DistributedOptimizer: close() that one first"
+                )
         self._replaced: set[str] = set()
         self._kinds = {name: _kind(p) for name, p in self.parameters.items()}
         self._frozen = {name: p for name, p in given.items() if not p.requires_grad}
@@ -98,16 +111,6 @@ def _sets() -> list[TrainedSet]:
     return [each for each in (reference() for reference in tuple(_watched)) if each is not None]
 
 
-def _require_unwatched(names: Mapping[int, str]) -> None:
-    for other in _sets():
-        shared = names.keys() & other._names.keys()
-        if shared:
-            raise ValueError(
-                f"parameter {names[shared.pop()]} belongs to another GradientReducer or DistributedOptimizer: close() "
-                "that one first"
-            )
-
-
 def _note_replaced(module: nn.Module, name: str, new: nn.Module | nn.Parameter | None) -> None:
     """Note parameters that a module no longer holds, until they are put back; they may be used elsewhere."""
     sets = _sets()
@@ -156,20 +159,3 @@ def _more(changed: Sequence[object]) -> str:
 
 def _kind(parameter: nn.Parameter) -> tuple[object, ...]:
     return parameter.requires_grad, parameter.dtype, parameter.shape, parameter.device
-
-
-def _by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
-    parameters: dict[str, nn.Parameter] = {}
-    for name, parameter in named_parameters:
-        if parameters.setdefault(name, parameter) is not parameter:
-            raise ValueError(f"two parameters are named {name!r}; give each of several models a prefix of its own")
-    return parameters
-
-
-def _require_device(parameters: dict[str, nn.Parameter], device: torch.device) -> None:
-    for name, p in parameters.items():
-        if p.device != device:
-            raise ValueError(
-                f"parameter {name} is on {p.device}, but ranks communicate on {device}: call "
-                "model.to(communicator.device) before making the reducer"
-            )

@@ -343,22 +343,22 @@ def test_reader_lets_the_design_pass(name: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("job", "rooms", "brings_torch"),
     [
-        ("from bigbatch.comm.gradients.fusion import plan_fusion", {}, False),
+        ("from bigbatch.comm.gradients.fusion import PlanSizes", {}, False),
         ("import torch", {}, True),
         ("from torch import Tensor", {}, True),
         (
-            "from bigbatch.comm.gradients.fusion import plan_fusion",
+            "from bigbatch.comm.gradients.fusion import PlanSizes",
             {"bigbatch.comm.gradients.fusion": "import torch.nn"},
             True,
         ),
         (
-            "from bigbatch.comm.gradients.fusion import plan_fusion",
+            "from bigbatch.comm.gradients.fusion import PlanSizes",
             {"bigbatch.comm": "import torch"},
             True,
         ),  # its package
         ("", {"bigbatch.launch": "import torch"}, True),
         (
-            "from bigbatch.comm.gradients.fusion import plan_fusion",
+            "from bigbatch.comm.gradients.fusion import PlanSizes",
             {"bigbatch.comm": "def f():\n    import torch"},
             False,
         ),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, TensorSpec, plan_fusion
+from bigbatch.comm.gradients.fusion import BufferPlan, FusionPlan, PlanSizes, TensorSpec
 
 
 def spec(name: str, num_bytes: int, dtype: str = "float32") -> TensorSpec:
@@ -42,10 +42,10 @@ def names(plan: FusionPlan) -> list[str]:
         ([spec("a", 20), spec("b", 200), spec("c", 20)], 400, 100, ["a", "b", "c"]),
     ],
 )
-def test_plan_fusion_puts_neighbours_together(
+def test_plan_puts_neighbours_together(
     tensors: list[TensorSpec], threshold_bytes: int, buffer_bytes: int, expected: list[str]
 ) -> None:
-    assert names(plan_fusion(tensors, threshold_bytes=threshold_bytes, buffer_bytes=buffer_bytes)) == expected
+    assert names(PlanSizes(threshold_bytes, buffer_bytes).plan(tensors)) == expected
 
 
 @pytest.mark.parametrize(
@@ -62,22 +62,21 @@ def test_plan_fusion_puts_neighbours_together(
         ([spec("a", 40), spec("b", 40, "float16"), spec("c", 40), spec("d", 40, "float16")], 40, ["a", "c", "bd"]),
     ],
 )
-def test_plan_fusion_with_a_smaller_first_buffer(
+def test_plan_with_a_smaller_first_buffer(
     tensors: list[TensorSpec], first_buffer_bytes: int, expected: list[str]
 ) -> None:
-    plan = plan_fusion(tensors, threshold_bytes=60, buffer_bytes=100, first_buffer_bytes=first_buffer_bytes)
-    assert names(plan) == expected
+    assert names(PlanSizes(60, 100, first_buffer_bytes).plan(tensors)) == expected
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_plan_fusion_keeps_its_rules_for_any_tensors(seed: int) -> None:
+def test_plan_keeps_its_rules_for_any_tensors(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [4 * draw.choice((1, 7, 30, 200)) for _ in range(draw.randrange(40))]
     tensors = [spec(f"t{i}", size, draw.choice(("float32", "float16"))) for i, size in enumerate(sizes)]
     threshold, limit = draw.choice((50, 100, 1000)), draw.choice((100, 300))
     first = draw.choice((None, 8, 120))
     place = {tensor.name: i for i, tensor in enumerate(tensors)}
-    plan = plan_fusion(tensors, threshold_bytes=threshold, buffer_bytes=limit, first_buffer_bytes=first)
+    plan = PlanSizes(threshold, limit, first).plan(tensors)
 
     sent = [tensor for buffer in plan.buffers for tensor in buffer.tensors]
     assert sorted(sent, key=lambda t: place[t.name]) == tensors  # every gradient exactly once, unchanged
@@ -107,7 +106,7 @@ def test_fusion_plan_has_sizes_and_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["threshold_bytes", "buffer_bytes", "first_buffer_bytes"])
-def test_plan_fusion_refuses_sizes_that_are_not_positive(name: str) -> None:
+def test_plan_refuses_sizes_that_are_not_positive(name: str) -> None:
     sizes = {"threshold_bytes": 1, "buffer_bytes": 1, "first_buffer_bytes": 1, name: 0}
     with pytest.raises(ValueError, match=rf"^{name}=0\b"):
-        plan_fusion([], **sizes)
+        PlanSizes(**sizes)

@@ -1,15 +1,17 @@
 """The two halves of an all-reduce: where a shard lies. tests/parallel has their values over real transports."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from bigbatch.comm.algorithms.hierarchical import sharded_allreduce_
-from bigbatch.comm.algorithms.wire import Staging, Wire
+from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Capabilities, Group
-from bigbatch.comm.gradients.scatter_gather import all_gather_, own_part, reduce_scatter_
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
 
 N = 6
 
@@ -36,15 +38,19 @@ class SecondOfTwo:
         self.shards.append((shard_M.data_ptr() - tensor_N.data_ptr()) // tensor_N.element_size())
 
 
+def start_by(collective_: Callable[[Tensor], None], buffer_N: Tensor, **_: object) -> None:
+    collective_(buffer_N)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_shard_lies_in_its_place_where_the_transport_takes_it_there(in_place: bool) -> None:
-    backend, staging, buffer_N = SecondOfTwo(Capabilities(("cuda",), in_place=in_place)), Staging(), torch.arange(6.0)
-    reduce_scatter_(buffer_N, backend=backend, staging=staging, wire=Wire())  # type: ignore[arg-type]
-    assert own_part(buffer_N, rank=1, world_size=2).tolist() == [6.0, 8.0, 10.0]
-    all_gather_(buffer_N, backend=backend, staging=staging)  # type: ignore[arg-type]
+    backend, buffer_N = SecondOfTwo(Capabilities(("cuda",), in_place=in_place)), torch.arange(6.0)
+    halves = ScatterGather(SimpleNamespace(backend=backend, rank=1, world_size=2, wire=Wire(), start_by=start_by))  # type: ignore[arg-type]
+    halves.start_reduce_scatter(buffer_N, label="sum")
+    assert halves.own_part(buffer_N).tolist() == [6.0, 8.0, 10.0]
+    halves.start_all_gather(buffer_N, label="gather")
     assert buffer_N.tolist() == [6.0, 8.0, 10.0] * 2
     assert [shard == N // 2 for shard in backend.shards] == [in_place] * 2
-    assert bool(staging._kept) != in_place
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -12,7 +12,7 @@ from small_run import PLAN, make_parts
 
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.backends.mpi import meet_by_mpi
-from bigbatch.comm.gradients.fusion import FusionPlan, TensorSpec, plan_fusion
+from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
@@ -32,7 +32,7 @@ SAID = "sums over ranks go another way than in the checkpoint"
 
 
 def fused(buffer_bytes: int) -> FusionPlan:
-    return plan_fusion(TENSORS, threshold_bytes=1000, buffer_bytes=buffer_bytes)
+    return PlanSizes(1000, buffer_bytes).plan(TENSORS)
 
 
 def of(
