@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from bigbatch import __version__
 from bigbatch.errors import FULL, UserError, or_nearest, printable, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
-from bigbatch.load_command import load_command
+from bigbatch.groups import GROUPS, load_command
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -39,7 +39,7 @@ REMOVED = {
 """Commands of earlier releases, and their replacements."""
 
 GROUP = "bigbatch.groups"
-"""Module that holds the groups of commands: a group's name is the first word of its commands."""
+"""Module of the groups of commands: a group's name is the first word of its commands."""
 
 COMMANDS = {
     "init": ("bigbatch.trainer.init.command", "look at own images and write a recipe for them"),
@@ -105,11 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code:
         _tell_the_others(code)
     worker = _worker()
-    if worker is not None or _is_held():
+    # a thread that still waits for a dead file system: the interpreter's teardown would wait for it
+    is_held = any(thread.name.startswith("bigbatch-") and not thread.daemon for thread in threading.enumerate())
+    if worker is not None or is_held:
         sys.stdout.flush()
         sys.stderr.flush()
-        if worker is not None and code:
-            _take_turns(worker)
+        if worker is not None and code and worker.launcher == "openmpi":
+            # one after the other: mpirun may crash or hang if several exit at once (docs/decisions/039)
+            time.sleep(worker.rank % 10 * TURN_SECONDS)
         # Without the interpreter's teardown, in which background threads of gloo, MPI or DALI may abort: all files are
         # closed and the job has ended by now. A good run must exit with 0, and a failed rank must not wait for its
         # peers or for a dead file system.
@@ -177,10 +180,14 @@ def _dispatch(arguments: list[str]) -> int:
     if unknown := find_unknown(arguments[:2]):
         tell(unknown)
         return REFUSED
-    if valueless := next((word for word in before_separator(arguments) if NO_VALUE.fullmatch(word)), None):
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the job's own command follows it
+    if valueless := next((word for word in own if NO_VALUE.fullmatch(word)), None):
         tell(f"{valueless}: -- is no value: give another, or leave the option out")
         return REFUSED
-    _require_work_folder()
+    try:
+        os.getcwd()
+    except OSError as error:  # torch's libraries do not load in a folder that was deleted
+        raise UserError(f"the work folder is not there any more ({error.strerror}): cd to one that is") from error
     return _run(arguments[0], arguments[1:])
 
 
@@ -191,11 +198,6 @@ def _record_end(code: int) -> None:
         import_module("bigbatch.comm.rendezvous.exit_record").record_end(environ.read_process_env(), code)
 
 
-def before_separator(words: Sequence[str]) -> Sequence[str]:
-    """Return the words before --; the job's own command follows it."""
-    return words[: words.index("--")] if "--" in words else words
-
-
 def find_unknown(command: Sequence[str]) -> str | None:
     """Return a message on the first unknown word of a command, with the nearest known one; None if all are known."""
     name, *rest = command
@@ -203,8 +205,8 @@ def find_unknown(command: Sequence[str]) -> str | None:
         if words in REMOVED:
             return f"{words} is no subcommand any more: {REMOVED[words]}"
     known: Collection[str] = (*COMMANDS, *HELP, VERSION)
-    if name in COMMANDS and COMMANDS[name][0] == GROUP and rest and not rest[0].startswith("-"):
-        name, known = rest[0], import_module(GROUP).GROUPS[name].commands
+    if name in GROUPS and rest and not rest[0].startswith("-"):
+        name, known = rest[0], GROUPS[name].commands
     if name in known:
         return None
     choice = [each for each in known if not each.startswith("-")]
@@ -229,18 +231,10 @@ def usage() -> str:
     )
 
 
-def _require_work_folder() -> None:
-    """Raise UserError if the work folder was deleted: torch's libraries do not load there."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise UserError(f"the work folder is not there any more ({error.strerror}): cd to one that is") from error
-
-
 def _run(command: str, arguments: list[str]) -> int:
-    home = load_command(COMMANDS[command][0])
-    run = home.GROUPS[command].main if home.__name__ == GROUP else home.main
-    return int(run(arguments))
+    if command in GROUPS:
+        return GROUPS[command].main(arguments)
+    return int(load_command(COMMANDS[command][0]).main(arguments))
 
 
 def _code_of(error: BaseException) -> int:
@@ -281,17 +275,3 @@ def _worker() -> "ProcessEnv | None":
     except UserError:  # the launcher's variables are invalid, and the user was told so
         return None
     return env if env.world_size > 1 else None
-
-
-def _take_turns(env: "ProcessEnv") -> None:
-    """Let ranks that fail together exit one after the other: mpirun may crash or hang if several exit at once
-    (docs/decisions/039).
-    """
-    if env.launcher == "openmpi":
-        time.sleep(env.rank % 10 * TURN_SECONDS)
-
-
-def _is_held() -> bool:
-    """Tell whether a thread still waits for a dead file system: the interpreter's teardown would wait for it."""
-    threads = (thread for thread in threading.enumerate() if not thread.daemon)
-    return any(thread.name.startswith("bigbatch-") for thread in threads)

@@ -1,10 +1,31 @@
 """Commands in groups, `bigbatch GROUP COMMAND`: comm, config, tune; imports nothing heavy before it is needed."""
 
 import argparse
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
-from bigbatch.load_command import load_command
+from bigbatch.errors import UserError
+
+
+def load_command(module: str) -> ModuleType:
+    """Import a command. Raises: UserError if a package that it needs is missing or does not load."""
+    try:
+        return import_module(module)
+    except BrokenPipeError:
+        raise
+    except (ImportError, OSError) as error:
+        # the package that raised the error, or else the one that was imported
+        names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        packages = [*(name.partition(".")[0] for name in names), (getattr(error, "name", None) or "").partition(".")[0]]
+        own = ("", "bigbatch", "importlib", "_frozen_importlib")
+        package = next((each for each in packages if each not in own), None)
+        if package is None:
+            raise
+        advice = "install it anew in this environment, or give it more memory (ulimit -v, --mem of the job)"
+        raise UserError(f"{package} cannot be loaded here: {str(error).strip()}; {advice}") from error
 
 
 @dataclass(frozen=True)

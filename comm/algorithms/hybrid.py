@@ -3,6 +3,7 @@
 import bisect
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,17 +62,14 @@ class HybridTable:
         """Read the text of to_json. Raises: ValueError if the text is not such a table."""
         rows = parse_json(text)
         is_table = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
-        if not is_table or not all(_is_limit(limit) and isinstance(name, str) for limit, name in rows):
+        # type: a bool is an int to isinstance
+        if not is_table or not all(type(limit) in (int, type(None)) and isinstance(name, str) for limit, name in rows):
             raise ValueError('a hybrid table is a list such as [[65536, "doubling"], [null, "ring"]]')
         return HybridTable(tuple(HybridRow(limit, name) for limit, name in rows))
 
     def __str__(self) -> str:
         spans = [f"{row.algorithm} up to {row.up_to_bytes:,} bytes" for row in self.rows[:-1]]
         return "; ".join([*spans, f"{self.rows[-1].algorithm} {'above' if spans else 'at any size'}"])
-
-
-def _is_limit(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Measured:
     @property
     def median(self) -> float:
         """Return the middle time; the mean of the middle two."""
-        return _quantile(self.seconds, 0.5)
+        return statistics.median(self.seconds)
 
     @property
     def min(self) -> float:

@@ -82,7 +82,9 @@ class _Ring:
         self.segments = range(num_segments)
         self._own = _cut(own_N, n, num_segments)
         self._others = [_cut(other_N, n, num_segments) for other_N in others]
-        self._packed = self._own if dtype == own_N.dtype else _pack_apart(self._own, own_N, wire, staging)
+        self._packed = self._own
+        if dtype != own_N.dtype:
+            self._packed = _cut(staging.take("packed", own_N.numel(), own_N, dtype), n, num_segments)
         slot = -(-largest // num_segments)
         # room for one part only: parts arrive one after another, and each is summed before the next; or for several
         room = slot * num_segments * (min(HOPS_AT_ONCE, max(1, n - 1)) if wire.sums_in_fp32(own_N) else 1)
@@ -200,9 +202,3 @@ def require_flat(tensor_N: Tensor) -> None:
 
 def _cut(tensor_N: Tensor, num_parts: int, num_segments: int) -> list[tuple[Tensor, ...]]:
     return [part.tensor_split(num_segments) for part in tensor_N.tensor_split(num_parts)]
-
-
-def _pack_apart(own: list[tuple[Tensor, ...]], own_N: Tensor, wire: Wire, staging: Staging) -> list[tuple[Tensor, ...]]:
-    """Return memory for the packed form of each segment of each part."""
-    packed_N = staging.take("packed", own_N.numel(), own_N, wire.of(own_N))
-    return _cut(packed_N, len(own), len(own[0]))

@@ -67,8 +67,7 @@ class _SharedSum:
         self._place = node.index(backend.rank)
         self._shards = [view_N.tensor_split(owners.count) for view_N in views]
         self._name = _READY.pack(*memory.name_of(buffer_N), _DTYPES.index(buffer_N.dtype))
-        is_long = self._shards[0][0].nbytes > WHOLE_BYTES
-        self._pieces = owners.order if is_long else ()
+        self._is_long = self._shards[0][0].nbytes > WHOLE_BYTES
 
     def run(self) -> None:
         """Tell the owners that this rank's values are in place; sum this rank's shard, if any; copy the others'."""
@@ -78,53 +77,39 @@ class _SharedSum:
             # sum before copying: if every owner waited for another's shard first, none would sum
             sent += self._own()
         for place in owners:
-            self._copy_from(place)
+            pieces = self._owners.order if self._is_long else (0,)
+            targets, sources = (self._shards[each][place].tensor_split(len(pieces)) for each in (self._place, place))
+            for piece in pieces:
+                self._hear([place], 1)  # its owner announces each
+                targets[piece].copy_(sources[piece])
             sent.append(self._tell(place, b"r"))  # this rank has read it
         if self._place < self._owners.count:
             # until all have read it, the next step must not write into this memory
-            self._hear_all(1)
+            self._hear(self._everyone_else(), 1)
         AllOf(tuple(sent)).wait()
 
     def _own(self) -> list[InFlight]:
         # the message means two things: this rank's values are in place, and they are of this tensor
-        self._check(self._hear_all(_READY.size))
+        self._check(self._hear(self._everyone_else(), _READY.size))
         others = [self._shards[place][self._place] for place in self._everyone_else()]
         sent: list[InFlight] = []
 
         def announce(part: int) -> None:
-            if self._pieces:
+            if self._is_long:
                 sent.extend(self._tell(place, b"p") for place in self._everyone_else())
 
         self._owners.across(self._shards[self._place][self._place], others, announce)
-        if not self._pieces:
+        if not self._is_long:
             sent.extend(self._tell(place, b"p") for place in self._everyone_else())
         return sent
-
-    def _copy_from(self, place: int) -> None:
-        """Copy an owner's shard, in the pieces that it announces."""
-        target, source = self._shards[self._place][place], self._shards[place][place]
-        if not self._pieces:
-            self._hear(place, 1)
-            target.copy_(source)
-            return
-        targets, sources = target.tensor_split(len(self._pieces)), source.tensor_split(len(self._pieces))
-        for part in self._pieces:
-            self._hear(place, 1)
-            targets[part].copy_(sources[part])
 
     def _everyone_else(self) -> list[int]:
         return [place for place in range(len(self._node)) if place != self._place]
 
     def _tell(self, place: int, message: bytes) -> InFlight:
-        return self._backend.start_send(_tensor(message), to=self._node[place])
+        return self._backend.start_send(torch.frombuffer(bytearray(message), dtype=torch.uint8), to=self._node[place])
 
-    def _hear(self, place: int, num_bytes: int) -> bytes:
-        return self._hear_some([place], num_bytes)[0]
-
-    def _hear_all(self, num_bytes: int) -> list[bytes]:
-        return self._hear_some(self._everyone_else(), num_bytes)
-
-    def _hear_some(self, places: Sequence[int], num_bytes: int) -> list[bytes]:
+    def _hear(self, places: Sequence[int], num_bytes: int) -> list[bytes]:
         heard = [torch.empty(num_bytes, dtype=torch.uint8) for _ in places]
         works = [
             self._backend.start_receive(heard_B, source=self._node[place])
@@ -140,10 +125,6 @@ class _SharedSum:
                     f"rank {self._node[place]} sums {_describe(name)} while rank {self._backend.rank} on the same host "
                     f"sums {_describe(self._name)}: all ranks must sum the same tensors in the same order"
                 )
-
-
-def _tensor(message: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def _describe(name: bytes) -> str:

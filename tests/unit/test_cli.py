@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import bigbatch
-from bigbatch import cli, exit_codes, groups, load_command
+from bigbatch import cli, exit_codes, groups
 
 TOLD = "from bigbatch.errors import tell; tell('one line')"
 """In a script of one's own."""
@@ -183,7 +183,7 @@ def test_main_takes_no_interruption_while_importing_for_a_defect(
     def interrupted(module: str) -> None:
         raise error
 
-    monkeypatch.setattr(load_command, "import_module", interrupted)
+    monkeypatch.setattr(groups, "import_module", interrupted)
     assert cli.main(["train"]) == code
     assert "Traceback" not in capsys.readouterr().err
 

@@ -9,9 +9,8 @@ import pytest
 
 from bigbatch.cli import COMMANDS, GROUP
 from bigbatch.errors import ConfigError
-from bigbatch.groups import GROUPS
+from bigbatch.groups import GROUPS, load_command
 from bigbatch.launch.jobs.options import JOB_OPTIONS
-from bigbatch.load_command import load_command
 from bigbatch.paths import PathError, as_path, expand_path
 from bigbatch.trainer.config.fields import takes_text
 from bigbatch.trainer.config.older import MOVED

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,9 @@ from bigbatch.comm.algorithms.shared import Owners, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.single import SingleBackend
-from bigbatch.comm.gradients.scatter_gather import reduce_scatter_
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.scatter_gather import ScatterGather
+from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import make_topology
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -237,11 +239,14 @@ def test_wire_with_sums_in_fp32_gives_fp32_to_a_library_that_rounds_each_additio
     name: str, in_fp32: bool, sum_: float
 ) -> None:
     wire, backend = Wire(in_fp32=in_fp32), RoundingBackend()
-    all_reduce_ = (
-        partial(reduce_scatter_, backend=backend, staging=Staging(), wire=wire)
-        if name == "reduce_scatter"
-        else make_allreduce(name, backend=backend, topology=make_topology(["here"], rank=0), wire=wire)
-    )
+    alone = replace(connect(env=ALONE, device=torch.device("cpu")), backend=backend, wire=wire, memory=None)
+
+    def all_reduce_(tensor_N: Tensor) -> None:
+        if name == "reduce_scatter":
+            ScatterGather(alone).start_reduce_scatter(tensor_N, label="sum").wait()
+        else:
+            make_allreduce(name, backend=backend, topology=alone.topology, wire=wire)(tensor_N)
+
     all_reduce_(half_N := torch.full((3,), 256.0, dtype=BF16))  # bf16 has no 257
     assert half_N.tolist() == [sum_] * 3
     all_reduce_(full_N := torch.full((3,), 256.0))
