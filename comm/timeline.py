@@ -23,8 +23,8 @@ class Timeline:
         self._device = device
         self.is_active = False
         self._events: list[dict[str, Any]] = []
-        self._on_gpu: list[tuple[str, str, dict[str, Any], int, torch.cuda.Event, torch.cuda.Event]] = []
-        self._base: tuple[int, torch.cuda.Event] | None = None
+        self._on_gpu: list[tuple[str, str, dict[str, Any], torch.cuda.Event, torch.cuda.Event]] = []
+        self._base: tuple[float, torch.cuda.Event] | None = None
         self._lock = threading.Lock()
 
     def mark(self, name: str, *, row: str = "gradients ready") -> None:
@@ -37,32 +37,27 @@ class Timeline:
         """Record the block; on a GPU, what it enqueues on the current stream, unless it is the host's work."""
         if not self.is_active:
             yield
-        elif self._device.type == "cuda" and not on_host:
-            with self._device_span(name, row=row, **facts):
-                yield
-        else:
-            start = _now_us()
+        elif self._device.type != "cuda" or on_host:
+            start_us = _now_us()
             yield
-            self.add_span(name, row=row, start_us=start, end_us=_now_us(), **facts)
+            self.add_span(name, row=row, start_us=start_us, end_us=_now_us(), **facts)
+        else:
+            stream = torch.cuda.current_stream(self._device)
+            if self._base is None:
+                base = torch.cuda.Event(enable_timing=True)
+                # once per recording, so that device times can be put on the host's clock
+                torch.cuda.synchronize(self._device)
+                base.record(stream)
+                self._base = _now_us(), base
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
+            yield
+            end.record(torch.cuda.current_stream(self._device))
+            self._on_gpu.append((name, row, facts, start, end))
 
     def add_span(self, name: str, *, row: str, start_us: float, end_us: float, **facts: Any) -> None:
         """Add a span that is known already; microseconds of the host's clock."""
         self._add({"name": name, "ph": "X", "ts": start_us, "dur": end_us - start_us, "tid": row, "args": facts})
-
-    @contextmanager
-    def _device_span(self, name: str, *, row: str, **facts: Any) -> Iterator[None]:
-        stream = torch.cuda.current_stream(self._device)
-        if self._base is None:
-            base = torch.cuda.Event(enable_timing=True)
-            # once per recording, so that device times can be put on the host's clock
-            torch.cuda.synchronize(self._device)
-            base.record(stream)
-            self._base = time.time_ns() // 1000, base
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(stream)
-        yield
-        end.record(torch.cuda.current_stream(self._device))
-        self._on_gpu.append((name, row, facts, self._base[0], start, end))
 
     def _add(self, event: dict[str, Any]) -> None:
         with self._lock:
@@ -70,10 +65,11 @@ class Timeline:
 
     def take(self, *, rank: int, host: str) -> str:
         """Return all events so far as JSON, one per line, and start again. Waits for the device on a GPU."""
-        for name, row, facts, base_us, start, end in self._on_gpu:
+        for name, row, facts, start, end in self._on_gpu:
             end.synchronize()
             assert self._base is not None
-            start_us = base_us + self._base[1].elapsed_time(start) * 1e3
+            base_us, base = self._base
+            start_us = base_us + base.elapsed_time(start) * 1e3
             self.add_span(name, row=row, start_us=start_us, end_us=start_us + start.elapsed_time(end) * 1e3, **facts)
         self._on_gpu, self._base = [], None
         with self._lock:

@@ -99,20 +99,31 @@ class Tuned:
 
     def require_model(self, tensors: Sequence[TensorSpec], *, path: Path) -> None:
         """Raise TunedError if the file was made for another model."""
-        if fingerprint(tensors) != fingerprint(self.tensors):
-            raise TunedError(
-                f"{path} was tuned for another model: {_first_difference(self.tensors, tensors)}; "
-                f"tune for this one: {self.command}, with its own --config"
-            )
+        theirs, ours = ({t.name: (t.num_elements, t.dtype) for t in each} for each in (self.tensors, tensors))
+        name = next((name for name in (*theirs, *ours) if theirs.get(name) != ours.get(name)), None)
+        if name is None:
+            return
+        if name in theirs and name in ours:
+            (there, its_dtype), (here, own_dtype) = theirs[name], ours[name]
+            difference = f"{name} is {there} {its_dtype} there, {here} {own_dtype} here"
+        else:
+            difference = f"{name} is not among {'this' if name in theirs else 'that'} model's gradients"
+        raise TunedError(
+            f"{path} was tuned for another model: {difference}; tune for this one: {self.command}, with its own "
+            "--config"
+        )
 
     def require_cluster(self, cluster: ClusterFacts, *, path: Path) -> None:
         """Refuse times that do not hold here. Raises: TunedError for another cluster, or other settings of comm.
 
         comm.reduce_dtype makes no difference if nothing travels in half precision.
         """
-        for name in (field.name for field in dataclasses.fields(ClusterFacts)):
-            there, here = getattr(self.cluster, name), getattr(cluster, name)
-            if there == here or (name == "reduce_dtype" and not self._travels_in_half):
+        wire = self.cluster.wire_dtype
+        dtypes = {wire if wire and tensor.dtype == "float32" else tensor.dtype for tensor in self.tensors}
+        travels_in_half = not dtypes.isdisjoint(("float16", "bfloat16"))
+        for name, here in vars(cluster).items():
+            there = getattr(self.cluster, name)
+            if there == here or (name == "reduce_dtype" and not travels_in_half):
                 continue
             if name in SETTINGS:
                 raise TunedError(
@@ -124,28 +135,9 @@ class Tuned:
                 f"measure this one, with the ranks that will train: {self.command}"
             )
 
-    @property
-    def _travels_in_half(self) -> bool:
-        wire = self.cluster.wire_dtype
-        dtypes = {wire if wire and tensor.dtype == "float32" else tensor.dtype for tensor in self.tensors}
-        return not dtypes.isdisjoint(("float16", "bfloat16"))
-
 
 def _show(value: object) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple) else "null" if value is None else str(value)
-
-
-def _first_difference(there: Sequence[TensorSpec], here: Sequence[TensorSpec]) -> str:
-    theirs, ours = {t.name: t for t in there}, {t.name: t for t in here}
-    for name in (*theirs, *ours):
-        if name not in ours:
-            return f"{name} is not among this model's gradients"
-        if name not in theirs:
-            return f"{name} is not among that model's gradients"
-        a, b = theirs[name], ours[name]
-        if (a.num_elements, a.dtype) != (b.num_elements, b.dtype):
-            return f"{name} is {a.num_elements} {a.dtype} there, {b.num_elements} {b.dtype} here"
-    raise AssertionError("models of unequal fingerprints differ")
 
 
 def default_path(cluster: ClusterFacts, model: str, tensors: Sequence[TensorSpec]) -> Path:
@@ -213,7 +205,8 @@ def parse_tuned(text: str, *, path: Path) -> Tuned:
     try:
         return _parse(record)
     except (KeyError, TypeError, ValueError) as error:
-        raise TunedError(f"{path} is damaged ({_one_line(error)}); make it anew with bigbatch comm tune") from error
+        what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise TunedError(f"{path} is damaged ({what}); make it anew with bigbatch comm tune") from error
 
 
 def _parse(record: Mapping[str, Any]) -> Tuned:
@@ -230,7 +223,3 @@ def _parse(record: Mapping[str, Any]) -> Tuned:
         command=record["command"],
         evidence=record["evidence"],
     )
-
-
-def _one_line(error: Exception) -> str:
-    return f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
