@@ -45,7 +45,7 @@ def train(
     with _process_as_before():
         job = join(experiment, env)
         try:
-            summary = lead(experiment, job, watchers=hooks, is_quiet=quiet)
+            summary = lead(experiment, job, hooks=hooks, is_quiet=quiet)
         except BaseException as error:
             # or the other ranks would wait: this process may go on
             job.communicator.abort(exit_code_of(error))

@@ -59,7 +59,7 @@ def lead(
     config: Config,
     job: Job,
     *,
-    watchers: TrainingHooks | None = None,
+    hooks: TrainingHooks | None = None,
     is_dry_run: bool = False,
     is_quiet: bool = False,
 ) -> dict[str, Any] | None:
@@ -72,9 +72,7 @@ def lead(
         with ExitStack() as stack:
             stack.enter_context(using_staged(config, communicator))
             owner = None if is_dry_run else own_folder(config, communicator, stack)
-            make_run = partial(
-                TrainingRun, job=job, owner=owner, watchers=watchers or TrainingHooks(), is_quiet=is_quiet
-            )
+            make_run = partial(TrainingRun, job=job, owner=owner, hooks=hooks or TrainingHooks(), is_quiet=is_quiet)
             summary = make_run(config).describe() if is_dry_run else _run_agreed(make_run, config)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

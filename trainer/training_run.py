@@ -2,11 +2,9 @@
 
 import json
 import statistics
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.input_rates import measure_input
 from bigbatch.trainer.build.optimizer import stated_settings
 from bigbatch.trainer.build.parts import make_parts
-from bigbatch.trainer.build.plan import make_guess_watch, make_plan
+from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
@@ -26,14 +24,12 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.evaluator import Evaluator
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.input.order import describe_left_out
-from bigbatch.trainer.input.reading import require_few
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.memory_copies import open_copies
-from bigbatch.trainer.run.noise_recorder import NoiseRecorder
 from bigbatch.trainer.run.notice import NoticeWatch
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
@@ -42,11 +38,10 @@ from bigbatch.trainer.run.resume import find_start, restore_
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.stopping import reason_to_end
 from bigbatch.trainer.run.summary import describe_job, introduction
-from bigbatch.trainer.run.timeline import TimelineRecorder
-from bigbatch.trainer.step.loop import train
-from bigbatch.trainer.step.plan import Hooks, Parts, Plan
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.training_loop import TrainingLoop
 
 
 @dataclass(frozen=True)
@@ -63,13 +58,10 @@ class Job:
 class TrainingRun:
     """Controls one run from start to end: files on the first rank, collectives on all."""
 
-    def __init__(
-        self, config: Config, *, job: Job, owner: Owner | None, watchers: TrainingHooks, is_quiet: bool
-    ) -> None:
+    def __init__(self, config: Config, *, job: Job, owner: Owner | None, hooks: TrainingHooks, is_quiet: bool) -> None:
         communicator = job.communicator
         self.config = config
         self.communicator = communicator
-        self.watchers = watchers
         self.rundir = RunDir(Path(config.run.directory))
         self.is_first = communicator.rank == 0
         local, staged = stage_data(config, communicator)
@@ -98,7 +90,6 @@ class TrainingRun:
         is_finished = reason_to_end(list(start.evaluations.values()), config.run) is not None
         self.plan: Plan = plan.ending_at_once() if is_finished else plan
         score = make_score(config, communicator.device)  # before the model: what is wrong with it is told at once
-        self.guess_watch = make_guess_watch(config, self.plan)
         self.parts: Parts = make_parts(
             config,
             communicator,
@@ -116,7 +107,7 @@ class TrainingRun:
             self.copies.require_room(num_bytes=checkpoint_bytes(config, self.parts))
         self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples, classes=classes)
         self.saver.compare(done=self.plan.first_step)
-        self.digests = DigestRecorder(
+        digests = DigestRecorder(
             self.plan,
             self.parts,
             every_steps=config.run.digest_every_steps,
@@ -125,12 +116,6 @@ class TrainingRun:
             folder=self.rundir.values,
             is_sharded=config.optimizer.sharded,
             is_captured=config.compute.cuda_graph,
-        )
-        self.noise = NoiseRecorder(
-            self.plan,
-            self.parts,
-            every_steps=config.run.noise_scale_every_steps,
-            microbatch_size=config.batch.microbatch_size,
         )
         self.output = RunOutput(
             config,
@@ -141,30 +126,32 @@ class TrainingRun:
             is_quiet=is_quiet,
         )
         self.evaluator = Evaluator(config, self.parts, self.eval_split, score=score, evaluations=start.evaluations)
-        self.timeline = TimelineRecorder(
-            communicator,
-            self.rundir,
-            steps=config.comm.timeline_steps,
-            settle=self.parts.precision.settle,
-            say=self.output.say,
+        self.loop = TrainingLoop(
+            config,
+            self.plan,
+            self.parts,
+            evaluator=self.evaluator,
+            saver=self.saver,
+            output=self.output,
+            digests=digests,
+            hooks=hooks,
+            copies=self.copies,
+            notice=None if job.env.notice_seconds is None else NoticeWatch(notice_seconds=job.env.notice_seconds),
+            skipped=dict(start.skipped),
         )
-        self.notice_watch = (
-            None if job.env.notice_seconds is None else NoticeWatch(notice_seconds=job.env.notice_seconds)
-        )
-        self.skipped = dict(start.skipped)
-        """All bad images that the run has met."""
         self.input: MeasuredInput | None = None
 
     def run(self, *, came_back: str = "") -> dict[str, Any] | None:
         """Train to the end or a stop signal; return the summary, or None if stopped. came_back: why it starts here."""
         summaries: list[dict[str, Any] | None] = []
         num_train, num_val = self.train_split.num_samples, self.eval_split.num_samples
+        timeout_seconds = self.config.run.checkpoint_timeout_seconds
         try:
             if self.is_first:
                 self.output.open_folder(self.parts, self.start)
                 job = describe_job(self.communicator, plan=self.plan, num_train=num_train, num_val=num_val)
                 self.output.log("start", {"step": self.plan.first_step, "job": job})
-            self.noise.go_on(self.rundir, self.communicator, timeout_seconds=self.config.run.checkpoint_timeout_seconds)
+            self.loop.noise.go_on(self.rundir, self.communicator, timeout_seconds=timeout_seconds)
             if came_back:
                 self.output.hint(came_back, step=self.plan.first_step)
             self._introduce()
@@ -174,7 +161,7 @@ class TrainingRun:
                 except Stopped:  # in an evaluation before the first step or beside all steps: nothing is new
                     totals, seconds = Totals(stopped_by=self.parts.stop.asked_by), 0.0
                 except ReplicasDiffer:  # the run may go back to what is being written
-                    self._settle(wait=True)
+                    self.loop.settle(wait=True)
                     raise
             write_on_first(
                 lambda: summaries.append(
@@ -182,14 +169,14 @@ class TrainingRun:
                         totals,
                         ended_by=self.evaluator.reason_to_end() or "run.epochs",
                         measured=self.input,
-                        skipped=self.skipped,
+                        skipped=self.loop.skipped,
                         seconds=seconds,
-                        noise=self.noise.figures(),
+                        noise=self.loop.noise.figures(),
                     )
                 ),
                 self.communicator.control,
                 what="plot and summary",
-                timeout_seconds=self.config.run.checkpoint_timeout_seconds,
+                timeout_seconds=timeout_seconds,
             )
         except BaseException as error:
             with suppress(Exception):  # what ended the run tells more
@@ -203,7 +190,7 @@ class TrainingRun:
         told = self.communicator.control.tell_all(
             json.dumps(summaries[0] if summaries else None),
             what="summary of the run",
-            timeout_seconds=self.config.run.checkpoint_timeout_seconds,
+            timeout_seconds=timeout_seconds,
         )
         return dict(json.loads(told))
 
@@ -260,30 +247,22 @@ class TrainingRun:
 
         Raises: Stopped, in an evaluation that is not the training loop's.
         """
+        loop = self.loop
         if self.start.kept_by:
-            self._save(self.plan.first_step, None)  # on disk, too, while the run goes on: a copy is lost already
+            loop.save(self.plan.first_step, None)  # on disk, too, while the run goes on: a copy is lost already
         caught_up = self._catch_up()
         if self.evaluator.reason_to_end():
-            self.plan = self.plan.ending_at_once()
-        self._measure_input()
-        started = time.perf_counter()
-        batches = build_input.train_batches(self.config, self.communicator, self.train_split, plan=self.plan)
-        hooks = Hooks(
-            self._report,
-            self._evaluate,
-            self._save,
-            keep=self._keep,
-            settle=partial(self._settle, wait=True),
-            reason_to_end=self.evaluator.reason_to_end,
-            skipped=partial(self._skip, split="train"),
-            before_step=self._before_step,
-            after_step=self._after_step,
+            self.plan = loop.plan = self.plan.ending_at_once()
+        self.input = measure_input(
+            self.config, self.communicator, self.train_split, plan=self.plan, prepare=self.parts.prepare
         )
-        totals = train(self.plan, self.parts, hooks, self.digests.watch(batches))
-        # a step after all others: what is still being recorded is written
-        self.timeline.before_step(sys.maxsize)
+        if self.input:
+            self.output.say(describe_input(self.input.ranks))
+            self.output.log("input", input_record(self.input.rates, step=self.plan.first_step))
+        started = time.perf_counter()
+        totals = loop.run(build_input.train_batches(self.config, self.communicator, self.train_split, plan=self.plan))
         if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
-            totals.last_evaluation = caught_up or self._evaluate(self.plan.num_steps)
+            totals.last_evaluation = caught_up or loop.evaluate(self.plan.num_steps)
         return totals, time.perf_counter() - started
 
     def _acknowledge(self, asked_by: str) -> None:
@@ -297,86 +276,8 @@ class TrainingRun:
         done = self.plan.first_step
         if not self.start.owes_evaluation or not self.plan.is_evaluation(done):
             return {}
-        record = self._evaluate(done)
+        record = self.loop.evaluate(done)
         self.parts.set_lr_(step=done - 1)  # the checkpoint's own, as is all else in it
-        self._save(done, record["top1"])
-        self._settle(wait=True)  # or what is measured next would be measured beside it
+        self.loop.save(done, record["top1"])
+        self.loop.settle(wait=True)  # or what is measured next would be measured beside it
         return record
-
-    def _measure_input(self) -> None:
-        self.input = measure_input(
-            self.config, self.communicator, self.train_split, plan=self.plan, prepare=self.parts.prepare
-        )
-        if self.input:
-            self.output.say(describe_input(self.input.ranks))
-            self.output.log("input", input_record(self.input.rates, step=self.plan.first_step))
-
-    def _report(self, record: dict[str, Any]) -> None:
-        self._settle(wait=False)
-        for measured in self.noise.take():
-            self.output.log(measured.pop("kind"), measured)
-        record = {**record, **self.noise.figures()}
-        self.output.report(record)
-        if record["step"] - self.plan.first_step > self.plan.log_every_steps:  # the first steps compile and warm up
-            self._watch_notice("step", self.plan.global_batch_size / record["images_per_second"], done=record["step"])
-        data = self.config.data
-        if hint := self.parts.prepare.statistics.hint(mean=data.mean, std=data.std):
-            self.output.hint(hint, step=record["step"])
-        if self.guess_watch:
-            self.guess_watch.see(record)
-        self.watchers.on_report(record)
-
-    def _watch_notice(self, kind: str, seconds: float, *, done: int) -> None:
-        """Warn once if a stop takes longer than the job's notice allows."""
-        if self.notice_watch and (text := self.notice_watch.see(kind, seconds)):
-            self.output.hint(text, step=done)
-
-    def _skip(self, done: int, images: dict[int, str], *, split: str) -> None:
-        """Record bad images that were replaced. Raises: DataError if there are more than data.max_skipped."""
-        named = {f"{split}/{position}": reason for position, reason in sorted(images.items())}
-        new = {name: reason for name, reason in named.items() if name not in self.skipped}
-        self.skipped |= new
-        for reason in new.values():
-            self.output.say(f"skipped: {reason}")
-        if new:
-            self.output.log("skipped", {"step": done, "pictures": new})
-        require_few(list(self.skipped.values()), max_skipped=self.config.data.max_skipped)
-
-    def _evaluate(self, done: int) -> dict[str, Any]:
-        record = self.evaluator.evaluate(
-            done,
-            epoch=done / self.plan.steps_per_epoch,
-            skipped=partial(self._skip, done, split="val"),
-            on_evaluation=self._evaluated,
-        )
-        self._watch_notice("evaluation", self.evaluator.seconds_to_exchange(record), done=done)
-        return record
-
-    def _evaluated(self, record: dict[str, Any]) -> None:
-        self.output.evaluated(record)
-        self.watchers.on_evaluation(record, self.parts.model)
-
-    def _save(self, done: int, top1: float | None) -> None:
-        self._settle(wait=True)  # one at a time
-        self.saver.start(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
-
-    def _before_step(self, step: int) -> None:
-        self.timeline.before_step(step)
-        self.digests.before_step(step)
-        self.noise.before_step(step)
-
-    def _after_step(self, done: int) -> None:
-        self.noise.after_step(done)
-        if record := self.digests.record(done):
-            self.output.log("digests", record)
-        self.watchers.on_step(done)
-
-    def _keep(self, done: int) -> None:
-        assert self.copies
-        self.saver.keep(self.copies, done=done, evaluations=self.evaluator.found, skipped=self.skipped)
-
-    def _settle(self, *, wait: bool) -> None:
-        """Report the checkpoint that was being written, once it is on disk. Collective. Raises: as the saver's."""
-        if saved := self.saver.settle(wait=wait):
-            self._watch_notice("checkpoint", saved.seconds, done=saved.step)
-            self.watchers.on_checkpoint(saved.path)

@@ -1,8 +1,10 @@
-"""A run of four steps on one rank, small enough for unit tests, and hooks that write down what happens."""
+"""A run of four steps on one rank, small enough for unit tests, and a recorder of what its loop asks for."""
 
 import gc
 import math
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,18 +15,24 @@ from torch import Tensor
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
 from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.run.digests import DigestRecorder
+from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.loss_scale import Scaling
-from bigbatch.trainer.step.plan import Hooks, Parts, Plan
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
 from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
 from bigbatch.trainer.step.stop_request import Stopped
+from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.training_loop import TrainingLoop
 
 CPU = torch.device("cpu")
 SPAN, ACCUMULATION, CLASSES, SMOOTHING = 4, 3, 5, 0.1
@@ -120,25 +128,82 @@ class Stop:
 
 
 class Recorder:
-    """Hooks that write down what happens."""
+    """Takes the place of a run's evaluator, saver and output, and writes down what they are asked for."""
 
-    def __init__(self) -> None:
+    found: tuple[dict[str, Any], ...] = ()
+    """Results of the evaluations, which no checkpoint keeps here."""
+    reason: str | None = None
+    """Why the run ends after an evaluation."""
+
+    def __init__(self, called: Callable[[str], object] = lambda what: None) -> None:
+        """called: with "report", "evaluate" or "save", once it is written down."""
+        self.called = called
         self.events: list[tuple[Any, ...]] = []
         self.records: list[dict[str, Any]] = []
+        self.being_saved: int | None = None
 
-    def hooks(self) -> Hooks:
-        return Hooks(on_report=self._report, evaluate=self._evaluate, save=self._save, skipped=self._skipped)
-
-    def _report(self, record: dict[str, Any]) -> None:
+    def report(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         self.events.append(("report", record["step"]))
+        self.called("report")
 
-    def _evaluate(self, done: int) -> dict[str, Any]:
+    def log(self, kind: str, record: dict[str, Any]) -> None:
+        self.events.append((kind, record["step"], record["pictures"]))
+
+    def say(self, text: str) -> None:
+        pass
+
+    def hint(self, text: str, *, step: int) -> None:
+        pass
+
+    def evaluate(self, done: int, **_: object) -> dict[str, Any]:
         self.events.append(("evaluate", done))
+        self.called("evaluate")
         return {"top1": done / 100}
 
-    def _save(self, done: int, top1: float | None) -> None:
-        self.events.append(("save", done, top1))
+    def seconds_to_exchange(self, record: dict[str, Any]) -> float:
+        return 0.0
 
-    def _skipped(self, done: int, images: dict[int, str]) -> None:
-        self.events.append(("skipped", done, images))
+    def reason_to_end(self) -> str | None:
+        return self.reason
+
+    def start(self, *, done: int, top1: float | None, **_: object) -> None:
+        assert self.being_saved is None, "one at a time"
+        self.being_saved = done
+        self.events.append(("save", done, top1))
+        self.called("save")
+
+    def settle(self, *, wait: bool) -> None:
+        if wait:
+            self.being_saved = None
+
+
+@cache
+def quickstart(*words: str) -> Config:
+    return load_config(["--config", "quickstart", *words])
+
+
+def train(
+    plan: Plan,
+    parts: Parts,
+    recorder: Any,
+    batches: Iterator[Batch],
+    *,
+    max_skipped: int = 99,
+    **hooks: Callable[..., None],
+) -> Totals:
+    """The steps of a run, of which the recorder is told."""
+    loop = TrainingLoop(
+        quickstart(f"--data.max_skipped={max_skipped}"),
+        plan,
+        parts,
+        evaluator=recorder,
+        saver=recorder,
+        output=recorder,
+        digests=DigestRecorder(plan, parts, every_steps=0, folder=Path("values"), is_sharded=False),
+        hooks=TrainingHooks(**hooks),
+        copies=None,
+        notice=None,
+        skipped={},
+    )
+    return loop.run(batches)

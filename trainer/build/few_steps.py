@@ -13,8 +13,8 @@ from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.step.loop import train
-from bigbatch.trainer.step.plan import Hooks, Parts
+from bigbatch.trainer.step.loop import Steps
+from bigbatch.trainer.step.plan import Parts
 
 
 class Run(Protocol):
@@ -46,9 +46,7 @@ def few_steps(
     if schedule is not None:
         parts = dataclasses.replace(parts, schedule=schedule)
     fit_whitening_(parts.model, train_split, config=config, communicator=communicator)
-    plan = dataclasses.replace(
-        whole, num_steps=num_steps, log_every_steps=1, eval_every_steps=num_steps, checkpoint_every_steps=0
-    )
+    plan = dataclasses.replace(whole, num_steps=num_steps, log_every_steps=1)
 
     def acknowledge(asked_by: str) -> None:
         say(f"{asked_by}: will stop after this step")
@@ -56,12 +54,19 @@ def few_steps(
     def run(
         on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None] = lambda done: None
     ) -> str | None:
-        hooks = Hooks(
-            on_report, evaluate=lambda done: {"top1": None}, save=lambda done, top1: None, after_step=after_step
-        )
-        batches = build_input.train_batches(config, communicator, train_split, plan=plan)
+        steps = Steps(plan, parts, build_input.train_batches(config, communicator, train_split, plan=plan))
         with parts.stop.watch(communicator.control, acknowledge=acknowledge):
-            return train(plan, parts, hooks, batches).stopped_by
+            for step in range(num_steps):
+                steps(step)
+                after_step(step + 1)
+                parts.precision.settle()  # an optimizer's state may be read now
+                record, _ = steps.report(step + 1)
+                on_report(record)
+                parts.precision.require_progress(step + 1, is_last=step + 1 == num_steps)
+                if parts.stop.is_due() and step + 1 < num_steps:
+                    return parts.stop.asked_by
+                steps.start_over()
+        return None
 
     try:
         yield parts, run

@@ -1,10 +1,10 @@
-"""The training loop: it receives ready objects and builds nothing. First the step, then the run."""
+"""A training step, and the steps of a run with their measurements: ready objects come in, nothing is built."""
 
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -14,10 +14,9 @@ from bigbatch.trainer.input.order import rank_microbatches
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
 from bigbatch.trainer.step.divergence import require_finite, require_on_grid, require_statistics
-from bigbatch.trainer.step.plan import Hooks, Parts, Plan
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.replicas import digest, replicas, require_same
 from bigbatch.trainer.step.seeding import seed_forward
-from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.totals import Totals
 from bigbatch.trainer.step.window import Window, WindowSums
 
@@ -94,77 +93,50 @@ class TrainStep:
         return has_failed_1
 
 
-def train(plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> Totals:
-    """Run steps first_step to num_steps; stop early, with a checkpoint, when any rank was asked to.
+class InputLost(DataError):
+    """The input of a rank failed. All steps up to done had a batch on all ranks; the weights are those after it."""
 
-    Where the input of a rank fails, the state before that step is saved first.
-    Collective. Raises: TrainingDiverged; ReplicasDiffer; PeerLostError; DataError from the input.
-    """
-    return Loop(plan, parts, hooks, batches).run()
+    def __init__(self, reason: str, *, done: int, replaced: dict[int, str]) -> None:
+        super().__init__(reason)
+        self.done = done
+        self.replaced = replaced
+        """Positions of bad images in these steps since the last report, and why."""
 
 
-class Loop:
-    """Runs a run's steps, and reports, evaluates and saves between them. All methods are collective."""
+class Steps:
+    """Makes the steps of a run, and measures them from report to report. All methods are collective."""
 
-    def __init__(self, plan: Plan, parts: Parts, hooks: Hooks, batches: Iterator[Batch]) -> None:
-        self.plan, self.parts, self.hooks = plan, parts, hooks
+    def __init__(self, plan: Plan, parts: Parts, batches: Iterator[Batch]) -> None:
+        self.plan, self.parts = plan, parts
         self.stream = InputStream(batches)
         self.train_step = TrainStep(plan, parts)
-        self.totals = Totals(saved_step=plan.first_step, measures_waits=parts.execution.measures_waits)
-
-    def run(self) -> Totals:
-        """Run the steps, as train() describes."""
-        plan, parts, hooks, totals = self.plan, self.parts, self.hooks, self.totals
-        parts.reducer.exposed.take_seconds()  # what was waited before, to restore a checkpoint, is of no step
-        parts.energy.take_joules()
+        self.totals = Totals(measures_waits=parts.execution.measures_waits)
         parts.model.train()
-        for step in range(plan.first_step, plan.num_steps):
-            hooks.before_step(step)
-            self.train_step(step, self.stream)
-            done = step + 1
-            hooks.after_step(done)
-            is_eval, is_save = plan.is_evaluation(done), plan.is_checkpoint(done)
-            # a run that has done its last step is stopped in its evaluation, or not at all
-            is_stop = parts.stop.is_due() and done < plan.num_steps
-            if is_stop or plan.is_report(done):
-                parts.precision.settle()  # the next step alone can do without: all below may read the weights
-                self.report(done)
-                if is_stop:
-                    hooks.save(done, None)  # an evaluation that is due is the resumed run's
-                elif is_eval:
-                    try:
-                        with self._saving_on_failure(done):
-                            totals.last_evaluation = hooks.evaluate(done)
-                    except Stopped:
-                        is_stop = True
-                    else:
-                        hooks.save(done, totals.last_evaluation["top1"])
-                        parts.model.train()
-                elif is_save:
-                    hooks.save(done, None)
-                elif plan.is_memory_copy(done, since=done - self.train_step.window.steps):
-                    hooks.keep(done)
-                if is_eval or is_save or is_stop:
-                    totals.saved_step = done
-                if is_stop:
-                    totals.stopped_by = parts.stop.asked_by
-                    break
-                if is_eval and hooks.reason_to_end():
-                    break
-                self.train_step.window.start_over()
-                parts.energy.take_joules()  # what an evaluation or a checkpoint took is of no step
-        hooks.settle()
-        return totals
+        parts.reducer.exposed.take_seconds()  # what was waited before, to restore a checkpoint, is of no step
+        self.start_over()
 
-    def report(self, done: int) -> None:
-        """Sum the window over ranks, and report it. Syncs with the device."""
+    def __call__(self, step: int) -> None:
+        """Make a step."""
+        self.train_step(step, self.stream)
+
+    def start_over(self) -> None:
+        """Begin to measure anew: what an evaluation or a checkpoint took is of no step."""
+        self.train_step.window.start_over()
+        self.parts.energy.take_joules()
+
+    def report(self, done: int) -> tuple[dict[str, Any], dict[int, str]]:
+        """Sum what was measured since the last report over ranks. Syncs with the device.
+
+        Returns: the record, and positions of bad images for which others stood in since then, and why.
+        Raises: InputLost; TrainingDiverged; ReplicasDiffer.
+        """
         plan, parts, window = self.plan, self.parts, self.train_step.window
         communicator = parts.communicator
         compared = self._start_comparison(done)  # before the host waits for the device, which then goes on meanwhile
         mine_N = self._window_of_this_rank().pack(communicator.device)
         sums = WindowSums.unpack(communicator.sum_(mine_N, label=f"report of step {done}"))
         if sums.num_failed:
-            self._end_for_lack_of_input()
+            raise self._lost_input()
         if compared:
             require_same(communicator, *compared, done=done)
         self.totals.add(sums, steps=window.steps)
@@ -177,21 +149,17 @@ class Loop:
         if parts.reducer.grid and not parts.precision.skips_overflow:
             require_on_grid(parts.reducer.grid_sums.take_beyond(), done=done, largest=parts.reducer.grid.largest)
         require_statistics(parts.statistics.take_beyond(), done=done)
-        self.hooks.on_report(
-            {
-                "step": done,
-                "epoch": done / plan.steps_per_epoch,
-                "loss": sums.loss / sums.samples,
-                "top1": sums.correct / sums.samples,
-                "lr": parts.schedule(done - 1),
-                **parts.precision.figures(),
-                **sums.record(measures_waits=self.totals.measures_waits),
-                **({"grid_underflow_fraction": sums.grid_underflow_fraction} if parts.reducer.grid else {}),
-            }
-        )
-        parts.precision.require_progress(done, is_last=done == plan.num_steps)
-        if sums.num_skipped:
-            self._tell_skipped(done)
+        record = {
+            "step": done,
+            "epoch": done / plan.steps_per_epoch,
+            "loss": sums.loss / sums.samples,
+            "top1": sums.correct / sums.samples,
+            "lr": parts.schedule(done - 1),
+            **parts.precision.figures(),
+            **sums.record(measures_waits=self.totals.measures_waits),
+            **({"grid_underflow_fraction": sums.grid_underflow_fraction} if parts.reducer.grid else {}),
+        }
+        return record, self._gather_replaced(before=done) if sums.num_skipped else {}
 
     def _start_comparison(self, done: int) -> tuple[Iterable[str], Tensor] | None:
         """Start digests of replicated state on the device, if due; return names, and digests to read later."""
@@ -228,42 +196,17 @@ class Loop:
             exposed_P=at_own_place(exposed_seconds / seconds),
         )
 
-    def _end_for_lack_of_input(self) -> None:
-        """Save the state after the last step with batches on all ranks. Raises: DataError, always."""
+    def _lost_input(self) -> InputLost:
+        """Return what to raise for the first step that lacked a batch on some rank."""
         communicator, failure = self.parts.communicator, self.stream.failure
         texts = communicator.gather_text(json.dumps([failure.step, failure.reason]) if failure else "")
         failures = [(*json.loads(text), rank) for rank, text in enumerate(texts) if text]
         done, reason, rank = min(failures, key=lambda failure: failure[0])
-        self._tell_skipped(done)
-        self._save_before_end(done)
         where = f"rank {rank}: " if communicator.world_size > 1 else ""
         outcome = f"The run stopped after step {done} and goes on from there." if done else "No step was done."
         stop = "" if reason.endswith((".", "?", "!")) else "."
-        raise DataError(f"{where}{reason}{stop} {outcome}")
+        return InputLost(f"{where}{reason}{stop} {outcome}", done=done, replaced=self._gather_replaced(before=done))
 
-    def _tell_skipped(self, done: int) -> None:
-        """Gather the images that ranks skipped. Raises: DataError, after saving, if there are too many."""
+    def _gather_replaced(self, *, before: int) -> dict[int, str]:
         # a rank draws on after the step at which the input of another one failed, and those steps do not count
-        replaced = self.stream.take_replaced(before=done)
-        if images := gather_replaced(self.parts.communicator, replaced):
-            with self._saving_on_failure(done):
-                self.hooks.skipped(done, images)
-
-    @contextmanager
-    def _saving_on_failure(self, done: int) -> Iterator[None]:
-        """Context for collective work between steps: saves the state before bad data or a stop end the run."""
-        try:
-            yield
-        except (DataError, Stopped):
-            self._save_before_end(done)
-            raise
-
-    def _save_before_end(self, done: int) -> None:
-        """Save the current state, after step done, and return when it is on disk."""
-        # a second checkpoint of a step would lack the accuracy of the first
-        if done > self.totals.saved_step:
-            self.parts.set_lr_(step=done - 1)
-            self.hooks.save(done, None)
-        self.hooks.settle()
-        # the first rank writes, and tells the others what to raise: none ends before all know
-        self.parts.communicator.gather_text("saved")
+        return gather_replaced(self.parts.communicator, self.stream.take_replaced(before=before))

@@ -1,9 +1,8 @@
-"""Inputs of the training loop: the numbers of a run, its objects, and hooks around its steps."""
+"""Inputs of the training loop: the numbers of a run, and its objects."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,29 +107,6 @@ class Parts:
         """Remove hooks and captured graphs, which would keep memory and the communicator open."""
         self.reducer.close()
         self.execution.close()
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """Callbacks around steps. Each is called on all ranks; records cover all ranks together."""
-
-    on_report: Callable[[dict[str, Any]], None]
-    evaluate: Callable[[int], dict[str, Any]]
-    """(steps done) -> record of the evaluation. Collective."""
-    save: Callable[[int, float | None], None]
-    """(steps done, top-1 or None): begins to write a checkpoint of all as it is now. Collective."""
-    keep: Callable[[int], None] = lambda done: None
-    """(steps done): begins to keep a copy of all as it is now in memory. Collective."""
-    settle: Callable[[], None] = lambda: None
-    """(): returns on all ranks when the checkpoint that save began is on disk. Collective."""
-    skipped: Callable[[int, dict[int, str]], None] = lambda done, images: None
-    """(steps done, positions of bad images and why): others stood in since the last time. Raises: DataError."""
-    reason_to_end: Callable[[], str | None] = lambda: None
-    """() -> after an evaluation, why the run ends with it; the same on all ranks."""
-    before_step: Callable[[int], None] = lambda step: None
-    """(step). Collective."""
-    after_step: Callable[[int], None] = lambda done: None
-    """(steps done), before what else is due after them; weights may still be on their way."""
 
 
 def _is_passed(every: int, done: int, since: int) -> bool:

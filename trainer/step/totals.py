@@ -27,8 +27,6 @@ class Totals:
     """Gradients of microbatches that the grid took for 0, as WindowSums counts them."""
     num_nonzero: float = 0.0
     last_evaluation: dict[str, Any] = field(default_factory=dict)
-    saved_step: int = 0
-    """Step of the newest checkpoint; the step at which the run started if there is none."""
     stopped_by: str | None = None
 
     @property

@@ -222,7 +222,7 @@ def _watch(trial: Trial | None, place: Place) -> None:
     from bigbatch.trainer.inference import accuracy
     from bigbatch.trainer.run import output
     from bigbatch.trainer.run.saving import CheckpointSaver
-    from bigbatch.trainer.step.loop import Loop, TrainStep
+    from bigbatch.trainer.step.loop import Steps, TrainStep
 
     # nodes share the machine's cores: threads that wait for each other would outweigh a tiny model
     os.sched_getaffinity = lambda _: {0}
@@ -231,7 +231,7 @@ def _watch(trial: Trial | None, place: Place) -> None:
     fault = Fault(trial, place)
     fault.reach("start")
     fault.before(Control, "gather_text", "meeting")
-    fault.before(Loop, "report", "report")
+    fault.before(Steps, "report", "report")
     fault.before(accuracy, "predict", "evaluation")
     fault.before(Communicator, "close", "close")
     if not fault.is_first:

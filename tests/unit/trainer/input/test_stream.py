@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
-from small_run import ACCUMULATION, OPTIMIZERS, PLAN, SPAN, Recorder, Stop, make_batches, make_parts
+from small_run import ACCUMULATION, OPTIMIZERS, PLAN, SPAN, Recorder, Stop, make_batches, make_parts, train
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.inference.accuracy import evaluate
 from bigbatch.trainer.input.base import BadImage, Batch
 from bigbatch.trainer.input.stream import InputFailure, InputStream
-from bigbatch.trainer.step.loop import train
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
@@ -52,8 +51,8 @@ class StateRecorder(Recorder):
         self.parts = parts
         self.states: dict[int, Any] = {}
 
-    def _save(self, done: int, top1: float | None) -> None:
-        super()._save(done, top1)
+    def start(self, *, done: int, top1: float | None, **_: object) -> None:
+        super().start(done=done, top1=top1)
         precision = self.parts.precision
         state = [precision.model_state(), precision.state_dict(), self.parts.optimizer.state_dict()]
         self.states[done] = bits([*state, self.parts.statistics.flat_N, self.parts.reducer.order])
@@ -64,7 +63,7 @@ def run(plan: Plan, batches: Iterator[Batch], *, precision: str, optimizer: str)
     parts = make_parts(precision=precision, optimizer=optimizer)
     recorder, message = StateRecorder(parts), ""
     try:
-        train(plan, parts, recorder.hooks(), batches)
+        train(plan, parts, recorder, batches)
     except DataError as error:
         message = str(error)
     return recorder, message
@@ -128,7 +127,7 @@ def test_stream_failure_and_stop_signal_at_once_end_with_the_failure() -> None:
     parts = make_parts(stop=Stop(at=2))
     recorder = Recorder()
     with pytest.raises(DataError, match=naming(LOST, "step 1 ")):
-        train(replace(STEPS, log_every_steps=2), parts, recorder.hooks(), failing(make_batches(ACCUMULATION)))
+        train(replace(STEPS, log_every_steps=2), parts, recorder, failing(make_batches(ACCUMULATION)))
     assert recorder.events == [("save", 1, None)]
 
 
@@ -137,7 +136,7 @@ def test_stream_images_that_were_skipped_before_the_failure_are_told() -> None:
     first, *others = make_batches(ACCUMULATION)
     batches = failing([with_bad(first, 7), *others])
     recorder, _ = run(replace(STEPS, log_every_steps=3), batches, precision="fp32", optimizer="sgd")
-    assert recorder.events == [("skipped", 1, {7: "7.JPEG: is not an image"}), ("save", 1, None)]
+    assert recorder.events == [("skipped", 1, {"train/7": "7.JPEG: is not an image"}), ("save", 1, None)]
 
 
 def test_stream_skipped_images_are_told_at_the_report() -> None:
@@ -146,36 +145,30 @@ def test_stream_skipped_images_are_told_at_the_report() -> None:
     batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3)
     recorder, _ = run(STEPS, iter(batches), precision="fp32", optimizer="sgd")
     told = [(done, sorted(event[0])) for kind, done, *event in recorder.events if kind == "skipped"]
-    assert told == [(1, [3, 12]), (2, [3])]
-
-
-def too_many(done: int, images: dict[int, str]) -> None:
-    raise DataError("2 images are bad")
+    assert told == [(1, ["train/12", "train/3"])], "each once"
 
 
 def test_stream_too_many_skipped_images_end_the_run_with_a_checkpoint() -> None:
     recorder, batches = Recorder(), make_batches()
     batches[ACCUMULATION] = with_bad(batches[ACCUMULATION], 3, 12)
     with pytest.raises(DataError, match="2 images are bad"):
-        train(STEPS, make_parts(), replace(recorder.hooks(), skipped=too_many), iter(batches))
-    assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
+        train(STEPS, make_parts(), recorder, iter(batches), max_skipped=1)
+    assert [event[:2] for event in recorder.events] == [("report", 1), ("report", 2), ("skipped", 2), ("save", 2)]
 
 
 def test_stream_too_many_skipped_images_before_a_failure_save_once() -> None:
-    recorder = Recorder()
-    batches = make_batches(ACCUMULATION)
+    recorder, batches = Recorder(), make_batches(ACCUMULATION)
     batches[0] = with_bad(batches[0], 3, 12)
-    hooks = replace(recorder.hooks(), skipped=too_many)
     with pytest.raises(DataError, match="2 images are bad"):
-        train(replace(STEPS, log_every_steps=2), make_parts(), hooks, failing(batches))
-    assert recorder.events == [("save", 1, None)]
+        train(replace(STEPS, log_every_steps=2), make_parts(), recorder, failing(batches), max_skipped=1)
+    assert [event[:2] for event in recorder.events] == [("skipped", 1), ("save", 1)]
 
 
 def test_stream_evaluation_whose_input_fails_ends_the_run_with_a_checkpoint() -> None:
     parts = make_parts()
     recorder = StateRecorder(parts)
 
-    def evaluate_two(done: int) -> dict[str, Any]:
+    def evaluate_two(done: int, **_: object) -> dict[str, Any]:
         return evaluate(
             parts.model,
             failing(make_batches(1)),
@@ -184,13 +177,9 @@ def test_stream_evaluation_whose_input_fails_ends_the_run_with_a_checkpoint() ->
             num_samples=2 * SPAN,
         )
 
+    recorder.evaluate = evaluate_two  # type: ignore[method-assign]
     with pytest.raises(DataError, match=naming(LOST)):
-        train(
-            replace(STEPS, eval_every_steps=2),
-            parts,
-            replace(recorder.hooks(), evaluate=evaluate_two),
-            iter(make_batches()),
-        )
+        train(replace(STEPS, eval_every_steps=2), parts, recorder, iter(make_batches()))
     assert recorder.events == [("report", 1), ("report", 2), ("save", 2, None)]
     assert recorder.states[2] == undisturbed("fp32", "sgd")[2]
 
@@ -242,8 +231,8 @@ def test_stream_images_of_steps_that_do_not_count_are_not_told() -> None:
     recorder = Recorder()
     plan = replace(STEPS, log_every_steps=3)
     with pytest.raises(DataError, match=naming(LOST, "step 2 ")):
-        train(plan, replace(other.parts, communicator=other), recorder.hooks(), iter(batches))  # type: ignore[arg-type]
-    told = {3: "3.JPEG: is not an image", 5: "5.JPEG: is empty"}
+        train(plan, replace(other.parts, communicator=other), recorder, iter(batches))  # type: ignore[arg-type]
+    told = {"train/3": "3.JPEG: is not an image", "train/5": "5.JPEG: is empty"}
     assert recorder.events == [("skipped", 2, told), ("save", 2, None)]
 
 
@@ -254,7 +243,7 @@ def test_stream_message_has_one_full_stop(end: str) -> None:
         raise DataError(f"does the server answer{end}")
 
     with pytest.raises(DataError) as raised:
-        train(STEPS, make_parts(), Recorder().hooks(), ending())
+        train(STEPS, make_parts(), Recorder(), ending())
     stop = end if end in (".", "?", "!") else f"{end}."
     assert str(raised.value) == f"does the server answer{stop} No step was done."
 

@@ -32,8 +32,7 @@ from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
 from bigbatch.trainer.run.progress import Bar, Lines, Silent, describe, make_reporter, rows, show
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
-from bigbatch.trainer.step.loop import Loop
-from bigbatch.trainer.step.plan import Hooks
+from bigbatch.trainer.step.loop import Steps
 from bigbatch.trainer.step.totals import Totals
 
 TRAIN_RECORD = {
@@ -176,6 +175,7 @@ class Ranks:
             gather_text=lambda text: [text],
         )
         parts: Any = SimpleNamespace(
+            model=torch.nn.Identity(),
             communicator=communicator,
             reducer=SimpleNamespace(exposed=SimpleNamespace(take_seconds=lambda: exposed), grid=None),
             statistics=SimpleNamespace(take_beyond=lambda: 0),
@@ -183,16 +183,15 @@ class Ranks:
             stop=SimpleNamespace(is_set=False),
             schedule=lambda step: 0.1,
             execution=SimpleNamespace(measures_waits=True),
-            precision=SimpleNamespace(figures=dict, require_progress=lambda done, is_last: None),
+            precision=SimpleNamespace(figures=dict),
         )
-        records: list[dict[str, Any]] = []
-        hooks = Hooks(on_report=records.append, evaluate=lambda done: {}, save=lambda done, top1: None)
-        loop = Loop(PLAN, parts, hooks, iter(()))
-        loop.totals, window = before or loop.totals, loop.train_step.window
+        steps = Steps(PLAN, parts, iter(()))
+        steps.totals, window = before or steps.totals, steps.train_step.window
         window.sums_3 += torch.tensor([80.0, 10.0, 40.0], dtype=torch.float64)
-        window.steps, window.start, loop.stream.wait_seconds = 5, time.perf_counter() - seconds, wait
-        assert not loop.report(5)
-        return records[0], loop.totals
+        window.steps, window.start, steps.stream.wait_seconds = 5, time.perf_counter() - seconds, wait
+        record, replaced = steps.report(5)
+        assert not replaced
+        return record, steps.totals
 
 
 def test_report_a_wait_of_one_rank_is_a_wait_of_all() -> None:

@@ -6,13 +6,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from small_run import ACCUMULATION, PLAN, Recorder, make_batches, make_parts
+from small_run import ACCUMULATION, PLAN, Recorder, make_batches, make_parts, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.step.ema import MovingAverage, NoAverage, bounded_decay, evaluated_weights
-from bigbatch.trainer.step.loop import train
 from bigbatch.trainer.step.plan import Parts
 
 NO, YES = torch.tensor([False]), torch.tensor([True])
@@ -156,8 +155,8 @@ def test_average_of_the_loop_stops_at_a_failed_input(precision: str) -> None:
     plan = replace(PLAN, num_steps=6, log_every_steps=6, eval_every_steps=6)
     ended, whole = with_average(precision), with_average(precision)
     with pytest.raises(DataError):
-        train(plan, ended, Recorder().hooks(), batches(5))
-    train(replace(plan, num_steps=5), whole, Recorder().hooks(), iter(make_batches(5 * ACCUMULATION)))
+        train(plan, ended, Recorder(), batches(5))
+    train(replace(plan, num_steps=5), whole, Recorder(), iter(make_batches(5 * ACCUMULATION)))
     for name, average in whole.average.state_dict(5).items():
         assert torch.equal(ended.average.state_dict(5)[name], average), name
     own = {name: tensor.clone() for name, tensor in whole.model.state_dict().items()}

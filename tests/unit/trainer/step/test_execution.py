@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from error_texts import naming
 from optimizer_settings import ADAPTIVE, FP16, OF_LARS
 from recorded_graph import RecordedCapture
-from small_run import Recorder, num_alive
+from small_run import Recorder, num_alive, train
 from torch import Tensor, nn
 
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -28,7 +28,6 @@ from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
 from bigbatch.trainer.run.summary import graph_notes, speed
 from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, Cut, EagerExecution
-from bigbatch.trainer.step.loop import train
 from bigbatch.trainer.step.plan import Parts, Plan
 
 NUM_STEPS = 8
@@ -99,7 +98,7 @@ class Outcome:
         recorder = Recorder()
         self.error = ""
         try:
-            self.totals = train(plan, parts, recorder.hooks(), source)
+            self.totals = train(plan, parts, recorder, source)
         except UserError as error:
             self.error = str(error)
         state = parts.optimizer.state_dict()
@@ -252,7 +251,7 @@ def test_cuda_graph_is_gone_with_its_parts(tmp_path: Path) -> None:
     before = num_alive("_Recording")
     plan, parts = make_run(tmp_path, {})
     parts = replace(parts, execution=captured(RecordedCapture(), parts))
-    train(plan, parts, Recorder().hooks(), batches())
+    train(plan, parts, Recorder(), batches())
     assert num_alive("_Recording") == before + 1
     parts.close()
     assert num_alive("_Recording") == before
@@ -319,14 +318,14 @@ def test_cuda_graph_tells_the_first_error_of_a_capture(
     plan, parts = make_run(tmp_path, {})
     parts = replace(parts, execution=captured(BrokenCapture(first), parts))
     with pytest.raises(kind, match=naming(told)):
-        train(plan, parts, Recorder().hooks(), batches())
+        train(plan, parts, Recorder(), batches())
 
 
 def test_cuda_graph_replays_are_all_watched(tmp_path: Path) -> None:
     plan, parts = make_run(tmp_path, {})
     calls: list[None] = []
     execution = captured(RecordedCapture(), parts, watch=lambda: calls.append(None))
-    train(plan, replace(parts, execution=execution), Recorder().hooks(), batches())
+    train(plan, replace(parts, execution=execution), Recorder(), batches())
     assert len(calls) == NUM_STEPS - WARM_UP_STEPS
 
 

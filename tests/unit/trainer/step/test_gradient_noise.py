@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_run import ACCUMULATION, PLAN, Recorder, Stop, make_batches
+from small_run import ACCUMULATION, PLAN, Stop, make_batches
 from torch import Tensor, nn
 
 from bigbatch.comm.connection import connect
@@ -20,10 +20,11 @@ from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.input.prepare_batch import Prepared
+from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.run.noise_scale import unbiased
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.gradient_noise import GradientNoise, SquaredNorms
-from bigbatch.trainer.step.loop import train
+from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
@@ -91,9 +92,12 @@ def measure(parts: Parts, *, steps: int, every_steps: int = 1, accumulation: int
         log_every_steps=steps,
         eval_every_steps=steps,
     )
-    noise = GradientNoise(plan, parts, every_steps=every_steps)
-    hooks = replace(Recorder().hooks(), before_step=noise.before_step, after_step=noise.after_step)
-    train(plan, parts, hooks, repeat(make_batches(1)[0]))
+    noise, train_step = GradientNoise(plan, parts, every_steps=every_steps), TrainStep(plan, parts)
+    stream = InputStream(repeat(make_batches(1)[0]))
+    for step in range(steps):
+        noise.before_step(step)
+        train_step(step, stream)
+        noise.after_step(step + 1)
     found = noise.take()
     assert noise.take() == []
     return found

@@ -2,15 +2,15 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from error_texts import naming
-from small_run import ACCUMULATION, CLASSES, CPU, PLAN, SMOOTHING, SPAN, Recorder, Stop, make_batches, make_parts
+from small_run import ACCUMULATION, CLASSES, CPU, PLAN, SMOOTHING, SPAN, Recorder, Stop, make_batches, make_parts, train
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torchvision.transforms.v2 import functional as vision
@@ -22,8 +22,7 @@ from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.step.loop import TrainStep, train
-from bigbatch.trainer.step.plan import Hooks
+from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.statistics import StepStatistics
 from bigbatch.trainer.step.totals import Totals
 
@@ -52,7 +51,7 @@ def plain_pytorch(batches: list[Batch]) -> tuple[nn.Module, list[float]]:
 
 def test_train_steps_equal_plain_pytorch() -> None:
     batches, parts, recorder = make_batches(), make_parts(), Recorder()
-    train(PLAN, parts, recorder.hooks(), iter(batches))
+    train(PLAN, parts, recorder, iter(batches))
     expected, losses = plain_pytorch(batches)
     for name, parameter in expected.named_parameters():
         assert torch.allclose(parts.model.get_parameter(name).double(), parameter, rtol=1e-3, atol=2e-5), name
@@ -73,7 +72,7 @@ def test_train_waits_for_no_gpu_to_draw_a_batch() -> None:
 def test_train_order_of_reports_evaluations_and_checkpoints() -> None:
     recorder = Recorder()
     plan = replace(PLAN, log_every_steps=3, checkpoint_every_steps=3)
-    totals = train(plan, make_parts(), recorder.hooks(), iter(make_batches()))
+    totals = train(plan, make_parts(), recorder, iter(make_batches()))
     assert recorder.events == [
         *(("report", 2), ("evaluate", 2), ("save", 2, 0.02)),
         *(("report", 3), ("save", 3, None)),
@@ -87,23 +86,17 @@ def test_train_waits_for_all_weights_before_anything_but_the_next_step(monkeypat
     """Weights that still travel are read by the next forward alone, which waits for them itself."""
     parts, on_their_way = make_parts(), [False]
     seen: list[tuple[str, bool]] = []
-
-    def note(*_: Any, what: str) -> dict[str, Any]:
-        seen.append((what, on_their_way[0]))
-        return {"top1": 0.5}
-
     monkeypatch.setattr(parts.precision.weights, "publish_", lambda: on_their_way.__setitem__(0, True))
     monkeypatch.setattr(parts.precision.weights, "settle", lambda: on_their_way.__setitem__(0, False))
-    hooks = Hooks(**{what: partial(note, what=what) for what in ("on_report", "evaluate", "save", "before_step")})
+    recorder = Recorder(lambda what: seen.append((what, on_their_way[0])))
     plan = replace(PLAN, log_every_steps=3, eval_every_steps=4, checkpoint_every_steps=3)
-    train(plan, parts, hooks, iter(make_batches()))
-    assert [on_the_way for what, on_the_way in seen if what == "before_step"] == [False, True, True, False]
-    assert {what for what, _ in seen} == {"on_report", "evaluate", "save", "before_step"}
-    assert not any(on_the_way for what, on_the_way in seen if what != "before_step")
+    train(plan, parts, recorder, iter(make_batches()), on_step=lambda done: recorder.called("step"))
+    assert {what for what, _ in seen} == {"report", "evaluate", "save", "step"}
+    assert {what for what, on_the_way in seen if on_the_way} == {"step"}
 
 
 class Meter:
-    """An energy meter that hooks turn on."""
+    """An energy meter that the test turns on."""
 
     def __init__(self) -> None:
         self.joules = 0.0
@@ -115,38 +108,26 @@ class Meter:
 
 def test_train_energy_of_evaluations_and_checkpoints_is_of_no_step() -> None:
     """A step takes 10 J, an evaluation 1,000 and a checkpoint 100,000."""
-    meter, recorder = Meter(), Recorder()
+    meter = Meter()
+    joules = {"step": 10.0, "report": 0.0, "evaluate": 1e3, "save": 1e5}
 
-    def use(*_: Any, joules: float) -> dict[str, Any]:
-        meter.joules += joules
-        return {"top1": 0.5}
+    def use(what: str) -> None:
+        meter.joules += joules[what]
 
-    hooks = Hooks(
-        on_report=recorder.records.append,
-        evaluate=partial(use, joules=1e3),
-        save=partial(use, joules=1e5),
-        before_step=partial(use, joules=10.0),
-    )
+    recorder = Recorder(use)
     parts = replace(make_parts(), energy=meter)
-    train(replace(PLAN, checkpoint_every_steps=3), parts, hooks, iter(make_batches()))
+    plan = replace(PLAN, checkpoint_every_steps=3)
+    train(plan, parts, recorder, iter(make_batches()), on_step=lambda done: use("step"))
     assert [record["energy_joules"] for record in recorder.records] == [10, 10, 10, 10]
 
 
-@pytest.mark.slow
-def test_train_evaluates_the_last_step_whatever_the_interval() -> None:
-    recorder = Recorder()
-    train(replace(PLAN, eval_every_steps=3), make_parts(), recorder.hooks(), iter(make_batches()))
-    assert [event for event in recorder.events if event[0] == "evaluate"] == [("evaluate", 3), ("evaluate", 4)]
-
-
 @pytest.mark.parametrize(
-    ("every", "offset", "expected"), [(2, 1, [1, 3, 4]), (3, 1, [1, 4]), (3, 2, [2, 4]), (4, 3, [3, 4])]
+    ("every", "offset", "expected"),
+    [(3, 0, [3, 4]), (2, 1, [1, 3, 4]), (3, 1, [1, 4]), (3, 2, [2, 4]), (4, 3, [3, 4])],
 )
-def test_train_evaluations_begin_at_their_offset(every: int, offset: int, expected: list[int]) -> None:
-    recorder = Recorder()
+def test_plan_evaluates_from_its_offset_and_after_the_last_step(every: int, offset: int, expected: list[int]) -> None:
     plan = replace(PLAN, eval_every_steps=every, eval_offset_steps=offset)
-    train(plan, make_parts(), recorder.hooks(), iter(make_batches()))
-    assert [event[1] for event in recorder.events if event[0] == "evaluate"] == expected
+    assert [done for done in range(1, 5) if plan.is_evaluation(done)] == expected
 
 
 @pytest.mark.parametrize("done", [1, 2])
@@ -154,71 +135,55 @@ def test_train_stops_after_the_step_under_way_whatever_is_due_then(done: int) ->
     """No report is due after the first step, and an evaluation after the second: it is left to the resumed run."""
     recorder = Recorder()
     plan = replace(PLAN, log_every_steps=100)
-    totals = train(plan, make_parts(stop=Stop(at=done)), recorder.hooks(), iter(make_batches()))
-    assert (totals.stopped_by, totals.steps, totals.saved_step) == ("SIGINT", done, done)
+    totals = train(plan, make_parts(stop=Stop(at=done)), recorder, iter(make_batches()))
+    assert (totals.stopped_by, totals.steps) == ("SIGINT", done)
     assert recorder.events == [("report", done), ("save", done, None)]
 
 
 @pytest.mark.parametrize(("eval_every", "done"), [(2, 2), (4, 4)])
 def test_train_stops_between_the_batches_of_an_evaluation(eval_every: int, done: int) -> None:
     """The last one's, too: what it would find is still owed."""
-    recorder, stop = Recorder(), Stop(at=done + 3)
+    stop = Stop(at=done + 3)
 
-    def evaluate_slowly(done: int) -> dict[str, Any]:
-        recorder.events.append(("evaluate", done))
-        for _ in range(9):
+    def evaluate_slowly(what: str) -> None:
+        for _ in range(9 if what == "evaluate" else 0):
             stop.leave_if_due()
-        raise AssertionError("was not stopped")
 
-    hooks = replace(recorder.hooks(), evaluate=evaluate_slowly)
+    recorder = Recorder(evaluate_slowly)
     plan = replace(PLAN, log_every_steps=100, eval_every_steps=eval_every)
-    totals = train(plan, make_parts(stop=stop), hooks, iter(make_batches()))
+    totals = train(plan, make_parts(stop=stop), recorder, iter(make_batches()))
     assert (totals.stopped_by, stop.num_passed) == ("SIGINT", done + 3)
     assert recorder.events == [("report", done), ("evaluate", done), ("save", done, None)]
 
 
-@pytest.mark.parametrize("stop_at", [99, 3], ids=["end", "stop"])
-def test_train_waits_at_its_end_for_what_it_saves(stop_at: int) -> None:
-    recorder, events = Recorder(), list[str]()
-    hooks = replace(
-        recorder.hooks(),
-        save=lambda done, top1: events.append(f"save {done}"),
-        settle=lambda: events.append("settle"),
-    )
-    plan = replace(PLAN, eval_every_steps=4, checkpoint_every_steps=1)
-    train(plan, make_parts(stop=Stop(at=stop_at)), hooks, iter(make_batches()))
-    last = min(stop_at, PLAN.num_steps)
-    assert events == [*(f"save {done}" for done in range(1, last + 1)), "settle"]
-
-
-def test_train_without_input_waits_for_what_it_saves() -> None:
+@pytest.mark.parametrize("checkpoint_every", [1, 2, 4])
+@pytest.mark.parametrize("end", ["", "stop", "lost input"])
+def test_train_waits_at_its_end_for_what_it_saves(end: str, checkpoint_every: int) -> None:
     """Also where the state after the last whole step is being written already."""
 
     def batches() -> Iterator[Batch]:
-        yield from make_batches(2 * ACCUMULATION)
+        yield from make_batches((2 if end == "lost input" else 4) * ACCUMULATION)
         raise DataError("gone")
 
-    for every, saved in ((2, []), (4, ["save 2"])):
-        events: list[str] = []
-        hooks = replace(
-            Recorder().hooks(),
-            save=lambda done, top1, events=events: events.append(f"save {done}"),
-            settle=lambda events=events: events.append("settle"),
-        )
-        with pytest.raises(DataError, match="gone"):
-            train(replace(PLAN, eval_every_steps=4, checkpoint_every_steps=every), make_parts(), hooks, batches())
-        assert events == [*(["save 2"] if every == 2 else []), *saved, "settle"]
+    recorder = Recorder()
+    plan = replace(PLAN, eval_every_steps=4, checkpoint_every_steps=checkpoint_every)
+    with pytest.raises(DataError, match="gone") if end == "lost input" else nullcontext():
+        train(plan, make_parts(stop=Stop(at=2 if end == "stop" else 99)), recorder, batches())
+    last = 2 if end else 4
+    saved = [done for kind, done, *_ in recorder.events if kind == "save"]
+    assert saved == sorted({*range(checkpoint_every, last, checkpoint_every), last})
+    assert recorder.being_saved is None
 
 
 def test_train_stop_at_the_last_step_changes_nothing() -> None:
-    totals: Totals = train(PLAN, make_parts(stop=Stop(at=4)), Recorder().hooks(), iter(make_batches()))
+    totals: Totals = train(PLAN, make_parts(stop=Stop(at=4)), Recorder(), iter(make_batches()))
     assert totals.stopped_by is None
     assert totals.steps == 4
 
 
 def test_train_shares_of_the_step_are_shares() -> None:
     recorder = Recorder()
-    totals = train(PLAN, make_parts(), recorder.hooks(), iter(make_batches()))
+    totals = train(PLAN, make_parts(), recorder, iter(make_batches()))
     for record in recorder.records:
         assert 0 <= record["input_wait_fraction"] < 1
         assert 0 <= record["exposed_communication_fraction"] < 1
@@ -231,7 +196,7 @@ def test_train_ends_with_a_loss_that_is_no_number() -> None:
     prepare = PrepareBatch(normalize=lambda images_BCHW: images_BCHW.float() * float("nan"), device=CPU)
     broken = replace(parts, prepare=prepare)
     with pytest.raises(TrainingDiverged, match=naming(" nan ", "step 1:", "schedule.base_lr")):
-        train(PLAN, broken, Recorder().hooks(), iter(make_batches()))
+        train(PLAN, broken, Recorder(), iter(make_batches()))
 
 
 def test_count_batch_by_hand() -> None:
@@ -299,9 +264,9 @@ def test_evaluate_with_flip_takes_the_mean_over_the_image_and_its_mirror_image(
 
 
 def test_train_saves_the_evaluation_that_ends_it_and_it_is_the_last() -> None:
-    recorder, stop = Recorder(), Stop(at=3)
-    hooks = replace(recorder.hooks(), reason_to_end=lambda: "good enough")
-    totals = train(replace(PLAN, log_every_steps=9), make_parts(stop=stop), hooks, iter(make_batches()))
+    recorder = Recorder()
+    recorder.reason = "good enough"
+    totals = train(replace(PLAN, log_every_steps=9), make_parts(stop=Stop(at=3)), recorder, iter(make_batches()))
     assert recorder.events == [("report", 2), ("evaluate", 2), ("save", 2, 0.02)]
     assert totals.stopped_by is None, "it was finished"
 
@@ -318,4 +283,4 @@ def test_train_finds_the_first_step_without_a_number_between_reports() -> None:
     parts = replace(make_parts(), prepare=broken)
     plan = replace(PLAN, log_every_steps=4, eval_every_steps=4)
     with pytest.raises(TrainingDiverged, match=naming(" nan ", "step 3: ")):
-        train(plan, parts, Recorder().hooks(), iter(make_batches()))
+        train(plan, parts, Recorder(), iter(make_batches()))

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
-from small_run import PLAN, Recorder, make_batches, make_parts
+from small_run import PLAN, Recorder, make_batches, make_parts, train
 from torch import Tensor
 
 from bigbatch.errors import ReplicasDiffer
 from bigbatch.trainer.step import replicas as module
-from bigbatch.trainer.step.loop import train
 from bigbatch.trainer.step.replicas import digest, replicas, require_same
 
 
@@ -72,7 +71,7 @@ def test_replicas_are_weights_state_statistics(precision: str) -> None:
     names = [name for name, _ in parts.model.named_parameters()]
     statistics = ["the running statistics of batch norm"]
     assert list(replicas(parts, done=0)) == names + statistics
-    train(PLAN, parts, Recorder().hooks(), iter(make_batches()))
+    train(PLAN, parts, Recorder(), iter(make_batches()))
     found = replicas(parts, done=4)
     assert list(found) == names + [f"momentum_buffer of {name}" for name in names] + statistics
     assert all(found[name] is parts.precision.masters[name] for name in names), "all digits"

@@ -1,0 +1,206 @@
+"""The training loop of a run: its steps, and the reports, evaluations and checkpoints between them."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bigbatch.errors import DataError
+from bigbatch.trainer.build.plan import make_guess_watch
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.evaluator import Evaluator
+from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.input.reading import require_few
+from bigbatch.trainer.run.digests import DigestRecorder
+from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.hooks import TrainingHooks
+from bigbatch.trainer.run.memory_copies import MemoryCopies
+from bigbatch.trainer.run.noise_recorder import NoiseRecorder
+from bigbatch.trainer.run.notice import NoticeWatch
+from bigbatch.trainer.run.output import RunOutput
+from bigbatch.trainer.run.saving import CheckpointSaver
+from bigbatch.trainer.run.timeline import TimelineRecorder
+from bigbatch.trainer.step.loop import InputLost, Steps
+from bigbatch.trainer.step.plan import Parts, Plan
+from bigbatch.trainer.step.stop_request import Stopped
+from bigbatch.trainer.step.totals import Totals
+
+
+class TrainingLoop:
+    """Makes a run's steps, and reports, evaluates and saves between them. All methods are collective.
+
+    copies: of the state in memory, if the run keeps any. skipped: bad images that the run met before, and why.
+    notice: warns of a stop that would take longer than the job's notice.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        parts: Parts,
+        *,
+        evaluator: Evaluator,
+        saver: CheckpointSaver,
+        output: RunOutput,
+        digests: DigestRecorder,
+        hooks: TrainingHooks,
+        copies: MemoryCopies | None,
+        notice: NoticeWatch | None,
+        skipped: dict[str, str],
+    ) -> None:
+        self.config, self.plan, self.parts = config, plan, parts
+        self.evaluator, self.saver, self.output = evaluator, saver, output
+        self.digests, self.hooks, self.copies, self.notice, self.skipped = digests, hooks, copies, notice, skipped
+        self.saved_step = plan.first_step
+        self.guess_watch = make_guess_watch(config, plan)
+        self.timeline = TimelineRecorder(
+            parts.communicator,
+            RunDir(Path(config.run.directory)),
+            steps=config.comm.timeline_steps,
+            settle=parts.precision.settle,
+            say=output.say,
+        )
+        self.noise = NoiseRecorder(
+            plan,
+            parts,
+            every_steps=config.run.noise_scale_every_steps,
+            microbatch_size=config.batch.microbatch_size,
+        )
+
+    def run(self, batches: Iterator[Batch]) -> Totals:
+        """Make all steps that are left; stop early, with a checkpoint, when any rank was asked to.
+
+        If the input of a rank fails, the state before that step is saved first.
+        Raises: TrainingDiverged; ReplicasDiffer; PeerLostError; DataError from the input.
+        """
+        plan, parts = self.plan, self.parts
+        steps = Steps(plan, parts, self.digests.watch(batches))
+        totals = steps.totals
+        for step in range(plan.first_step, plan.num_steps):
+            self.timeline.before_step(step)
+            self.digests.before_step(step)
+            self.noise.before_step(step)
+            steps(step)
+            done = step + 1
+            self.noise.after_step(done)
+            if record := self.digests.record(done):
+                self.output.log("digests", record)
+            self.hooks.on_step(done)
+
+            # a run that has done its last step is stopped in its evaluation, or not at all
+            is_stop = parts.stop.is_due() and done < plan.num_steps
+            if not (is_stop or plan.is_report(done)):
+                continue
+            parts.precision.settle()  # the next step alone can do without: all below may read the weights
+            self._report(steps, done)
+            if is_stop:
+                self.save(done, None)  # an evaluation that is due is the resumed run's
+            elif plan.is_evaluation(done):
+                try:
+                    with self._saving_on_failure(done):
+                        totals.last_evaluation = self.evaluate(done)
+                except Stopped:
+                    is_stop = True
+                else:
+                    self.save(done, totals.last_evaluation["top1"])
+                    parts.model.train()
+            elif plan.is_checkpoint(done):
+                self.save(done, None)
+            elif self.copies and plan.is_memory_copy(done, since=done - steps.train_step.window.steps):
+                self.saver.keep(self.copies, done=done, evaluations=self.evaluator.found, skipped=self.skipped)
+            if is_stop:
+                totals.stopped_by = parts.stop.asked_by
+                break
+            if plan.is_evaluation(done) and self.evaluator.reason_to_end():
+                break
+            steps.start_over()
+        self.settle(wait=True)
+        # a step after all others: what is still being recorded is written
+        self.timeline.before_step(sys.maxsize)
+        return totals
+
+    def evaluate(self, done: int) -> dict[str, Any]:
+        """Evaluate after so many steps; return the record. Raises: Stopped; DataError."""
+        record = self.evaluator.evaluate(
+            done,
+            epoch=done / self.plan.steps_per_epoch,
+            skipped=partial(self._skip, done, split="val"),
+            on_evaluation=self._evaluated,
+        )
+        self._watch_notice("evaluation", self.evaluator.seconds_to_exchange(record), done=done)
+        return record
+
+    def _evaluated(self, record: dict[str, Any]) -> None:
+        self.output.evaluated(record)
+        self.hooks.on_evaluation(record, self.parts.model)
+
+    def save(self, done: int, top1: float | None) -> None:
+        """Begin to write a checkpoint of all as it is now, once the one before is on disk. Raises: as the saver."""
+        self.settle(wait=True)
+        self.saver.start(done=done, top1=top1, evaluations=self.evaluator.found, skipped=self.skipped)
+        self.saved_step = done
+
+    def settle(self, *, wait: bool) -> None:
+        """Report the checkpoint that was being written, once it is on disk. Raises: as the saver."""
+        if saved := self.saver.settle(wait=wait):
+            self._watch_notice("checkpoint", saved.seconds, done=saved.step)
+            self.hooks.on_checkpoint(saved.path)
+
+    def _report(self, steps: Steps, done: int) -> None:
+        try:
+            record, replaced = steps.report(done)
+        except InputLost as lost:
+            with self._saving_on_failure(lost.done):
+                self._skip(lost.done, lost.replaced, split="train")
+                raise
+        self.settle(wait=False)
+        for measured in self.noise.take():
+            self.output.log(measured.pop("kind"), measured)
+        record = {**record, **self.noise.figures()}
+        self.output.report(record)
+        if done - self.plan.first_step > self.plan.log_every_steps:  # the first steps compile and warm up
+            self._watch_notice("step", self.plan.global_batch_size / record["images_per_second"], done=done)
+        data = self.config.data
+        if hint := self.parts.prepare.statistics.hint(mean=data.mean, std=data.std):
+            self.output.hint(hint, step=done)
+        if self.guess_watch:
+            self.guess_watch.see(record)
+        self.hooks.on_report(record)
+        self.parts.precision.require_progress(done, is_last=done == self.plan.num_steps)
+        with self._saving_on_failure(done):
+            self._skip(done, replaced, split="train")
+
+    def _watch_notice(self, kind: str, seconds: float, *, done: int) -> None:
+        """Warn once if a stop takes longer than the job's notice allows."""
+        if self.notice and (text := self.notice.see(kind, seconds)):
+            self.output.hint(text, step=done)
+
+    def _skip(self, done: int, images: dict[int, str], *, split: str) -> None:
+        """Record bad images that were replaced. Raises: DataError if there are more than data.max_skipped."""
+        if not images:
+            return
+        named = {f"{split}/{position}": reason for position, reason in sorted(images.items())}
+        new = {name: reason for name, reason in named.items() if name not in self.skipped}
+        self.skipped |= new
+        for reason in new.values():
+            self.output.say(f"skipped: {reason}")
+        if new:
+            self.output.log("skipped", {"step": done, "pictures": new})
+        require_few(list(self.skipped.values()), max_skipped=self.config.data.max_skipped)
+
+    @contextmanager
+    def _saving_on_failure(self, done: int) -> Iterator[None]:
+        """Context for work between steps: saves the state after step done before bad data or a stop end the run."""
+        try:
+            yield
+        except (DataError, Stopped):
+            # a second checkpoint of a step would lack the accuracy of the first
+            if done > self.saved_step:
+                self.parts.set_lr_(step=done - 1)
+                self.save(done, None)
+            self.settle(wait=True)
+            # the first rank writes, and tells the others what to raise: none ends before all know
+            self.parts.communicator.gather_text("saved")
+            raise
