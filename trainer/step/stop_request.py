@@ -95,12 +95,13 @@ class StopRequest:
             rings.shutdown(socket.SHUT_WR)  # which ends the listener, also where a forked process holds a copy
             rings.close()
             listener.join(timeout=LOOK_SECONDS)  # it may be in a request that the store does not answer any more
+            heard.close()  # here: it takes signals as long as they are written, whether or not the listener lives
 
     def _listen(self, heard: socket.socket, departure: Departure, acknowledge: Callable[[str], None]) -> None:
         heard.settimeout(LOOK_SECONDS)
         has_said = has_asked = False
-        # without its store the job is about to fail, and says so
-        with heard, suppress(RuntimeError):
+        # without its store the job is about to fail, and says so; OSError: watch() has ended meanwhile
+        with suppress(RuntimeError, OSError):
             while True:
                 if self._launcher not in (None, os.getppid()):
                     self.ask("the end of its launcher")

@@ -14,6 +14,7 @@ import pytest
 from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import PeerLostError
 from bigbatch.trainer.step import stop_request
 from bigbatch.trainer.step.stop_request import Stopped, StopRequest, leave_stopped
 
@@ -123,6 +124,24 @@ def test_stop_that_nobody_can_be_told_of_is_agreed_on_all_the_same(stop: StopReq
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until_told(stop)
         assert stop.is_due()
+
+
+def test_stop_signal_after_the_store_is_lost_is_taken_in_silence(
+    stop: StopRequest, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lose(keys: object) -> bool:
+        raise PeerLostError("the store does not answer")
+
+    control = alone()
+    monkeypatch.setattr(control.store, "check", lose)
+    with stop.watch(control, acknowledge=print):
+        deadline = time.monotonic() + 200
+        while "bigbatch-stop" in {thread.name for thread in enumerate_threads()}:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_name == "SIGTERM"
+    assert capfd.readouterr().err == ""
 
 
 def test_stop_is_listened_for_no_longer_though_a_forked_process_lives_on(stop: StopRequest) -> None:
