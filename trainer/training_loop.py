@@ -25,7 +25,7 @@ from bigbatch.trainer.run.timeline import TimelineRecorder
 from bigbatch.trainer.step.loop import InputLost, Steps
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stop_request import Stopped
-from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.step.window import Totals
 
 
 class TrainingLoop:

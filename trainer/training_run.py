@@ -21,7 +21,7 @@ from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.evaluator import Evaluator
+from bigbatch.trainer.evaluator import Evaluator, reason_to_end
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
@@ -36,11 +36,10 @@ from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
 from bigbatch.trainer.run.resume import find_start, restore_
 from bigbatch.trainer.run.saving import CheckpointSaver
-from bigbatch.trainer.run.stopping import reason_to_end
 from bigbatch.trainer.run.summary import describe_job, introduction
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stop_request import Stopped
-from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.training_loop import TrainingLoop
 
 

@@ -31,7 +31,7 @@ from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
 from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
 from bigbatch.trainer.step.stop_request import Stopped
-from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.training_loop import TrainingLoop
 
 CPU = torch.device("cpu")

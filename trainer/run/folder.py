@@ -4,7 +4,6 @@ import io
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -21,71 +20,32 @@ MOST_REPORTS = 20_000
 """In a plot: more than a curve has points to show them by."""
 
 
-@dataclass(frozen=True)
 class RunDir:
     """Names the paths in a run folder."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """Return where the resolved config lies; `bigbatch train --config` takes it as it is."""
-        return self.path / RUN_CONFIG
-
-    @property
-    def metrics(self) -> Path:
-        """Return where the records lie, a JSON object a line: a start, a report, an evaluation and so on, and when."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def calibration(self) -> Path:
-        """Return where the calibration lies by which comm.algorithm=auto chose, if it did: the run goes on with it."""
-        return self.path / "calibration.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Return the folder of event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def wandb_id(self) -> Path:
-        """Return where it stands what Weights & Biases calls the run."""
-        return self.path / "wandb_id.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of checkpoint folders."""
-        return self.path / "checkpoints"
-
-    @property
-    def values(self) -> Path:
-        """Return the folder of what run.digest_values records, in which each rank has one of its own."""
-        return self.path / "values"
-
-    @property
-    def memory_name(self) -> Path:
-        """Return where it stands what the copies of the run's state in its nodes' memory are called."""
-        return self.checkpoints / ".memory"
-
-    @property
-    def plot(self) -> Path:
-        """Return where loss and accuracy over epochs are plotted."""
-        return self.path / "plot.png"
-
-    @property
-    def timeline(self) -> Path:
-        """Return where comm.timeline_steps put what each buffer did beside backward, for ui.perfetto.dev."""
-        return self.path / "timeline.json"
-
-    @property
-    def summary(self) -> Path:
-        """Return where the outcome lies; written once, at the end of a finished run."""
-        return self.path / "summary.json"
-
-    @property
-    def mlperf_log(self) -> Path:
-        """Return where the run lies in MLPerf's log format, if `bigbatch verify` looked at it."""
-        return self.path / "mlperf_log.txt"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / RUN_CONFIG
+        """The resolved config; `bigbatch train --config` takes it as it is."""
+        self.metrics = path / "metrics.jsonl"
+        """Records, a JSON object a line: a start, a report, an evaluation and so on, and when."""
+        self.calibration = path / "calibration.json"
+        """Table by which comm.algorithm=auto chose, if it did: the run goes on with it."""
+        self.tensorboard = path / "tensorboard"
+        self.wandb_id = path / "wandb_id.txt"
+        """Name of the run at Weights & Biases."""
+        self.checkpoints = path / "checkpoints"
+        self.values = path / "values"
+        """What run.digest_values records, a folder for each rank."""
+        self.memory_name = self.checkpoints / ".memory"
+        """Name of the copies of the run's state in its nodes' memory."""
+        self.plot = path / "plot.png"
+        self.timeline = path / "timeline.json"
+        """What each buffer did beside backward in comm.timeline_steps, for ui.perfetto.dev."""
+        self.summary = path / "summary.json"
+        """The outcome; written once, at the end of a finished run."""
+        self.mlperf_log = path / "mlperf_log.txt"
+        """The run in MLPerf's log format, if `bigbatch verify` looked at it."""
 
     def make_folder(self, path: Path) -> None:
         """Make a folder in the folder. Raises: RunFolderError, also if a link is in its place."""

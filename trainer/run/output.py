@@ -25,13 +25,13 @@ from bigbatch.trainer.run.cost import spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.loggers import open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog, plot_run
-from bigbatch.trainer.run.progress import Reporter, Silent, make_reporter
+from bigbatch.trainer.run.progress import Reporter, describe_evaluation, make_reporter
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes
 from bigbatch.trainer.run.resume import Start, changes
 from bigbatch.trainer.run.summary import make_hints, make_summary
 from bigbatch.trainer.run.sums import describe_sums, sums_notes
 from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.step.window import Totals
 
 
 class RunOutput:
@@ -57,14 +57,12 @@ class RunOutput:
         self._plan = plan
         self._rundir = RunDir(Path(config.run.directory))
         self._log: MetricsLog | None = None
-        self._reporter: Reporter = Silent()
-        with self._speaking():
-            self._reporter = make_reporter(
-                is_shown=communicator.rank == 0 and not is_quiet,
-                terminal_columns=terminal_columns,
-                first_step=plan.first_step,
-                num_steps=plan.num_steps,
-            )
+        self._reporter: Reporter | None = None
+        if communicator.rank == 0 and not is_quiet:
+            with self._speaking():
+                self._reporter = make_reporter(
+                    terminal_columns=terminal_columns, first_step=plan.first_step, num_steps=plan.num_steps
+                )
 
     def open_folder(self, parts: Parts, start: Start) -> None:
         """Write all that is written before the first step. Raises: CheckpointError; RunFolderError."""
@@ -99,8 +97,7 @@ class RunOutput:
 
     def say(self, text: str) -> None:
         """Say a line of its own."""
-        with self._speaking():
-            self._reporter.say(text)
+        self._show(lambda reporter: reporter.say(text))
 
     def log(self, kind: str, record: dict[str, Any]) -> None:
         """Log a record, as MetricsLog.write does."""
@@ -114,14 +111,12 @@ class RunOutput:
 
     def report(self, record: dict[str, Any]) -> None:
         """Take a report of the training loop."""
-        with self._speaking():
-            self._reporter.advance(record)
+        self._show(lambda reporter: reporter.advance(record))
         self.log("train", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
         """Take the result of an evaluation."""
-        with self._speaking():
-            self._reporter.evaluated(record)
+        self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
         self.log("eval", record)
 
     def finish(
@@ -171,25 +166,31 @@ class RunOutput:
                 spent=spent_in_all(read_records(rundir.metrics)),
             )
             rundir.write_text(rundir.summary, json.dumps(summary, indent=1) + "\n")
-        with self._speaking():
-            self._reporter.finish(summary)
+        self._show(lambda reporter: reporter.finish(summary))
         self.say(f"plot: {rundir.plot}")
         return dict(summary)
 
     def leave_terminal(self) -> None:
         """Give the terminal back before what ends a run may take its time, or fail."""
-        with self._speaking():
-            self._reporter.close()
+        self._show(lambda reporter: reporter.close())
+
+    def _show(self, show: Callable[[Reporter], object]) -> None:
+        if self._reporter:
+            with self._speaking():
+                show(self._reporter)
 
     @contextmanager
     def _speaking(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            lost, self._reporter = self._reporter, Silent()
-            _throw_away_output()
+            lost, self._reporter = self._reporter, None
+            # what is still to be flushed at the end of the process goes nowhere, as it cannot go where it should
+            with suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
             with suppress(OSError):
-                lost.close()
+                if lost:
+                    lost.close()
                 tell(
                     f"standard output cannot be written any more ({error.strerror}): the run saves a "
                     "checkpoint and stops"
@@ -200,9 +201,3 @@ class RunOutput:
         """Flush the records. Raises: RunFolderError."""
         if self._log:
             self._log.close()
-
-
-def _throw_away_output() -> None:
-    """Let what is still to be flushed at the end of the process go nowhere, as it cannot go where it should."""
-    with suppress(OSError), open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())

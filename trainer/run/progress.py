@@ -1,4 +1,4 @@
-"""What a person in front of the terminal sees; silent on all ranks but the first."""
+"""What a person in front of the terminal sees."""
 
 import time
 from collections.abc import Callable
@@ -25,10 +25,6 @@ class Reporter(Protocol):
         """Show a report of the training loop."""
         ...
 
-    def evaluated(self, record: dict[str, Any]) -> None:
-        """Show an evaluation."""
-        ...
-
     def finish(self, summary: dict[str, Any]) -> None:
         """Show the end of a run."""
         ...
@@ -36,25 +32,6 @@ class Reporter(Protocol):
     def close(self) -> None:
         """Give the terminal back."""
         ...
-
-
-class Silent:
-    """Shows nothing: this is for the other ranks, and for --quiet."""
-
-    def say(self, text: str) -> None:
-        """Show nothing."""
-
-    def advance(self, record: dict[str, Any]) -> None:
-        """Show nothing."""
-
-    def evaluated(self, record: dict[str, Any]) -> None:
-        """Show nothing."""
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Show nothing."""
 
 
 class Lines:
@@ -82,17 +59,13 @@ class Lines:
         seconds = (now - began) / (step - first_step) * (self._num_steps - step)
         return f"  left {timedelta(seconds=round(seconds))}"
 
-    def evaluated(self, record: dict[str, Any]) -> None:
-        """Print the accuracy."""
-        self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
-
     def finish(self, summary: dict[str, Any]) -> None:
         """Print all values of the summary, a line each, and a line for each entry of a list."""
         for name, text in rows(summary):
             self.say(f"{name:32} {text}")
 
     def close(self) -> None:
-        """Give nothing back."""
+        pass
 
 
 class Bar:
@@ -118,10 +91,6 @@ class Bar:
     def advance(self, record: dict[str, Any]) -> None:
         """Move the bar."""
         self._progress.update(self._task, completed=record["step"], description=describe_briefly(record))
-
-    def evaluated(self, record: dict[str, Any]) -> None:
-        """Print a line above the bar."""
-        self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Print the summary as a table."""
@@ -164,18 +133,13 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     shown = []
     for name, value in summary.items():
         if name == "metrics":
-            shown += [(f"{name}.{own}", show_metric(figure)) for own, figure in value.items()]
+            shown += [(f"{name}.{own}", f"{figure:.4g}") for own, figure in value.items()]
         elif name == "noise_scale":
             unit = "" if summary["noise_scale_low"] is None else " images"
             shown.append((name, describe_noise_scale(summary) + unit))
         elif name not in NOT_YET:
             shown += [(name, show(name, entry)) for entry in (value if isinstance(value, list) else [value])]
     return shown
-
-
-def show_metric(value: float) -> str:
-    """Show a figure of which nothing is known."""
-    return f"{value:.4g}"
 
 
 def show(name: str, value: Any) -> str:
@@ -190,11 +154,12 @@ def show(name: str, value: Any) -> str:
 
 def describe(record: dict[str, Any]) -> str:
     """Describe one report of the training loop, short."""
+    noise = f"  noise scale {describe_noise_scale(record)}" if "noise_scale" in record else ""
     return (
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
         f"lr {record['lr']:.4g}  {record['images_per_second']:,.0f} images/s  "
         f"input wait {100 * record['input_wait_fraction']:.1f}%  "
-        f"exposed communication {describe_exposed(record)}{describe_overflow(record)}{describe_noise(record)}"
+        f"exposed communication {_exposed_and_skipped(record)}{noise}"
     )
 
 
@@ -202,41 +167,29 @@ def describe_briefly(record: dict[str, Any]) -> str:
     """Describe one report in 50 columns, so that a bar fits beside it in 80."""
     return (
         f"loss {record['loss']:.3f}  {record['images_per_second']:,.0f} images/s  "
-        f"wait {100 * record['input_wait_fraction']:.1f}%  "
-        f"exposed {describe_exposed(record)}{describe_overflow(record)}"
+        f"wait {100 * record['input_wait_fraction']:.1f}%  exposed {_exposed_and_skipped(record)}"
     )
 
 
-def describe_exposed(record: dict[str, Any]) -> str:
-    """Describe the share of the step; a replayed CUDA graph does not tell."""
+def _exposed_and_skipped(record: dict[str, Any]) -> str:
+    """Describe the exposed share of the step, and the updates that fp16 overflow made the run skip, if any."""
     share = record["exposed_communication_fraction"]
-    return "unknown" if share is None else f"{100 * share:.1f}%"
-
-
-def describe_overflow(record: dict[str, Any]) -> str:
-    """Describe how many updates fp16 overflow made a run skip so far; nothing where there was none."""
-    return f"  updates skipped {record['overflow_steps']}" if record["overflow_steps"] else ""
-
-
-def describe_noise(record: dict[str, Any]) -> str:
-    """Describe the noise scale so far; nothing where none is measured."""
-    return f"  noise scale {describe_noise_scale(record)}" if "noise_scale" in record else ""
+    text = "unknown" if share is None else f"{100 * share:.1f}%"  # a replayed CUDA graph does not tell
+    return f"{text}  updates skipped {record['overflow_steps']}" if record["overflow_steps"] else text
 
 
 def describe_evaluation(record: dict[str, Any]) -> str:
     """Describe one evaluation, short; of five classes or fewer all images are among the first five."""
     top5 = f"top-5 {100 * record['top5']:.2f}%  " if record["top5"] < 1 else ""
-    metrics = "".join(f"{name} {show_metric(value)}  " for name, value in record.get("metrics", {}).items())
+    metrics = "".join(f"{name} {value:.4g}  " for name, value in record.get("metrics", {}).items())
     return (
         f"evaluation: top-1 {100 * record['top1']:.2f}%  {top5}"
         f"loss {record['loss']:.3f}  {metrics}({record['count']} images in {record['seconds']:.1f} s)"
     )
 
 
-def make_reporter(*, is_shown: bool, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:
-    """Return a bar on a terminal, plain lines elsewhere; nothing where is_shown is False."""
-    if not is_shown:
-        return Silent()
+def make_reporter(*, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:
+    """Return a bar on a terminal, plain lines elsewhere."""
     if terminal_columns is None:
         return Lines(num_steps=num_steps)
     console = _Terminal(force_terminal=True, width=terminal_columns)

@@ -23,8 +23,7 @@ from bigbatch.trainer.run.cost import Spent
 from bigbatch.trainer.run.rank_memory import sharded_notes
 from bigbatch.trainer.run.sums import summing_algorithms
 from bigbatch.trainer.step.plan import Parts, Plan
-from bigbatch.trainer.step.stragglers import straggler_hint
-from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.step.window import Totals, straggler_hint
 
 
 def introduction(

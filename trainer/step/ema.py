@@ -1,50 +1,11 @@
 """Moving average of the weights; evaluation uses it in place of the weights."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-
-
-class WeightAverage(Protocol):
-    """Interface of an average of the weights."""
-
-    def update_(self, done: int, *, skip_1: Tensor) -> None:
-        """Move on after step done; where skip_1 (bool) is true, the average stays as it is. No host sync."""
-        ...
-
-    def in_place_of_weights(self, done: int) -> Any:
-        """Context in which the model has the average's weights, after step done."""
-        ...
-
-    def state_dict(self, done: int) -> dict[str, Tensor]:
-        """Return the average after step done, by name; empty if there is none."""
-        ...
-
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Restore what state_dict gave."""
-        ...
-
-
-class NoAverage:
-    """No average: evaluation uses the weights themselves."""
-
-    def update_(self, done: int, *, skip_1: Tensor) -> None:
-        """Do nothing."""
-
-    @contextmanager
-    def in_place_of_weights(self, done: int) -> Iterator[None]:
-        """Change nothing."""
-        yield
-
-    def state_dict(self, done: int) -> dict[str, Tensor]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Do nothing."""
 
 
 def bounded_decay(decay: float, num_steps: int) -> float:
@@ -118,6 +79,25 @@ class MovingAverage:
         values = [saved[name] for name in self._names] if saved else self._tensors
         for average, value in zip(self._average, values, strict=True):
             average.copy_(value)
+
+
+class NoAverage:
+    """Evaluation uses the weights themselves; the methods are those of MovingAverage."""
+
+    def update_(self, done: int, *, skip_1: Tensor) -> None:
+        pass
+
+    def in_place_of_weights(self, done: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def state_dict(self, done: int) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        pass
+
+
+WeightAverage: TypeAlias = MovingAverage | NoAverage
 
 
 def evaluated_weights(state: Mapping[str, Any]) -> dict[str, Tensor]:

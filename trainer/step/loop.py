@@ -17,8 +17,7 @@ from bigbatch.trainer.step.divergence import require_finite, require_on_grid, re
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.replicas import digest, replicas, require_same
 from bigbatch.trainer.step.seeding import seed_forward
-from bigbatch.trainer.step.totals import Totals
-from bigbatch.trainer.step.window import Window, WindowSums
+from bigbatch.trainer.step.window import Totals, Window, WindowSums
 
 
 class TrainStep:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from bigbatch.trainer.step.guard import clip_divisor, step_or_skip_
 from bigbatch.trainer.step.loss_scale import LossScale, Scaling, Unscaled
 from bigbatch.trainer.step.masters import Weights, WholeWeights, grads_of
 
@@ -26,6 +25,8 @@ COMPUTE_DTYPES = {
 
 AUTOCAST_DTYPES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
 """Precision -> dtype to which autocast rounds the inputs of convolutions and matrix products."""
+CLIP_EPS = 1e-6
+"""Added to the norm, as in torch.nn.utils.clip_grad_norm_."""
 
 
 class Precision:
@@ -106,7 +107,7 @@ class Precision:
             # clipping is by the norm of the gradients themselves, not of those times the loss scale
             self._norm.copy_(norm if divisor is None else norm / divisor)
             if self._clip_norm is not None:
-                shortening = clip_divisor(self._norm, largest=self._clip_norm)
+                shortening = ((self._norm + CLIP_EPS) / self._clip_norm).clamp(min=1.0)
                 divisor = shortening if divisor is None else divisor * shortening
         step_or_skip_(optimizer, grads_of(self.masters.values()), divisor=divisor, skip=skip)
         self.weights.publish_()
@@ -180,6 +181,25 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of the loss scale; a run without one leaves nothing to restore. Raises: ValueError."""
         self._scale.load_state_dict(state)
+
+
+def step_or_skip_(
+    optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], *, divisor: Tensor | None, skip: Tensor
+) -> None:
+    """Make one step with the gradients divided by divisor (None: as they are), or none where skip (bool) is true.
+
+    Fused optimizers, ours too, divide and skip in their own kernels. For the others the host waits for skip.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        return
+    if divisor is not None:
+        torch._foreach_div_(list(grads), divisor)
+    if not skip.item():
+        optimizer.step()
 
 
 def underflow_fraction(grads_half: list[Tensor], *, sum_parts: Callable[[Tensor], Tensor]) -> float | None:

@@ -1,15 +1,18 @@
-"""Measurements between two reports: on the device, then numbers of a rank, then of all ranks. No collectives."""
+"""Measurements between two reports, of the device, a rank and all ranks, and of a whole run. No collectives."""
 
 import math
 import time
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.trainer.step.score import to_grid
-from bigbatch.trainer.step.stragglers import straggler_share
+
+LARGE_SHARE = 0.05
+"""Share of the step lost to stragglers, above which the slowest rank is named."""
 
 
 class Window:
@@ -81,12 +84,9 @@ class WindowSums:
         """Return the numbers of pack(), or of a sum over ranks. Waits for the device."""
         numbers = packed_N.tolist()
         scalars, shares = numbers[: len(_SCALARS)], numbers[len(_SCALARS) :]
-        num_ranks, rest = divmod(len(shares), len(_SHARES))
-        assert rest == 0, f"{len(shares)} shares are not {len(_SHARES)} of each rank"
-        named: dict[str, Any] = dict(zip(_SCALARS, scalars, strict=True))
-        for place, name in enumerate(_SHARES):
-            named[name] = tuple(shares[place * num_ranks : (place + 1) * num_ranks])
-        return cls(**named)
+        num_ranks = len(shares) // len(_SHARES)
+        of_ranks = {name: tuple(shares[k * num_ranks :][:num_ranks]) for k, name in enumerate(_SHARES)}
+        return cls(**dict(zip(_SCALARS, scalars, strict=True)), **of_ranks)
 
     @property
     def mean_seconds(self) -> float:
@@ -104,11 +104,6 @@ class WindowSums:
         return max(self.waited_P)
 
     @property
-    def straggler_fraction(self) -> float:
-        """Return the share of the window lost to slower ranks."""
-        return straggler_share(self.waited_P, self.exposed_P)
-
-    @property
     def grid_underflow_fraction(self) -> float | None:
         """Return the share of non-zero gradients of microbatches that the grid took for 0; None if none was counted."""
         return self.num_lost / self.num_nonzero if self.num_nonzero else None
@@ -118,7 +113,7 @@ class WindowSums:
         waits = {
             "exposed_communication_fraction": self.mean_exposed_seconds / self.mean_seconds,
             "wire_wait_fraction": min(self.exposed_P),
-            "straggler_fraction": self.straggler_fraction,
+            "straggler_fraction": straggler_share(self.waited_P, self.exposed_P),
         }
         return {
             "images_per_second": self.samples / self.mean_seconds,
@@ -133,3 +128,77 @@ _SHARES = ("waited_P", "exposed_P")
 """Fields with one number per rank, in the order in which they are packed: after the others."""
 _SCALARS = tuple(field.name for field in fields(WindowSums) if field.name not in _SHARES)
 """Fields with a single number, likewise."""
+
+
+@dataclass
+class Totals:
+    """Sums up a run: seconds are means over ranks, steps alone (no evaluation, no checkpoint)."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    input_wait_seconds: float = 0.0
+    """Sum over reports of the longest input wait of any rank."""
+    measures_waits: bool = True
+    """Whether the waits of ranks for each other, in the fields below, were measured."""
+    exposed_seconds: float = 0.0
+    first_report_seconds: float = 0.0
+    """Part of step_seconds in the first report, which contains what happens once in a run."""
+    straggler_seconds: float = 0.0
+    """Part of the exposed seconds in which a rank waited for slower ones; without the first report, as the next."""
+    lag_seconds_P: list[float] = field(default_factory=list)
+    """Lag of each rank: the longest wait of any rank, for sums and images, minus its own."""
+    num_lost: float = 0.0
+    """Gradients of microbatches that the grid took for 0, as WindowSums counts them."""
+    num_nonzero: float = 0.0
+    last_evaluation: dict[str, Any] = field(default_factory=dict)
+    stopped_by: str | None = None
+
+    @property
+    def grid_underflow_fraction(self) -> float | None:
+        """Return the share for the run so far, as in WindowSums; None if none was counted."""
+        return self.num_lost / self.num_nonzero if self.num_nonzero else None
+
+    def add(self, window: WindowSums, *, steps: int) -> None:
+        """Add the sums over all ranks of a window of so many steps."""
+        seconds = window.mean_seconds
+        self.steps += steps
+        self.step_seconds += seconds
+        self.input_wait_seconds += window.wait_fraction * seconds
+        self.exposed_seconds += window.mean_exposed_seconds
+        self.num_lost += window.num_lost
+        self.num_nonzero += window.num_nonzero
+        # what happens once in a run takes ranks differently long, and is no straggling
+        if not self.first_report_seconds:
+            self.first_report_seconds, self.lag_seconds_P = seconds, [0.0] * len(window.waited_P)
+            return
+        self.straggler_seconds += straggler_share(window.waited_P, window.exposed_P) * seconds
+        idle_P = [waited + exposed for waited, exposed in zip(window.waited_P, window.exposed_P, strict=True)]
+        # in lock-step the rank that idles least is the one for which the others wait
+        lags_P = [(max(idle_P) - each) * seconds for each in idle_P]
+        self.lag_seconds_P = [a + b for a, b in zip(self.lag_seconds_P, lags_P, strict=True)]
+
+
+def straggler_share(waited_P: Sequence[float], exposed_P: Sequence[float]) -> float:
+    """Return the share of a step that is lost to slower ranks.
+
+    waited_P, exposed_P: shares of the step that each rank waited for images, and for sums. On average a rank waits
+    for the wire (as long as the one that comes last), for images (its own, or those of the rank that waits for them
+    longest, in its sums) and for stragglers.
+    """
+    # mean idling, less the wire's part, less the part that images cause
+    mean = (sum(waited_P) + sum(exposed_P)) / len(waited_P)
+    return max(0.0, mean - min(exposed_P) - max(waited_P))
+
+
+def straggler_hint(share: float, lags_P: Sequence[float], *, host_of: Callable[[int], str]) -> str | None:
+    """Return a line that names the slowest rank, if stragglers cost much.
+
+    lags_P: how long the rank that waited longest for sums waited for each, in any unit.
+    """
+    if share <= LARGE_SHARE:
+        return None
+    slowest = max(range(len(lags_P)), key=lambda rank: lags_P[rank])
+    return (
+        f"steps lose {100 * share:.0f}% of their time to slower ranks, most to rank {slowest} on {host_of(slowest)}: "
+        "bigbatch launch preflight compares the nodes"
+    )

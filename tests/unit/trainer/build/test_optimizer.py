@@ -24,7 +24,7 @@ from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.optim.shampoo import Shampoo
-from bigbatch.trainer.step.guard import step_or_skip_
+from bigbatch.trainer.step.precision import step_or_skip_
 from tests.unit.trainer.config.test_schema import make_config
 
 SGDScheduleFree = pytest.importorskip("schedulefree").SGDScheduleFree

@@ -29,11 +29,11 @@ from bigbatch.trainer.run import folder, metrics, summary
 from bigbatch.trainer.run.cost import Spent, spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
-from bigbatch.trainer.run.progress import Bar, Lines, Silent, describe, make_reporter, rows, show
+from bigbatch.trainer.run.progress import Bar, Lines, describe, describe_evaluation, make_reporter, rows, show
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
 from bigbatch.trainer.step.loop import Steps
-from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.step.window import Totals
 
 TRAIN_RECORD = {
     "step": 3,
@@ -568,17 +568,17 @@ def test_report_plot_has_no_legend_over_a_curve(records: list[dict[str, Any]]) -
 def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(num_steps=3)
     lines.advance(TRAIN_RECORD)
-    lines.evaluated(EVAL_RECORD)
     lines.finish({"top1": 0.98765, "images_per_second": 1234.56, "steps": 3, "input_wait_fraction": 0.015})
     lines.close()
     printed = capsys.readouterr().out
     assert "step 3  loss 1.250  top-1 50.0%  lr 0.1  1,234 images/s  input wait 1.0%" in printed
-    assert "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 images in 0.5 s)" in printed
     for line in ("98.77 %", "1,234.6 images/s", "1.50 %"):
         assert line in printed
     assert "\x1b" not in printed
-    lines.evaluated({**EVAL_RECORD, "top5": 1.0})  # as always of five classes or fewer
-    assert "top-1 25.00%  loss 1.000" in capsys.readouterr().out
+    expected = "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 images in 0.5 s)"
+    assert describe_evaluation(EVAL_RECORD) == expected
+    few = {**EVAL_RECORD, "top5": 1.0}  # as always of five classes or fewer
+    assert describe_evaluation(few) == expected.replace("top-5 75.00%  ", "")
 
 
 def test_report_plain_lines_say_how_long_the_rest_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -596,7 +596,7 @@ def test_report_bar_on_a_terminal() -> None:
     screen = io.StringIO()
     bar = Bar(Console(file=screen, force_terminal=True, width=200), first_step=0, num_steps=10)
     bar.advance(TRAIN_RECORD)
-    bar.evaluated(EVAL_RECORD)
+    bar.say("top-1 25.00%")
     bar.finish({"top1": 0.5})
     shown = screen.getvalue()
     assert "3/10" in shown
@@ -606,22 +606,10 @@ def test_report_bar_on_a_terminal() -> None:
 
 
 def test_report_who_shows_what() -> None:
-    common = {"first_step": 0, "num_steps": 1}
-    assert isinstance(make_reporter(is_shown=False, terminal_columns=80, **common), Silent)
-    assert isinstance(make_reporter(is_shown=True, terminal_columns=None, **common), Lines)
-    bar = make_reporter(is_shown=True, terminal_columns=80, **common)
+    assert isinstance(make_reporter(terminal_columns=None, first_step=0, num_steps=1), Lines)
+    bar = make_reporter(terminal_columns=80, first_step=0, num_steps=1)
     bar.close()
     assert isinstance(bar, Bar)
-
-
-def test_report_silent_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    silent = Silent()
-    silent.say("x")
-    silent.advance(TRAIN_RECORD)
-    silent.evaluated(EVAL_RECORD)
-    silent.finish({})
-    silent.close()
-    assert capsys.readouterr() == ("", "")
 
 
 def test_report_units() -> None:

@@ -8,7 +8,7 @@ from error_texts import naming
 
 from bigbatch.trainer.config.sections import RunConfig
 from bigbatch.trainer.config.stopping import METRICS
-from bigbatch.trainer.run.stopping import reason_to_end
+from bigbatch.trainer.evaluator import reason_to_end
 from tests.unit.trainer.config.test_schema import make_config, refusal
 
 

@@ -24,7 +24,7 @@ from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.statistics import StepStatistics
-from bigbatch.trainer.step.totals import Totals
+from bigbatch.trainer.step.window import Totals
 
 
 def plain_pytorch(batches: list[Batch]) -> tuple[nn.Module, list[float]]:

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from bigbatch.trainer.step.window import WindowSums
+from bigbatch.trainer.step.window import WindowSums, straggler_hint, straggler_share
 
 SHARES = ("waited_P", "exposed_P")
 SCALARS = {
@@ -15,11 +15,8 @@ FIRST = WindowSums(**SCALARS, waited_P=(0.25, 0.0, 0.0), exposed_P=(0.5, 0.0, 0.
 CPU = torch.device("cpu")
 
 
-def test_window_sums_come_back_from_their_pack() -> None:
-    assert WindowSums.unpack(FIRST.pack(CPU)) == FIRST
-
-
 def test_window_sums_over_ranks_keep_the_shares_of_each() -> None:
+    assert WindowSums.unpack(FIRST.pack(CPU)) == FIRST
     second = WindowSums(**SCALARS, waited_P=(0.0, 0.125, 0.0), exposed_P=(0.0, 0.75, 0.0))
     found = WindowSums.unpack(FIRST.pack(CPU) + second.pack(CPU))
     assert (found.waited_P, found.exposed_P) == ((0.25, 0.125, 0.0), (0.5, 0.75, 0.0))
@@ -31,6 +28,26 @@ def test_window_sums_tell_the_share_that_the_grid_lost() -> None:
     assert replace(FIRST, num_nonzero=0.0).grid_underflow_fraction is None
 
 
-def test_window_sums_refuse_numbers_that_are_not_of_whole_ranks() -> None:
-    with pytest.raises(AssertionError):
-        WindowSums.unpack(FIRST.pack(CPU)[:-1])
+@pytest.mark.parametrize(
+    ("waited", "exposed", "share"),
+    [
+        ((0.0,), (0.0,), 0.0),
+        ((0.1, 0.1), (0.2, 0.2), 0.0),  # the wire alone
+        ((0.5, 0.0), (0.1, 0.6), 0.0),  # rank 0 waits for images, rank 1 for rank 0
+        ((0.0, 0.0), (0.1, 0.5), 0.2),  # rank 0 computes for longer
+        ((0.5, 0.0), (0.1, 0.1), 0.0),  # no negative share where it does not add up
+    ],
+)
+def test_straggler_shares_by_hand(waited: tuple[float, ...], exposed: tuple[float, ...], share: float) -> None:
+    assert straggler_share(waited, exposed) == pytest.approx(share)
+
+
+def test_straggler_is_named_where_it_matters() -> None:
+    def host_of(rank: int) -> str:
+        return f"n{rank}"
+
+    assert straggler_hint(0.05, [0, 9], host_of=host_of) is None
+    assert straggler_hint(0.12, [0, 9, 1], host_of=host_of) == (
+        "steps lose 12% of their time to slower ranks, most to rank 1 on n1: bigbatch launch preflight compares the "
+        "nodes"
+    )
