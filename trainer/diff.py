@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bigbatch.errors import CheckpointError, RunFolderError, first_line, print_line
@@ -15,7 +16,6 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.parting import Parting, find_places, likely_cause, listed
 from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
 from bigbatch.trainer.run.digests import BY_MICROBATCH, PHASES, PLACE_LETTERS, SUMMED, values_folder
-from bigbatch.trainer.run.elements import Value, describe_difference
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.microbatch_digests import ACTIVATIONS, BEFORE_SUM
 from bigbatch.trainer.run.resume import changes
@@ -23,6 +23,18 @@ from bigbatch.trainer.run.resume import changes
 KEY = "run.digest_every_steps"
 SEEN_TO = ("step", "config", "gradient_order", "sums", "classes")
 """Keys of a checkpoint that say how it was made, and are compared elsewhere."""
+
+INTEGERS = {
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+"""Whose order is that of floating-point numbers of their size, but for the sign."""
+DIGITS = {torch.float64: 17, torch.float32: 9, torch.float16: 5, torch.bfloat16: 4}
+"""By which any two numbers of a kind can be told apart."""
+Value = Tensor | int | float | str
+"""What a checkpoint is made of."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +52,30 @@ def main(argv: Sequence[str]) -> int:
     """Compare two runs; return 0 if they are equal, else DIFFERENT. Raises: RunFolderError; CheckpointError."""
     arguments = _make_parser().parse_args(argv)
     a, b = map(read_run, (arguments.a, arguments.b))
-    told = _changes(a, b)
+    try:
+        told = changes(a.config, b.config)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunFolderError(
+            f"{a.path} and {b.path}: a config.yaml is none that bigbatch wrote ({first_line(error)})"
+        ) from error
     for key, text in told.items():
-        _say(f"config: {key}={text}")
+        print_line(f"config: {key}={text}")
     facts = {key: (a.job.get(key), b.job.get(key)) for key in {**a.job, **b.job} if a.job.get(key) != b.job.get(key)}
     for key, (ours, theirs) in facts.items():
-        _say(f"job: {key} is {ours} in {a.path}, {theirs} in {b.path}")
+        print_line(f"job: {key} is {ours} in {a.path}, {theirs} in {b.path}")
     steps = sorted(a.digests.keys() & b.digests.keys())
     parting = find_parting(a, b, steps=steps)
     for line in not_compared(a, b, steps=steps):
-        _say(line)
+        print_line(line)
     if parting:
-        _say(str(parting))
-        _say(f"likely cause: {likely_cause(parting, [*told, *facts], is_step_before_equal=parting.step - 1 in steps)}")
+        print_line(str(parting))
+        print_line(
+            f"likely cause: {likely_cause(parting, [*told, *facts], is_step_before_equal=parting.step - 1 in steps)}"
+        )
         for line in describe_values(a, b, parting):
-            _say(line)
+            print_line(line)
     elif steps:
-        _say(f"the {len(steps)} steps that both recorded are equal, the last is {steps[-1]}")
+        print_line(f"the {len(steps)} steps that both recorded are equal, the last is {steps[-1]}")
     is_found = show_elements(a, b, from_step=parting.step if parting else 0)
     if not steps and is_found is None:
         raise RunFolderError(
@@ -81,20 +100,6 @@ def read_run(path: Path) -> Run:
         elif record["kind"] == "start":
             job = found if isinstance(found := record.get("job"), dict) else {}
     return Run(path, digests, job, config)
-
-
-def _changes(a: Run, b: Run) -> dict[str, str]:
-    try:
-        return changes(a.config, b.config)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunFolderError(
-            f"{a.path} and {b.path}: a config.yaml is none that bigbatch wrote ({first_line(error)})"
-        ) from error
-
-
-def _say(text: str) -> None:
-    """Print a line of words that may come from untrusted files."""
-    print_line(text)
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
@@ -122,7 +127,9 @@ def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
     """
     for step in steps:
         ours, theirs = a.digests[step], b.digests[step]
-        _require_same_tensors(a, b, step=step)
+        for phase in ("gradients", "weights and state"):
+            if ours[phase] and theirs[phase]:
+                _require_same_names(a, b, ours[phase], theirs[phase])
         equal: list[str] = []
         for phase in PHASES:
             if phase == "pictures":
@@ -133,17 +140,23 @@ def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
             pairs = _pairs(ours, theirs, phase=phase)
             if names := [name for name, (one, other) in pairs.items() if one != other]:
                 found = Parting(step, phase, names, len(pairs), equal)
-                return _with_microbatches(found, ours, theirs) if phase in BY_MICROBATCH else found
+                if phase not in BY_MICROBATCH:
+                    return found
+                count = len(ours["ranks"])
+                odd = [k for k in range(count) if any(pairs[name][0][k] != pairs[name][1][k] for name in names)]
+                ranks = [
+                    sorted({run["ranks"][k] for k in odd}) if len(set(run["ranks"])) > 1 else []
+                    for run in (ours, theirs)
+                ]
+                return replace(found, microbatches=odd, num_microbatches=count, ranks=(ranks[0], ranks[1]))
             if pairs:
                 equal.append(phase)
     return None
 
 
-def _require_same_tensors(a: Run, b: Run, *, step: int) -> None:
-    for phase in ("gradients", "weights and state"):
-        ours, theirs = a.digests[step][phase], b.digests[step][phase]
-        if ours and theirs and (odd := ours.keys() ^ theirs.keys()):
-            raise RunFolderError(f"{a.path} and {b.path} are of other models or optimizers: only one has {min(odd)}")
+def _require_same_names(a: Run, b: Run, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    if odd := one.keys() ^ other.keys():
+        raise RunFolderError(f"{a.path} and {b.path} are of other models or optimizers: only one has {min(odd)}")
 
 
 def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, phase: str) -> dict[str, tuple[Any, Any]]:
@@ -155,14 +168,6 @@ def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, phase: str) ->
     names = [name for name in one if name in other] if phase == ACTIVATIONS else {**one, **other}
     none = [""] * len(ours.get("ranks", []))  # no microbatch of that run had a gradient of it
     return {name: (one.get(name, none), other.get(name, none)) for name in names}
-
-
-def _with_microbatches(found: Parting, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Parting:
-    pairs = _pairs(ours, theirs, phase=found.phase)
-    count = len(ours["ranks"])
-    odd = [k for k in range(count) if any(pairs[name][0][k] != pairs[name][1][k] for name in found.names)]
-    ranks = [sorted({run["ranks"][k] for k in odd}) if len(set(run["ranks"])) > 1 else [] for run in (ours, theirs)]
-    return replace(found, microbatches=odd, num_microbatches=count, ranks=(ranks[0], ranks[1]))
 
 
 def not_compared(a: Run, b: Run, *, steps: Sequence[int]) -> Iterator[str]:
@@ -230,14 +235,13 @@ def show_elements(a: Run, b: Run, *, from_step: int) -> bool | None:
     common = sorted(step for step in ours.keys() & theirs.keys() if step >= from_step)
     for step in common:
         one, other = (dict(_values(load_checkpoint(path[step]))) for path in (ours, theirs))
-        if odd := one.keys() ^ other.keys():
-            raise RunFolderError(f"{a.path} and {b.path} are of other models or optimizers: only one has {min(odd)}")
+        _require_same_names(a, b, one, other)
         for name, value in one.items():
             if text := describe_difference(value, other[name]):
-                _say(f"checkpoint of step {step}: {name}: {text}")
+                print_line(f"checkpoint of step {step}: {name}: {text}")
                 return True
     if common:
-        _say(f"the {len(common)} checkpoint(s) of the same steps are equal, the last is of step {common[-1]}")
+        print_line(f"the {len(common)} checkpoint(s) of the same steps are equal, the last is of step {common[-1]}")
     return False if common else None
 
 
@@ -252,6 +256,37 @@ def _values(state: Any, name: str = "") -> Iterator[tuple[str, Value]]:
     elif isinstance(state, list | tuple):
         for index, each in enumerate(state):
             yield from _values(each, f"{name}.{index}")
+
+
+def describe_difference(a: Value, b: Value) -> str:
+    """Say how many elements differ in their bits, and which is the first; empty where none does."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return "" if not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b else f"{a!r} and {b!r}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype}"
+    if not a.numel():
+        return ""
+    bits_a, bits_b = (x.flatten().view(torch.uint8).view(x.numel(), -1) for x in (a, b))
+    if torch.equal(bits_a, bits_b):
+        return ""
+    odd_N = (bits_a != bits_b).any(dim=1).nonzero().flatten()
+    first = int(odd_N[0])
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first), a.shape)] if a.dim() else []
+    ours, theirs = (x.flatten()[first].item() for x in (a, b))
+    ulps = ""
+    if a.dtype in INTEGERS:
+        steps = (_ordered(a.flatten()[first]) - _ordered(b.flatten()[first])).abs()
+        ulps = f", {int(steps):,} units in the last place apart"
+    digits = DIGITS.get(a.dtype)
+    values = " and ".join(f"{value:.{digits}g}" if digits else str(value) for value in (ours, theirs))
+    return f"{len(odd_N):,} of {a.numel():,} elements differ, first {place}: {values}{ulps}"
+
+
+def _ordered(value: Tensor) -> Tensor:
+    """Number floating-point values as they lie on the line, neighbours by one."""
+    integers = INTEGERS[value.dtype]
+    number = value.contiguous().view(integers).to(torch.int64)
+    return torch.where(number < 0, torch.iinfo(integers).min - number, number)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -61,18 +61,20 @@ class Parting:
         if len(self.microbatches) == self.num_microbatches:
             return f", in all {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
         plural = "es" if len(self.microbatches) > 1 else ""
-        which = f"{listed(self.microbatches)} of 0 to {self.num_microbatches - 1}"
-        return f", in microbatch{plural} {which}{_computed_by(self.ranks)}"
+        text = f", in microbatch{plural} {listed(self.microbatches)} of 0 to {self.num_microbatches - 1}"
+        if not any(self.ranks):
+            return text
+        ours, theirs = (
+            f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}" if ranks else "one rank" for ranks in self.ranks
+        )
+        return f"{text} ({ours})" if ours == theirs else f"{text} ({ours} in the first run, {theirs} in the second)"
 
     @property
     def odd_rank(self) -> int | None:
         """Return the rank of both runs that alone has differing microbatches; None if there is none."""
         ours, theirs = self.ranks
-        return ours[0] if self._is_partial and len(ours) == 1 and list(ours) == list(theirs) else None
-
-    @property
-    def _is_partial(self) -> bool:
-        return 0 < len(self.microbatches) < self.num_microbatches
+        is_partial = 0 < len(self.microbatches) < self.num_microbatches
+        return ours[0] if is_partial and len(ours) == 1 and list(ours) == list(theirs) else None
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,6 @@ def listed(things: Sequence[object]) -> str:
     """List the first of them, and count the others."""
     more = f" and {len(things) - MOST_NAMED} more" if len(things) > MOST_NAMED else ""
     return ", ".join(map(str, things[:MOST_NAMED])) + more
-
-
-def _computed_by(ranks: tuple[Sequence[int], Sequence[int]]) -> str:
-    ours, theirs = (f"rank{'s' if len(each) > 1 else ''} {listed(each)}" if each else "one rank" for each in ranks)
-    if not any(ranks):
-        return ""
-    return f" ({ours})" if ours == theirs else f" ({ours} in the first run, {theirs} in the second)"
 
 
 def find_places(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Places | None:

@@ -1,11 +1,14 @@
 """A training, or a launcher with its ranks, as a child process: started, asked to stop, ended, and why it ended."""
 
+import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from signal import SIGTERM
+
+import psutil
 
 from bigbatch.comm.rendezvous.environ import without_identity
 from bigbatch.errors import printable
@@ -13,7 +16,6 @@ from bigbatch.files import make_folder, open_to_append, read_plain
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.run.reason import find_reason
-from bigbatch.trainer.run.sessions import end_sessions, sessions_under
 
 PATIENCE_SECONDS = (60.0, 15.0)
 """After the request to stop, which a run answers by a checkpoint after the step under way, a second one follows, by
@@ -22,6 +24,9 @@ END_SECONDS = 5.0
 """mpirun takes about one to kill its ranks."""
 LEAVE_SECONDS = 5.0
 """How long a launcher's ranks may outlive it."""
+
+UNENDABLE_SECONDS = 30.0
+"""A process that SIGKILL does not end by then waits for a device or a file system."""
 
 
 class ChildProcess:
@@ -115,3 +120,39 @@ class ChildProcess:
         with writing(self._log):
             text = read_plain(self._log)[self._output_start :].decode(errors="replace")
         return printable(find_reason(text, exit_code=self.exit_code()))
+
+
+def sessions_under(pid: int) -> set[int]:
+    """Return the sessions of this child of ours, which leads one, and of all processes below it."""
+    found = {pid}
+    with suppress(psutil.NoSuchProcess):  # a signal handler may have taken note of its end just now
+        for each in psutil.Process(pid).children(recursive=True):
+            with suppress(ProcessLookupError):
+                found.add(os.getsid(each.pid))
+    return found
+
+
+def end_sessions(sessions: Set[int], *, grace_seconds: float) -> None:
+    """Return when no process is left in them; after grace_seconds end those that are by SIGKILL."""
+    start = time.monotonic()
+    while left := processes_in(sessions):
+        seconds = time.monotonic() - start
+        # nothing is left to try: who waits for a device cannot be ended
+        if seconds >= grace_seconds + UNENDABLE_SECONDS:
+            return
+        if seconds >= grace_seconds:
+            for each in left:
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    each.kill()
+        time.sleep(0.05)
+
+
+def processes_in(sessions: Set[int]) -> list[psutil.Process]:
+    """Return the processes of these sessions, but for those whose parent has yet to take note of their end."""
+    found = []
+    for each in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            # the session first: of a machine's thousand processes, few are ours
+            if os.getsid(each.pid) in sessions and each.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                found.append(each)
+    return found

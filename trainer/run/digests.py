@@ -74,11 +74,6 @@ class DigestRecorder:
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Pass batches on, and digest those of steps that are recorded."""
-        if not self._every_steps:
-            return batches
-        return self._watched(batches)
-
-    def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         plan, microbatches = self._plan, self._microbatches_of(self._parts.communicator.rank)
         for number, batch in enumerate(batches):
             step, index = divmod(number, plan.accumulation_steps)
@@ -105,14 +100,22 @@ class DigestRecorder:
             self._single.start()
 
     def record(self, done: int) -> dict[str, Any] | None:
-        """Return what the log is to hold of the step that made them done; None where it is not due. Collective."""
+        """Return what the log is to hold of the step that made them done; None where it is not due.
+
+        Collective. Raises: CheckpointError, as on a full disk, where values are kept.
+        """
         if not self._is_due(done):
             return None
         parts = self._parts
         parts.precision.settle()
         rows, pictures = self._single.take(), torch.cat(self._pictures).tolist()
-        gradients = self._gradients()
-        self._write_values(gradients, done=done)
+        named = () if self._is_sharded else parts.model.named_parameters()
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        if self._kept:
+            values: dict[str, Any] = dict(self._single.values)
+            if parts.communicator.rank == 0:  # they are the same on all ranks
+                values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
+            save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
         texts = parts.communicator.control.collect_text(
             json.dumps([pictures, self._positions, rows]), what=f"collection of the digests of step {done}"
         )
@@ -126,18 +129,6 @@ class DigestRecorder:
             SUMMED: _words(gradients),
             "weights and state": _words(replicas(parts, done=done)),
         }
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        named = () if self._is_sharded else self._parts.model.named_parameters()
-        return {name: p.grad for name, p in named if p.grad is not None}
-
-    def _write_values(self, gradients: dict[str, torch.Tensor], *, done: int) -> None:
-        """Write what is kept whole. Raises: CheckpointError, as on a full disk."""
-        values: dict[str, Any] = dict(self._single.values)
-        if self._parts.communicator.rank == 0:  # they are the same on all ranks
-            values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
-        if self._kept:
-            save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
 
     def _by_place(self, told_P: Sequence[Any]) -> dict[str, Any]:
         """Put together what the ranks found of single images, in the order of the global batch."""

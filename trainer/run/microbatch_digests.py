@@ -46,7 +46,11 @@ class MicrobatchDigests:
         model = self._model
         self.values = {}
         named = dict(model.named_modules())
-        self._hooks = [p.register_hook(partial(self._take, BEFORE_SUM, n)) for n, p in _trained(model)]
+        self._hooks = [
+            p.register_hook(partial(self._take, BEFORE_SUM, name))
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
         if self._layers:
             self._hooks += [
                 named[name].register_forward_hook(partial(self._take_outputs, name)) for name in self._layers
@@ -87,10 +91,6 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-
-
 def _tensors(outputs: Any) -> Iterator[Tensor]:
     if isinstance(outputs, Tensor):
         yield outputs
@@ -114,7 +114,7 @@ def chosen_layers(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 def chosen_values(model: nn.Module, layers: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """List those of these layers, and the parameters, that a pattern names. Raises: ConfigError as chosen_layers."""
-    names = [*layers, *(name for name, _ in _trained(model))]
+    names = [*layers, *(name for name, p in model.named_parameters() if p.requires_grad)]
     return _chosen(names, patterns, key="run.digest_values", what="parameter, or layer of run.digest_layers,")
 
 

@@ -18,7 +18,7 @@ from bigbatch.cli import main
 from bigbatch.experiments.engine.folder import SweepFolder, read_state
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.run import child
-from bigbatch.trainer.run.sessions import processes_in, sessions_under
+from bigbatch.trainer.run.child import processes_in, sessions_under
 
 
 @pytest.mark.long

@@ -11,11 +11,10 @@ from error_texts import naming
 from bigbatch.errors import CheckpointError, RunFolderError
 from bigbatch.exit_codes import DIFFERENT
 from bigbatch.trainer.config.file import dump_config, load_config
-from bigbatch.trainer.diff import main
+from bigbatch.trainer.diff import describe_difference, main
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.run.digests import digests_of_pictures, values_folder
-from bigbatch.trainer.run.elements import describe_difference
 from bigbatch.trainer.run.folder import RunDir
 
 ONE_UP = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
