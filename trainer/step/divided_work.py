@@ -58,7 +58,7 @@ class DividedWork:
         self._communicator = communicator
         self._scatter_gather = ScatterGather(communicator)
         self._one_by_one = one_by_one
-        self._buffers: dict[object, Tensor] = {}
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __call__(self, tensors: list[Tensor], work: Work, *, costs: list[float], dtype: torch.dtype) -> Finish:
         """Do this rank's part, and start the gather. Collective. Finishing raises PeerLostError."""
@@ -69,7 +69,9 @@ class DividedWork:
         if not gathered:
             results = self._do(work, tensors)
             return lambda: results
-        buffer_N = self._buffer(gathered, dtype)
+        buffer_N = self._buffers.get((gathered, dtype))
+        if buffer_N is None:
+            buffer_N = self._buffers[gathered, dtype] = self._communicator.allocate(gathered, dtype)
         views = [
             buffer_N[owner * shares.part + offset :][: tensor.numel()].as_strided(tensor.shape, tensor.stride())
             for tensor, owner, offset in zip(tensors, shares.owners, shares.offsets, strict=True)
@@ -87,10 +89,3 @@ class DividedWork:
 
     def _do(self, work: Work, tensors: list[Tensor]) -> list[Tensor]:
         return [work([tensor])[0] for tensor in tensors] if self._one_by_one else work(tensors)
-
-    def _buffer(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """Return the buffer of that size: made at the first step, and kept. Collective."""
-        key = num_elements, dtype
-        if key not in self._buffers:
-            self._buffers[key] = self._communicator.allocate(num_elements, dtype)
-        return self._buffers[key]

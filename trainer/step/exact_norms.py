@@ -20,18 +20,18 @@ def exact_norms(pieces: Sequence[Tensor], *, most_elements: int, all_maxima: Tog
     A number that is not finite makes its norm infinite. all_maxima: fp32, of NaN is NaN; all_sums: int64. No host sync.
     """
     bits = (SUM_BITS - most_elements.bit_length()) // 2
-    peaks_N = all_maxima(torch.stack([_largest(piece) for piece in pieces])).double()
+    largest = [
+        torch.linalg.vector_norm(piece, ord=torch.inf).float()
+        if piece.numel()
+        else piece.new_zeros((), dtype=torch.float32)
+        for piece in pieces
+    ]
+    peaks_N = all_maxima(torch.stack(largest)).double()
     # 0 / 0 and what is divided by infinity is put right below
     factors_N = torch.where((peaks_N > 0) & peaks_N.isfinite(), 2.0**bits / peaks_N, 0.0)
     squares_N = torch.stack([_squares(*pair) for pair in zip(pieces, factors_N.unbind(), strict=True)])
     norms_N = all_sums(squares_N).double().sqrt_() * peaks_N / 2.0**bits
     return torch.where(peaks_N.isfinite(), norms_N, torch.inf).float()
-
-
-def _largest(piece: Tensor) -> Tensor:
-    if not piece.numel():
-        return piece.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(piece, ord=torch.inf).float()
 
 
 def _squares(piece: Tensor, factor: Tensor) -> Tensor:

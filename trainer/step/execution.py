@@ -46,11 +46,10 @@ class EagerExecution:
     measures_waits = True
 
     def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
-        """Run the work; it draws microbatches when it needs them."""
         return work(microbatches)
 
     def close(self) -> None:
-        """Do nothing: nothing is kept."""
+        pass
 
 
 class Capture(Protocol):
@@ -155,8 +154,11 @@ class CudaGraphExecution:
         """Warm up, or replay, at first after a capture: which does nothing by itself."""
         first = next(microbatches)
         microbatches = chain([first], microbatches)
-        self._fill_rates(device=first.images_BCHW.device)
-        shape = _shape_of(first)
+        groups = self._optimizer.param_groups
+        self._rates = self._rates or [torch.zeros((), device=first.images_BCHW.device) for _ in groups]
+        for tensor, group in zip(self._rates, groups, strict=True):
+            tensor.fill_(group["lr"])  # a copy from the host would have to keep its source until the device comes to it
+        shape = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _tensors_of(first))
         if self._warm_ups[shape] < WARM_UP_STEPS:
             self._warm_ups[shape] += 1
             with _rates_in_place(self._optimizer, self._rates):
@@ -175,14 +177,6 @@ class CudaGraphExecution:
     def close(self) -> None:
         """Destroy the graphs: NCCL does not close while one has captured its sums."""
         self._graphs.clear()
-
-    def _fill_rates(self, *, device: torch.device) -> None:
-        """Fill each by itself: a copy from the host would have to keep its source until the device comes to it."""
-        groups = self._optimizer.param_groups
-        if not self._rates:
-            self._rates = [torch.zeros((), device=device) for _ in groups]
-        for tensor, group in zip(self._rates, groups, strict=True):
-            tensor.fill_(group["lr"])
 
     def _make_graphs(self, work: Work, batch: Prepared) -> _Graphs:
         static = Prepared(*(tensor.clone() for tensor in _tensors_of(batch)))
@@ -203,10 +197,6 @@ class CudaGraphExecution:
 
 def _tensors_of(batch: Prepared) -> tuple[Tensor, Tensor, Tensor]:
     return batch.images_BCHW, batch.labels_B, batch.targets
-
-
-def _shape_of(batch: Prepared) -> object:
-    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in _tensors_of(batch))
 
 
 @contextmanager

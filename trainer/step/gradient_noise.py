@@ -46,23 +46,21 @@ class GradientNoise:
         self._packed: list[Tensor] = []
         """Per measured step since take(): a square per microbatch, 0 for those of other ranks, and the global one."""
 
-    def _is_due(self, done: int) -> bool:
-        return self._every_steps > 0 and done % self._every_steps == 0
-
     def before_step(self, step: int) -> None:
         """Put hooks on in a step that is measured."""
-        if not self._is_due(step + 1):
+        if self._every_steps == 0 or (step + 1) % self._every_steps:
             return
         parts = self._parts
         # of this step: the update may set another one for the next
         self._scale = parts.precision.scaled(torch.ones((), device=parts.communicator.device))
         weights = [p for p in parts.model.parameters() if p.requires_grad]
-        self._hooks = [p.register_hook(self._take_norm) for p in weights]
+
+        def take_norm(gradient: Tensor) -> None:
+            self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+
+        self._hooks = [p.register_hook(take_norm) for p in weights]
         # a forward begins a microbatch: what backward computes again calls blocks, never the whole model
         self._hooks.append(parts.model.register_forward_pre_hook(lambda *_: self._end_microbatch()))
-
-    def _take_norm(self, gradient: Tensor) -> None:
-        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
 
     def _end_microbatch(self) -> None:
         if self._norms:

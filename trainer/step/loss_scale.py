@@ -53,34 +53,6 @@ def after_step(state: ScaleState, *, overflow: Tensor, growth_steps: int | None)
     )
 
 
-class Unscaled:
-    """No loss scale: for fp32 and bf16."""
-
-    divisor: Tensor | None = None
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss itself."""
-        return loss
-
-    def judge_(self, norm: Tensor, *, failed: Tensor) -> Tensor:
-        """Decide whether to skip (bool) a step: only if it failed."""
-        return failed
-
-    def figures(self) -> dict[str, float | None]:
-        """Return what a report states."""
-        return {"loss_scale": 1.0, "overflow_steps": 0}
-
-    def require_progress(self, done: int, *, is_last: bool) -> None:
-        """Do nothing: nothing is skipped."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing to keep."""
-        return {}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Do nothing: a scale of fp16 has no meaning here."""
-
-
 class LossScale:
     """Keeps a scale: doubled after so many steps without overflow, halved at each overflow; or static."""
 
@@ -94,7 +66,7 @@ class LossScale:
         return ScaleState(scale=torch.full((), float(scale), device=self._device), **count)
 
     @property
-    def divisor(self) -> Tensor | None:
+    def divisor(self) -> Tensor:
         """Return the divisor of gradients of a scaled loss: a copy, since judge_ sets that of the next step."""
         return self.state.scale.clone()
 

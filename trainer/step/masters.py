@@ -56,7 +56,7 @@ class Weights(Protocol):
 
 
 class WholeWeights:
-    """Whole weights on every rank. The masters of fp32 parameters are the parameters themselves."""
+    """Weights that are whole on every rank. The masters of fp32 parameters are the parameters themselves."""
 
     def __init__(self, model: nn.Module, masters: Mapping[str, Tensor]) -> None:
         self.masters: Mapping[str, Tensor] = dict(masters)
@@ -68,42 +68,34 @@ class WholeWeights:
             master.grad = torch.zeros_like(master)
 
     def fetch_grads_(self) -> None:
-        """Copy half-precision gradients into fp32."""
         if self._half:
             torch._foreach_copy_(grads_of(self._full), grads_of(self._half))
 
     @torch.no_grad()
     def publish_(self) -> None:
-        """Round the masters into the half-precision weights."""
         if self._half:
             torch._foreach_copy_(self._half, self._full)
 
     def settle(self) -> None:
-        """Do nothing: all is here."""
+        pass
 
     def norms(self, tensors: list[Tensor]) -> Tensor:
-        """Return the norms: all of each is here."""
         return norms_of(tensors)
 
     def half_grads(self) -> list[Tensor]:
-        """List the gradients of all half-precision weights."""
         return grads_of(self._half)
 
     def sum_parts(self, counts_N: Tensor) -> Tensor:
-        """Return the counts: there is one part."""
         return counts_N
 
     def is_finite(self) -> bool:
-        """Tell whether this rank's masters are all finite: all ranks have the same bits."""
         return all(bool(master.isfinite().all()) for master in self.masters.values())
 
     def whole(self) -> dict[str, Tensor]:
-        """Return the masters."""
         return {key: master.detach() for key, master in self.masters.items()}
 
     @torch.no_grad()
     def load_(self, state: Mapping[str, Tensor]) -> None:
-        """Copy, and publish."""
         for key, master in self.masters.items():
             master.copy_(state[key])
         self.publish_()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from bigbatch.trainer.step.loss_scale import LossScale, Scaling, Unscaled
+from bigbatch.trainer.step.loss_scale import LossScale, Scaling
 from bigbatch.trainer.step.masters import Weights, WholeWeights, grads_of
 
 COMPUTE_DTYPES = {
@@ -67,7 +67,7 @@ class Precision:
         """fp32 values of rounded frozen weights, for checkpoints only."""
         self.weights: Weights = WholeWeights(model, masters)
         self._clip_norm = clip_norm
-        self._scale: LossScale | Unscaled = Unscaled() if scaling is None else LossScale(scaling, device=device)
+        self._scale = None if scaling is None else LossScale(scaling, device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         is_decided_by_norm = scaling is not None or clip_norm is not None
         self._norm = torch.zeros((), device=device) if is_decided_by_norm else None
@@ -84,7 +84,7 @@ class Precision:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale."""
-        return self._scale.scaled(loss)
+        return loss if self._scale is None else self._scale.scaled(loss)
 
     def backward(self, loss: Tensor) -> None:
         """Run backward of the loss times the loss scale."""
@@ -100,10 +100,12 @@ class Precision:
         # what no forward has read may still be travelling from the memory that is written now
         self.settle()
         self.weights.fetch_grads_()
-        skip, divisor = self._never if skip_1 is None else skip_1.view(()), self._scale.divisor
+        skip = self._never if skip_1 is None else skip_1.view(())
+        divisor = None if self._scale is None else self._scale.divisor
         if self._norm is not None:
             norm = self._total_norm()
-            skip = self._scale.judge_(norm, failed=skip)
+            if self._scale is not None:
+                skip = self._scale.judge_(norm, failed=skip)
             # clipping is by the norm of the gradients themselves, not of those times the loss scale
             self._norm.copy_(norm if divisor is None else norm / divisor)
             if self._clip_norm is not None:
@@ -119,7 +121,7 @@ class Precision:
     @property
     def skips_overflow(self) -> bool:
         """Tell whether an update with non-finite gradients is skipped, and the loss scale lowered."""
-        return isinstance(self._scale, LossScale)
+        return self._scale is not None
 
     def _total_norm(self) -> Tensor:
         """Compute the L2 norm of the gradients of all masters. Collective where they are shared out."""
@@ -143,14 +145,15 @@ class Precision:
         """
         norm = float(self.grad_norm())
         return {
-            **self._scale.figures(),
+            **({"loss_scale": 1.0, "overflow_steps": 0} if self._scale is None else self._scale.figures()),
             "underflow_fraction": underflow_fraction(self.weights.half_grads(), sum_parts=self.weights.sum_parts),
             "grad_norm": norm if math.isfinite(norm) else None,
         }
 
     def require_progress(self, done: int, *, is_last: bool) -> None:
         """Raise TrainingDiverged if no loss scale can help. is_last: the run ends. Waits for the device."""
-        self._scale.require_progress(done, is_last=is_last)
+        if self._scale is not None:
+            self._scale.require_progress(done, is_last=is_last)
 
     def is_finite(self) -> bool:
         """Tell whether every weight is finite. Waits for the device."""
@@ -176,11 +179,12 @@ class Precision:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale; empty if there is none."""
-        return self._scale.state_dict()
+        return {} if self._scale is None else self._scale.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of the loss scale; a run without one leaves nothing to restore. Raises: ValueError."""
-        self._scale.load_state_dict(state)
+        """Restore the state of the loss scale; one of fp16 has no meaning without it. Raises: ValueError."""
+        if self._scale is not None:
+            self._scale.load_state_dict(state)
 
 
 def step_or_skip_(

@@ -51,11 +51,8 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     the digest: the difference times an odd number is no multiple of 2**64. So do two different ones of up to 32 bits
     that change places, in a tensor of up to 2**31: (x[i] - x[j]) * 2 (i - j) is below 2**64 and not 0.
     """
-    return torch.stack([_digest(_bits(tensor)) for tensor in tensors])
-
-
-def _digest(bits_N: Tensor) -> Tensor:
-    return (_by_dots if bits_N.device.type == "cpu" else _by_products)(bits_N)
+    bits = map(_bits, tensors)
+    return torch.stack([_by_dots(bits_N) if bits_N.device.type == "cpu" else _by_products(bits_N) for bits_N in bits])
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -79,54 +79,53 @@ class ShardedWeights:
 
         Raises: ConfigError, on all ranks alike, if the last rank would have no element.
         """
-        _require_shares(reducer.plan, world_size=communicator.world_size)
+        world_size = communicator.world_size
+        # the last rank has the fewest elements of each buffer
+        if not any(
+            each.start < each.stop for each in cut(reducer.plan, rank=world_size - 1, world_size=world_size).values()
+        ):
+            raise ConfigError(
+                f"optimizer.sharded=True leaves the last of {world_size} ranks no share of so small a model: set it to "
+                "false"
+            )
         self._communicator = communicator
         self._exposed = reducer.exposed
         self._is_exact = reducer.grid is not None
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._plan = reducer.plan
-        self._pieces = cut(self._plan, rank=communicator.rank, world_size=communicator.world_size)
+        self._pieces = cut(self._plan, rank=communicator.rank, world_size=world_size)
         self._scatter_gather = ScatterGather(communicator)
         own_part = self._scatter_gather.own_part
         self._buffers = communicator.allocate_all([(grads_N.numel(), grads_N.dtype) for grads_N in reducer.buffers])
-        # before anything takes a part: the parts are views of what is filled here
-        self._move_in(masters)
+        with torch.no_grad():  # before anything takes a part: the parts are views of what is filled here
+            for name, parameter in self._parameters.items():
+                view = self._view(name, self._buffers)
+                view.copy_(masters[name])
+                parameter.data = view
         self._parts = [own_part(buffer_N) for buffer_N in self._buffers]
         self._grads = [own_part(buffer_N) for buffer_N in reducer.buffers]
         self._full = [part_M if part_M.dtype == torch.float32 else part_M.float() for part_M in self._parts]
-        self._full_grads = [g_M if g_M.dtype == torch.float32 else torch.zeros_like(f_M) for g_M, f_M in self._pairs()]
+        self._full_grads = [
+            grads_M if grads_M.dtype == torch.float32 else torch.zeros_like(full_M)
+            for grads_M, full_M in zip(self._grads, self._full, strict=True)
+        ]
         self._order = list(dict.fromkeys(self._pieces[name].buffer for name in self._parameters))
         """Buffers in the order in which a forward uses and the ranks gather them; equal on all ranks."""
         self._gathers: list[InFlight] = []
         self._num_settled = 0
         self._behind_forward = behind_forward
-        if behind_forward:
-            self._wait_in_forward(model)
+        if behind_forward:  # each module waits for its own weights before its forward
+            brought_by = {p: self._order.index(self._pieces[name].buffer) + 1 for name, p in self._parameters.items()}
+            for module in model.modules():
+                last = max((brought_by.get(p, 0) for p in module.parameters(recurse=False)), default=0)
+                if last:
+                    module.register_forward_pre_hook(lambda *_, num_gathers=last: self.settle(num_gathers))
         self.masters: Mapping[str, Tensor] = {name: self._master(name) for name in self._parameters}
         self._names = {master: name for name, master in self.masters.items()}
         self._wholes: dict[int, Tensor] = {}
         """fp32 buffers in which whole matrices are put together, by the number of the fusion buffer."""
         self.replicated: Mapping[str, Tensor] = {}
         self.load_(masters)
-
-    def _wait_in_forward(self, model: nn.Module) -> None:
-        """Make each module wait for its own weights before its forward."""
-        brought_by = {p: self._order.index(self._pieces[name].buffer) + 1 for name, p in self._parameters.items()}
-        for module in model.modules():
-            last = max((brought_by.get(p, 0) for p in module.parameters(recurse=False)), default=0)
-            if last:
-                module.register_forward_pre_hook(lambda *_, num_gathers=last: self.settle(num_gathers))
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self._grads, self._full, strict=True))
-
-    @torch.no_grad()
-    def _move_in(self, masters: Mapping[str, Tensor]) -> None:
-        """Make every parameter a view of its buffer."""
-        for name, parameter in self._parameters.items():
-            view = self._view(name, self._buffers)
-            view.copy_(masters[name])
-            parameter.data = view
 
     def _view(self, name: str, buffers: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
         """Show a tensor whole, in whole buffers, with its parameter's strides."""
@@ -185,10 +184,7 @@ class ShardedWeights:
                 tensors, most_elements=most_elements, all_maxima=self._all_maxima, all_sums=self._all_sums
             )
         # norms of pieces do not add up, their squares do; the norm of an empty piece is 0
-        squares_N = torch.stack(torch._foreach_norm(tensors)).double().square_()
-        with self._exposed.measure([squares_N]):
-            self._communicator.sum_(squares_N, label="all-reduce of norms")
-        return squares_N.sqrt_().float()
+        return self._all_sums(torch.stack(torch._foreach_norm(tensors)).double().square_()).sqrt_().float()
 
     def _all_maxima(self, peaks_N: Tensor) -> Tensor:
         peaks_PN = peaks_N.new_zeros(self._communicator.world_size * len(peaks_N))
@@ -210,7 +206,9 @@ class ShardedWeights:
             return []
         names = [self._names[weight] for weight in weights]
         indices = sorted({self._pieces[name].buffer for name in names})
-        self._allocate_wholes(indices)
+        new = [index for index in indices if index not in self._wholes]
+        sizes = [(self._buffers[index].numel(), torch.float32) for index in new]
+        self._wholes.update(zip(new, self._communicator.allocate_all(sizes) if new else [], strict=True))
         own = {index: self._scatter_gather.own_part(self._wholes[index]) for index in indices}
         places = [self._pieces[name] for name in names]
         torch._foreach_copy_([own[piece.buffer][piece.start : piece.stop] for piece in places], parts)
@@ -222,11 +220,6 @@ class ShardedWeights:
             for gather in gathers:
                 gather.wait()
         return [self._view(name, self._wholes) for name in names]
-
-    def _allocate_wholes(self, indices: list[int]) -> None:
-        new = [index for index in indices if index not in self._wholes]
-        sizes = [(self._buffers[index].numel(), torch.float32) for index in new]
-        self._wholes.update(zip(new, self._communicator.allocate_all(sizes) if new else [], strict=True))
 
     def own(self, weights: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
         """Return this rank's part of each whole tensor."""
@@ -327,15 +320,6 @@ class ShardedWeights:
 def _replicated(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """List the parts of an optimizer's state that are not of the weights' shapes, and alike on all ranks."""
     return (STEP, *(optimizer.replicated_state if isinstance(optimizer, MatrixOptimizer) else ()))
-
-
-def _require_shares(plan: FusionPlan, *, world_size: int) -> None:
-    """Raise ConfigError if a rank has no element: the last one has the fewest of each buffer."""
-    if not any(piece.start < piece.stop for piece in cut(plan, rank=world_size - 1, world_size=world_size).values()):
-        raise ConfigError(
-            f"optimizer.sharded=True leaves the last of {world_size} ranks no share of so small a model: set it to "
-            "false"
-        )
 
 
 def shard_update(

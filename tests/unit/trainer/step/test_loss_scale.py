@@ -3,10 +3,12 @@
 import pytest
 import torch
 from error_texts import naming
+from torch import nn
 
 from bigbatch.errors import TrainingDiverged
 from bigbatch.trainer.config.precision import LARGEST_SCALE, SMALLEST_SCALE
-from bigbatch.trainer.step.loss_scale import MOST_OVERFLOWS_IN_A_ROW, LossScale, Scaling, Unscaled
+from bigbatch.trainer.step.loss_scale import MOST_OVERFLOWS_IN_A_ROW, LossScale, Scaling
+from bigbatch.trainer.step.precision import Precision
 
 CPU = torch.device("cpu")
 FINITE, INFINITE, NAN = (torch.tensor(value) for value in (3.5, float("inf"), float("nan")))
@@ -98,8 +100,8 @@ def test_loss_scale_that_is_static_is_the_configs_in_a_resumed_run() -> None:
 
 def test_loss_scale_takes_no_state_of_another_precision() -> None:
     scale = make_scale()
-    scale.load_state_dict(Unscaled().state_dict())
-    Unscaled().load_state_dict(scale.state_dict())
+    scale.load_state_dict({})
+    Precision(nn.Linear(1, 1), name="fp32", device=CPU).load_state_dict(scale.state_dict())
     assert scale.figures()["loss_scale"] == 2.0**16
 
 
