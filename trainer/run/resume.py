@@ -17,7 +17,7 @@ from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, load_intact, read_manifest, restoring
 from bigbatch.trainer.run.class_names import kept_names, require_same_names
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.memory_copies import MemoryCopies
+from bigbatch.trainer.run.memory_copies import Found, MemoryCopies
 from bigbatch.trainer.run.weights import require_same_model
 from bigbatch.trainer.step.plan import Parts
 
@@ -89,6 +89,54 @@ def find_start(
     own in memory, of which one may be newer than all checkpoints.
     Raises: CheckpointError, also where the checkpoint is of another run, or of other classes.
     """
+    path, state, damaged, found = _find_state(config, rundir, control=control, copies=copies)
+    if path is None:
+        return ANEW, {}
+    is_resumed = config.run.resume == "auto"
+    changed = changes(state["config"], dump_config(config))
+    if is_resumed and (odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]):
+        # the steps done are not steps of this config: samples would repeat or be missed
+        raise CheckpointError(
+            f"the run folder holds a run with another {odd[0]}: {changed[odd[0]]}. Choose another run.directory, or "
+            "name the checkpoint to start from with --run.resume"
+        )
+    trained = kept_names(state, source=f"checkpoint {path}")
+    if trained and classes:
+        require_same_names(trained, classes, source=f"checkpoint {path}", root=config.data.root, remedy=OTHER_CLASSES)
+    is_of_images = state.get("samples", samples) == samples  # older checkpoints do not tell
+    if is_resumed and not is_of_images:  # the order of an epoch is another one
+        raise CheckpointError(
+            f"the training images in {config.data.root} are not those of the run folder's checkpoint: some were added, "
+            "removed or given another class. Bring them back, choose another run.directory, or name the checkpoint to "
+            "start from with --run.resume"
+        )
+    require_same_model(state["config"], config, source=f"checkpoint {path}")
+    require_same_optimizer(state["config"], config.optimizer.name, path=path)
+    require_same_objective(state["config"], config, path=path)
+    is_in_folder = path.resolve().parent == rundir.checkpoints.resolve()
+    manifest = {} if found else read_manifest(path)
+    evaluations = state.get("evaluations", []) if is_of_images and (found or is_in_folder) else []
+    start = Start(
+        path=path,
+        step=int(state["step"]),
+        owes_evaluation=is_in_folder and manifest["top1"] is None,  # a copy in memory is of a step without one
+        skipped=dict(state.get("skipped", {})) if is_of_images else {},
+        config=state["config"],
+        evaluations={record["step"]: record for record in evaluations},
+        gradient_order=state.get("gradient_order"),
+        sums=dict(state.get("sums", {})),
+        sha256=found.sha256 if found else manifest["sha256"],
+        damaged=damaged,
+        kept_by=found.host if found else "",
+        is_of_unknown_classes=not trained and bool(classes) and state.get("samples") != samples,
+    )
+    return start, state
+
+
+def _find_state(
+    config: Config, rundir: RunDir, *, control: Control, copies: MemoryCopies | None
+) -> tuple[Path | None, dict[str, Any], dict[Path, str], Found | None]:
+    """Return the checkpoint of run.resume, its state, damaged newer ones, and the copy in memory that it is, if any."""
     found, path = None, None
     state: dict[str, Any] = {}
     damaged: dict[Path, str] = {}
@@ -105,36 +153,15 @@ def find_start(
             raise _none_intact(damaged)
         if found:
             path, state = found.path, found.state
-    else:
-        path = resume_path(config, rundir)
-        state = load_checkpoint(path) if path else {}
-    if path is None:
-        return ANEW, {}
-    if config.run.resume == "auto":
-        require_same_samples(state["config"], dump_config(config))
-    trained = kept_names(state, source=f"checkpoint {path}")
-    if trained and classes:
-        require_same_names(trained, classes, source=f"checkpoint {path}", root=config.data.root, remedy=OTHER_CLASSES)
-    if config.run.resume == "auto":
-        require_same_images(state, samples, root=config.data.root)
-    require_same_model(state["config"], config, source=f"checkpoint {path}")
-    require_same_optimizer(state["config"], config.optimizer.name, path=path)
-    require_same_objective(state["config"], config, path=path)
-    start = Start(
-        path=path,
-        step=int(state["step"]),
-        owes_evaluation=lacks_evaluation(path, run=rundir),  # a copy in memory is of a step without one
-        skipped=skipped_before(state, samples),
-        config=state["config"],
-        evaluations=evaluations_before(state, samples) if found or is_of(path, run=rundir) else {},
-        gradient_order=state.get("gradient_order"),
-        sums=dict(state.get("sums", {})),
-        sha256=found.sha256 if found else read_manifest(path)["sha256"],
-        damaged=damaged,
-        kept_by=found.host if found else "",
-        is_of_unknown_classes=not trained and bool(classes) and state.get("samples") != samples,
-    )
-    return start, state
+    elif config.run.resume != "never":
+        path = Path(config.run.resume)
+        state = load_checkpoint(path)
+    elif held := list_checkpoints(rundir.checkpoints):
+        raise CheckpointError(
+            f"{rundir.path} holds a run already (step {held[-1].step}): choose another run.directory, or set "
+            "run.resume to auto to go on"
+        )
+    return path, state, damaged, found
 
 
 def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collection[str] | None) -> None:
@@ -162,7 +189,11 @@ def load_newest_intact(
     """
     damaged: dict[Path, str] = {}
     for path in reversed(paths):
-        state, why = _load_or_say_why(path)
+        state, why = dict[str, Any](), ""
+        try:
+            state = load_intact(path)
+        except DamagedCheckpoint as error:
+            why = str(error)
         is_common, told = _compare(path.name, why, control)
         if not told:
             return path, state, damaged
@@ -182,77 +213,12 @@ def _none_intact(damaged: Mapping[Path, str]) -> CheckpointError:
     )
 
 
-def _load_or_say_why(path: Path) -> tuple[dict[str, Any], str]:
-    try:
-        return load_intact(path), ""
-    except DamagedCheckpoint as error:
-        return {}, str(error)
-
-
 def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:
     """Tell whether all ranks look at the checkpoint of that name, and why any of them, else this one, cannot."""
     seen = [text.partition(" ") for text in control.gather_text(f"{name} {why}", what="search for a checkpoint")]
     if any(other != name for other, _, _ in seen):
         return False, why
     return True, next((told for _, _, told in seen if told), "")
-
-
-def resume_path(config: Config, rundir: RunDir) -> Path | None:
-    """Return the checkpoint that run.resume names; None for never. Raises: CheckpointError when the folder is used."""
-    if config.run.resume != "never":
-        return Path(config.run.resume)
-    if found := list_checkpoints(rundir.checkpoints):
-        raise CheckpointError(
-            f"{rundir.path} holds a run already (step {found[-1].step}): choose another run.directory, or set "
-            "run.resume to auto to go on"
-        )
-    return None
-
-
-def lacks_evaluation(path: Path, *, run: RunDir) -> bool:
-    """Tell whether the checkpoint is one of this run, and has no accuracy."""
-    found = {checkpoint.path.resolve(): checkpoint for checkpoint in list_checkpoints(run.checkpoints)}
-    return path.resolve() in found and found[path.resolve()].top1 is None
-
-
-def is_of(path: Path, *, run: RunDir) -> bool:
-    """Tell whether the checkpoint lies in the folder of this run."""
-    return path.resolve().parent == run.checkpoints.resolve()
-
-
-def evaluations_before(state: dict[str, Any], samples: str | None) -> dict[int, dict[str, Any]]:
-    """Return what a checkpoint's run found in evaluations, by step, oldest first; nothing of other data."""
-    return {record["step"]: record for record in state.get("evaluations", []) if is_of_images(state, samples)}
-
-
-def skipped_before(state: dict[str, Any], samples: str | None) -> dict[str, str]:
-    """Return the bad images that a checkpoint's run had met; nothing of other images than samples tells of."""
-    return dict(state.get("skipped", {})) if is_of_images(state, samples) else {}
-
-
-def is_of_images(state: dict[str, Any], samples: str | None) -> bool:
-    """Tell whether the checkpoint's run saw the images of that digest; older ones do not tell."""
-    return bool(state.get("samples", samples) == samples)
-
-
-def require_same_samples(old: str, new: str) -> None:
-    """Raise CheckpointError where the steps done are not steps of this config: samples would repeat or be missed."""
-    changed = changes(old, new)
-    if odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]:
-        raise CheckpointError(
-            f"the run folder holds a run with another {odd[0]}: {changed[odd[0]]}. Choose another run.directory, or "
-            "name the checkpoint to start from with --run.resume"
-        )
-
-
-def require_same_images(state: dict[str, Any], samples: str | None, *, root: str) -> None:
-    """Raise CheckpointError where images came, went or changed their class: the order of an epoch is another one."""
-    if not is_of_images(state, samples):
-        raise CheckpointError(
-            f"the training images in {root} are not those of the run folder's checkpoint: some were added, removed "
-            "or given another class. Bring them back, choose another run.directory, or name the checkpoint to start "
-            "from with --run.resume"
-        )
 
 
 def require_same_optimizer(old: str, name: str, *, path: Path) -> None:

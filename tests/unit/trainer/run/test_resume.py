@@ -24,50 +24,35 @@ from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.resume import (
     Start,
     changes,
-    evaluations_before,
     find_start,
-    is_of,
-    lacks_evaluation,
     require_same_objective,
     require_same_optimizer,
-    skipped_before,
 )
 
 BAD = {"train/7": "/data/train/a/7.JPEG: is empty", "val/0": "/data/val/a/\udcff.JPEG: is empty"}
 
 
-@pytest.mark.parametrize(("top1", "owes"), [(None, True), (0.0, False), (0.76, False)])
-def test_resume_evaluation_is_owed_by_a_checkpoint_of_this_run_alone(
-    top1: float | None, owes: bool, tmp_path: Path
+@pytest.mark.parametrize("top1", [None, 0.0, 0.76])
+@pytest.mark.parametrize("samples", ["a digest", "another digest", None])
+def test_resume_takes_over_what_is_of_this_run_and_of_the_same_images(
+    top1: float | None, samples: str | None, tmp_path: Path
 ) -> None:
+    """samples: those of the checkpoint, which an old one does not tell; the run has "a digest"."""
+    evaluations = [{"step": 2, "top1": 0.5}, {"step": 4, "top1": 0.75}]
+    kept = {"skipped": BAD, "evaluations": evaluations, **({"samples": samples} if samples else {})}
     for name in ("ours", "theirs"):
-        save_checkpoint(tmp_path / name / "checkpoints", {}, step=5, top1=top1, keep=1)
-    ours = RunDir(tmp_path / "ours")
-    assert lacks_evaluation(ours.checkpoints / "step-00000005", run=ours) is owes
-    assert lacks_evaluation(ours.checkpoints / ".." / "checkpoints" / "step-00000005", run=ours) is owes
-    assert not lacks_evaluation(tmp_path / "theirs" / "checkpoints" / "step-00000005", run=ours)
-
-
-def test_resume_bad_images_are_remembered_for_the_same_images_alone() -> None:
-    state = {"samples": "a digest", "skipped": BAD}
-    assert skipped_before(state, "a digest") == BAD
-    assert skipped_before(state, "another digest") == {}
-    assert skipped_before({"samples": None, "skipped": {}}, None) == {}
-    assert skipped_before({}, "a digest") == {}, "as checkpoints were once"
-
-
-def test_resume_accuracies_are_remembered_for_the_same_images_alone() -> None:
-    records = [{"step": 2, "top1": 0.5}, {"step": 4, "top1": 0.75}]
-    state = {"samples": "a digest", "evaluations": records}
-    assert evaluations_before(state, "a digest") == {2: records[0], 4: records[1]}
-    assert evaluations_before(state, "another digest") == {}
-    assert evaluations_before({}, "a digest") == {}, "as checkpoints were once"
-
-
-def test_resume_checkpoint_is_of_the_run_in_whose_folder_it_lies(tmp_path: Path) -> None:
-    ours = RunDir(tmp_path / "ours")
-    assert is_of(ours.path / "x" / ".." / "checkpoints" / "step-00000005", run=ours)
-    assert not is_of(tmp_path / "theirs" / "checkpoints" / "step-00000005", run=ours)
+        rundir = RunDir(tmp_path / name)
+        resume = rundir.checkpoints / ".." / "checkpoints" / "step-00000005"
+        config = load_config(
+            ["--config", "quickstart", f"--run.directory={tmp_path / 'ours'}", f"--run.resume={resume}"]
+        )
+        state = {"step": 5, "config": dump_config(config), "model": {}, **kept}
+        save_checkpoint(rundir.checkpoints, state, step=5, top1=top1, keep=1)
+        start, _ = find_start(config, RunDir(tmp_path / "ours"), samples="a digest", control=alone())
+        is_known = samples != "another digest"
+        assert start.owes_evaluation is (name == "ours" and top1 is None)
+        assert start.skipped == (BAD if is_known else {})
+        assert start.evaluations == ({2: evaluations[0], 4: evaluations[1]} if is_known and name == "ours" else {})
 
 
 def test_resume_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -> None:
