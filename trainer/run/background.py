@@ -29,10 +29,10 @@ def copy_to_host(state: Any) -> Any:
     def copied(value: Any) -> Any:
         if type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
             return host_copy(value.detach())
-        if type(value) in (dict, list):
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            copies = {key: copied(each) for key, each in pairs}
-            return copies if isinstance(value, dict) else list(copies.values())
+        if type(value) is dict:
+            return {key: copied(each) for key, each in value.items()}
+        if type(value) is list:
+            return [copied(each) for each in value]
         # whatever else an optimizer of others keeps
         return copy.deepcopy(value)
 
@@ -56,15 +56,15 @@ class BackgroundWrite:
         self._thread.start()
 
     def _run(self, write: Callable[[Callable[[], None]], object]) -> None:
+        def require_wanted() -> None:
+            if not self._is_wanted:
+                raise RuntimeError("the run has ended meanwhile")
+
         try:
-            write(self._require_wanted)
+            write(require_wanted)
         except BaseException as error:  # whoever waits is told
             self.error = error
         self.seconds = awake_seconds() - self.started
-
-    def _require_wanted(self) -> None:
-        if not self._is_wanted:
-            raise RuntimeError("the run has ended meanwhile")
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for its end, at most so long; tell whether it has ended."""

@@ -151,7 +151,12 @@ def load_intact(path: Path) -> dict[str, Any]:
     Raises: DamagedCheckpoint naming the path; CheckpointError where it may be whole and cannot be read.
     """
     try:
-        manifest, size = _manifest_and_size(path)
+        try:
+            manifest = read_manifest(path)
+            manifest["format"], manifest["bytes"], manifest["sha256"]
+            size = (path / STATE_FILE).stat().st_size
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            raise DamagedCheckpoint(f"checkpoint {path} is not readable: {_reason(error)}") from error
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {manifest['format']}, not {FORMAT}")
         if size != manifest["bytes"]:
@@ -163,16 +168,6 @@ def load_intact(path: Path) -> dict[str, Any]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"checkpoint {path} is not readable: {_reason(error)}") from error
-
-
-def _manifest_and_size(path: Path) -> tuple[dict[str, Any], int]:
-    """Return what a checkpoint says of itself, and the bytes of its state. Raises: OSError; DamagedCheckpoint."""
-    try:
-        manifest = read_manifest(path)
-        manifest["format"], manifest["bytes"], manifest["sha256"]
-        return manifest, (path / STATE_FILE).stat().st_size
-    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is not readable: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -262,18 +257,13 @@ def _put_in_place(aside: Path, path: Path) -> None:
     """Rename; a checkpoint of the same step (saved before its evaluation) changes places with it."""
     if path.exists() and not exchange(aside, path):
         # in two steps, between which REPLACED stands in for it
-        replaced = _replaced(path)
+        replaced = path.with_name(f".{path.name}{REPLACED}")
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     if not path.exists():
         aside.rename(path)
     # a rename is on disk only once its folder is
     flush(path.parent)
-
-
-def _replaced(path: Path) -> Path:
-    """Return where a checkpoint lies while another one takes its place."""
-    return path.with_name(f".{path.name}{REPLACED}")
 
 
 def _drop_old(directory: Path, *, keep: int) -> None:

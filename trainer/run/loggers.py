@@ -50,7 +50,6 @@ class TensorBoard:
             self._events.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """Flush."""
         self._events.close()
 
 
@@ -74,12 +73,10 @@ class Guarded:
         self._try(lambda: setattr(self, "_logger", make()))
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Hand them on, where the logger has not failed."""
         if logger := self._logger:
             self._try(lambda: logger.write(kind, step, figures))
 
     def close(self) -> None:
-        """Close the logger, where it has not failed."""
         if logger := self._logger:
             self._try(logger.close)
 

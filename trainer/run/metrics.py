@@ -32,7 +32,9 @@ class MetricsLog:
         self._path = rundir.metrics
         with rundir.replacing(self._path) as file:  # line by line: it may be longer than memory
             for record in read_records(self._path):
-                if _is_whole(record) and _stays(record, from_step=from_step):
+                is_written_again = record["kind"] in ("start", "input") and record.get("step") == from_step
+                # from step 0 on nothing stays: a run that starts anew takes no record over
+                if _is_whole(record) and 0 < from_step >= record["step"] and not is_written_again:
                     file.write((json.dumps(record) + "\n").encode())
         with writing(self._path):
             self._file = open_to_append(self._path)
@@ -67,29 +69,9 @@ def _is_whole(record: dict[str, Any]) -> bool:
     return has_times and (record["kind"] != "start" or isinstance(record.get("job"), dict))
 
 
-def _stays(record: dict[str, Any], *, from_step: int) -> bool:
-    is_written_again = record["kind"] in ("start", "input") and record["step"] == from_step
-    # from step 0 on nothing stays: a run that starts anew takes no record over
-    return 0 < from_step >= record["step"] and not is_written_again
-
-
-def plot_run(
-    records: Sequence[dict[str, Any]],
-    path: Path,
-    *,
-    title: str,
-    label_smoothing: float,
-    loss: str = "cross-entropy (nats)",
-    global_batch_size: int | None = None,
-) -> None:
-    """Draw loss, accuracy and learning rate over epochs, as a PNG; label_smoothing: of the training loss.
-
-    And the noise scale, where it was measured, beside the global batch.
-    """
-    figure = draw_run(
-        records, title=title, label_smoothing=label_smoothing, loss=loss, global_batch_size=global_batch_size
-    )
-    RunDir(path.parent).save_plot(path, figure)
+def plot_run(records: Sequence[dict[str, Any]], path: Path, **settings: Any) -> None:
+    """Write what draw_run draws as a PNG."""
+    RunDir(path.parent).save_plot(path, draw_run(records, **settings))
 
 
 def draw_run(
@@ -100,7 +82,10 @@ def draw_run(
     loss: str = "cross-entropy (nats)",
     global_batch_size: int | None = None,
 ) -> "Figure":
-    """Draw what plot_run saves: training in one colour and evaluation in another, on all panels."""
+    """Draw loss, accuracy and learning rate over epochs: training in one colour, evaluation in another.
+
+    And the noise scale, if it was measured, beside the global batch. label_smoothing: of the training loss.
+    """
     from matplotlib.figure import Figure
 
     train = [r for r in records if r["kind"] == "train" and _has_numbers(r, "epoch", "loss", "lr")]

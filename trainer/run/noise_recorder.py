@@ -6,7 +6,7 @@ from typing import Any
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.noise_scale import KIND, NOT_YET, Moments, NoiseScale, running, unbiased
+from bigbatch.trainer.run.noise_scale import KIND, NOT_YET, Moments, running, unbiased
 from bigbatch.trainer.step.gradient_noise import GradientNoise, SquaredNorms
 from bigbatch.trainer.step.plan import Parts, Plan
 
@@ -60,13 +60,9 @@ class NoiseRecorder:
             "signal": signal,
         }
 
-    @property
-    def noise_scale(self) -> NoiseScale | None:
-        """Return the running figure; None as long as too little was measured."""
-        return self._moments.noise_scale(global_batch_size=self._plan.global_batch_size)
-
     def figures(self) -> dict[str, float | None]:
-        """Return what a report states: nothing where nothing is to be measured."""
+        """Return the running figure for a report; empty if nothing is to be measured."""
         if not self._every_steps:
             return {}
-        return found.record() if (found := self.noise_scale) else dict(NOT_YET)
+        found = self._moments.noise_scale(global_batch_size=self._plan.global_batch_size)
+        return found.record() if found else dict(NOT_YET)

@@ -61,6 +61,10 @@ class Claim:
         if odd := [each.name for each in fields(self) if type(getattr(self, each.name)) is not each.type]:
             raise TypeError(f"{odd[0]} is of another type")
 
+    def text(self) -> bytes:
+        """Return the content of its file."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
     def __str__(self) -> str:
         """Name it for a message."""
         job = f"Slurm job {self.job}, " if self.job else ""
@@ -108,7 +112,7 @@ class Owner:
         path = _path(self._folder, self._number)
         with suppress(OSError):  # the folder may be gone, and a claim without an owner goes stale
             if path.exists():
-                write_whole(path, _text(replace(self._claim, has_ended=True, has_failed=has_failed)))
+                write_whole(path, replace(self._claim, has_ended=True, has_failed=has_failed).text())
 
     def _beat(self) -> None:
         path = _path(self._folder, self._number)
@@ -129,7 +133,7 @@ def take(folder: Path, claim: Claim) -> Owner:
             newest = max(_numbers(folder), default=0)
             if newest:
                 _wait_until_gone(folder, newest, claim)
-            if _create(_path(folder, newest + 1), _text(claim)):
+            if _create(_path(folder, newest + 1), claim.text()):
                 if _numbers(folder)[-1] == newest + 1:
                     break
                 # others came and went meanwhile, and took their files of this number along
@@ -220,10 +224,6 @@ def _numbers(folder: Path) -> list[int]:
 
 def _path(folder: Path, number: int) -> Path:
     return folder / f"{PREFIX}{number}"
-
-
-def _text(claim: Claim) -> bytes:
-    return json.dumps(asdict(claim)).encode() + b"\n"
 
 
 def _read(path: Path) -> Claim | None:

@@ -81,24 +81,18 @@ def gather_bytes(config: Config, parts: Parts) -> int:
     """Return the bytes of buffers in which ranks gather what each has of matrices, and has done of the work on them."""
     if config.optimizer.name not in WHOLE or not (work := _shared_work(config, parts)):
         return 0
-    wholes = _whole_buffer_bytes(parts) if config.optimizer.sharded else 0
+    world_size, parameters = parts.communicator.world_size, dict(parts.model.named_parameters())
+    wholes = FP32_BYTES * sum(
+        round_up(buffer.num_elements, world_size * buffer.align)
+        for buffer in parts.reducer.plan.buffers
+        if config.optimizer.sharded and any(parameters[tensor.name].dim() > 1 for tensor in buffer.tensors)
+    )
     costs, num_elements = zip(*work, strict=True)
-    world_size = parts.communicator.world_size
     shares = share_out(costs, num_elements, world_size=world_size)
     element_bytes = (
         FP32_BYTES // 2 if lookup(config, "optimizer.options.newton_schulz_precision") == "bf16" else FP32_BYTES
     )
     return wholes + element_bytes * gathered_elements(shares, num_elements, world_size=world_size)
-
-
-def _whole_buffer_bytes(parts: Parts) -> int:
-    """Return the bytes, in fp32, of the fusion buffers that have a matrix."""
-    num_ranks, parameters = parts.communicator.world_size, dict(parts.model.named_parameters())
-    return FP32_BYTES * sum(
-        round_up(buffer.num_elements, num_ranks * buffer.align)
-        for buffer in parts.reducer.plan.buffers
-        if any(parameters[tensor.name].dim() > 1 for tensor in buffer.tensors)
-    )
 
 
 def _shared_work(config: Config, parts: Parts) -> list[tuple[float, int]]:

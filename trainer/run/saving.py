@@ -144,7 +144,7 @@ class CheckpointSaver:
         if not told:
             return None
         self._step = self._write = None
-        return Saved(step, self._path(step), float(told))
+        return Saved(step, checkpoint_path(self._checkpoints, step=step), float(told))
 
     def close(self, exit_code: int) -> None:
         """Let what is being written end, for LEAVE_SECONDS at most, where the run ends by a failure. Not collective."""
@@ -152,9 +152,6 @@ class CheckpointSaver:
             self._parts.communicator.abort(exit_code)  # first, as the others are not to wait for it
             if not self._write.ends_within(LEAVE_SECONDS):
                 self._write.abandon()
-
-    def _path(self, step: int) -> Path:
-        return checkpoint_path(self._checkpoints, step=step)
 
     def _say(self, *, wait: bool) -> str:
         """Say on the first rank how long the write took; empty where it has not ended. Raises: what it raised."""
@@ -166,8 +163,9 @@ class CheckpointSaver:
             if not wait and left > 0:
                 return ""
             write.abandon()
+            path = checkpoint_path(self._checkpoints, step=self._step)
             raise CheckpointError(
-                f"checkpoint {self._path(self._step)} is not on disk after {limit:g} s: find out why the storage is so "
+                f"checkpoint {path} is not on disk after {limit:g} s: find out why the storage is so "
                 "slow, or set run.checkpoint_timeout_seconds to more; the run goes on from the newest checkpoint"
             )
         if write.error is not None:
@@ -183,8 +181,9 @@ class CheckpointSaver:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
+            path = checkpoint_path(self._checkpoints, step=step)
             failure = CheckpointError(
-                f"cannot copy the state for checkpoint {self._path(step)}: rank 0 needs as much memory of its host as "
+                f"cannot copy the state for checkpoint {path}: rank 0 needs as much memory of its host as "
                 "the checkpoint takes on disk; the run goes on from the newest checkpoint"
             )
 

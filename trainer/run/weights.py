@@ -51,11 +51,13 @@ def load_weights_(
     Raises: CheckpointError where it is not readable, holds no weights, or those of another model.
     """
     state = _read(path)
-    names = _class_names(state, path)
-    scale = _apex_scale(state)
+    names, scale = None, _apex_scale(state)
     if _is_ours(state):
+        names = kept_names(state, source=str(path))
         require_same_model(state["config"], config, source=str(path), is_partial=bool(partial))
         state = evaluated_weights(state)
+    elif path.suffix == ".safetensors":
+        names = _exported_names(path)
     told = ""
     if partial is None:
         weights = from_foreign(state, model, source=str(path), new_head=new_head)
@@ -116,9 +118,16 @@ def _read_file(path: Path) -> Any:
         raise _unreadable(path, error) from error
     except Exception as error:  # out of damaged bytes the unpickler may raise anything, such as KeyError(48)
         state = _read_beside_objects(path)
-        if state is None:
-            raise CheckpointError(f"{path}: {_refused(str(error))}") from error
-        return state
+        if state is not None:
+            return state
+        if code := re.search(r"GLOBAL (\S+)", str(error)):  # the line that matters on torch.load's page
+            why = (
+                f"it holds code ({code[1]}), which is not executed, beside or instead of weights: save those alone, "
+                "with torch.save(model.state_dict(), FILE)"
+            )
+        else:
+            why = "it holds no weights that torch.load reads: save them with torch.save(model.state_dict(), FILE)"
+        raise CheckpointError(f"{path}: {why}") from error
 
 
 def _load(path: Path, *, stand_in_for: Sequence[str] = ()) -> Any:
@@ -150,16 +159,6 @@ def _read_beside_objects(path: Path) -> Any:
     return state if holds_weights(state) else None
 
 
-def _refused(message: str) -> str:
-    """Find, on torch.load's page about what it will not unpickle, the line that matters."""
-    if code := re.search(r"GLOBAL (\S+)", message):
-        return (
-            f"it holds code ({code[1]}), which is not executed, beside or instead of weights: save those alone, with "
-            "torch.save(model.state_dict(), FILE)"
-        )
-    return "it holds no weights that torch.load reads: save them with torch.save(model.state_dict(), FILE)"
-
-
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         from safetensors import SafetensorError
@@ -170,13 +169,6 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
-
-
-def _class_names(state: object, path: Path) -> Sequence[str] | None:
-    """Return the class names that weights of ours in path keep; None if they keep none, or are of others."""
-    if isinstance(state, Mapping) and _is_ours(state):
-        return kept_names(state, source=str(path))
-    return _exported_names(path) if path.suffix == ".safetensors" else None
 
 
 def _exported_names(path: Path) -> Sequence[str] | None:
