@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def lay(folder: Path, claim: Claim, *, number: int = 1) -> Path:
     """The file of an owner that nobody here feeds with beats."""
     path = folder / f".owner-{number}"
-    path.write_bytes(module._text(replace(claim, folder=folder.stat().st_ino)))
+    path.write_bytes(replace(claim, folder=folder.stat().st_ino).text())
     return path
 
 
@@ -65,7 +65,7 @@ def dead_here() -> Claim:
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
-        os.write(writing, module._text(own_claim()))
+        os.write(writing, own_claim().text())
         os._exit(0)
     os.waitpid(process, 0)
     os.close(writing)
