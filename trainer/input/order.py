@@ -92,17 +92,13 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
             raise DataError(below.unlisted[0])
         left_out.update({kind: len(files) for kind, files in below.left_out().items()})
         if not below.images:
-            raise DataError(
-                f"{folder / name}: holds no {', '.join(IMAGE_SUFFIXES)}{_but(below.unread)}; fill or remove the folder"
-            )
+            unread = below.unread
+            but = f", but {len(unread):,} files such as {unread[0]}, which no loader reads" if unread else ""
+            raise DataError(f"{folder / name}: holds no {', '.join(IMAGE_SUFFIXES)}{but}; fill or remove the folder")
         paths.extend(f"{name}/{image}" for image in below.images)
         counts.append(len(below.images))
     labels_N = np.repeat(np.arange(len(found), dtype=np.int64), counts)
     return ImageIndex(str(folder), classes=tuple(found), paths=paths, labels_N=labels_N, left_out=left_out)
-
-
-def _but(unread: Sequence[str]) -> str:
-    return f", but {len(unread):,} files such as {unread[0]}, which no loader reads" if unread else ""
 
 
 def describe_left_out(root: Path | str, *indices: object) -> str | None:
@@ -161,7 +157,7 @@ def train_requests(
     Each epoch has num_samples // global_batch_size steps and leaves the rest of its order out. Each rank, or
     group of ranks_per_ghost ranks, takes one contiguous part of every global batch, so all world sizes see the same
     global order.
-    Raises: ValueError when the sizes do not divide, or no global batch fits into an epoch.
+    Raises: ValueError, at the first draw, when the sizes do not divide, or no global batch fits into an epoch.
     """
     if global_batch_size % (world_size * microbatch_size):
         raise ValueError(
@@ -172,34 +168,11 @@ def train_requests(
         raise ValueError(f"world_size {world_size} is not a multiple of ranks_per_ghost {ranks_per_ghost}")
     if num_samples < global_batch_size:
         raise ValueError(f"num_samples {num_samples} is less than global_batch_size {global_batch_size}")
-    microbatches = rank_microbatches(
-        rank=rank,
-        accumulation_steps=global_batch_size // (world_size * microbatch_size),
-        ranks_per_ghost=ranks_per_ghost,
-    )
-    return _train_requests(
-        seed=seed,
-        num_samples=num_samples,
-        global_batch_size=global_batch_size,
-        microbatch_size=microbatch_size,
-        microbatches=microbatches,
-        steps=range(start_step, end_step),
-    )
-
-
-def _train_requests(
-    *,
-    seed: int,
-    num_samples: int,
-    global_batch_size: int,
-    microbatch_size: int,
-    microbatches: range,
-    steps: range,
-) -> Iterator[Request]:
-    """Cut the order of each step's global batch into microbatches, and take those of these numbers."""
+    accumulation_steps = global_batch_size // (world_size * microbatch_size)
+    microbatches = rank_microbatches(rank=rank, accumulation_steps=accumulation_steps, ranks_per_ghost=ranks_per_ghost)
     steps_per_epoch = num_samples // global_batch_size
     known_epoch, order_N = -1, np.empty(0, np.int64)
-    for step in steps:
+    for step in range(start_step, end_step):
         epoch, step_in_epoch = divmod(step, steps_per_epoch)
         if epoch != known_epoch:
             known_epoch, order_N = epoch, epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)

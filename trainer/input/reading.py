@@ -1,9 +1,8 @@
 """Read images ahead of use, with crop box and flip of each."""
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from threading import Lock
 from typing import TypeVar
@@ -18,11 +17,11 @@ from bigbatch.trainer.input.retry import Draw, PatientReads
 T = TypeVar("T")
 
 
-def ahead(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
+def ahead(items: Iterable[T], *, depth: int, on_close: Callable[[], None] = lambda: None) -> Generator[T, None, None]:
     """Yield items in order while one thread draws up to depth of them in advance.
 
-    Starts at the first draw. An exception of items is raised at its place in the order. Closing waits for
-    the item in progress, drops the rest, ends the thread and closes items if it is a generator.
+    Starts at the first draw. An exception of items is raised at its place in the order. Closing calls on_close, waits
+    for the item in progress, drops the rest, ends the thread and closes items if it is a generator.
     """
     source, end = iter(items), object()
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bigbatch-ahead")
@@ -33,6 +32,7 @@ def ahead(items: Iterable[T], *, depth: int) -> Generator[T, None, None]:
             pending.append(thread.submit(next, source, end))
             yield item  # type: ignore[misc]
     finally:
+        on_close()
         thread.shutdown(wait=True, cancel_futures=True)
         if isinstance(source, Generator):
             # after the thread has ended: a generator that runs cannot be closed
@@ -151,13 +151,20 @@ class EncodedReader:
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
         """Yield one batch per request, in order. Raises: DataError naming the image."""
-        self._reads = PatientReads(
+        reads = self._reads = PatientReads(
             self._source,
             patience_seconds=self._patience_seconds,
             num_threads=self._num_threads,
             current_draw=lambda: self.draw,
         )
-        return _stopping(ahead(self._read_all(requests, self._reads), depth=self._prefetch_batches), self._reads)
+
+        def batches() -> Iterator[EncodedBatch]:
+            with reads.threads() as threads:
+                for request in requests:
+                    yield self._read_batch(request, threads, reads)
+
+        # closing stops the reads before it waits for the batch in progress
+        return ahead(batches(), depth=self._prefetch_batches, on_close=reads.stop)
 
     def interrupt(self) -> None:
         """Stop the last read and drop its batches: closing it then need not wait for the storage."""
@@ -167,11 +174,6 @@ class EncodedReader:
     def close(self) -> None:
         """Release the source's open files; reading again is possible."""
         self._source.close()
-
-    def _read_all(self, requests: Iterable[Request], reads: PatientReads) -> Iterator[EncodedBatch]:
-        with reads.threads() as threads:
-            for request in requests:
-                yield self._read_batch(request, threads, reads)
 
     def _read_batch(self, request: Request, threads: ThreadPoolExecutor, reads: PatientReads) -> EncodedBatch:
         """Read one batch. Raises: ValueError if the request has not microbatch_size samples; StuckError."""
@@ -227,7 +229,12 @@ class EncodedReader:
         while True:
             if position not in self.bad.reasons:
                 try:
-                    return self._read_found(position, size, part, reads)
+                    if size is not None and size[0] * size[1] > self._max_pixels:
+                        require_pixels(size, path=self._source.name(position), max_pixels=self._max_pixels)
+                    data = reads.read(position, thread=part)
+                    if size is None:
+                        size = encoded_size(data, path=self._source.name(position), max_pixels=self._max_pixels)
+                    return position, data, size
                 except StorageError:
                     raise
                 except DataError as error:
@@ -236,20 +243,3 @@ class EncodedReader:
             position = (position + 1) % len(self._source)
             known_12 = self._source.sizes(np.array([position]))
             size = None if known_12 is None else known_12[0].tolist()
-
-    def _read_found(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
-        """Read one image. Raises: DataError."""
-        if size is not None and size[0] * size[1] > self._max_pixels:
-            require_pixels(size, path=self._source.name(position), max_pixels=self._max_pixels)
-        data = reads.read(position, thread=part)
-        return position, data, size or encoded_size(data, path=self._source.name(position), max_pixels=self._max_pixels)
-
-
-def _stopping(batches: Generator[EncodedBatch, None, None], reads: PatientReads) -> Generator[EncodedBatch, None, None]:
-    """Yield the same batches; closing it stops the reads before it waits for the batch in progress."""
-    with closing(batches):
-        try:
-            for batch in batches:  # noqa: UP028 ("yield from" would close batches before the reads are stopped)
-                yield batch
-        finally:
-            reads.stop()

@@ -10,11 +10,10 @@ import io
 import json
 import os
 import resource
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -78,23 +77,19 @@ def parse_facts(text: str, *, path: Path) -> SplitIndex:
         version = found["version"]
         if version != FORMAT_VERSION:
             raise DataError(f"{path}: has format version {version}, this bigbatch reads {FORMAT_VERSION}; pack anew")
+        for number, shard in enumerate(found["shards"]):
+            if shard["name"] != shard_name(number):
+                raise ValueError(f"shard {number} is named {shard['name']!r} and not {shard_name(number)}")
         return SplitIndex(
             version=version,
             classes=tuple(map(str, found["classes"])),
             num_images=int(found["num_pictures"]),
             entries_sha256=str(found["entries_sha256"]),
-            shards=tuple(_read_shard(number, shard) for number, shard in enumerate(found["shards"])),
+            shards=tuple(Shard(each["name"], int(each["num_bytes"]), str(each["sha256"])) for each in found["shards"]),
             made=dict(found["made"]),
         )
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path}: is no index of packed shards ({error!r}); delete it and {AGAIN}") from error
-
-
-def _read_shard(number: int, found: Mapping[str, Any]) -> Shard:
-    """Read one of index.json. Raises: ValueError; KeyError; TypeError."""
-    if found["name"] != shard_name(number):
-        raise ValueError(f"shard {number} is named {found['name']!r} and not {shard_name(number)}")
-    return Shard(shard_name(number), int(found["num_bytes"]), str(found["sha256"]))
 
 
 def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "PackedIndex":
@@ -106,14 +101,30 @@ def read_packed(folder: Path, *, classes: Sequence[str] | None = None) -> "Packe
     if classes is not None:
         require_same_classes(folder, found=facts.classes, expected=classes)
     for shard in facts.shards:
-        _require_whole(folder / shard.name, num_bytes=shard.num_bytes)
+        path = folder / shard.name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path}: cannot be found ({error.strerror}); {AGAIN}") from error
+        if found != shard.num_bytes:
+            raise DataError(f"{path}: has {found} bytes, {FACTS} states {shard.num_bytes}: cut or edited; {AGAIN}")
     return PackedIndex(folder, facts=facts, entries_N=entries_N)
 
 
 def read_entries(folder: Path) -> tuple[SplitIndex, np.ndarray]:
     """Read the index of a packed split, whether its shards exist or not. Raises: DataError."""
-    facts = read_facts(folder)
-    return facts, _load_entries(folder / ENTRIES, facts)
+    facts, path = read_facts(folder), folder / ENTRIES
+    try:
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
+            raise DataError(f"{path}: has another SHA-256 than {FACTS} states: cut or edited; delete it and {AGAIN}")
+        # into memory, not mapped: a file that is cut later must not end the process
+        entries_N = np.load(io.BytesIO(data), allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+    if misfit := _misfit(facts, entries_N):
+        raise DataError(f"{path}: does not fit {FACTS} ({misfit}); delete it and {AGAIN}")
+    return facts, entries_N
 
 
 def read_facts(folder: Path) -> SplitIndex:
@@ -125,20 +136,6 @@ def read_facts(folder: Path) -> SplitIndex:
         raise DataError(f"{folder}: packing has not finished, {FACTS} is missing; {AGAIN}") from error
     except (OSError, UnicodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
-
-
-def _load_entries(path: Path, facts: SplitIndex) -> np.ndarray:
-    """Load into memory, not mapped: a file that is cut later must not end the process."""
-    try:
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
-            raise DataError(f"{path}: has another SHA-256 than {FACTS} states: cut or edited; delete it and {AGAIN}")
-        entries_N = np.load(io.BytesIO(data), allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
-    if misfit := _misfit(facts, entries_N):
-        raise DataError(f"{path}: does not fit {FACTS} ({misfit}); delete it and {AGAIN}")
-    return entries_N
 
 
 def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
@@ -159,15 +156,6 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     if (entries_N["height"] <= 0).any() or (entries_N["width"] <= 0).any():
         return "an image has no pixels"
     return None
-
-
-def _require_whole(path: Path, *, num_bytes: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be found ({error.strerror}); {AGAIN}") from error
-    if found != num_bytes:
-        raise DataError(f"{path}: has {found} bytes, {FACTS} states {num_bytes}: cut or edited; {AGAIN}")
 
 
 def is_packed(folder: Path) -> bool:
@@ -199,6 +187,23 @@ def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
     return tuple(list_split(folder).folders)
 
 
+class _ShardFile:
+    """File that closes after its last reader, so that no reader loses its descriptor or reads another file by it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self, length: int, offset: int) -> bytes:
+        """Read length bytes, or fewer at the file's end; a network file system may hand over parts. Raises: OSError."""
+        data = os.pread(self._descriptor, length, offset)
+        while len(data) < length and (more := os.pread(self._descriptor, length - len(data), offset + len(data))):
+            data += more
+        return data
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
 class PackedIndex:
     """Lists the images of one packed split, an ImageSource; opens a shard when it is first read from."""
 
@@ -210,7 +215,10 @@ class PackedIndex:
         self.labels_N = entries_N["label"].astype(np.int64)
         self.entries_N = entries_N
         self._paths = [f"{folder}/{shard.name}" for shard in facts.shards]
-        self._files = OpenFiles(max_open or _max_open())
+        # a third of the limit: training has two splits, and sockets and libraries want the rest
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
+        self._open = lru_cache(max_open or most)(lambda path: _ShardFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
 
     def __len__(self) -> int:
         return len(self.entries_N)
@@ -228,22 +236,35 @@ class PackedIndex:
         shard, offset, length, height, width, _ = self.entries_N[position].item()
         path = self._paths[shard]
         try:
-            file = self._files.get(path)
-            data = _pread(file.descriptor, length=length, offset=offset)
+            data = self._opened(path).read(length, offset)
         except OSError as error:
-            self._files.forget(path)  # a stale handle stays so, and the path may be fine
+            self._open.cache_clear()  # a stale handle stays so, and the path may be fine
             raise StorageError(f"{self.name(position)}: {read_problem(error, file='the shard')}") from error
         if len(data) != length:
             raise StorageError(f"{self.name(position)}: the shard was cut since the start; {AGAIN}")
-        if not _has_size(data, (height, width)):
+        try:  # what is checked of an image from a class folder, too: a few microseconds for a JPEG
+            is_same = encoded_size(data, path="", max_pixels=height * width) == (height, width)
+        except DataError:
+            is_same = False
+        if not is_same:
             raise StorageError(
                 f"{self.name(position)}: is not the image that {ENTRIES} describes, so one of the two was edited; "
                 f"delete the shard and {AGAIN}"
             )
         return data
 
+    def _opened(self, path: str) -> _ShardFile:
+        try:
+            return self._open(path)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+        # the others of these files make room if the process may open no more
+        self._open.cache_clear()
+        return self._open(path)
+
     def close(self) -> None:
-        self._files.close()
+        self._open.cache_clear()
 
     def __reduce__(self) -> tuple[object, tuple[Path]]:
         """Pickle only the folder; the receiving process opens it again."""
@@ -253,84 +274,3 @@ class PackedIndex:
 def key_number(position: int) -> str:
     """Return how the key of the image at position begins."""
     return f"{position:08d}"
-
-
-def _pread(descriptor: int, *, length: int, offset: int) -> bytes:
-    """Read length bytes from offset, or fewer at the file's end; a network file system may hand over parts."""
-    data = os.pread(descriptor, length, offset)
-    while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
-        data += more
-    return data
-
-
-def _has_size(data: bytes, size: tuple[int, int]) -> bool:
-    """Check what is checked of an image from a class folder, too: a few microseconds for a JPEG."""
-    height, width = size
-    try:
-        return encoded_size(data, path="", max_pixels=height * width) == size
-    except DataError:
-        return False
-
-
-def _max_open() -> int:
-    """Give each split a third of the limit: training has two, and sockets and libraries want the rest."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
-
-
-class OpenFile:
-    """File that closes after its last reader, so that no reader loses its descriptor or reads another file by it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
-
-
-class OpenFiles:
-    """Keeps files open for reading, at most max_open: the one that was not used for longest makes room."""
-
-    def __init__(self, max_open: int) -> None:
-        self._max_open = max_open
-        self._lock = threading.Lock()
-        self._by_path: dict[str, OpenFile] = {}  # the latest used last
-
-    def get(self, path: str) -> OpenFile:
-        """Return an open shard. Raises: OSError."""
-        with self._lock:
-            # taken out and put back, it is the latest in the order of the dict
-            file = self._by_path.pop(path, None)
-            if file is not None:
-                self._by_path[path] = file
-                return file
-        # not under the lock: on a file system that does not answer it never returns
-        opened = self._open(path)
-        with self._lock:
-            file = self._by_path.setdefault(path, opened)  # another thread may have been faster
-            while len(self._by_path) > self._max_open:
-                self._close_oldest()
-        return file
-
-    def _open(self, path: str) -> OpenFile:
-        """Open it, and let others of these files make room where the process may open no more."""
-        while True:
-            try:
-                return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                with self._lock:
-                    if error.errno != errno.EMFILE or not self._by_path:
-                        raise
-                    self._close_oldest()
-
-    def forget(self, path: str) -> None:
-        """Forget a file, and open it anew when it is next asked for."""
-        with self._lock:
-            self._by_path.pop(path, None)
-
-    def _close_oldest(self) -> None:
-        self._by_path.pop(next(iter(self._by_path)))
-
-    def close(self) -> None:
-        with self._lock:
-            self._by_path.clear()
