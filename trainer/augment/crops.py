@@ -45,18 +45,6 @@ def _boxes(tops_lefts_B2: np.ndarray, extents_B2: np.ndarray) -> np.ndarray:
     return np.concatenate([tops_lefts_B2, extents_B2], axis=1).astype(np.int32)
 
 
-def _fallback_extents(sizes_B2: np.ndarray, ratio: tuple[float, float]) -> np.ndarray:
-    """Return height and width of the largest central box with width / height within ratio."""
-    heights_B, widths_B = sizes_B2[:, 0], sizes_B2[:, 1]
-    return np.stack(
-        [
-            np.minimum(heights_B, np.rint(widths_B / ratio[0])),
-            np.minimum(widths_B, np.rint(heights_B * ratio[1])),
-        ],
-        axis=1,
-    )
-
-
 def random_resized_crop(
     *,
     seed: int,
@@ -83,7 +71,10 @@ def random_resized_crop(
         first_B = fits_BA.argmax(axis=1)
         rows_B = np.arange(len(first_B))
         fits_B1 = fits_BA[rows_B, first_B].reshape(-1, 1)
-        extents_B2 = np.where(fits_B1, extents_BA2[rows_B, first_B], _fallback_extents(sizes_B2, ratio))
+        # else the largest central box with width / height within ratio
+        heights_B, widths_B = sizes_B2.T
+        central_B2 = np.minimum(sizes_B2, np.rint(np.stack([widths_B / ratio[0], heights_B * ratio[1]], axis=1)))
+        extents_B2 = np.where(fits_B1, extents_BA2[rows_B, first_B], central_B2)
         free_B2 = sizes_B2 - extents_B2
         offsets_B2 = np.where(fits_B1, _place(draws[:, -3:-1], free_B2), free_B2 // 2)
         return _boxes(offsets_B2, extents_B2), (draws[:, -1] < 0.5) & flip

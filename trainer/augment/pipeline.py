@@ -24,16 +24,13 @@ class Augmentation(Protocol):
     @property
     def stream(self) -> int:
         """Return the number of its random stream; never change it: that would change every run's images."""
-        ...
 
     @property
     def num_draws(self) -> int:
         """Return the number of draws that it needs for each sample."""
-        ...
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images, on their device and without a host sync, by draws that are uniform in [0, 1)."""
-        ...
 
 
 AUGMENTATIONS = (ColorJitter, RandAugment, Cutout)

@@ -99,7 +99,7 @@ def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, ma
             continue
         members, rows = order_B[start:end], rows_B[start:end]
         family_BCHW = images_BHWC.index_select(0, rows).permute(0, 3, 1, 2)
-        changed = transform(family_BCHW, ops_B=ops_B[members], signs_B=signs_B[members], magnitude=magnitude)
+        changed = transform(family_BCHW, ops_B[members], signs_B[members], magnitude)
         result_BHWC.index_copy_(0, rows, changed.permute(0, 2, 3, 1))
     return result_BHWC.permute(0, 3, 1, 2)
 
@@ -142,7 +142,7 @@ def _level(end: float, *, magnitude: int, start: float = 0.0) -> float:
     return float(torch.linspace(start, end, MAX_MAGNITUDE + 1)[magnitude])
 
 
-def _moved(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+def _moved(images_BCHW: Tensor, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
     """Shear, translate or rotate, by the nearest pixel, black outside.
 
     The grid is made by products and sums, not by affine_grid: its matrix product may round by batch size,
@@ -161,12 +161,7 @@ def _moved(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magni
     return moved.to(torch.uint8)
 
 
-def _blended(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Change brightness, colour or contrast."""
-    return blend(images_BCHW, ops_B=ops_B, factors_B=1 + signs_B * _level(0.9, magnitude=magnitude))
-
-
-def _sharpened(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+def _sharpened(images_BCHW: Tensor, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
     """Apply torchvision's adjust_sharpness with a factor per sample; torchvision's own waits for a copy to the GPU.
 
     The blur's weighted sums are whole numbers and never tie when divided by 13, so it is exact everywhere.
@@ -184,36 +179,21 @@ def _sharpened(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, m
     return pixels_BCHW.clamp_(0, 255).to(torch.uint8)
 
 
-def _posterized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Keep the highest 8 to 4 bits."""
-    posterized: Tensor = vision().posterize(images_BCHW, bits=8 - round(magnitude / (MAX_MAGNITUDE / 4)))
-    return posterized
-
-
-def _solarized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    """Invert pixels above a threshold, which falls from 255 to 0."""
-    threshold = 255 * _level(0.0, magnitude=magnitude, start=1.0)
-    solarized: Tensor = vision().solarize(images_BCHW, threshold=threshold)
-    return solarized
-
-
-def _autocontrasted(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    autocontrasted: Tensor = vision().autocontrast(images_BCHW)
-    return autocontrasted
-
-
-def _equalized(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
-    equalized: Tensor = vision().equalize(images_BCHW)
-    return equalized
-
-
 # first and last operation -> what computes them, for all its samples at once; the identity needs nothing
-_FAMILIES: dict[tuple[Op, Op], Callable[..., Tensor]] = {
+_FAMILIES: dict[tuple[Op, Op], Callable[[Tensor, np.ndarray, np.ndarray, int], Tensor]] = {
     (Op.SHEAR_X, Op.ROTATE): _moved,
-    (Op.BRIGHTNESS, Op.CONTRAST): _blended,
+    (Op.BRIGHTNESS, Op.CONTRAST): lambda images_BCHW, ops_B, signs_B, magnitude: blend(
+        images_BCHW, ops_B=ops_B, factors_B=1 + signs_B * _level(0.9, magnitude=magnitude)
+    ),
     (Op.SHARPNESS, Op.SHARPNESS): _sharpened,
-    (Op.POSTERIZE, Op.POSTERIZE): _posterized,
-    (Op.SOLARIZE, Op.SOLARIZE): _solarized,
-    (Op.AUTOCONTRAST, Op.AUTOCONTRAST): _autocontrasted,
-    (Op.EQUALIZE, Op.EQUALIZE): _equalized,
+    # keep the highest 8 to 4 bits
+    (Op.POSTERIZE, Op.POSTERIZE): lambda images_BCHW, ops_B, signs_B, magnitude: vision().posterize(
+        images_BCHW, bits=8 - round(magnitude / (MAX_MAGNITUDE / 4))
+    ),
+    # invert pixels above a threshold, which falls from 255 to 0
+    (Op.SOLARIZE, Op.SOLARIZE): lambda images_BCHW, ops_B, signs_B, magnitude: vision().solarize(
+        images_BCHW, threshold=255 * _level(0.0, magnitude=magnitude, start=1.0)
+    ),
+    (Op.AUTOCONTRAST, Op.AUTOCONTRAST): lambda images_BCHW, *_: vision().autocontrast(images_BCHW),
+    (Op.EQUALIZE, Op.EQUALIZE): lambda images_BCHW, *_: vision().equalize(images_BCHW),
 }

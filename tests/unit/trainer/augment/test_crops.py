@@ -74,7 +74,7 @@ def distance(ours, theirs):
     return np.abs(below[0] - below[1]).max()
 
 
-@pytest.mark.parametrize(("height", "width"), [(375, 500), (100, 1000), (2000, 90)])
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (2000, 90)])
 def test_random_resized_crop_boxes_are_distributed_as_torchvision_ones(height, width):
     count = 3000
     torch.manual_seed(0)
