@@ -1,7 +1,6 @@
 """Measure the input rate of a run without training, on all ranks."""
 
 import json
-from dataclasses import asdict
 from functools import partial
 
 from bigbatch.comm.communicator import Communicator
@@ -39,5 +38,5 @@ def measure_input(
 
 def gather_rates(probe: ProbedInput | None, communicator: Communicator) -> tuple[Rates, ...] | None:
     """Return the rates of every rank, in rank order; None if a rank could not measure. Collective."""
-    texts = communicator.gather_text(json.dumps(asdict(probe.rates)) if probe else "")
+    texts = communicator.gather_text(json.dumps(probe.rates) if probe else "")
     return tuple(json.loads(text) for text in texts) if all(texts) else None

@@ -74,30 +74,24 @@ class ImageSource(Protocol):
     @property
     def classes(self) -> tuple[str, ...]:
         """Return the names in the order of the labels."""
-        ...
 
     @property
     def labels_N(self) -> np.ndarray:
         """Return the position of each image's class in classes, int64 (N)."""
-        ...
 
     def __len__(self) -> int: ...
 
     def name(self, position: int) -> str:
         """Return the image's path for messages, without I/O."""
-        ...
 
     def read(self, position: int) -> bytes:
         """Return the image as it is stored; from any thread. Raises: StorageError naming the image."""
-        ...
 
     def sizes(self, positions_B: np.ndarray) -> np.ndarray | None:
         """Return (height, width) of each, int64 (B, 2), without I/O; None if only the image files have them."""
-        ...
 
     def close(self) -> None:
         """Release open files; safe to call twice, and a later read opens them again."""
-        ...
 
 
 class Loader(Protocol):
@@ -108,8 +102,6 @@ class Loader(Protocol):
 
         Raises: DataError naming the path.
         """
-        ...
 
     def close(self) -> None:
         """Stop background work; safe to call twice, and with an iterator half consumed."""
-        ...

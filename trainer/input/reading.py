@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TypeVar
 
@@ -115,46 +115,35 @@ Found = tuple[int, bytes, Sequence[int]]
 """Position, content, (height, width)."""
 
 
+@dataclass(kw_only=True, eq=False)
 class EncodedReader:
     """Turns requests into encoded batches in its own threads, ahead of the decoder."""
 
-    def __init__(
-        self,
-        source: ImageSource,
-        crop: Crop,
-        *,
-        image_size: ImageSize,
-        microbatch_size: int,
-        num_threads: int,
-        prefetch_batches: int,
-        patience_seconds: float,
-        max_skipped: int | None = None,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
-        """Set the reader up. patience_seconds: an image that cannot be read is tried again for so long.
+    source: ImageSource
+    crop: Crop
+    image_size: ImageSize
+    microbatch_size: int
+    num_threads: int
+    prefetch_batches: int
+    patience_seconds: float
+    """An image that cannot be read is tried again for so long."""
+    max_skipped: int | None = None
+    """Most bad images to replace by others, or None to end at the first one."""
+    max_pixels: int = MAX_PIXELS
+    """An image that states more is bad."""
+    draw: Draw | None = field(default=None, init=False)
+    """Draw that a consumer waits for now; the consumer of batches sets it."""
 
-        max_skipped: most bad images to replace by others, or None to end at the first one. max_pixels: an image
-        that states more is bad.
-        """
-        self._source = source
-        self._crop = crop
-        self._image_size = image_size
-        self._microbatch_size = microbatch_size
-        self._num_threads = num_threads
-        self._prefetch_batches = prefetch_batches
-        self._patience_seconds = patience_seconds
-        self._max_pixels = max_pixels
-        self.bad = BadImages(max_skipped=max_skipped, num_images=len(source))
-        self.draw: Draw | None = None
-        """Draw that a consumer waits for now; the consumer of batches sets it."""
+    def __post_init__(self) -> None:
+        self.bad = BadImages(max_skipped=self.max_skipped, num_images=len(self.source))
         self._reads: PatientReads | None = None
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
         """Yield one batch per request, in order. Raises: DataError naming the image."""
         reads = self._reads = PatientReads(
-            self._source,
-            patience_seconds=self._patience_seconds,
-            num_threads=self._num_threads,
+            self.source,
+            patience_seconds=self.patience_seconds,
+            num_threads=self.num_threads,
             current_draw=lambda: self.draw,
         )
 
@@ -164,7 +153,7 @@ class EncodedReader:
                     yield self._read_batch(request, threads, reads)
 
         # closing stops the reads before it waits for the batch in progress
-        return ahead(batches(), depth=self._prefetch_batches, on_close=reads.stop)
+        return ahead(batches(), depth=self.prefetch_batches, on_close=reads.stop)
 
     def interrupt(self) -> None:
         """Stop the last read and drop its batches: closing it then need not wait for the storage."""
@@ -173,15 +162,15 @@ class EncodedReader:
 
     def close(self) -> None:
         """Release the source's open files; reading again is possible."""
-        self._source.close()
+        self.source.close()
 
     def _read_batch(self, request: Request, threads: ThreadPoolExecutor, reads: PatientReads) -> EncodedBatch:
         """Read one batch. Raises: ValueError if the request has not microbatch_size samples; StuckError."""
-        if len(request.indices_B) != self._microbatch_size:
-            raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self._microbatch_size}")
+        if len(request.indices_B) != self.microbatch_size:
+            raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
         asked = request.indices_B.tolist()
         # one task per thread, not per file: a task costs as much as reading a cached file
-        stride = self._num_threads
+        stride = self.num_threads
         found: list = [None] * len(asked)
         parts = [threads.submit(self._read_part, asked, found, part, reads) for part in range(stride)]
         reads.wait_for(parts, asked=asked, found=found)
@@ -191,7 +180,7 @@ class EncodedReader:
 
     def _encoded(self, request: Request, asked: list[int], found: list[Found]) -> EncodedBatch:
         positions = [position for position, _, _ in found]
-        boxes_B4, flips_B = self._crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
+        boxes_B4, flips_B = self.crop(request.epoch, request.indices_B, np.array([size for _, _, size in found]))
         valid_B = request.valid_B
         replaced: tuple[BadImage, ...] = ()
         if positions != asked:
@@ -206,20 +195,20 @@ class EncodedReader:
             request=request,
             positions=positions,
             images=[data for _, data, _ in found],
-            names=[self._source.name(position) for position in positions],
+            names=[self.source.name(position) for position in positions],
             boxes_B4=boxes_B4,
             flips_B=flips_B,
-            labels_B=self._source.labels_N[positions],
+            labels_B=self.source.labels_N[positions],
             valid_B=valid_B,
-            image_size=self._image_size(request.epoch),
+            image_size=self.image_size(request.epoch),
             replaced=replaced,
-            max_pixels=self._max_pixels,
+            max_pixels=self.max_pixels,
         )
 
     def _read_part(self, asked: list[int], found: list[Found | None], part: int, reads: PatientReads) -> None:
         """Put into found a thread's share, each with the size that the source knows or else its header tells."""
-        rows = range(part, len(asked), self._num_threads)
-        known_B2 = self._source.sizes(np.array([asked[row] for row in rows], np.int64))
+        rows = range(part, len(asked), self.num_threads)
+        known_B2 = self.source.sizes(np.array([asked[row] for row in rows], np.int64))
         sizes = [None] * len(rows) if known_B2 is None else known_B2.tolist()
         for row, size in zip(rows, sizes, strict=True):
             found[row] = self._read_usable(asked[row], size, part, reads)
@@ -229,17 +218,17 @@ class EncodedReader:
         while True:
             if position not in self.bad.reasons:
                 try:
-                    if size is not None and size[0] * size[1] > self._max_pixels:
-                        require_pixels(size, path=self._source.name(position), max_pixels=self._max_pixels)
+                    if size is not None and size[0] * size[1] > self.max_pixels:
+                        require_pixels(size, path=self.source.name(position), max_pixels=self.max_pixels)
                     data = reads.read(position, thread=part)
                     if size is None:
-                        size = encoded_size(data, path=self._source.name(position), max_pixels=self._max_pixels)
+                        size = encoded_size(data, path=self.source.name(position), max_pixels=self.max_pixels)
                     return position, data, size
                 except StorageError:
                     raise
                 except DataError as error:
                     self.bad.add(position, error)
             # ends, as BadImages raises where all images are bad
-            position = (position + 1) % len(self._source)
-            known_12 = self._source.sizes(np.array([position]))
+            position = (position + 1) % len(self.source)
+            known_12 = self.source.sizes(np.array([position]))
             size = None if known_12 is None else known_12[0].tolist()

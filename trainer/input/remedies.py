@@ -61,46 +61,6 @@ def input_settings(
     )
 
 
-def _read_better(settings: InputSettings) -> list[str]:
-    if not settings.is_packed:
-        return ["pack the images into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"]
-    if settings.stage is None:
-        return ["copy the shards near the GPU: name a folder of each node's own disk or memory in data.stage"]
-    if not settings.stage.startswith(MEMORY):
-        return [f"name a faster folder than {settings.stage} in data.stage, such as one in {MEMORY}"]
-    # no more than two threads read
-    return more_threads(settings) if settings.num_threads < 2 else [_more_cores(settings)]
-
-
-def _decode_better(settings: InputSettings) -> list[str]:
-    remedies = [*more_threads(settings), *_decode_on_gpu(settings), *_smaller_images(settings)]
-    return remedies or [_more_cores(settings)]
-
-
-def _copy_better(settings: InputSettings) -> list[str]:
-    near = [] if settings.bind_numa else ["set data.bind_numa to true"]
-    return [*near, *_decode_on_gpu(settings)]
-
-
-def _augment_better(settings: InputSettings) -> list[str]:
-    some = "some of " if len(settings.augmentations) > 1 else ""
-    fewer = [f"leave out {some}{', '.join(settings.augmentations)}"] if settings.augmentations else []
-    if not settings.is_on_gpu:
-        return fewer or [_more_cores(settings)]
-    return fewer + (["set optimizer.precision to bf16"] if settings.precision in ("fp32", "tf32") else [])
-
-
-REMEDIES = {"read": _read_better, "decode": _decode_better, "copy": _copy_better, "augment": _augment_better}
-"""Remedies of a slow stage."""
-
-
-def share_better(settings: InputSettings) -> list[str]:
-    """Return a remedy if loader and model compete for cores."""
-    few = settings.num_threads > settings.num_cores
-    fewer = [f"lower data.num_threads to {settings.num_cores} ({settings.num_threads} now)"] if few else []
-    return [*fewer, *_decode_on_gpu(settings), *_smaller_images(settings), _more_cores(settings)]
-
-
 def more_threads(settings: InputSettings) -> list[str]:
     """Propose more threads if there are cores for them."""
     if settings.num_threads >= settings.num_cores:
@@ -108,20 +68,34 @@ def more_threads(settings: InputSettings) -> list[str]:
     return [f"raise data.num_threads ({settings.num_threads} now; each rank may use {settings.num_cores} cores)"]
 
 
-def _decode_on_gpu(settings: InputSettings) -> list[str]:
-    is_possible = settings.is_on_gpu and settings.loader != "dali"
-    return ["decode on the GPU by data.loader=dali"] if is_possible else []
-
-
-def _smaller_images(settings: InputSettings) -> list[str]:
-    """Propose shrinking if images are not packed and it saves a fifth of the decoding or more."""
-    if settings.is_packed or settings.pixels_left > 0.8:
-        return []
-    return [
-        f"shrink the images once by `bigbatch data pack --max-side {settings.max_side}` "
-        f"({100 * settings.pixels_left:.0f}% of their pixels are left)"
-    ]
-
-
-def _more_cores(settings: InputSettings) -> str:
-    return f"give each rank more cores ({settings.num_cores} now)"
+def remedies(stage: str, settings: InputSettings) -> list[str]:
+    """Return the remedies of a slow stage, or of "share": loader and model compete for cores."""
+    more_cores = f"give each rank more cores ({settings.num_cores} now)"
+    if stage == "read":
+        if not settings.is_packed:
+            return ["pack the images into shards by `bigbatch data pack`, and copy those near the GPU by data.stage"]
+        if settings.stage is None:
+            return ["copy the shards near the GPU: name a folder of each node's own disk or memory in data.stage"]
+        if not settings.stage.startswith(MEMORY):
+            return [f"name a faster folder than {settings.stage} in data.stage, such as one in {MEMORY}"]
+        # no more than two threads read
+        return more_threads(settings) if settings.num_threads < 2 else [more_cores]
+    if stage == "augment":
+        some = "some of " if len(settings.augmentations) > 1 else ""
+        fewer = [f"leave out {some}{', '.join(settings.augmentations)}"] if settings.augmentations else []
+        if not settings.is_on_gpu:
+            return fewer or [more_cores]
+        return fewer + (["set optimizer.precision to bf16"] if settings.precision in ("fp32", "tf32") else [])
+    can_use_gpu = settings.is_on_gpu and settings.loader != "dali"
+    on_gpu = ["decode on the GPU by data.loader=dali"] if can_use_gpu else []
+    if stage == "copy":
+        return [*([] if settings.bind_numa else ["set data.bind_numa to true"]), *on_gpu]
+    smaller = []
+    if not settings.is_packed and settings.pixels_left <= 0.8:  # it saves a fifth of the decoding, or more
+        share = f"{100 * settings.pixels_left:.0f}% of their pixels are left"
+        smaller = [f"shrink the images once by `bigbatch data pack --max-side {settings.max_side}` ({share})"]
+    if stage == "decode":
+        return [*more_threads(settings), *on_gpu, *smaller] or [more_cores]
+    few = settings.num_threads > settings.num_cores
+    fewer = [f"lower data.num_threads to {settings.num_cores} ({settings.num_threads} now)"] if few else []
+    return [*fewer, *on_gpu, *smaller, more_cores]

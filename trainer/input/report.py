@@ -6,7 +6,7 @@ from statistics import median_high
 from typing import Any
 
 from bigbatch.trainer.config.sections import READERS
-from bigbatch.trainer.input.remedies import MEMORY, REMEDIES, InputSettings, more_threads, share_better
+from bigbatch.trainer.input.remedies import MEMORY, InputSettings, more_threads, remedies
 
 Rates = Mapping[str, float | None]
 """Images per second of the loader and of each stage alone; None for a missing stage."""
@@ -30,12 +30,11 @@ LARGE_SHARE = 0.5
 
 def over_ranks(ranks: Sequence[Rates]) -> Rates:
     """Return the rates over all ranks: in lock-step, each is limited by the slowest."""
-    return {part: _least(part, ranks) for part in PARTS}
-
-
-def _least(part: str, ranks: Sequence[Rates]) -> float | None:
-    there = [rate for rates in ranks if (rate := rates[part]) is not None]
-    return len(ranks) * min(there) if there else None
+    found: dict[str, float | None] = {}
+    for part in PARTS:
+        there = [rate for rates in ranks if (rate := rates[part]) is not None]
+        found[part] = len(ranks) * min(there) if there else None
+    return found
 
 
 def slowest_stage(rates: Rates, *, among: Iterable[str] = tuple(STAGES)) -> str:
@@ -94,49 +93,40 @@ def hints(waited: Waited, measured: MeasuredInput | None, *, was_probed: bool) -
 
     was_probed: the config asked for a measurement, though it may have failed.
     """
-    if measured is None:
-        found = [_unknown(waited, was_probed=was_probed)]
-    else:
-        found = [_on_waiting(waited, measured), *(_on_work(stage, waited, measured) for stage in IN_STEP)]
+    found: list[str | None] = []
+    if waited.wait_fraction > LARGE_WAIT:
+        waits = f"steps wait {100 * waited.wait_fraction:.0f}% of their time for images"
+        if measured is not None:
+            found = [_on_waiting(waits, waited, measured)]
+        else:
+            why = "data.probe_seconds=1 does that"
+            if was_probed:
+                why = "the measurement met an image that cannot be used, which `bigbatch data check` names"
+            found = [f"{waits}; what limits the input was not measured: {why}"]
+    if measured is not None:
+        found += [_on_work(stage, waited, measured) for stage in IN_STEP]
     return [text for text in found if text]
 
 
-def _waits(waited: Waited) -> str:
-    return f"steps wait {100 * waited.wait_fraction:.0f}% of their time for images"
-
-
-def _unknown(waited: Waited, *, was_probed: bool) -> str | None:
-    if waited.wait_fraction <= LARGE_WAIT:
-        return None
-    why = "data.probe_seconds=1 does that"
-    if was_probed:
-        why = "the measurement met an image that cannot be used, which `bigbatch data check` names"
-    return f"{_waits(waited)}; what limits the input was not measured: {why}"
-
-
-def _on_waiting(waited: Waited, measured: MeasuredInput) -> str | None:
-    rates, settings, waits = measured.rates, measured.settings, _waits(waited)
-    if waited.wait_fraction <= LARGE_WAIT:
-        return None
+def _on_waiting(waits: str, waited: Waited, measured: MeasuredInput) -> str | None:
+    rates, settings = measured.rates, measured.settings
+    alone = f"alone the input delivers {rates['loader']:,.0f} images/s, the model takes "
+    alone += f"{waited.compute_images_per_second:,.0f}"
     if settings.loader not in READERS:
-        return f"{waits}: data.loader={settings.loader} makes each batch within its step ({_alone(rates, waited)})"
+        return f"{waits}: data.loader={settings.loader} makes each batch within its step ({alone})"
     stage = slowest_stage(rates, among=AHEAD)
     if min(rates[part] or 0.0 for part in ("loader", *AHEAD)) < waited.compute_images_per_second:
         slow = f"{STAGES[stage]} is its slowest stage ({rates[stage]:,.0f}){_slow_rank(measured.ranks)}"
-        finding = f"the input limits this run, {waits}: {_alone(rates, waited)}; {slow}"
-        return _advised(finding, REMEDIES[stage](settings))
+        return _advised(f"the input limits this run, {waits}: {alone}; {slow}", remedies(stage, settings))
     if waited.wait_fraction <= LARGE_WAIT + 1 / waited.steps:
         return None  # the first batch is always waited for, here for less than a step
-    return _though_fast(f"{waits}, though {_alone(rates, waited)}", settings)
-
-
-def _though_fast(finding: str, settings: InputSettings) -> str:
+    finding = f"{waits}, though {alone}"
     if not settings.is_on_gpu or settings.num_threads >= settings.num_cores:
-        return _advised(f"{finding}: the two compete for the same cores", share_better(settings))
+        return _advised(f"{finding}: the two compete for the same cores", remedies("share", settings))
     if (settings.stage or "").startswith(MEMORY):
         return _advised(finding, more_threads(settings))
     why = "the storage was slower during the run than while it was measured, when images may have come from memory"
-    return _advised(f"{finding}: {why}", REMEDIES["read"](settings))
+    return _advised(f"{finding}: {why}", remedies("read", settings))
 
 
 def _on_work(stage: str, waited: Waited, measured: MeasuredInput) -> str | None:
@@ -149,15 +139,8 @@ def _on_work(stage: str, waited: Waited, measured: MeasuredInput) -> str | None:
         f"{STAGES[stage]} takes {100 * share:.0f}% of a step's time without waits: alone it does {rate:,.0f} "
         f"images/s, the whole step {waited.compute_images_per_second:,.0f}"
     )
-    return _advised(finding, REMEDIES[stage](measured.settings))
+    return _advised(finding, remedies(stage, measured.settings))
 
 
-def _alone(rates: Rates, waited: Waited) -> str:
-    return (
-        f"alone the input delivers {rates['loader']:,.0f} images/s, the model takes "
-        f"{waited.compute_images_per_second:,.0f}"
-    )
-
-
-def _advised(finding: str, remedies: list[str]) -> str:
-    return f"{finding}: {', or '.join(remedies)}" if remedies else finding
+def _advised(finding: str, advice: list[str]) -> str:
+    return f"{finding}: {', or '.join(advice)}" if advice else finding

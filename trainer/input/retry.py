@@ -103,8 +103,11 @@ class PatientReads:
         """
         start, pause = awake_seconds(), FIRST_PAUSE_SECONDS
         while True:
+            if self._stop.is_set():
+                raise CancelledError
+            self._under_way[thread] = position, awake_seconds()
             try:
-                return self._read_once(position, thread=thread)
+                return self._source.read(position)
             except StorageError as error:
                 # only what the system refused may heal; a shard that was cut or edited stays so
                 cause, seconds = error.__cause__, awake_seconds() - start
@@ -113,6 +116,8 @@ class PatientReads:
                 left = self._patience_seconds - seconds
                 if left <= 0:
                     raise StorageError(f"{error} (tried for {seconds:.1f} s: data.patience_seconds)") from cause
+            finally:
+                self._under_way[thread] = None
             OUTAGE.tell(
                 f"{self._source.name(position)}: cannot be read ({cause.strerror or cause}); trying again for "
                 f"{self._patience_seconds:g} s"
@@ -121,17 +126,8 @@ class PatientReads:
             self._stop.wait(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _read_once(self, position: int, *, thread: int) -> bytes:
-        if self._stop.is_set():
-            raise CancelledError
-        self._under_way[thread] = position, awake_seconds()
-        try:
-            return self._source.read(position)
-        finally:
-            self._under_way[thread] = None
-
     def wait_for(
-        self, parts: "Sequence[Future[Any]]", *, asked: Sequence[int] = (), found: Sequence[object] = ()
+        self, parts: Sequence[Future[Any]], *, asked: Sequence[int] = (), found: Sequence[object] = ()
     ) -> None:
         """Wait for threads that read; they put into found what is at the positions asked for, None until then.
 
@@ -145,16 +141,13 @@ class PatientReads:
             if draw is not None:
                 draw.read_seconds += last - before
             if not is_done and self._stop.is_set():
-                is_done = self._wait_in_vain(parts)
+                # once more: nearly all reads return at once, and then no thread stays behind
+                is_done = not wait(parts, timeout=GRACE_SECONDS).not_done
+                if not is_done:
+                    raise StuckError("reading was stopped while a read had not returned")
             elif not is_done:
                 self._require_answer()
                 self._require_pace(draw, asked, found)
-
-    def _wait_in_vain(self, parts: "Sequence[Future[Any]]") -> bool:
-        """Wait once more after stop; nearly all reads return at once, and then no thread stays behind."""
-        if wait(parts, timeout=GRACE_SECONDS).not_done:
-            raise StuckError("reading was stopped while a read had not returned")
-        return True
 
     def _require_answer(self) -> None:
         for position, since in filter(None, self._under_way):

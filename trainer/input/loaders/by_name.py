@@ -48,8 +48,8 @@ def make_image_loader(
     else:
         decoder = PillowDecoder(num_threads=num_threads, prefetch_batches=prefetch_batches, pin_memory=pin_memory)
     reader = EncodedReader(
-        source,
-        crop,
+        source=source,
+        crop=crop,
         image_size=image_size if callable(image_size) else lambda epoch: image_size,
         microbatch_size=microbatch_size,
         # reading waits more than it computes; two threads feed many decoders and leave them the cores

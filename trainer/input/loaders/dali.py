@@ -64,7 +64,8 @@ class DaliDecoder:
         """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
         if self._device_id is None:
             return ahead(self._resized(encoded), depth=1)
-        return self._decoded(encoded, _as_torch)
+        # a tensor that shares the memory of DALI's list (B, H, W, C), and keeps it from reuse
+        return self._decoded(encoded, lambda images: from_dlpack(images.as_tensor()))
 
     def close(self) -> None:
         self._pipeline = None
@@ -118,7 +119,9 @@ class DaliDecoder:
         try:
             return self._run()
         except RuntimeError:
-            _raise_if_storage(self._failure)
+            # now: to skip an image, all batches in flight would be read again
+            if isinstance(self._failure, StorageError):
+                raise self._failure from None
             _raise_if_undecodable(self._in_flight, device_id=self._device_id)
             raise
 
@@ -217,17 +220,6 @@ def _build_pipeline(
 
 def _current_stream(device_id: int | None) -> Any:
     return None if device_id is None else torch.cuda.current_stream(device_id)
-
-
-def _as_torch(images: Any) -> Tensor:
-    """Return a DALI tensor list (B, H, W, C) as a tensor that shares its memory and keeps it from reuse."""
-    return from_dlpack(images.as_tensor())
-
-
-def _raise_if_storage(failure: Exception | None) -> None:
-    """Re-raise an error of the storage now: to skip an image, all batches in flight would be read again."""
-    if isinstance(failure, StorageError):
-        raise failure
 
 
 def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | None) -> None:

@@ -35,11 +35,9 @@ class Decoder(Protocol):
 
         Raises: UndecodableError naming the image, and what encoded raises.
         """
-        ...
 
     def close(self) -> None:
         """Free memory and threads; safe to call twice."""
-        ...
 
 
 class ImageLoader:

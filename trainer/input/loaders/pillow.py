@@ -3,6 +3,8 @@
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,39 +15,36 @@ from bigbatch.trainer.input.loaders.encoded import as_batch, resize_all
 from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, ahead
 
 
+@dataclass(frozen=True, kw_only=True)
 class PillowDecoder:
     """Decodes in threads (Pillow lets go of the interpreter lock), working prefetch_batches ahead.
 
     No worker processes: to fork is unsafe once MPI, gloo or CUDA have started threads.
     """
 
-    def __init__(self, *, num_threads: int, prefetch_batches: int, pin_memory: bool = False) -> None:
-        """Set it up. pin_memory: decode into page-locked memory, for asynchronous copies to a GPU."""
-        self._num_threads = num_threads
-        self._prefetch_batches = prefetch_batches
-        self._pin_memory = pin_memory
+    num_threads: int
+    prefetch_batches: int
+    pin_memory: bool = False
+    """Decode into page-locked memory, for asynchronous copies to a GPU."""
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
         """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
-        return ahead(self._batches(encoded), depth=self._prefetch_batches)
+        return ahead(self._batches(encoded), depth=self.prefetch_batches)
 
     def close(self) -> None:
         """Do nothing: nothing is kept between calls."""
 
     def _batches(self, encoded: Generator[EncodedBatch, None, None]) -> Iterator[Batch]:
-        with closing(encoded), ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-decode") as threads:
+        with closing(encoded), ThreadPoolExecutor(self.num_threads, thread_name_prefix="bigbatch-decode") as threads:
             for batch in encoded:
-                yield self._decode(batch, threads)
-
-    def _decode(self, batch: EncodedBatch, threads: ThreadPoolExecutor) -> Batch:
-        images_BHWC = resize_all(
-            lambda row: decoded_box(batch, row),
-            batch,
-            threads=threads,
-            num_threads=self._num_threads,
-            pin_memory=self._pin_memory,
-        )
-        return as_batch(batch, images_BHWC)
+                images_BHWC = resize_all(
+                    partial(decoded_box, batch),
+                    batch,
+                    threads=threads,
+                    num_threads=self.num_threads,
+                    pin_memory=self.pin_memory,
+                )
+                yield as_batch(batch, images_BHWC)
 
 
 def decoded_box(batch: EncodedBatch, row: int) -> np.ndarray:

@@ -2,11 +2,11 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from itertools import cycle
 
 import torch
 
@@ -16,8 +16,7 @@ from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.loaders.encoded import ImageLoader
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.reading import EncodedBatch
-
-T = TypeVar("T")
+from bigbatch.trainer.input.report import Rates
 
 FILL_SHARE = 0.25
 """Largest share of the time of a part that passes before batches are counted."""
@@ -25,24 +24,14 @@ NUM_KEPT = 2
 """Batches that are read once more, to be decoded over and over."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputRates:
-    """Images per second of this rank; None for a stage that its input lacks."""
-
-    loader: float
-    read: float | None
-    decode: float | None
-    copy: float | None
-    """Copy from the host to the device."""
-    augment: float
-    """All that PrepareBatch does on the device: augment, normalise, mix."""
-
-
 @dataclass(frozen=True)
 class ProbedInput:
-    """Results: rates, and (height, width) of some stored images if the loader reads any."""
+    """Rates of this rank, and (height, width) of some stored images if the loader reads any.
 
-    rates: InputRates
+    copy is that from the host to the device, augment all that PrepareBatch does there: augment, normalise, mix.
+    """
+
+    rates: Rates
     sizes: tuple[tuple[int, int], ...]
 
 
@@ -60,15 +49,16 @@ def probe_input(
     requests: makes the run's own, at least one; they begin anew where they are too few. num_fill: batches that
     fill queues. Leaves loader as it was. Longer only where a batch takes long: each part makes two.
     """
+
+    def endless() -> Iterator[Request]:
+        assert next(requests(), None) is not None, "a run without a step left is not measured"
+        while True:
+            yield from requests()
+
+    timed = partial(rate, num_fill=num_fill, clock=clock)
     try:
         with loader.trial() if isinstance(loader, ImageLoader) else nullcontext():
-            return _probe(
-                loader,
-                _endless(requests),
-                prepare=prepare,
-                seconds=seconds,
-                timed=partial(rate, num_fill=num_fill, clock=clock),
-            )
+            return _probe(loader, endless(), prepare=prepare, seconds=seconds, timed=timed)
     except DataError:
         return None
 
@@ -95,45 +85,36 @@ def _probe(
     loader: Loader, requests: Iterator[Request], *, prepare: PrepareBatch, seconds: float, timed: Callable[..., float]
 ) -> ProbedInput:
     batches: deque[Batch] = deque(maxlen=NUM_KEPT)
-    whole = timed(_kept(_ready(loader.load(requests)), batches), seconds=0.4 * seconds)
+
+    def kept() -> Iterator[Batch]:
+        for batch in _ready(loader.load(requests)):
+            batches.append(batch)
+            yield batch
+
+    rates: dict[str, float | None] = {"loader": timed(kept(), seconds=0.4 * seconds), "read": None, "decode": None}
     encoded: list[EncodedBatch] = []
-    read = decode = None
     if isinstance(loader, ImageLoader):
         loader.end()
         # goes on where the loader stopped: images that were read before would come from memory
         with closing(loader.reader.read(requests)) as fresh:
-            read = timed(fresh, seconds=0.2 * seconds)
+            rates["read"] = timed(fresh, seconds=0.2 * seconds)
         # those of the loader are all decodable, or replaced
         encoded += loader.reader.read([batch.request for batch in batches])
-        with closing(loader.decoder.decode(_repeated(encoded))) as decoded:
-            decode = timed(_ready(decoded), seconds=0.2 * seconds)
+        with closing(loader.decoder.decode(batch for batch in cycle(encoded))) as decoded:
+            rates["decode"] = timed(_ready(decoded), seconds=0.2 * seconds)
     last = batches[-1]
-    copied = _on_device(last, prepare)
+    copied = replace(last, images_BCHW=prepare.copy(last))
+    copies = (replace(batch, images_BCHW=prepare.copy(batch)) for batch in cycle([last]))
     is_there = last.images_BCHW.device == copied.images_BCHW.device
-    copies = (_on_device(batch, prepare) for batch in _repeated([last]))
-    copy = None if is_there else timed(_ready(copies), seconds=0.1 * seconds)
-    augmented = (_augmented(batch, prepare) for batch in _repeated([copied]))
-    augment = timed(_ready(augmented), seconds=0.1 * seconds)
-    rates = InputRates(loader=whole, read=read, decode=decode, copy=copy, augment=augment)
-    return ProbedInput(rates, tuple(size for batch in encoded for size in _sizes(batch)))
-
-
-def _endless(requests: Callable[[], Iterator[Request]]) -> Iterator[Request]:
-    assert next(requests(), None) is not None, "a run without a step left is not measured"
-    while True:
-        yield from requests()
-
-
-def _repeated(items: Sequence[T]) -> Generator[T, None, None]:
-    while True:
-        yield from items
-
-
-def _kept(items: Iterable[T], last: "deque[T]") -> Iterator[T]:
-    """Yield items as they are; the last ones stay in last."""
-    for item in items:
-        last.append(item)
-        yield item
+    rates["copy"] = None if is_there else timed(_ready(copies), seconds=0.1 * seconds)
+    augmented = (replace(batch, images_BCHW=prepare(batch).images_BCHW) for batch in cycle([copied]))
+    rates["augment"] = timed(_ready(augmented), seconds=0.1 * seconds)
+    sizes = [
+        encoded_size(data, path=name, max_pixels=batch.max_pixels)
+        for batch in encoded
+        for data, name in zip(batch.images, batch.names, strict=True)
+    ]
+    return ProbedInput(rates, tuple(sizes))
 
 
 def _ready(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -142,16 +123,3 @@ def _ready(batches: Iterable[Batch]) -> Iterator[Batch]:
         if batch.images_BCHW.is_cuda:
             torch.cuda.current_stream(batch.images_BCHW.device).synchronize()
         yield batch
-
-
-def _on_device(batch: Batch, prepare: PrepareBatch) -> Batch:
-    return replace(batch, images_BCHW=prepare.copy(batch))
-
-
-def _augmented(batch: Batch, prepare: PrepareBatch) -> Batch:
-    return replace(batch, images_BCHW=prepare(batch).images_BCHW)
-
-
-def _sizes(batch: EncodedBatch) -> list[tuple[int, int]]:
-    found = zip(batch.images, batch.names, strict=True)
-    return [encoded_size(data, path=name, max_pixels=batch.max_pixels) for data, name in found]

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from bigbatch.errors import DataError
@@ -120,9 +119,12 @@ def _decode_all(
 
     def fill(part: int, positions: list[int]) -> None:
         for position in positions:
-            data = reads.read(position, thread=part)
-            image = open_image(data, path=index.name(position), max_pixels=max_pixels)
-            images_NHWC[position] = _pixels(image, path=index.name(position), image_size=image_size)
+            data, path = reads.read(position, thread=part), index.name(position)
+            image = open_image(data, path=path, max_pixels=max_pixels)
+            if image.size != (image_size, image_size):
+                wide, high = image.size
+                raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
+            images_NHWC[position] = np.asarray(image.convert("RGB"))
 
     with reads.threads() as threads:
         shares = np.array_split(np.arange(len(index)), num_threads)
@@ -132,11 +134,3 @@ def _decode_all(
             done.result()  # raises what fill raised, the first in order
     index.close()
     return torch.from_numpy(images_NHWC)
-
-
-def _pixels(image: Image.Image, *, path: str, image_size: int) -> np.ndarray:
-    """Return an image's pixels, uint8 (image_size, image_size, 3). Raises: DataError."""
-    if image.size != (image_size, image_size):
-        wide, high = image.size
-        raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
-    return np.asarray(image.convert("RGB"))

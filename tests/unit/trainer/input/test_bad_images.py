@@ -30,7 +30,6 @@ SIZE = 48
 CROP = random_resized_crop(seed=3)
 SETTINGS = COMMON_SETTINGS | {"crop": CROP, "image_size": SIZE}
 UNDECODABLE = with_bad_tables(encoded(smooth_image(50)))
-KINDS = {name: data for name, (data, _) in BAD.items()} | {"bad tables": UNDECODABLE}
 
 
 def whole(number):
@@ -89,17 +88,17 @@ def check(loader, index, batch, bad):
         assert "\n" not in replaced.reason
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["text", "cut off", "bad tables", "16 bits"])
 def test_bad_images_the_next_image_stands_in(make, tmp_path, kind):
     """3 is the last of its class: label, size and pixels come from the next class."""
-    index = split(tmp_path, {3: KINDS[kind]})
+    data, parts = BAD[kind]
+    index = split(tmp_path, {3: data})
     loader = make(index, max_skipped=1)
     asked = [ask(0, 3, 4, 1), ask(3, 5, 3, 7), ask(2, 6, 3, 0, epoch=2)]
     batches = list(loader.load(asked))
     assert [batch.request for batch in batches] == asked
     for batch in batches:
         check(loader, index, batch, {3})
-        _, parts = BAD.get(kind, (b"", ("decoded",)))
     assert all(part in bad.reason for part in parts for bad in batch.replaced)
 
 

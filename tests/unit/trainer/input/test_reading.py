@@ -18,7 +18,7 @@ from image_loaders import COMMON_SETTINGS, bigbatch_threads, made_loaders
 from sample_images import encoded, smooth_image, write
 
 from bigbatch import cli
-from bigbatch.errors import DataError, StorageError
+from bigbatch.errors import StorageError
 from bigbatch.trainer.augment.crops import center_crop, random_resized_crop
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
@@ -514,9 +514,3 @@ def test_reading_a_run_ends_though_a_file_never_opens(tmp_path, split):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
     assert str(silent) in line
     assert "Traceback" not in done.stderr
-
-
-def test_reading_storage_errors_are_data_errors():
-    """So the loop saves its state on them, as on bad images."""
-    assert issubclass(retry.StuckError, StorageError)
-    assert issubclass(StorageError, DataError)
