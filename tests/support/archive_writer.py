@@ -6,7 +6,7 @@ import tarfile
 from dataclasses import replace
 
 import numpy as np
-from mat_writer import element, file_of, matrix, struct_array
+from scipy.io import savemat
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from bigbatch.trainer.datasets.archives import Archive
@@ -95,14 +95,14 @@ def val_files():
 
 def devkit(ids=KIT_IDS, truth=GROUND_TRUTH, **replaced):
     fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")
-    nothing, two = element(9, b""), element(9, np.array([1.0, 2.0]).tobytes())
-    cells = {0: matrix(6, (0, 0), "", nothing), 2: matrix(6, (1, 2), "", two)}
-    rows = [(number, wnid, "words", "gloss", 0, cells[0]) for wnid, number in ids.items()]
-    rows += [(len(ids) + 1, "n00001740", "a group", "gloss", 2, cells[2])]
+    rows = [(number, wnid, "words", "gloss", 0, np.zeros((0, 0))) for wnid, number in ids.items()]
+    rows += [(len(ids) + 1, "n00001740", "a group", "gloss", 2, np.array([[1.0, 2.0]]))]
+    synsets, meta = np.array(rows, [(field, object) for field in fields]).reshape(-1, 1), io.BytesIO()
+    savemat(meta, {"synsets": synsets}, do_compression=True)
     folder = "ILSVRC2012_devkit_t12"
     files = {
         f"{folder}/readme.txt": b"Introduction",
-        f"{folder}/data/meta.mat": file_of(struct_array("synsets", fields, rows), is_compressed=True),
+        f"{folder}/data/meta.mat": meta.getvalue(),
         f"{folder}/data/ILSVRC2012_validation_ground_truth.txt": "".join(f"{n}\n" for n in truth).encode(),
     }
     changed = {f"{folder}/data/{name}": data for name, data in replaced.items()}

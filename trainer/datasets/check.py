@@ -1,25 +1,42 @@
 """Check a data set: the contents of its splits, and their faults."""
 
+import os
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, Fault, examine_all
-from bigbatch.trainer.datasets.listing import Listing, open_listing
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
-from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, spelled_twice
-from bigbatch.trainer.input.listed import SPLITS
+from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, list_below, list_split, spelled_twice
+from bigbatch.trainer.input.listed import SPLITS, read_images
+from bigbatch.trainer.input.order import ImageIndex
+from bigbatch.trainer.input.shards import ENTRIES, FACTS, SETTINGS, is_packed, read_packed
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
 """Number of images, and of images per class if these are equal; 10,000 are ImageNet-V2's."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Lists a split before any image is read."""
+
+    images: ImageSource
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Kind -> paths of files that look like images but are not read."""
+    nested: tuple[str, ...] = ()
+    """Folders below those of classes that hold images."""
+    strays: tuple[str, ...] = ()
+    """Paths of all other files, also hidden ones."""
+    unlisted: tuple[str, ...] = ()
+    """One line for each folder that cannot be listed."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +123,14 @@ def check_dataset(
     findings = class_findings(root, splits)
     for split, images in splits.items():
         findings += listing_findings(split, listings[split])
-        findings += fault_findings(split, faults[split])
-        findings += trait_findings(split, images, rows_N=tables[split])
+        for kind in dict.fromkeys(fault.kind for fault in faults[split]):
+            reasons = tuple(fault.reason for fault in faults[split] if fault.kind == kind)
+            findings.append(Finding(kind, split, reasons, is_problem=True))
+        for bit, (trait, meaning) in enumerate(TRAITS.items()):
+            positions = np.flatnonzero(tables[split]["traits"] >> bit & 1)
+            if len(positions):
+                cases = tuple(images.name(int(position)) for position in positions)
+                findings.append(Finding(trait, split, cases, is_problem=False, meaning=meaning))
     findings += duplicate_findings(splits, tables)
     return CheckReport(
         root=str(root),
@@ -117,6 +140,56 @@ def check_dataset(
         problems=tuple(finding for finding in findings if finding.is_problem),
         remarks=tuple(finding for finding in findings if not finding.is_problem),
     )
+
+
+def list_folder(folder: Path) -> Listing:
+    """List folder/<class>/.../<image>, by the loaders' rule, and all else. Raises: DataError if it cannot be listed."""
+    top = list_split(folder)
+    below = [list_below(folder / name) for name in top.folders]
+    found = ImageIndex(
+        root=str(folder),
+        classes=tuple(top.folders),
+        paths=[f"{name}/{image}" for name, each in zip(top.folders, below, strict=True) for image in each.images],
+        labels_N=np.repeat(np.arange(len(below), dtype=np.int64), [len(each.images) for each in below]),
+    )
+    places = {str(folder): top, **{f"{folder}/{name}": each for name, each in zip(top.folders, below, strict=True)}}
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for place, contents in places.items():
+        for kind, paths in contents.left_out().items():
+            left_out[kind] += [f"{place}/{path}" for path in paths]
+    nested = {os.path.dirname(f"{place}/{path}") for place, each in places.items() for path in each.images}
+    return Listing(
+        found,
+        left_out=left_out,
+        nested=tuple(sorted(nested - places.keys())),
+        strays=tuple(f"{place}/{path}" for place, each in places.items() for path in (*each.hidden, *each.others)),
+        unlisted=tuple(line for each in places.values() for line in each.unlisted),
+    )
+
+
+def list_packed(folder: Path) -> Listing:
+    """Open a packed split and list all else that lies there. Raises: DataError."""
+    index = read_packed(folder)
+    expected = {FACTS, ENTRIES, SETTINGS, *(shard.name for shard in index.facts.shards)}
+    found = list_below(folder)
+    beside = tuple(f"{folder}/{path}" for path in (*found.images, *found.unread))
+    return Listing(
+        index,
+        left_out={"in no shard": beside} if beside else {},
+        strays=tuple(f"{folder}/{path}" for path in sorted({*found.hidden, *found.others} - expected)),
+        unlisted=tuple(found.unlisted),
+    )
+
+
+def open_listing(root: Path, split: str) -> Listing:
+    """List the images of root/split, packed, in folders, or as the list root has them.
+
+    Raises: DataError if there is no way to list them.
+    """
+    if root.is_file():
+        return Listing(read_images(root, split))
+    folder = root / split
+    return list_packed(folder) if is_packed(folder) else list_folder(folder)
 
 
 def spread(values_N: np.ndarray) -> Spread:
@@ -179,25 +252,6 @@ def left_out_findings(
     ]
     if unlisted:
         findings.append(Finding("folder that cannot be listed", where, tuple(unlisted), is_problem=True))
-    return findings
-
-
-def fault_findings(split: str, faults: Sequence[Fault]) -> list[Finding]:
-    """Return one problem per kind of bad image."""
-    kinds: dict[str, list[str]] = {}
-    for fault in faults:
-        kinds.setdefault(fault.kind, []).append(fault.reason)
-    return [Finding(kind, split, tuple(reasons), is_problem=True) for kind, reasons in kinds.items()]
-
-
-def trait_findings(split: str, images: ImageSource, *, rows_N: np.ndarray) -> list[Finding]:
-    """Return one remark per trait of some images, with its effect on the loaders."""
-    findings = []
-    for bit, (trait, meaning) in enumerate(TRAITS.items()):
-        positions = np.flatnonzero(rows_N["traits"] >> bit & 1)
-        if len(positions):
-            cases = tuple(images.name(int(position)) for position in positions)
-            findings.append(Finding(trait, split, cases, is_problem=False, meaning=meaning))
     return findings
 
 
@@ -280,21 +334,18 @@ def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, n
     good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
     positions_N = np.concatenate(list(good.values()))
-    found: dict[Finding, list[str]] = {}
+    meanings = {
+        "same image in train and val": "leakage: the accuracy would be too good; remove it from one of them",
+        "same image in several classes": "at most one of its labels can be right",
+        "same image twice": "counts as often as it is there",
+    }
+    leak, relabelled, twice = meanings
+    found: dict[tuple[str, str], list[str]] = {}
     for group in equal_groups(np.concatenate([tables[split]["digest"][good[split]] for split in good])):
         members = [(str(owners[number]), int(positions_N[number])) for number in group]
+        where = sorted({split for split, _ in members})
+        labels = {int(splits[split].labels_N[position]) for split, position in members}
+        kind = leak if len(where) > 1 else relabelled if len(labels) > 1 else twice
         case = " = ".join(splits[split].name(position) for split, position in members)
-        found.setdefault(_duplicate(splits, members), []).append(case)
-    return [replace(finding, cases=tuple(cases)) for finding, cases in found.items()]
-
-
-def _duplicate(splits: Mapping[str, ImageSource], members: Sequence[tuple[str, int]]) -> Finding:
-    """Return the finding that these members are the same bytes, without its cases."""
-    where = sorted({split for split, _ in members})
-    if len(where) > 1:
-        meaning = "leakage: the accuracy would be too good; remove it from one of them"
-        return Finding("same image in train and val", " and ".join(where), (), True, meaning)
-    if len({int(splits[split].labels_N[position]) for split, position in members}) > 1:
-        meaning = "at most one of its labels can be right"
-        return Finding("same image in several classes", where[0], (), False, meaning)
-    return Finding("same image twice", where[0], (), False, "counts as often as it is there")
+        found.setdefault((kind, " and ".join(where)), []).append(case)
+    return [Finding(kind, where, tuple(c), kind == leak, meanings[kind]) for (kind, where), c in found.items()]

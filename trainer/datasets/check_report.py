@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bigbatch.errors import DataError, printable
 from bigbatch.files import write_named
-from bigbatch.trainer.datasets.check import CheckReport, Finding, SplitFacts, Spread
+from bigbatch.trainer.datasets.check import CheckReport, Finding, SplitFacts
 from bigbatch.trainer.input.base import written_keys
 
 
@@ -47,12 +47,12 @@ def table_rows(report: CheckReport) -> list[tuple[str, ...]]:
 
 
 def _cells(facts: SplitFacts, forms: list[str]) -> list[str]:
-    short, long = facts.short_side_pixels, facts.long_side_pixels
+    short, long, per_class = facts.short_side_pixels, facts.long_side_pixels, facts.per_class
     return [
         f"{facts.num_images:,}",
         f"{facts.num_classes:,}",
-        _range(facts.per_class),
-        f"{facts.per_class.median:,.0f}",
+        " to ".join(f"{number:,}" for number in sorted({per_class.smallest, per_class.largest})),
+        f"{per_class.median:,.0f}",
         f"{facts.num_bytes / 1e6:,.1f}",
         f"{short.smallest:,}",
         f"{short.median:,.0f} x {long.median:,.0f}",
@@ -61,24 +61,15 @@ def _cells(facts: SplitFacts, forms: list[str]) -> list[str]:
     ]
 
 
-def _range(values: Spread) -> str:
-    if values.smallest == values.largest:
-        return f"{values.smallest:,}"
-    return f"{values.smallest:,} to {values.largest:,}"
-
-
 def finding_lines(findings: Sequence[Finding], *, num_shown: int = 1) -> Iterator[str]:
     """Return a line per finding: place, kind, count; below it the first cases."""
     for finding in findings:
         word = "problem" if finding.is_problem else "remark"
-        yield f"{word:7}  {printable(finding.where)}: {finding.kind} ({len(finding.cases):,}){_meaning(finding)}"
+        meaning = f": {finding.meaning}" if finding.meaning else ""
+        yield f"{word:7}  {printable(finding.where)}: {finding.kind} ({len(finding.cases):,}){meaning}"
         shown = [f"         {printable(case)}" for case in finding.cases[:num_shown]]
         more = len(finding.cases) - len(shown)
         yield from (*shown[:-1], shown[-1] + (f"   and {more:,} more" if more else ""))
-
-
-def _meaning(finding: Finding) -> str:
-    return f": {finding.meaning}" if finding.meaning else ""
 
 
 def verdict(report: CheckReport) -> str:

@@ -70,13 +70,6 @@ class Part:
     faults: tuple[Fault, ...]
 
 
-@dataclass(frozen=True)
-class _Job:
-    splits: Mapping[str, ImageSource]
-    decode: bool
-    max_pixels: int
-
-
 def kind_of_fault(data: bytes, error: Exception) -> str:
     """Return the likely kind of a file for which the decoder raised error."""
     if not data:
@@ -107,14 +100,9 @@ def examine(data: bytes, *, path: str, decode: bool, max_pixels: int) -> tuple[t
         size = encoded_size(data, path=path, max_pixels=max_pixels)
         image = open_header(data, path=path, max_pixels=max_pixels)
     kind = "JPEG" if image.format == "MPO" else str(image.format)
-    found = _traits(image, kind=kind, data=data, path=path)
-    return size, f"{kind} {image.mode}", sum(1 << bit for bit, trait in enumerate(TRAITS) if found.get(trait))
-
-
-def _traits(image: Image.Image, *, kind: str, data: bytes, path: str) -> dict[str, bool]:
     mode, info = image.mode, image.info
     suffix = os.path.splitext(path)[1].lower()  # an image in a shard has none
-    return {
+    found = {
         "progressive JPEG": "progressive" in info,
         "grayscale": mode in ("1", "L", "LA"),
         "CMYK": mode == "CMYK",
@@ -125,6 +113,7 @@ def _traits(image: Image.Image, *, kind: str, data: bytes, path: str) -> dict[st
         "several images in one file": image.format == "MPO" or getattr(image, "is_animated", False),
         "EXIF rotation": _is_rotated(image),
     }
+    return size, f"{kind} {mode}", sum(1 << bit for bit, trait in enumerate(TRAITS) if found[trait])
 
 
 def _is_rotated(image: Image.Image) -> bool:
@@ -134,9 +123,10 @@ def _is_rotated(image: Image.Image) -> bool:
         return False
 
 
-def examine_part(images: ImageSource, positions: range, *, split: str, decode: bool, max_pixels: int) -> Part:
-    """Read and examine the images at positions; a bad one becomes a fault."""
-    rows_N, faults = np.zeros(len(positions), IMAGE), []
+def _examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: int, task: tuple[str, range]) -> Part:
+    """Read and examine the images at the positions of a split; a bad one becomes a fault."""
+    split, positions = task
+    images, rows_N, faults = splits[split], np.zeros(len(positions), IMAGE), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large images
         for row, position in enumerate(positions):
@@ -149,7 +139,8 @@ def examine_part(images: ImageSource, positions: range, *, split: str, decode: b
             rows_N[row]["num_bytes"] = len(data)
             try:
                 found = examine(data, path=path, decode=decode, max_pixels=max_pixels)
-                rows_N[row] = (_digest(data), len(data), *found, True)
+                digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint64)
+                rows_N[row] = (digest, len(data), *found, True)
             except Exception as error:  # one bad file must not end the check, whatever a decoder makes of it
                 faults.append(Fault(path, kind_of_fault(data, error), reason_of(path, error)))
     return Part(split, rows_N, tuple(faults))
@@ -166,10 +157,6 @@ def reason_of(path: str, error: Exception) -> str:
     return f"{path}: cannot be used ({what}); replace or remove it"
 
 
-def _digest(data: bytes) -> np.ndarray:
-    return np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint64)
-
-
 def examine_all(
     splits: Mapping[str, ImageSource], *, decode: bool, num_workers: int, max_pixels: int
 ) -> Iterator[Part]:
@@ -182,9 +169,4 @@ def examine_all(
         for split, images in splits.items()
         for first in range(0, len(images), PART_IMAGES)
     ]
-    return in_parallel(partial(_run, _Job(splits, decode, max_pixels)), tasks, num_workers=num_workers)
-
-
-def _run(job: _Job, task: tuple[str, range]) -> Part:
-    split, positions = task
-    return examine_part(job.splits[split], positions, split=split, decode=job.decode, max_pixels=job.max_pixels)
+    return in_parallel(partial(_examine_part, splits, decode, max_pixels), tasks, num_workers=num_workers)

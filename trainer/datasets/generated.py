@@ -35,31 +35,8 @@ UNFINISHED = ".unfinished"
 _MEND = "delete the folder to generate it again, or name a new one"
 LUMA_3 = np.array([0.299, 0.587, 0.114])
 
-Chunk = tuple[str, int, range]
-"""(split, label, numbers): what a worker process writes at a time."""
-
 Shape = Callable[[np.ndarray, np.ndarray, np.random.Generator], np.ndarray]
 """(u, v, rng) -> signed distance, about negative inside and positive outside, where the radius is about 1."""
-
-
-def _disk(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.hypot(u, v) - 1
-
-
-def _ring(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.abs(np.hypot(u, v) - 0.8) - rng.uniform(0.12, 0.2)
-
-
-def _crescent(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.maximum(np.hypot(u, v) - 1, rng.uniform(0.8, 0.95) - np.hypot(u - 0.5, v))
-
-
-def _square(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.maximum(np.abs(u), np.abs(v)) - 0.85
-
-
-def _triangle(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    return np.maximum(-v, np.abs(u) * 0.866 + v * 0.5) - 0.62
 
 
 def _cross(u: np.ndarray, v: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -98,15 +75,15 @@ def _in_patch(distance: np.ndarray, u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 SHAPES: dict[str, Shape] = {
     "checkerboard": _checkerboard,
-    "crescent": _crescent,
+    "crescent": lambda u, v, rng: np.maximum(np.hypot(u, v) - 1, rng.uniform(0.8, 0.95) - np.hypot(u - 0.5, v)),
     "cross": _cross,
-    "disk": _disk,
+    "disk": lambda u, v, rng: np.hypot(u, v) - 1,
     "dots": _dots,
-    "ring": _ring,
+    "ring": lambda u, v, rng: np.abs(np.hypot(u, v) - 0.8) - rng.uniform(0.12, 0.2),
     "spiral": _spiral,
-    "square": _square,
+    "square": lambda u, v, rng: np.maximum(np.abs(u), np.abs(v)) - 0.85,
     "stripes": _stripes,
-    "triangle": _triangle,
+    "triangle": lambda u, v, rng: np.maximum(-v, np.abs(u) * 0.866 + v * 0.5) - 0.62,
 }
 CLASSES = tuple(sorted(SHAPES))
 """Folder names; the position is the label, as in every reader that sorts folders."""
@@ -120,19 +97,6 @@ class ShapesRecipe:
     train_per_class: int
     val_per_class: int
     side_pixels: tuple[int, int]
-
-    def __post_init__(self) -> None:
-        low, high = self.side_pixels
-        legal = {
-            "seed": self.seed >= 0,
-            "train_per_class": self.train_per_class >= 1,
-            "val_per_class": self.val_per_class >= 1,
-            "side_pixels": 32 <= low <= high,
-        }
-        for key, is_legal in legal.items():
-            if not is_legal:
-                hint = "two numbers, 32 <= low <= high" if key == "side_pixels" else "a larger whole number"
-                raise ConfigError(f"{key}={getattr(self, key)} is not possible; give {hint}")
 
     @property
     def counts(self) -> dict[str, int]:
@@ -225,6 +189,8 @@ def write_dataset(
     Raises: ConfigError for an impossible setting; DataError if root holds something else or cannot be
     written.
     """
+    if seed < 0:
+        raise ConfigError(f"seed={seed} is not possible; give 0 or more")
     recipe = ShapesRecipe(seed, train_per_class, val_per_class, side_pixels)
     root = root.absolute()
     # a whole folder, which files.replacing cannot set aside
@@ -311,8 +277,8 @@ def _write_all(
     write_new(folder / MANIFEST, (json.dumps(_manifest(recipe), indent=2) + "\n").encode())
 
 
-def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: Chunk) -> int:
-    """Write the images of one chunk; return how many."""
+def _write_chunk(folder: Path, recipe: ShapesRecipe, chunk: tuple[str, int, range]) -> int:
+    """Write the images of (split, label, numbers), which a worker process does at a time; return how many."""
     split, label, numbers = chunk
     for number in numbers:
         name, sides = CLASSES[label], recipe.side_pixels

@@ -8,7 +8,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -74,26 +74,13 @@ class PackRecipe:
 
 
 @dataclass(frozen=True)
-class ShardPlan:
-    """Names the images of one shard: positions first, first + 1, ... of the split."""
-
-    number: int
-    first: int
-    paths: tuple[str, ...]
-    labels: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return shard_name(self.number)
-
-
-@dataclass(frozen=True)
 class SplitPlan:
     """State of packing one split."""
 
     folder: Path
     index: ImageIndex
-    shards: list[ShardPlan]
+    shards: list[range]
+    """Positions of the images of each shard."""
     bytes_in: int
     source: str
     """Changes when an image comes, goes, grows, is written anew or gets another label."""
@@ -155,15 +142,20 @@ def pack(
         on_left_out(left_out)
     num_done = num_packed = 0
     for plan in plans:
-        if not (stated := _stated_shards(plan.folder)) or not _is_whole(plan.folder):
-            make, records = partial(_make_shard, plan.folder, recipe, stated), []
-            for record, is_new in in_parallel(make, plan.shards, num_workers=num_workers):
-                records.append(record)
-                num_packed += len(record.rows) * is_new
-                if on_progress:
-                    on_progress(num_done + sum(len(each.rows) for each in records), total)
-            _write_index(plan, records, recipe=recipe)
-        num_done += len(plan.index)
+        stated: dict[str, Shard] = {}
+        with suppress(DataError):  # an index that is missing or broken is made anew
+            stated = {shard.name: shard for shard in read_facts(plan.folder).shards}
+            read_packed(plan.folder)
+            num_done += len(plan.index)
+            continue
+        make, records = partial(_make_shard, plan.folder, recipe, stated, plan.index), []
+        for record, is_new in in_parallel(make, [*enumerate(plan.shards)], num_workers=num_workers):
+            records.append(record)
+            num_packed += len(record.rows) * is_new
+            num_done += len(record.rows)
+            if on_progress:
+                on_progress(num_done, total)
+        _write_index(plan, records, recipe=recipe)
     return PackSummary(
         num_images=total,
         num_packed=num_packed,
@@ -180,10 +172,7 @@ def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: P
     for split in splits:
         index = read_images(source, split, classes=plans[0].index.classes if plans else None)
         sizes_N, digest = _survey(index)
-        shards = [
-            ShardPlan(number, p.start, tuple(map(index.name, p)), tuple(index.labels_N[p.start : p.stop].tolist()))
-            for number, p in enumerate(cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes))
-        ]
+        shards = cut_into_shards(sizes_N, shard_bytes=recipe.shard_bytes)
         plans.append(SplitPlan(target / split, index, shards, sum(sizes_N), digest))
     # after all splits were read: one that is bad leaves no folder behind
     for plan in plans:
@@ -259,64 +248,45 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         file.write((json.dumps(settings, indent=1) + "\n").encode())
 
 
-def _stated_shards(folder: Path) -> dict[str, Shard]:
-    """Return the shards of a split's index by name; none if it is missing or broken: it is made anew."""
-    try:
-        return {shard.name: shard for shard in read_facts(folder).shards}
-    except DataError:
-        return {}
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        read_packed(folder)
-    except DataError:
-        return False
-    return True
-
-
 def _make_shard(
-    folder: Path, recipe: PackRecipe, stated: dict[str, Shard], plan: ShardPlan
+    folder: Path, recipe: PackRecipe, stated: dict[str, Shard], index: ImageIndex, task: tuple[int, range]
 ) -> tuple[ShardRecord, bool]:
     """Take the shard that an earlier call left, if it is the stated one, or write it; tell whether it was written."""
-    if (folder / plan.name).exists():
-        try:
-            record = read_shard(folder / plan.name, expected=stated.get(plan.name))
-            if [row[0] for row in record.rows] == list(range(plan.first, plan.first + len(plan.paths))):
+    number, positions = task
+    path = folder / shard_name(number)
+    if path.exists():
+        with suppress(DataError):  # cut or damaged since
+            record = read_shard(path, expected=stated.get(path.name))
+            if [row[0] for row in record.rows] == list(positions):
                 return record, False
-        except DataError:  # cut or damaged since
-            pass
-    return write_shard(folder, recipe, plan), True
+    return write_shard(path, recipe, index, positions), True
 
 
-def write_shard(folder: Path, recipe: PackRecipe, plan: ShardPlan) -> ShardRecord:
-    """Write one tar file, whole or not at all: the same plan and images give the same bytes. Raises: DataError."""
-    digest, rows, num_bytes = hashlib.sha256(), [], 0
-    with new_shard_file(folder / plan.name) as file:
-        for header, block, facts in _members(recipe, plan):
-            if facts is not None:
-                number, *others = facts
-                # the offset of the image itself, behind its header: readers seek there
-                rows.append((number, num_bytes + len(header), *others))
-            for part in (header, block):
+def write_shard(target: Path, recipe: PackRecipe, index: ImageIndex, positions: range) -> ShardRecord:
+    """Write one tar file, whole or not at all: equal recipe and images give equal bytes. Raises: DataError."""
+    digest, rows, num_bytes, most = hashlib.sha256(), [], 0, recipe.max_pixels
+    with new_shard_file(target) as file:
+
+        def write(*parts: bytes) -> None:
+            nonlocal num_bytes
+            for part in parts:
                 file.write(part)
                 digest.update(part)
                 num_bytes += len(part)
-    return ShardRecord(Shard(plan.name, num_bytes, digest.hexdigest()), rows)
 
-
-def _members(recipe: PackRecipe, plan: ShardPlan) -> Iterator[tuple[bytes, bytes, tuple[int, ...] | None]]:
-    """Yield (header, padded data, (number, length, height, width, label) of an image or None) of a tar file's parts."""
-    most = recipe.max_pixels
-    for position, (path, label) in enumerate(zip(plan.paths, plan.labels, strict=True), plan.first):
-        data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality, max_pixels=most)
-        # readers end the key at the first dot; the number makes it unique, whatever the folder held
-        key = f"{key_number(position)}-{Path(path).stem.replace('.', '_')}"
-        suffix = "png" if data.startswith(PNG_START) else "webp" if is_webp(data) else "jpg"
-        size = encoded_size(data, path=path, max_pixels=most)
-        yield *tar_member(f"{key}.{suffix}", data), (position, len(data), *size, label)
-        yield *tar_member(f"{key}.cls", str(label).encode()), None
-    yield b"", bytes(2 * BLOCK_BYTES), None  # the end mark
+        for position in positions:
+            path, label = index.name(position), int(index.labels_N[position])
+            data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality, max_pixels=most)
+            # readers end the key at the first dot; the number makes it unique, whatever the folder held
+            key = f"{key_number(position)}-{Path(path).stem.replace('.', '_')}"
+            suffix = "png" if data.startswith(PNG_START) else "webp" if is_webp(data) else "jpg"
+            size = encoded_size(data, path=path, max_pixels=most)
+            header, block = tar_member(f"{key}.{suffix}", data)
+            # the offset of the image itself, behind its header: readers seek there
+            rows.append((position, num_bytes + len(header), len(data), *size, label))
+            write(header, block, *tar_member(f"{key}.cls", str(label).encode()))
+        write(bytes(2 * BLOCK_BYTES))  # the end mark
+    return ShardRecord(Shard(target.name, num_bytes, digest.hexdigest()), rows)
 
 
 def tar_member(name: str, data: bytes) -> tuple[bytes, bytes]:

@@ -8,11 +8,12 @@ import re
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,6 @@ class DataSet:
     read: Callable[["DataSet", Mapping[str, Path], str], Iterator[StoredImage]]
     """(data set, archives, key of the archive to read) -> its images."""
 
-    @property
-    def is_one_archive(self) -> bool:
-        return not self.num_images.keys() & self.archives.keys()
-
     def members(self, archive: Path | Member) -> Iterator[Member]:
         """Yield the files of an archive that has no more members than the data set can need. Raises: DataError."""
         return read_members(archive, max_members=2 * sum(self.num_images.values()) + 10_000)
@@ -79,7 +76,7 @@ def prepare(
     """
     if not (missing := missing_splits(root, data_set)):
         return []
-    parts = {"all": missing} if data_set.is_one_archive else {split: [split] for split in missing}
+    parts = {"all": missing} if "all" in data_set.archives else {split: [split] for split in missing}
     with _only_run(root, data_set) as unfinished:
         paths = {}
         for key, archive in data_set.archives.items():
@@ -93,43 +90,33 @@ def prepare(
             images = (
                 (path, data) for path, data in data_set.read(data_set, paths, key) if path.split("/")[0] in splits
             )
-            total = sum(data_set.num_images[split] for split in splits)
-            report = partial(on_progress, f"writing {' and '.join(splits)}")
-            write_images(unfinished, images, num_threads=num_threads, on_written=partial(_count, report, total))
+            what, total = f"writing {' and '.join(splits)}", sum(data_set.num_images[split] for split in splits)
+            with closing(write_images(unfinished, images, num_threads=num_threads)) as written:
+                for done in written:
+                    on_progress(what, done, total)
             for split in splits:
                 _finish(root, data_set, split=split, unfinished=unfinished)
     return missing
 
 
-def _count(report: Callable[[int, int], None], total: int, done: int) -> None:
-    report(done, total)
-
-
-def write_images(
-    folder: Path, images: Iterable[StoredImage], *, num_threads: int, on_written: Callable[[int], None]
-) -> None:
-    """Write each image to its path, unless its bytes are there; on_written gets the number that is done.
+def write_images(folder: Path, images: Iterable[StoredImage], *, num_threads: int) -> Generator[int, None, None]:
+    """Write each image to its path, unless its bytes are there; yield the number that is done after each.
 
     In threads: what takes time on a cluster's file system is waiting for it. Raises: OSError.
     """
     in_flight: deque[tuple[Future[None], int]] = deque()
     num_bytes = num_done = 0
-
-    def wait() -> None:
-        nonlocal num_bytes, num_done
-        future, size = in_flight.popleft()
-        future.result()
-        num_bytes, num_done = num_bytes - size, num_done + 1
-        on_written(num_done)
-
     with ThreadPoolExecutor(num_threads, thread_name_prefix="bigbatch-write") as threads:
-        for path, data in images:
-            while in_flight and (len(in_flight) >= 4 * num_threads or num_bytes > MAX_IN_FLIGHT_BYTES):
-                wait()
-            in_flight.append((threads.submit(_write_image, folder / path, data), len(data)))
-            num_bytes += len(data)
-        while in_flight:
-            wait()
+        for image in chain(images, (None,)):  # at the end, all are waited for
+            while in_flight and (image is None or len(in_flight) >= 4 * num_threads or num_bytes > MAX_IN_FLIGHT_BYTES):
+                future, size = in_flight.popleft()
+                future.result()
+                num_bytes, num_done = num_bytes - size, num_done + 1
+                yield num_done
+            if image is not None:
+                path, data = image
+                in_flight.append((threads.submit(_write_image, folder / path, data), len(data)))
+                num_bytes += len(data)
 
 
 def _write_image(path: Path, data: bytes) -> None:
@@ -212,12 +199,11 @@ def class_names(folder: Path) -> list[str]:
 
 def _wrong_counts(folder: Path, data_set: DataSet, *, split: str) -> str | None:
     """Return what is wrong with the number of classes or images; None if both are as published."""
-    names = class_names(folder)
+    names, num_classes, expected = class_names(folder), data_set.num_classes, data_set.num_images[split]
     found = sum(len(list_below(folder / name).images) for name in names)
-    expected = data_set.num_images[split]
-    if (len(names), found) == (data_set.num_classes, expected):
+    if (len(names), found) == (num_classes, expected):
         return None
-    return f"holds {found:,} of {expected:,} images in {len(names):,} of {data_set.num_classes:,} classes"
+    return f"holds {found:,} of {expected:,} images in {len(names):,} of {num_classes:,} classes"
 
 
 def _read_sources(root: Path) -> dict[str, Any]:

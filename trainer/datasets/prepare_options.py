@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigbatch.errors import print_line
+from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 
 if TYPE_CHECKING:
@@ -78,9 +79,7 @@ def add_prepare(commands: "Subparsers") -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("root", type=as_path, metavar="ROOT", help=f"folder to write, such as data/{name}")
-        parser.add_argument(
-            "--threads", type=_at_least_one, default=8, help="files written at once (default: %(default)s)"
-        )
+        parser.add_argument("--threads", type=whole, default=8, help="files written at once (default: %(default)s)")
         where = "folder of the archives" + ("; nothing is downloaded" if texts.is_downloaded else "")
         required = not texts.is_downloaded
         parser.add_argument("--archives", type=as_path, required=required, metavar="FOLDER", help=where)
@@ -92,19 +91,15 @@ def add_prepare(commands: "Subparsers") -> None:
         if name == "imagenette":
             sides = "shorter side of the images (default: %(default)s, as in ImageNet)"
             parser.add_argument("--size", choices=IMAGENETTE_SIZES, default="full", help=sides)
-        parser.set_defaults(run=partial(_run, name))
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not possible; give 1 or more")
-    return int(text)
+        parser.set_defaults(run=partial(_run, name), parser=parser)
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
     from bigbatch.trainer.datasets.prepare import prepare
     from bigbatch.trainer.datasets.show_progress import show_each
 
+    if arguments.threads < 1:
+        arguments.parser.error(f"argument --threads: {arguments.threads} is not possible; give 1 or more")
     start, data_set = time.monotonic(), _find(name, arguments)
     with show_each() as on_progress:
         written = prepare(

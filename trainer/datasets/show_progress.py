@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from bigbatch.errors import printable
 
@@ -32,13 +32,19 @@ def show_each(*, unit: str = "") -> Iterator[Report]:
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[so_far]}"))
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        tasks, counts = {}, {}
+        tasks: dict[str, tuple[TaskID, int, float]] = {}
 
         def report(what: str, done: int, total: int) -> None:
-            what = printable(what)
             if what not in tasks:
-                tasks[what], counts[what] = progress.add_task(what, so_far=""), _Count(unit)
-            progress.update(tasks[what], completed=done, total=total, so_far=counts[what].text(done, total))
+                tasks[what] = progress.add_task(printable(what), so_far=""), done, time.monotonic()
+            # the rate is that since the first call: earlier work may be another process's
+            task, first_done, start = tasks[what]
+            so_far = f"{done / max(total, 1):.0%}"
+            if unit:
+                so_far = f"{done:,}/{total:,}"
+                if done > first_done:
+                    so_far += f" {(done - first_done) / (time.monotonic() - start):,.0f} {unit}/s"
+            progress.update(task, completed=done, total=total, so_far=so_far)
 
         yield report
 
@@ -52,22 +58,3 @@ def _lines(say: Callable[[str], None], unit: str) -> Report:
             say(f"{printable(what)}: {done:,} of {total:,} {unit}".rstrip())
 
     return report
-
-
-class _Count:
-    """Shows the number done, and the rate since the first call; earlier work may be another process's."""
-
-    def __init__(self, unit: str) -> None:
-        self._unit = unit
-        self._first: tuple[int, float] | None = None
-
-    def text(self, done: int, total: int) -> str:
-        """Return the share, or number and rate if there is a unit; without a rate at the first call."""
-        if not self._unit:
-            return f"{done / max(total, 1):.0%}"
-        now = time.monotonic()
-        if self._first is None:
-            self._first = done, now
-        first_done, start = self._first
-        rate = f" {(done - first_done) / (now - start):,.0f} {self._unit}/s" if done > first_done else ""
-        return f"{done:,}/{total:,}{rate}"

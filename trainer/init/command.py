@@ -16,12 +16,11 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config, packaged_configs
 from bigbatch.trainer.datasets.check import Finding, spelling_findings, unprintable_findings
 from bigbatch.trainer.datasets.check_report import finding_lines
-from bigbatch.trainer.datasets.pixel_option import add_max_megapixels
 from bigbatch.trainer.datasets.show_progress import show_progress
-from bigbatch.trainer.init.layout import Found, look, require_folder, require_no_columns
+from bigbatch.trainer.datasets.subcommands import add_max_megapixels
+from bigbatch.trainer.init.layout import Found, look, require_folder, require_no_columns, split_classes
 from bigbatch.trainer.init.measure import Measured, measure
-from bigbatch.trainer.init.recipe import Facts, recipe_text
-from bigbatch.trainer.init.split import split_classes
+from bigbatch.trainer.init.recipe import recipe_text
 from bigbatch.trainer.init.tables import find_tables, unpack_tables
 from bigbatch.trainer.init.unpack import find_shards, unpack
 from bigbatch.trainer.input.base import ImageSource
@@ -66,8 +65,10 @@ def main(argv: Sequence[str]) -> int:
                 on_progress=on_progress,
             )
         findings += _unusable(pictures, measured, leave_out=arguments.leave_out)
-    if not arguments.force:
-        findings += _existing(recipe, recipe.with_suffix(".json") if pictures.listed else None)
+    outputs = [recipe, *([recipe.with_suffix(".json")] if pictures.listed else [])]
+    if not arguments.force and (existing := tuple(str(path) for path in outputs if os.path.lexists(path))):
+        meaning = "name another --out, or give --force"
+        findings.append(Finding("file that exists", "output", existing, is_problem=True, meaning=meaning))
     findings.sort(key=lambda finding: not finding.is_problem)
     for line in (*_summary(folder, found, pictures, measured), *finding_lines(findings, num_shown=NUM_SHOWN)):
         print_line(line)
@@ -91,7 +92,9 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] |
         parser.error("--samples takes 1 or more, --seed 0 or more")
     if arguments.unpack and arguments.labels:
         parser.error("--labels is not possible with --unpack: what is unpacked has its labels")
-    recipe = arguments.out = arguments.out or Path(f"{_plain_name(arguments.unpack or arguments.folder)}.yaml")
+    # the folder's name in letters that need no quotes
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", (arguments.unpack or arguments.folder).resolve().name).strip("-.")
+    recipe = arguments.out = arguments.out or Path(f"{name or 'mine'}.yaml")
     if recipe.suffix not in (".yaml", ".yml"):  # a list lies beside it, as .json
         parser.error(f"--out {recipe} is not possible: give a file that ends in .yaml or .yml")
     if not os.access(recipe.parent, os.W_OK | os.X_OK):
@@ -170,13 +173,6 @@ def _nothing_to_validate(where: str) -> Finding:
     return Finding("nothing to validate with", where, cases, is_problem=True, meaning="add images")
 
 
-def _existing(*paths: Path | None) -> Iterator[Finding]:
-    if cases := tuple(f"{path}" for path in paths if path is not None and os.path.lexists(path)):
-        yield Finding(
-            "file that exists", "output", cases, is_problem=True, meaning="name another --out, or give --force"
-        )
-
-
 def _summary(folder: Path, found: Found, pictures: _Pictures, measured: Measured | None) -> Iterator[str]:
     splits = pictures.splits
     counts = " and ".join(
@@ -200,18 +196,12 @@ def _write(recipe: Path, pictures: _Pictures, measured: Measured, *, arguments: 
         counts = {split: sum(map(len, by_class.values())) for split, by_class in pictures.listed.items()}
     text = recipe_text(
         arguments.like,
-        Facts(
-            root=str(root),
-            num_classes=len(pictures.splits["train"].classes),
-            num_train=counts["train"],
-            num_val=counts["val"],
-            mean=measured.mean,
-            std=measured.std,
-            num_averaged=measured.num_averaged,
-            seed=arguments.seed,
-            short_side_pixels=measured.short_side_pixels,
-            max_megapixels=arguments.max_megapixels,
-        ),
+        measured,
+        root=str(root),
+        num_classes=len(pictures.splits["train"].classes),
+        counts=counts,
+        seed=arguments.seed,
+        max_megapixels=arguments.max_megapixels,
     )
     try:
         if pictures.listed is not None:
@@ -239,17 +229,10 @@ def _typed(word: str) -> str:
     """Return a word as typed into a shell; unprintable characters as byte escapes of bash and zsh."""
     if word.isprintable():
         return shlex.quote(word)
-    bytewise = (c if c.isprintable() and c not in "\\'" else _bytes_of(c) for c in word)
-    return f"$'{''.join(bytewise)}'"
-
-
-def _bytes_of(character: str) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
-
-
-def _plain_name(folder: Path) -> str:
-    """Return the folder's name in letters that need no quotes."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-.") or "mine"
+    is_plain = [c.isprintable() and c not in "\\'" for c in word]
+    characters = zip(word, is_plain, strict=True)
+    code = (c if plain else "".join(f"\\x{byte:02x}" for byte in os.fsencode(c)) for c, plain in characters)
+    return f"$'{''.join(code)}'"
 
 
 def _parser() -> argparse.ArgumentParser:

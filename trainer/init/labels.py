@@ -3,7 +3,7 @@
 import csv
 import io
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,13 +96,10 @@ def _names(images: Sequence[str]) -> dict[str, str | None]:
     """Return name -> image; None if the name fits several."""
     known: dict[str, str | None] = {}
     for image in images:
-        for name in {*_shorter(image)} - {image}:
+        shorter = {
+            short for name in (image, posixpath.basename(image)) for short in (name, posixpath.splitext(name)[0])
+        }
+        for name in shorter - {image}:
             known[name] = None if name in known else image
     # last, as a whole path is always of one image
     return known | {image: image for image in images}
-
-
-def _shorter(image: str) -> Iterator[str]:
-    for name in (image, posixpath.basename(image)):
-        yield name
-        yield posixpath.splitext(name)[0]

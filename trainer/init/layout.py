@@ -1,13 +1,21 @@
-"""Detect the layout of a folder of images: both splits, class folders without splits, or images and a table."""
+"""Detect the layout of a folder of images, and split it if it has no splits itself."""
 
+import hashlib
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.errors import DataError, shortened
-from bigbatch.trainer.datasets.check import Finding, class_findings, left_out_findings, listing_findings
-from bigbatch.trainer.datasets.listing import list_folder, open_listing
+from bigbatch.trainer.datasets.check import (
+    Finding,
+    class_findings,
+    left_out_findings,
+    list_folder,
+    listing_findings,
+    open_listing,
+)
 from bigbatch.trainer.init.labels import read_labels
 from bigbatch.trainer.init.tables import find_tables
 from bigbatch.trainer.init.unpack import find_shards
@@ -44,7 +52,10 @@ def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] |
     require_folder(folder)
     top = list_split(folder)
     folders = top.folders
-    _refuse_foreign(folder)
+    if find_tables(folder):
+        raise DataError(f"{folder}: is a data set of Hugging Face's: give --unpack TARGET to make class folders of it")
+    if find_shards(folder):
+        raise DataError(f"{folder}: holds tar archives: give --unpack TARGET if they are WebDataset's shards")
     tables = [labels] if labels else [folder / name for name in top.others if name.lower().endswith(".csv")]
     if labels is None:
         splits = [split for split in SPLITS if split in folders and _is_split(folder / split)]
@@ -89,13 +100,6 @@ def require_no_columns(folder: Path, columns: tuple[str, str] | None) -> None:
 def _is_split(folder: Path) -> bool:
     """Tell a split from a class of that name: images of trains lie in train/ directly."""
     return is_packed(folder) or bool(list_split(folder).folders)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    if find_tables(folder):
-        raise DataError(f"{folder}: is a data set of Hugging Face's: give --unpack TARGET to make class folders of it")
-    if find_shards(folder):
-        raise DataError(f"{folder}: holds tar archives: give --unpack TARGET if they are WebDataset's shards")
 
 
 def _both_splits(folder: Path, *, leave_out: bool) -> Found:
@@ -144,3 +148,22 @@ def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | No
     findings += left_out_findings(str(folder), left_out, unlisted=below.unlisted, leave_out=leave_out)
     names = f", its first line taken for names: {shortened(table.names)}" if table.names else ""
     return Found(f"images with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)
+
+
+def split_classes(
+    by_class: Mapping[str, Sequence[str]], *, val_share: float, seed: int
+) -> dict[str, dict[str, list[str]]]:
+    """Return {"train": ..., "val": ...} by class: of each class the share of its images with the lowest hashes.
+
+    The hash is of (seed, path). A class of two or more has one at least in both splits; a class of one trains.
+    """
+
+    def draw(path: str) -> bytes:
+        return hashlib.blake2b(f"{seed}/".encode() + os.fsencode(path), digest_size=16).digest()
+
+    splits: dict[str, dict[str, list[str]]] = {"train": {}, "val": {}}
+    for name, paths in by_class.items():
+        ranked = sorted(paths, key=draw)
+        num_val = min(len(paths) - 1, max(1, round(val_share * len(paths))))
+        splits["val"][name], splits["train"][name] = ranked[:num_val], ranked[num_val:]
+    return splits

@@ -1,6 +1,6 @@
 """Recipe for the user's images: the values that it states besides the packaged experiment that it extends."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from bigbatch.trainer.config.batch import largest_divisor
@@ -9,6 +9,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.datasets.check import Spread
+from bigbatch.trainer.init.measure import Measured
 
 MIN_STEPS = 8
 """The recipe has a smaller batch than its base if an epoch would have fewer updates."""
@@ -16,50 +17,44 @@ LEAST_BATCH = 16
 """Smaller ones leave batch norm too few images, as long as there are so many."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts on the images that a recipe needs."""
+def recipe_text(
+    like: str,
+    measured: Measured,
+    *,
+    root: str,
+    num_classes: int,
+    counts: Mapping[str, int],
+    seed: int,
+    max_megapixels: float = DataConfig.max_megapixels,
+) -> str:
+    """Return the recipe's text. counts: split -> number of images; max_megapixels: the requested limit of an image.
 
-    root: str
-    num_classes: int
-    num_train: int
-    num_val: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    num_averaged: int
-    """Number of training images behind mean and std."""
-    seed: int
-    short_side_pixels: Spread
-    max_megapixels: float = DataConfig.max_megapixels
-    """Requested limit of an image, in million pixels."""
-
-
-def recipe_text(like: str, facts: Facts) -> str:
-    """Return the recipe's text. Raises: ConfigError if the packaged experiment like does not fit such images."""
+    Raises: ConfigError if the packaged experiment like does not fit such images.
+    """
     base = load_config(["--config", like])
     batch = base.batch.global_batch_size
-    sizes = _batch(base, num_train=facts.num_train)
+    sizes = _batch(base, num_train=counts["train"])
     stated: dict[str, dict[str, tuple[Any, str]]] = {
         "data": {
-            "root": (facts.root, ""),
-            "num_classes": (facts.num_classes, ""),
-            "image_size": _image_size(base, facts.short_side_pixels),
+            "root": (root, ""),
+            "num_classes": (num_classes, ""),
+            "image_size": _image_size(base, measured.short_side_pixels),
         },
         "batch": {
-            "global_batch_size": (sizes[0], f"{facts.num_train // sizes[0]:,} steps in an epoch"),
+            "global_batch_size": (sizes[0], f"{counts['train'] // sizes[0]:,} steps in an epoch"),
             "microbatch_size": (sizes[1], ""),
             "bn_span": (sizes[2], ""),
         },
     }
-    if facts.max_megapixels != base.data.max_megapixels:
-        stated["data"]["max_megapixels"] = (facts.max_megapixels, "")
+    if max_megapixels != base.data.max_megapixels:
+        stated["data"]["max_megapixels"] = (max_megapixels, "")
     if base.model.weights is None:  # else those that the weights were trained with
         stated["data"] |= {
             "mean": (
-                [round(value, 4) for value in facts.mean],
-                f"of {facts.num_averaged:,} training images, seed {facts.seed}",
+                [round(value, 4) for value in measured.mean],
+                f"of {measured.num_averaged:,} training images, seed {seed}",
             ),
-            "std": ([round(value, 4) for value in facts.std], "the same"),
+            "std": ([round(value, 4) for value in measured.std], "the same"),
         }
     if sizes[0] != batch:
         base_lr = base.schedule.base_lr
@@ -67,7 +62,7 @@ def recipe_text(like: str, facts: Facts) -> str:
     words = [f"--{section}.{key}={as_yaml(v)}" for section, keys in stated.items() for key, (v, _) in keys.items()]
     load_config(["--config", like, *words])  # refuses what does not go together before anything is written
     lines = [
-        f"# {facts.num_classes:,} classes, {facts.num_train:,} training and {facts.num_val:,} validation images, "
+        f"# {num_classes:,} classes, {counts['train']:,} training and {counts['val']:,} validation images, "
         "looked at by `bigbatch init`.",
         f"base: {like}",
     ]

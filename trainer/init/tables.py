@@ -10,7 +10,7 @@ from bigbatch.errors import DataError, shortened
 from bigbatch.files import parse_json
 from bigbatch.trainer.datasets.check import Finding
 from bigbatch.trainer.datasets.prepare import StoredImage
-from bigbatch.trainer.init.unpack import Part, below, is_folder_name, lacking_findings, require_new, write_parts
+from bigbatch.trainer.init.unpack import is_folder_name, lacking_findings, require_new, write_parts
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
 """Names of data sets for a run's two splits."""
@@ -66,11 +66,15 @@ def unpack_tables(
     """
     require_new(target)
     lacking: list[str] = []
-    paths = [path for files in tables.files.values() for path in files]
+    parts = (
+        (path, f"{split}/" if split else "", _rows(path, number=number, columns=columns, lacking=lacking))
+        for split, files in tables.files.items()
+        for number, path in enumerate(files)
+    )
     write_parts(
         target,
-        _parts(tables, columns=columns, lacking=lacking),
-        num_bytes=sum(path.stat().st_size for path in paths if path.is_file()),
+        parts,
+        files=[path for files in tables.files.values() for path in files],
         on_progress=on_progress,
         lacking=lacking,
         none=f"{folder}: no row holds an image ({', '.join(MAGIC.values())}) with its label",
@@ -82,19 +86,9 @@ def unpack_tables(
     return found
 
 
-def _parts(tables: Tables, *, columns: tuple[str, str] | None, lacking: list[str]) -> Iterator[Part]:
-    for split, files in tables.files.items():
-        prefix = f"{split}/" if split else ""
-        for number, path in enumerate(files):
-            rows = _rows(path, number=number, columns=columns, lacking=lacking)
-            size = path.stat().st_size if path.is_file() else 0
-            yield Part(size, below(prefix, rows))
-
-
 def _saved(folder: Path) -> dict[str, list[Path]]:
     if (folder / IN_FOLDER).is_file():
-        names = [name for name in _read_json(folder / IN_FOLDER, "splits") if _is_plain(name)]
-        return {name: _files_of(folder / name) for name in names}
+        return {name: _files_of(folder / name) for name in _read_json(folder / IN_FOLDER, "splits") if _is_plain(name)}
     return {folder.name: _files_of(folder)} if (folder / OF_SPLIT).is_file() else {}
 
 
@@ -146,10 +140,13 @@ def _rows(path: Path, *, number: int, columns: tuple[str, str] | None, lacking: 
             for batch in batches:
                 for picture, value in zip(batch.column(image), batch.column(label), strict=True):
                     row += 1
-                    data, class_name = _bytes_of(picture.as_py()), _class_of(value.as_py(), names)
+                    cell, class_name = picture.as_py(), _class_of(value.as_py(), names)
+                    # bytes, or {"bytes": ..., "path": ...}; a path without bytes leads elsewhere
+                    held = cell.get("bytes") if isinstance(cell, dict) else cell
+                    data = held if isinstance(held, bytes) else b""
                     suffix = next((MAGIC[magic] for magic in MAGIC if data.startswith(magic)), None)
                     if suffix is None or not is_folder_name(class_name):
-                        what = suffix or f"{image} holds {shortened(picture.as_py())}"
+                        what = suffix or f"{image} holds {shortened(cell)}"
                         lacking.append(f"{path.name}: row {row}: {what}, {label} {shortened(class_name)}")
                         continue
                     yield f"{class_name}/{number:06d}-{row:06d}{suffix}", data
@@ -179,12 +176,6 @@ def _columns(path: Path, schema: Any, columns: tuple[str, str] | None) -> tuple[
         raise DataError(f"{path}: has several columns {twice[0]!r}; save it with one")
     names = features.get(columns[1], {}).get("names")
     return (*columns, names if isinstance(names, list) else None)
-
-
-def _bytes_of(picture: object) -> bytes:
-    """Return the bytes of a cell: bytes, or {"bytes": ..., "path": ...}; a path without bytes leads elsewhere."""
-    held = picture.get("bytes") if isinstance(picture, dict) else picture
-    return held if isinstance(held, bytes) else b""
 
 
 def _class_of(value: object, names: Sequence[str] | None) -> str:

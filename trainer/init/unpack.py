@@ -4,7 +4,6 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from bigbatch.errors import DataError, shortened
@@ -36,7 +35,7 @@ def unpack(
     that exists.
     """
     require_new(target)
-    splits = [_split_of(shard) for shard in shards]
+    splits = [next((s for s in SPLITS if path.name.startswith(s) or path.parent.name == s), None) for path in shards]
     if None in splits and any(splits):  # it may be a test set, which is not to be trained on
         raise DataError(
             f"{shards[splits.index(None)]}: is called neither {' nor '.join(SPLITS)}, as other shards are: name it so, "
@@ -45,61 +44,51 @@ def unpack(
     is_split = {*splits} == {*SPLITS}
     lacking: list[str] = []
     parts = (
-        Part(
-            shard.stat().st_size,
-            below(f"{split}/" if is_split else "", _samples(shard, number=number, lacking=lacking)),
-        )
+        (shard, f"{split}/" if is_split else "", _samples(shard, number=number, lacking=lacking))
         for number, (shard, split) in enumerate(zip(shards, splits, strict=True))
     )
     images = ", ".join(IMAGE_SUFFIXES)
     none = f"{shards[0]}: no shard holds an image ({images}) with a {LABEL} beside it"
-    total = sum(shard.stat().st_size for shard in shards)
-    write_parts(target, parts, num_bytes=total, on_progress=on_progress, none=none, lacking=lacking)
+    write_parts(target, parts, files=shards, on_progress=on_progress, none=none, lacking=lacking)
     return lacking_findings(
         f"sample without one image and one {LABEL}", shards[0].parent, target, lacking, leave_out=leave_out
     )
 
 
-@dataclass(frozen=True)
-class Part:
-    """Images of one file, by their paths below the target; read on demand."""
-
-    num_bytes: int
-    """Size of the file."""
-    images: Iterator[StoredImage]
-
-
-def below(prefix: str, images: Iterable[StoredImage]) -> Iterator[StoredImage]:
-    """Put a prefix before the path of each image."""
-    return ((f"{prefix}{path}", data) for path, data in images)
+Part = tuple[Path, str, Iterator[StoredImage]]
+"""A file, the folder of its split with a slash, or nothing, and its images by their paths below that."""
 
 
 def write_parts(
     target: Path,
     parts: Iterable[Part],
     *,
-    num_bytes: int,
+    files: Sequence[Path],
     on_progress: Callable[[int, int], None],
     none: str,
     lacking: Sequence[str],
 ) -> None:
-    """Write the images below target, which appears when it is whole. on_progress gets bytes of num_bytes.
+    """Write the images below target, which appears when it is whole. on_progress gets bytes of all files.
 
     Raises: DataError, in the words none and with the first of lacking, as parts fill it, where there is no image.
     """
-    done = 0
-    with _own_folder(target) as own:
-        hidden = Path(own, "pictures")  # own is its owner's alone, target takes the umask
-        try:
-            for part in parts:
-                write_images(hidden, part.images, num_threads=NUM_THREADS, on_written=lambda _: None)
-                done += part.num_bytes
-                on_progress(done, num_bytes)
+    sizes = {path: path.stat().st_size if path.is_file() else 0 for path in files}
+    done, total = 0, sum(sizes.values())
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as own:
+            hidden = Path(own, "pictures")  # own is its owner's alone, target takes the umask
+            for path, prefix, images in parts:
+                below = ((f"{prefix}{name}", data) for name, data in images)
+                for _ in write_images(hidden, below, num_threads=NUM_THREADS):
+                    pass
+                done += sizes[path]
+                on_progress(done, total)
             if not hidden.is_dir():
                 raise DataError("; ".join((none, *lacking[:1])))
             os.replace(hidden, target)
-        except OSError as error:
-            raise _write_error(target, error) from error
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written ({error.strerror}); name another folder") from error
 
 
 def lacking_findings(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> list[Finding]:
@@ -114,25 +103,6 @@ def require_new(target: Path) -> None:
     """Raise DataError if target exists."""
     if os.path.lexists(target):
         raise DataError(f"{target}: exists; to go on with what lies there: bigbatch init {target}")
-
-
-def _own_folder(target: Path) -> tempfile.TemporaryDirectory[str]:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True)
-    except OSError as error:
-        raise _write_error(target, error) from error
-
-
-def _write_error(target: Path, error: OSError) -> DataError:
-    return DataError(f"{target}: cannot be written ({error.strerror}); name another folder")
-
-
-def _split_of(shard: Path) -> str | None:
-    for split in SPLITS:
-        if shard.name.startswith(split) or shard.parent.name == split:
-            return split
-    return None
 
 
 def _samples(shard: Path, *, number: int, lacking: list[str]) -> Iterator[StoredImage]:

@@ -36,13 +36,26 @@ def test_read_members_files_are_read_whatever_the_compression_and_folders_passed
     assert read_all(path) == FILES
 
 
-@pytest.mark.parametrize("mode", ["w:bz2", "w:xz"])
-def test_read_members_a_compression_that_no_data_set_uses_is_no_tar(tmp_path, mode):
+def with_flipped_middle(data):
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        tar_of(FILES, mode="w:bz2"),  # a compression that no data set uses
+        tar_of(FILES, mode="w:xz")[:-20],
+        b"<html>404 not found</html>" * 100,
+        with_flipped_middle(gzip.compress(tar_of({"x": bytes(range(256)) * 400}))),
+    ],
+    ids=["bzip2", "xz, cut off", "html", "damage within compressed data"],
+)
+def test_read_members_what_is_no_whole_tar_is_named(tmp_path, data):
     path = tmp_path / "archive.tar"
-    for num_bytes in (None, -20):  # whole, and cut off
-        path.write_bytes(tar_of(FILES, mode=mode)[:num_bytes])
-        with pytest.raises(DataError, match=naming(path, "damaged", "download")):
-            read_all(path)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=naming(path, "damaged", "download")):
+        read_all(path)
 
 
 def test_read_members_an_archive_within_an_archive_is_read_in_place(tmp_path):
@@ -136,23 +149,21 @@ BOMBS = {
         "sparse",
     ),
     "names": (
-        b"".join(extension(tarfile.XHDTYPE, pax(b"path", b"%d" % n + b"n" * 60_000)) + MEMBER for n in range(400)),
+        b"".join(extension(tarfile.XHDTYPE, pax(b"path", b"%d" % n + b"n" * 60_000)) + MEMBER for n in range(300)),
         None,
     ),
 }
 
 
-@pytest.mark.parametrize("mode", ["plain", "gzip"])
 @pytest.mark.parametrize("case", BOMBS)
-def test_read_members_headers_do_not_fill_the_memory(tmp_path, case, mode):
+def test_read_members_headers_do_not_fill_the_memory(tmp_path, case):
     headers, reason = BOMBS[case]
     path = tmp_path / "archive.tar"
-    data = headers + MEMBER + bytes(1024)
-    path.write_bytes(data if mode == "plain" else gzip.compress(data, 1))
+    path.write_bytes(gzip.compress(headers + MEMBER + bytes(1024), 1))
     tracemalloc.start()
     try:
         if reason is None:
-            assert sum(1 for _ in read_members(path)) == 401
+            assert sum(1 for _ in read_members(path)) == 301
         else:
             with pytest.raises(DataError, match=naming(path, reason)) as error:
                 read_all(path)
@@ -167,22 +178,6 @@ def test_read_members_more_members_than_any_data_set_has_are_refused(tmp_path):
     path.write_bytes(tar_of(FILES))
     with pytest.raises(DataError, match=naming(path, "more than 2 members")):
         list(read_members(path, max_members=2))
-
-
-def test_read_members_no_tar_is_named(tmp_path):
-    path = tmp_path / "archive.tar"
-    path.write_bytes(b"<html>404 not found</html>" * 100)
-    with pytest.raises(DataError, match=naming(path, "damaged", "download")):
-        read_all(path)
-
-
-def test_read_members_damage_within_compressed_data_is_named(tmp_path):
-    path = tmp_path / "archive.tgz"
-    data = bytearray(gzip.compress(tar_of({"x": bytes(range(256)) * 400})))
-    data[len(data) // 2] ^= 255
-    path.write_bytes(data)
-    with pytest.raises(DataError, match=naming(path, "damaged")):
-        read_all(path)
 
 
 def test_read_members_a_damaged_header_in_an_inner_archive_is_not_taken_for_its_end(tmp_path):
@@ -321,27 +316,18 @@ FAILURES = {
 @pytest.mark.parametrize("claims", [None, "nothing"])
 def test_download_gets_its_name_when_it_is_whole(server, tmp_path, claims):
     http, archive = server
-    http.answer = answer_with(WHOLE, claims=claims)
-    seen = []
+    big, seen = b"0123456789abcdef" * 200_000, []
+    http.answer = answer_with(big, claims=claims)
 
     def on_progress(*state):
         seen.append(state)
         assert not (tmp_path / "new/folder/x.tgz").exists()
 
-    download(tmp_path / "new/folder", archive, on_progress=on_progress)
-    assert files_below(tmp_path) == {"new/folder/x.tgz": WHOLE}
-    assert seen == [("downloading x.tgz", 13, 13)]
+    download(tmp_path / "new/folder", replace(archive, md5=md5_of(big)), on_progress=on_progress)
+    assert files_below(tmp_path) == {"new/folder/x.tgz": big}
+    done = (1 << 20, 2 << 20, 3 << 20, 3_200_000)
+    assert seen == [("downloading x.tgz", n, 3_200_000 if claims is None else n) for n in done]
     assert http.asked == ["bigbatch"]
-
-
-def test_download_progress_comes_by_the_megabyte(server, tmp_path):
-    http, archive = server
-    big, seen = b"0123456789abcdef" * 200_000, []
-    http.answer = answer_with(big)
-    archive = replace(archive, md5=hashlib.md5(big).hexdigest())
-    download(tmp_path, archive, on_progress=lambda *state: seen.append(state))
-    assert (tmp_path / "x.tgz").read_bytes() == big
-    assert seen == [("downloading x.tgz", done, 3_200_000) for done in (1 << 20, 2 << 20, 3 << 20, 3_200_000)]
 
 
 @pytest.mark.parametrize("left", [b"whole", b"other archive", b""])
@@ -386,10 +372,3 @@ def test_download_a_disk_that_is_full_is_named(server, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=naming(archive.url, tmp_path / "x.tgz", os.strerror(errno.ENOSPC))):
         download(tmp_path, archive, on_progress=lambda *_: None)
     assert files_below(tmp_path) == {}
-
-
-def test_download_a_folder_that_cannot_be_made_is_named(server, tmp_path):
-    _, archive = server
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DataError, match=naming(archive.url, "file/below/x.tgz", os.strerror(errno.ENOTDIR))):
-        download(tmp_path / "file/below", archive, on_progress=lambda *_: None)

@@ -3,9 +3,6 @@
 import errno
 import json
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +36,10 @@ def test_generated_number_of_workers_and_chunking_do_not_change_a_byte(small_set
 
 
 def test_generated_layout_is_imagenets_with_sorted_class_folders(small_set):
+    stated = json.loads((small_set / MANIFEST).read_text())
+    assert {key: stated[key] for key in SMALL} == {**SMALL, "side_pixels": [40, 56]}
+    assert stated["version"] == generated.DATASET_VERSION
+    assert stated["classes"] == list(CLASSES)
     assert len(CLASSES) == 10
     for split, per_class in (("train", 4), ("val", 2)):
         assert sorted(os.listdir(small_set / split)) == list(CLASSES)
@@ -85,20 +86,14 @@ def test_generated_areas_of_the_shapes_have_their_closed_forms():
         assert area[name] == pytest.approx(np.pi * 1.1**2 / 2, rel=0.15), "a texture covers half its patch"
 
 
-def test_generated_second_call_changes_nothing(small_set):
-    times = {path: path.stat().st_mtime_ns for path in small_set.rglob("*")}
-    calls: list[tuple[int, int]] = []
-    assert not write_dataset(small_set, **SMALL, on_progress=lambda *call: calls.append(call))
-    assert {path: path.stat().st_mtime_ns for path in small_set.rglob("*")} == times
-    assert calls == []
-
-
-def test_generated_progress_rises_to_the_total(tmp_path):
-    (tmp_path / "set").mkdir()  # an empty folder is as good as none
-    calls: list[tuple[int, int]] = []
-    assert write_dataset(tmp_path / "set", **SMALL, on_progress=lambda *call: calls.append(call))
-    assert [done for done, _ in calls] == [*range(4, 41, 4), *range(42, 61, 2)]
-    assert {total for _, total in calls} == {60}
+def test_generated_progress_rises_to_the_total_and_a_second_call_changes_nothing(tmp_path):
+    root, calls = tmp_path / "set", []
+    root.mkdir()  # an empty folder is as good as none
+    assert write_dataset(root, **SMALL, on_progress=lambda *call: calls.append(call))
+    assert calls == [(done, 60) for done in (*range(4, 41, 4), *range(42, 61, 2))]
+    times = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    assert not write_dataset(root, **SMALL, on_progress=lambda *_: pytest.fail("writes"))
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == times
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"train_per_class": 5}, {"side_pixels": (40, 57)}])
@@ -107,12 +102,6 @@ def test_generated_other_parameters_in_the_same_folder_are_refused(small_set, ch
         DataError, match=naming(small_set / MANIFEST, *(f"{key}={value}" for key, value in change.items()), "delete")
     ):
         write_dataset(small_set, **{**SMALL, **change})
-
-
-def test_generated_another_version_is_refused(small_set, monkeypatch):
-    monkeypatch.setattr(generated, "DATASET_VERSION", generated.DATASET_VERSION + 1)
-    with pytest.raises(DataError, match=naming(small_set / MANIFEST, "another")):
-        write_dataset(small_set, **SMALL)
 
 
 def test_generated_missing_image_is_noticed(tmp_path):
@@ -180,47 +169,11 @@ def test_generated_process_that_was_faster_wins(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [root]
 
 
-def test_generated_script_without_main_guard_gets_the_advice(tmp_path):
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        "from pathlib import Path\n"
-        "from bigbatch.trainer.datasets.generated import write_dataset\n"
-        f"write_dataset(Path({str(tmp_path / 'set')!r}), train_per_class=1, val_per_class=1, num_workers=2)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert any(re.search(naming("DataError", "if __name__ == '__main__'"), line) for line in result.stderr.splitlines())
-    assert not (tmp_path / "set").exists(), "nothing half-written stands under the name that was asked for"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("seed", -1),
-        ("train_per_class", 0),
-        ("val_per_class", 0),
-        ("side_pixels", (31, 40)),
-        ("side_pixels", (50, 49)),
-        ("num_workers", 0),
-    ],
-)
+@pytest.mark.parametrize(("key", "value"), [("seed", -1), ("num_workers", 0)])
 def test_generated_impossible_setting_is_named(tmp_path, key, value):
     with pytest.raises(ConfigError, match=naming(f"{key}={value}")):
         write_dataset(tmp_path / "set", **{**SMALL, key: value})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_generated_import_brings_no_torch():
-    code = "import sys, bigbatch.trainer.datasets.generated; sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-
-
-def test_generated_manifest_states_the_parameters(small_set):
-    stated = json.loads((small_set / MANIFEST).read_text())
-    assert {key: stated[key] for key in SMALL} == {**SMALL, "side_pixels": [40, 56]}
-    assert stated["classes"] == sorted(os.listdir(small_set / "train"))
 
 
 def _linear_accuracy(

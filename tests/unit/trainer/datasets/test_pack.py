@@ -134,19 +134,6 @@ def test_cut_into_shards_fills_in_order_and_not_over(sizes, shard_bytes):
         assert size + 512 + -(-sizes[following[0]] // 512) * 512 + 1024 > shard_bytes
 
 
-@given(
-    name=st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=200),
-    data=st.binary(max_size=2000),
-)
-def test_tar_member_is_read_by_tarfile(name, data):
-    header, block = tar_member(name, data)
-    with tarfile.open(fileobj=io.BytesIO(header + block + bytes(1024))) as tar:
-        (member,) = tar.getmembers()
-        assert member.name == name
-        assert member.offset_data == len(header)
-        assert tar.extractfile(member).read() == data
-
-
 def test_shrink_is_antialiased():
     """Of a board of single black and white pixels a quarter of the size leaves an even grey."""
     board = Image.fromarray((np.indices((400, 600)).sum(axis=0) % 2 * 255).astype(np.uint8))
@@ -207,17 +194,12 @@ def test_pack_the_same_images_give_the_same_bytes(source, tmp_path):
     assert len(identities(tmp_path / "one/train")) > 3
 
 
-def test_pack_progress_and_summary(source, tmp_path):
-    calls = []
-    summary = pack(source, tmp_path / "packed", recipe=RECIPE, on_progress=lambda *call: calls.append(call))
-    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
-    assert calls[-1] == (15, 15)
-    assert (summary.num_images, summary.num_packed) == (15, 15)
-    assert summary.num_shards == len(list((tmp_path / "packed").rglob("*.tar"))) == len(calls)
-
-
 def test_pack_a_second_call_changes_nothing(source, tmp_path):
-    pack(source, tmp_path / "packed", recipe=RECIPE)
+    calls = []
+    first = pack(source, tmp_path / "packed", recipe=RECIPE, on_progress=lambda *call: calls.append(call))
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+    assert calls[-1] == (first.num_images, first.num_packed) == (15, 15)
+    assert first.num_shards == len(list((tmp_path / "packed").rglob("*.tar"))) == len(calls)
     before, whole = identities(tmp_path / "packed"), contents(tmp_path / "packed", but=())
     summary = pack(source, tmp_path / "packed", recipe=RECIPE)
     assert summary.num_packed == 0
@@ -244,17 +226,16 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
-@pytest.mark.parametrize("last", ["train/a/2.JPEG", "train/b/8.JPEG", "val/b/21.JPEG"])
+@pytest.mark.parametrize("last", ["train/a/2.JPEG", "val/b/21.JPEG"])
 def test_pack_a_killed_pack_goes_on_where_it_was(source, tmp_path, last):
     target = tmp_path / "packed"
     killed = subprocess.run([sys.executable, "-c", KILLED, source, target, last], env=environment())
     assert killed.returncode == -signal.SIGKILL
     assert list(target.rglob("*.unfinished")), "it was killed in the middle of a shard"
     before = identities(target)
-    with pytest.raises(
-        DataError, match=naming(f"packed/{last[: last.index('/')]}", "index.json", "`bigbatch data pack`")
-    ):
-        open_split(target, last.split("/")[0])
+    split = last.split("/")[0]
+    with pytest.raises(DataError, match=naming(f"packed/{split}", "index.json", "`bigbatch data pack`")):
+        open_split(target, split)
     assert pack(source, target, recipe=RECIPE).num_packed < (15 if before else 16)
     assert identities(target).items() >= before.items(), "a finished shard was written anew"
     pack(source, tmp_path / "at-once", recipe=RECIPE)
@@ -271,6 +252,7 @@ def test_pack_missing_and_cut_shards_are_made_anew(source, tmp_path):
     assert contents(tmp_path / "packed") == whole
     changed = {name for name, identity in identities(train).items() if identity != before[name]}
     assert changed == {"shard-000000.tar", "shard-000001.tar"}
+    assert verify(tmp_path / "packed") == 15
 
 
 @pytest.mark.parametrize("name", ["index.json", "index.npy"])
@@ -292,46 +274,27 @@ def pack_with_a_bad_image(source, target, *, recipe=RECIPE):
         (source / "train/b/8.JPEG").write_bytes(FILES["train/b/8.JPEG"])
 
 
-def test_pack_a_bad_image_that_is_replaced_is_packed_by_the_same_command(source, tmp_path):
-    target = tmp_path / "packed"
-    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
-        pack_with_a_bad_image(source, target)
-    assert len(identities(target)) > 2
-    pack(source, target, recipe=RECIPE)
-    pack(source, tmp_path / "at-once", recipe=RECIPE)
-    assert contents(target) == contents(tmp_path / "at-once")
-
-
-def cut_end(path):
-    path.write_bytes(path.read_bytes()[:-5000])
-
-
-def overwrite(path):
-    path.write_bytes(b"?" * path.stat().st_size)
-
-
-def repeat_first(path):
-    path.write_bytes(path.with_name("shard-000000.tar").read_bytes())
-
-
-@pytest.mark.parametrize("damage", [cut_end, overwrite, repeat_first])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-5000]),
+        lambda path: path.write_bytes(b"?" * path.stat().st_size),
+        lambda path: path.write_bytes(path.with_name("shard-000000.tar").read_bytes()),
+    ],
+    ids=["cut", "overwritten", "the first again"],
+)
 def test_pack_a_shard_that_was_damaged_before_the_end_is_packed_again(source, tmp_path, damage):
-    target = tmp_path / "packed"
-    (source / "train/b/8.JPEG").write_bytes(b"<html>")
-    with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
-        pack(source, target, recipe=RECIPE)
-    (source / "train/b/8.JPEG").write_bytes(FILES["train/b/8.JPEG"])
-    settings = json.loads((target / "train/pack.json").read_text())
-    pack(source, tmp_path / "at-once", recipe=RECIPE)
-    settings["source"] = json.loads((tmp_path / "at-once/train/pack.json").read_text())["source"]
-    (target / "train/pack.json").write_text(json.dumps(settings))
-    damage(target / "train/shard-000001.tar")
-    before = identities(target / "train")
+    """As after a kill: index.json is not there yet, so only the shard itself tells."""
+    pack(source, tmp_path / "packed", recipe=RECIPE)
+    train, whole = tmp_path / "packed/train", contents(tmp_path / "packed")
+    (train / "index.json").unlink()
+    damage(train / "shard-000001.tar")
+    before = identities(train)
     assert len(before) > 2
-    pack(source, target, recipe=RECIPE)
-    changed = {name for name, identity in before.items() if identities(target / "train")[name] != identity}
+    pack(source, tmp_path / "packed", recipe=RECIPE)
+    changed = {name for name, identity in before.items() if identities(train)[name] != identity}
     assert changed == {"shard-000001.tar"}
-    assert contents(target) == contents(tmp_path / "at-once")
+    assert contents(tmp_path / "packed") == whole
 
 
 def test_pack_a_set_of_an_older_version_is_read_and_not_packed_into(source, tmp_path):
@@ -375,6 +338,10 @@ def test_pack_a_source_that_changed_before_the_end_is_packed_as_it_is(source, tm
     assert verify(target) == 4
 
 
+def replace_bad_image(source):
+    """Nothing else: the same command packs the rest."""
+
+
 def insert_class(source):
     """The labels of b change, and nothing else of its shards."""
     for split in ("train", "val"):
@@ -388,14 +355,17 @@ def insert_image(source):
     (source / "train/a/00.jpg").write_bytes(encoded(51, 1, 1, mode="L"))
 
 
-@pytest.mark.parametrize(("change", "shard_bytes"), [(insert_class, 1), (insert_image, 11_000)])
+@pytest.mark.parametrize(
+    ("change", "shard_bytes"), [(replace_bad_image, 12_000), (insert_class, 1), (insert_image, 11_000)]
+)
 def test_pack_images_that_stay_but_get_another_label_or_number_are_packed_again(source, tmp_path, change, shard_bytes):
     target, recipe = tmp_path / "packed", PackRecipe(shard_bytes=shard_bytes)
     with pytest.raises(DataError, match=naming("train/b/8.JPEG", "image")):
         pack_with_a_bad_image(source, target, recipe=recipe)
+    assert len(identities(target)) > 2
     change(source)
     pack(source, target, recipe=recipe)
-    assert verify(target) == 16
+    assert verify(target) == len(list(source.rglob("*.*")))
     pack(source, tmp_path / "at-once", recipe=recipe)
     assert contents(target) == contents(tmp_path / "at-once")
 
@@ -455,14 +425,8 @@ def test_pack_settings_that_cannot_be_read_are_refused(source, tmp_path):
         pack(source, tmp_path / "file", recipe=RECIPE)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize(
-    ("data", "telling"),
-    [
-        (b"<html>", "not an image"),
-        (encoded(0)[:-200], "decoded"),
-        (encoded(0, kind="GIF"), "not an image in JPEG, PNG or WebP"),
-    ],
+    ("data", "telling", "num_workers"), [(b"<html>", "not an image", 2), (encoded(0)[:-200], "decoded", 1)]
 )
 def test_pack_a_bad_image_ends_packing_with_its_path(source, tmp_path, data, telling, num_workers):
     (source / "train/b/6.JPEG").write_bytes(data)
@@ -516,12 +480,7 @@ def test_pack_a_full_disk_leaves_no_half_shard_and_packing_goes_on_later(source,
 
 @pytest.mark.parametrize(
     ("key", "value", "legal"),
-    [
-        ("shard_bytes", 0, "1 or more"),
-        ("max_side", 0, "1 or more"),
-        ("quality", 0, "1 to 100"),
-        ("quality", 101, "1 to 100"),
-    ],
+    [("shard_bytes", 0, "1 or more"), ("max_side", 0, "1 or more"), ("quality", 101, "1 to 100")],
 )
 def test_pack_recipe_names_what_is_impossible(key, value, legal):
     with pytest.raises(ConfigError, match=naming(f"{key}={value} ", legal)):
@@ -531,7 +490,7 @@ def test_pack_recipe_names_what_is_impossible(key, value, legal):
 def test_pack_impossible_settings_are_named(source, tmp_path):
     with pytest.raises(ConfigError, match=naming("num_workers=0", "1")):
         pack(source, tmp_path / "packed", recipe=RECIPE, num_workers=0)
-    for splits in ([], [""], ["train", "../val"], [".."], ["train", "train"]):
+    for splits in ([""], ["train", "../val"], ["train", "train"]):
         with pytest.raises(ConfigError, match=naming(f"splits={','.join(splits)!r}", " train,val")):
             pack(source, tmp_path / "packed", recipe=RECIPE, splits=splits)
     shutil.rmtree(source / "val/b")
@@ -622,36 +581,10 @@ def test_verify_messages_of_damage(source, tmp_path, capsys, damage, message):
     num_shards = len(identities(tmp_path / "packed/train")) + len(identities(tmp_path / "packed/val"))
     assert calls == [(n, num_shards) for n in range(1, num_shards + 1)]
     damage(tmp_path / "packed/train")
-    with pytest.raises(DataError, match=message):
-        verify(tmp_path / "packed")
     assert main(["data", "pack", "--verify", str(tmp_path / "packed"), "--workers", "1"]) == 1
     *progress, line = capsys.readouterr().err.splitlines()
     assert re.search(message, line)
     assert all(re.fullmatch(r"verifying .*: \d+ of \d+ shards", line) for line in progress)
-
-
-@pytest.mark.parametrize(
-    ("damage", "name"),
-    [
-        (flip_byte, "shard-000001.tar"),
-        (restated(swap_entries), "shard-000000.tar"),
-        (restated(relabel), "shard-000000.tar"),
-        (rename_member, "shard-000000.tar"),
-        (add_member, "shard-000000.tar"),
-    ],
-)
-def test_verify_advises_what_mends_it_and_packs_nothing_else(source, tmp_path, damage, name):
-    train = tmp_path / "packed/train"
-    pack(source, tmp_path / "packed", recipe=RECIPE)
-    whole, before = contents(tmp_path / "packed"), identities(train)
-    damage(train)
-    with pytest.raises(DataError, match=naming(name, "delete", "`bigbatch data pack`")):
-        verify(tmp_path / "packed")
-    (train / name).unlink()
-    pack(source, tmp_path / "packed", recipe=RECIPE)
-    assert verify(tmp_path / "packed") == 15
-    assert contents(tmp_path / "packed") == whole
-    assert {shard for shard, identity in identities(train).items() if identity != before[shard]} == {name}
 
 
 def test_verify_wants_shards(tmp_path):
@@ -690,7 +623,7 @@ def test_pack_the_command(source, tmp_path, capsys):
     printed = capsys.readouterr().out.replace("\n", "")
     expected = r"packed: 15 images in 2 shards, [\d.]+ MB in, [\d.]+ MB out, [\d.]+ s, \d+ images/s"
     assert re.search(expected, printed)
-    assert main(["data", "pack", "--verify", target, "--workers", "2"]) == 0
+    assert main(["data", "pack", "--verify", target, "--workers", "1"]) == 0
     assert "all 15 images are as they were packed" in capsys.readouterr().out.replace("\n", "")
     assert main([*argv, "--quality", "50"]) == 1
     assert "quality 90 -> 50" in capsys.readouterr().err
@@ -733,7 +666,7 @@ def test_in_parallel_an_interrupt_while_tasks_are_handed_over_cancels_them(tmp_p
 
 
 def test_in_parallel_a_process_that_dies_is_reported():
-    with pytest.raises(DataError, match=naming("died", "--workers")):
+    with pytest.raises(DataError, match=naming("died", "--workers", "if __name__ == '__main__'")):
         list(in_parallel(os._exit, [1, 1], num_workers=2))
 
 

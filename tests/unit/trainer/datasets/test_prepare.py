@@ -115,7 +115,7 @@ def test_prepare_a_split_that_is_missing_is_added(tmp_path, official):
     assert (root / "train").stat().st_ino == inode
 
 
-@pytest.mark.parametrize("stop_at", [1, 3, 6, 7, 8, 9, 10, 12, 14])
+@pytest.mark.parametrize("stop_at", [1, 6, 9, 10, 14])
 def test_prepare_an_interrupted_run_is_gone_on_with(tmp_path, official, stop_at):
     root, calls = tmp_path / "root", []
 
@@ -141,7 +141,7 @@ def with_holes(data):
     return data.replace(content("n01440764_1.JPEG"), bytes(len(content("n01440764_1.JPEG"))))
 
 
-@pytest.mark.parametrize("stop_at", [3, 7, 9])
+@pytest.mark.parametrize("stop_at", [3, 9])
 def test_prepare_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_path, official, stop_at):
     root = tmp_path / "root"
     (official / TRAIN).write_bytes(with_holes((official / TRAIN).read_bytes()))
@@ -151,16 +151,6 @@ def test_prepare_what_came_from_an_archive_that_was_replaced_is_not_kept(tmp_pat
     write_official(official)
     assert run(root, official) == ["train", "val"]
     assert images_below(root) == EXPECTED
-
-
-def test_prepare_an_archive_that_went_away_since_is_named(tmp_path, official):
-    def take_away(what, done, total):
-        (official / VAL).unlink(missing_ok=True)
-
-    with pytest.raises(DataError, match=naming(VAL, os.strerror(errno.ENOENT))):
-        run(tmp_path / "root", official, on_progress=take_away)
-    assert (tmp_path / "root/train").is_dir()
-    assert_heals(tmp_path / "root", official)
 
 
 def test_prepare_a_name_is_given_after_everything_reached_the_disk(tmp_path, official, monkeypatch):
@@ -264,7 +254,7 @@ def test_prepare_what_no_archive_holds_is_refused_and_deleted(tmp_path, official
     assert_heals(root, official)
 
 
-@pytest.mark.parametrize("fails_at", range(1, 19, 3))
+@pytest.mark.parametrize("fails_at", [1, 7, 10, 16])
 def test_prepare_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path, official, monkeypatch, fails_at):
     root, calls = tmp_path / "root", []
 
@@ -402,8 +392,10 @@ def test_prepare_what_is_not_as_published_makes_no_split(tmp_path, official, cas
     assert_heals(root, official)
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-@pytest.mark.parametrize("place", ["train", "class", "val", "devkit"])
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [*((case, "class") for case in HOSTILE), *(("parent", place) for place in ("train", "val", "devkit"))],
+)
 def test_prepare_hostile_archives_write_nothing_outside(tmp_path, official, case, place):
     files, parts = HOSTILE[case]
     hostile = {
@@ -416,7 +408,7 @@ def test_prepare_hostile_archives_write_nothing_outside(tmp_path, official, case
     (official / name).write_bytes(data)
     with pytest.raises(DataError) as error:
         run(tmp_path / "root", official)
-    if "twice" not in parts or place == "devkit":  # else the first of the two is none of the official names
+    if "twice" not in parts:  # the first of the two is none of the official names
         assert re.search(naming(*parts), str(error.value))
     assert name in str(error.value)
     assert not (tmp_path / "root/val").exists()
@@ -435,21 +427,6 @@ def test_prepare_a_split_of_something_else_is_left_alone(tmp_path, official):
     (root / module.SOURCES).write_text("{")
     with pytest.raises(DataError, match=naming("root/prepared.json", "delete")):
         run(root, official)
-
-
-def test_prepare_a_folder_that_may_not_be_entered_is_named(tmp_path, official, monkeypatch):
-    stat = os.stat
-
-    def refuse(path, *arguments, **options):
-        if str(path).startswith(f"{tmp_path}/root/"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return stat(path, *arguments, **options)
-
-    monkeypatch.setattr(os, "stat", refuse)
-    monkeypatch.setattr(Path, "mkdir", lambda path, **_: refuse(path))
-    with pytest.raises(DataError, match=naming("root/.imagenet.unfinished", os.strerror(errno.EACCES))):
-        run(tmp_path / "root", official)
-    assert module.class_names(tmp_path / "root/train") == []
 
 
 def test_prepare_a_folder_that_may_not_be_listed_is_named(tmp_path, official, monkeypatch):
@@ -473,6 +450,7 @@ def test_prepare_a_file_in_the_way_is_named(tmp_path, official):
         run(tmp_path / "root", official)
     with pytest.raises(DataError, match=naming("root/train/deeper", "written", os.strerror(errno.ENOTDIR))):
         run(tmp_path / "root/train/deeper", official)
+    assert module.class_names(tmp_path / "root/train") == []
 
 
 def test_prepare_archives_are_checked_before_any_is_read(tmp_path, official):
