@@ -41,7 +41,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Finding:
-    """All cases of one kind in one place."""
+    """All cases of one kind in one place; without a case there is nothing to report."""
 
     kind: str
     where: str
@@ -127,18 +127,16 @@ def check_dataset(
             reasons = tuple(fault.reason for fault in faults[split] if fault.kind == kind)
             findings.append(Finding(kind, split, reasons, is_problem=True))
         for bit, (trait, meaning) in enumerate(TRAITS.items()):
-            positions = np.flatnonzero(tables[split]["traits"] >> bit & 1)
-            if len(positions):
-                cases = tuple(images.name(int(position)) for position in positions)
-                findings.append(Finding(trait, split, cases, is_problem=False, meaning=meaning))
+            cases = tuple(map(images.name, np.flatnonzero(tables[split]["traits"] >> bit & 1).tolist()))
+            findings.append(Finding(trait, split, cases, is_problem=False, meaning=meaning))
     findings += duplicate_findings(splits, tables)
     return CheckReport(
         root=str(root),
         decoded=decode,
         seconds=time.monotonic() - start,
         splits={split: split_facts(images, tables[split]) for split, images in splits.items()},
-        problems=tuple(finding for finding in findings if finding.is_problem),
-        remarks=tuple(finding for finding in findings if not finding.is_problem),
+        problems=tuple(finding for finding in findings if finding.cases and finding.is_problem),
+        remarks=tuple(finding for finding in findings if finding.cases and not finding.is_problem),
     )
 
 
@@ -219,14 +217,12 @@ def split_facts(images: ImageSource, rows_N: np.ndarray) -> SplitFacts:
 
 def listing_findings(split: str, listing: Listing, *, leave_out: bool = False) -> list[Finding]:
     """Return all files that are not read, and folders below those of classes. leave_out: see left_out_findings."""
-    findings = (
+    below = "its images are of that class"
+    return [
+        *left_out_findings(split, listing.left_out, unlisted=listing.unlisted, leave_out=leave_out),
         Finding("other files", split, listing.strays, is_problem=False, meaning="not read by the loaders"),
-        Finding(
-            "folder below a class", split, listing.nested, is_problem=False, meaning="its images are of that class"
-        ),
-    )
-    left_out = left_out_findings(split, listing.left_out, unlisted=listing.unlisted, leave_out=leave_out)
-    return [*left_out, *(finding for finding in findings if finding.cases)]
+        Finding("folder below a class", split, listing.nested, is_problem=False, meaning=below),
+    ]
 
 
 def left_out_findings(
@@ -236,76 +232,60 @@ def left_out_findings(
 
     leave_out: the user left out these files, so they are not a problem.
     """
-    unread, elsewhere = (
-        "save it as JPEG, PNG or WebP, or move it away",
-        "mend it, or move it into the folder of its class or away",
-    )
-    findings = [
-        Finding(
-            f"image left out, {kind}",
-            where,
-            tuple(paths),
-            is_problem=not leave_out,
-            meaning="" if leave_out else unread if kind.startswith(".") else elsewhere,
-        )
-        for kind, paths in left_out.items()
-    ]
-    if unlisted:
-        findings.append(Finding("folder that cannot be listed", where, tuple(unlisted), is_problem=True))
-    return findings
+    findings = []
+    for kind, paths in left_out.items():
+        todo = "save it as JPEG, PNG or WebP, or move it away"
+        if not kind.startswith("."):
+            todo = "mend it, or move it into the folder of its class or away"
+        meaning = "" if leave_out else todo
+        findings.append(Finding(f"image left out, {kind}", where, tuple(paths), not leave_out, meaning))
+    return [*findings, Finding("folder that cannot be listed", where, tuple(unlisted), is_problem=True)]
 
 
 def class_findings(root: Path, splits: Mapping[str, ImageSource]) -> list[Finding]:
     """Return missing splits, classes without images or in one split only, and counts that are not ImageNet's."""
-    findings = []
     missing = tuple(f"{root / split}: no such folder" for split in SPLITS if split not in splits)
-    if missing:
-        meaning = "training reads train/, evaluation reads val/"
-        findings.append(Finding("missing split", str(root), missing, is_problem=True, meaning=meaning))
+    meaning = "training reads train/, evaluation reads val/"
+    findings = [Finding("missing split", str(root), missing, is_problem=True, meaning=meaning)]
     for split, images in splits.items():
         counts = _class_counts(images)
         empty = tuple(f"{root / split / name}" for name, count in zip(images.classes, counts, strict=True) if not count)
-        if empty:
-            meaning = f"fill or remove it; an image ends in {', '.join(IMAGE_SUFFIXES)}"
-            is_problem = split == "train" or not root.is_file()  # a list names the classes of both splits
-            findings.append(Finding("class without images", split, empty, is_problem=is_problem, meaning=meaning))
-        findings += unprintable_findings(split, images.classes)
+        meaning = f"fill or remove it; an image ends in {', '.join(IMAGE_SUFFIXES)}"
+        is_problem = split == "train" or not root.is_file()  # a list names the classes of both splits
+        findings.append(Finding("class without images", split, empty, is_problem=is_problem, meaning=meaning))
+        findings.append(unprintable_finding(split, images.classes))
         if not images.classes:
             cases = (f"{root / split}: expected {split}/<class>/<image>",)
             findings.append(Finding("no class folders", split, cases, is_problem=True))
         for other in splits.keys() - {split}:
             lacking = tuple(f"{root / split / name}" for name in sorted({*images.classes} - {*splits[other].classes}))
-            if lacking:
-                meaning = "give both splits the same class folders: a label is the position among them"
-                kind = f"class that {other} lacks"
-                findings.append(Finding(kind, split, lacking, is_problem=True, meaning=meaning))
-        findings += imagenet_findings(split, images)
-    findings += spelling_findings(str(root), {name for images in splits.values() for name in images.classes})
+            meaning = "give both splits the same class folders: a label is the position among them"
+            findings.append(Finding(f"class that {other} lacks", split, lacking, is_problem=True, meaning=meaning))
+        findings.append(imagenet_finding(split, images))
+    findings.append(spelling_finding(str(root), {name for images in splits.values() for name in images.classes}))
     return findings
 
 
-def spelling_findings(where: str, classes: Iterable[str]) -> list[Finding]:
+def spelling_finding(where: str, classes: Iterable[str]) -> Finding:
     """Return classes with two spellings, in one split or across both."""
     twice = tuple(spelled_twice(classes))
-    return [Finding("class with two spellings", where, twice, is_problem=True, meaning=RENAME)] if twice else []
+    return Finding("class with two spellings", where, twice, is_problem=True, meaning=RENAME)
 
 
-def unprintable_findings(where: str, classes: Sequence[str]) -> list[Finding]:
-    """Return findings on class names with unprintable characters."""
+def unprintable_finding(where: str, classes: Sequence[str]) -> Finding:
+    """Return class names with unprintable characters."""
     odd = tuple(name for name in classes if not name.isprintable())
-    kind = "class with an unprintable name"
-    return [Finding(kind, where, odd, is_problem=True, meaning="give it another one")] if odd else []
+    return Finding("class with an unprintable name", where, odd, is_problem=True, meaning="give it another one")
 
 
-def imagenet_findings(split: str, images: ImageSource) -> list[Finding]:
-    """Return whether 1,000 classes named by WordNet ids are complete ILSVRC-2012 or ImageNet-V2."""
+def imagenet_finding(split: str, images: ImageSource) -> Finding:
+    """Return how 1,000 classes named by WordNet ids differ from complete ILSVRC-2012 and ImageNet-V2."""
     is_wnid = re.compile(r"n\d{8}").fullmatch
-    if len(images.classes) != IMAGENET_CLASSES or not all(map(is_wnid, images.classes)):
-        return []
+    is_imagenet = len(images.classes) == IMAGENET_CLASSES and all(map(is_wnid, images.classes))
     cases, known = [], IMAGENET_COUNTS[split]
-    if len(images) not in known:
+    if is_imagenet and len(images) not in known:
         cases.append(f"{len(images):,} images instead of {' or '.join(f'{count:,}' for count in known)}")
-    elif per_class := known[len(images)]:
+    elif is_imagenet and (per_class := known[len(images)]):
         cases += [
             f"{name}: {count} images instead of {per_class}"
             for name, count in zip(images.classes, _class_counts(images).tolist(), strict=True)
@@ -315,7 +295,7 @@ def imagenet_findings(split: str, images: ImageSource) -> list[Finding]:
         "accuracies are comparable only for the whole set: 1,281,167 images in train and 50,000 in val, 50 of each "
         "class; 10,000 and 10 in ImageNet-V2"
     )
-    return [Finding("not ImageNet's counts", split, tuple(cases), is_problem=False, meaning=meaning)] if cases else []
+    return Finding("not ImageNet's counts", split, tuple(cases), is_problem=False, meaning=meaning)
 
 
 def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:

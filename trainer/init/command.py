@@ -14,7 +14,7 @@ from bigbatch.files import write_whole
 from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config, packaged_configs
-from bigbatch.trainer.datasets.check import Finding, spelling_findings, unprintable_findings
+from bigbatch.trainer.datasets.check import Finding, spelling_finding, unprintable_finding
 from bigbatch.trainer.datasets.check_report import finding_lines
 from bigbatch.trainer.datasets.show_progress import show_progress
 from bigbatch.trainer.datasets.subcommands import add_max_megapixels
@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
             )
         findings += _unusable(pictures, measured, leave_out=arguments.leave_out)
     outputs = [recipe, *([recipe.with_suffix(".json")] if pictures.listed else [])]
-    if not arguments.force and (existing := tuple(str(path) for path in outputs if os.path.lexists(path))):
-        meaning = "name another --out, or give --force"
-        findings.append(Finding("file that exists", "output", existing, is_problem=True, meaning=meaning))
-    findings.sort(key=lambda finding: not finding.is_problem)
+    existing = tuple(str(path) for path in outputs if os.path.lexists(path) and not arguments.force)
+    meaning = "name another --out, or give --force"
+    findings.append(Finding("file that exists", "output", existing, is_problem=True, meaning=meaning))
+    findings = sorted((each for each in findings if each.cases), key=lambda finding: not finding.is_problem)
     for line in (*_summary(folder, found, pictures, measured), *finding_lines(findings, num_shown=NUM_SHOWN)):
         print_line(line)
     num_problems = sum(len(finding.cases) for finding in findings if finding.is_problem)
@@ -135,12 +135,12 @@ def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[Finding]:
         cases = (f"{folder}: {classes[0]} is the only one",)
         yield Finding("fewer than two classes", where, cases, is_problem=True, meaning="there is nothing to tell apart")
     if pictures.listed:
-        yield from unprintable_findings(where, classes)
-        yield from spelling_findings(where, classes)
+        yield unprintable_finding(where, classes)
+        yield spelling_finding(where, classes)
         val, train = pictures.listed["val"], pictures.listed["train"]
-        if single := tuple(name for name in classes if not val[name] and train[name]):
-            meaning = "it trains; how well the class is told is not measured"
-            yield Finding("class with one image", where, single, is_problem=False, meaning=meaning)
+        single = tuple(name for name in classes if not val[name] and train[name])
+        meaning = "it trains; how well the class is told is not measured"
+        yield Finding("class with one image", where, single, is_problem=False, meaning=meaning)
         if single and not any(val.values()):
             yield _nothing_to_validate(where)
 
@@ -150,8 +150,6 @@ def _unusable(pictures: _Pictures, measured: Measured, *, leave_out: bool) -> It
     listed = pictures.listed if leave_out else None
     advice = "replace or remove it" + (", or give --leave-out" if pictures.listed and not leave_out else "")
     for split, found in measured.faults.items():
-        if not found:
-            continue
         meaning = advice if listed is None else "left out"
         yield Finding("unusable image", split, tuple(found.values()), is_problem=listed is None, meaning=meaning)
         if listed is not None:
@@ -161,9 +159,9 @@ def _unusable(pictures: _Pictures, measured: Measured, *, leave_out: bool) -> It
             for name, paths in listed[split].items():
                 listed[split][name] = [path for path in paths if path not in gone]
     if listed is not None and any(measured.faults.values()):
-        if empty := tuple(name for name, paths in listed["train"].items() if not paths):
-            meaning = "add some, or remove it"
-            yield Finding("class without usable images", "train", empty, is_problem=True, meaning=meaning)
+        empty = tuple(name for name, paths in listed["train"].items() if not paths)
+        meaning = "add some, or remove it"
+        yield Finding("class without usable images", "train", empty, is_problem=True, meaning=meaning)
         if not any(listed["val"].values()):
             yield _nothing_to_validate("val")
 

@@ -119,11 +119,11 @@ def _class_folders(folder: Path, *, leave_out: bool) -> Found:
     for path in images.paths:
         by_class[path.partition("/")[0]].append(path)
     findings = listing_findings(where, listing, leave_out=leave_out)
-    if empty := tuple(f"{folder / name}" for name, paths in by_class.items() if not paths):
-        advice = f"fill or remove it, or give --leave-out; an image ends in {', '.join(IMAGE_SUFFIXES)}"
-        meaning = "left out" if leave_out else advice
-        findings.append(Finding("class without images", where, empty, is_problem=not leave_out, meaning=meaning))
-        by_class = {name: paths for name, paths in by_class.items() if paths or not leave_out}
+    empty = tuple(f"{folder / name}" for name, paths in by_class.items() if not paths)
+    advice = f"fill or remove it, or give --leave-out; an image ends in {', '.join(IMAGE_SUFFIXES)}"
+    meaning = "left out" if leave_out else advice
+    findings.append(Finding("class without images", where, empty, is_problem=not leave_out, meaning=meaning))
+    by_class = {name: paths for name, paths in by_class.items() if paths or not leave_out}
     if not by_class:
         findings.append(Finding("no images", where, (f"{folder}: expected {_LAYOUTS}",), is_problem=True))
     return Found("class folders", tuple(findings), by_class=by_class)
@@ -142,7 +142,6 @@ def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | No
     findings = [
         Finding(kind, str(tables[0]), tuple(cases), is_problem=not leave_out, meaning=meaning)
         for kind, cases in table.faults.items()
-        if cases
     ]
     left_out = {kind: [f"{folder}/{path}" for path in paths] for kind, paths in below.left_out().items()}
     findings += left_out_findings(str(folder), left_out, unlisted=below.unlisted, leave_out=leave_out)

@@ -10,7 +10,7 @@ from bigbatch.errors import DataError, shortened
 from bigbatch.files import parse_json
 from bigbatch.trainer.datasets.check import Finding
 from bigbatch.trainer.datasets.prepare import StoredImage
-from bigbatch.trainer.init.unpack import is_folder_name, lacking_findings, require_new, write_parts
+from bigbatch.trainer.init.unpack import is_folder_name, lacking_finding, require_new, write_parts
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
 """Names of data sets for a run's two splits."""
@@ -79,11 +79,10 @@ def unpack_tables(
         lacking=lacking,
         none=f"{folder}: no row holds an image ({', '.join(MAGIC.values())}) with its label",
     )
-    found = lacking_findings("row without an image or its label", folder, target, lacking, leave_out=leave_out)
-    if tables.others:
-        meaning = "left alone: a run trains and validates"
-        found.append(Finding("other splits", str(folder), tuple(tables.others), is_problem=False, meaning=meaning))
-    return found
+    found = lacking_finding("row without an image or its label", folder, target, lacking, leave_out=leave_out)
+    meaning = "left alone: a run trains and validates"
+    others = Finding("other splits", str(folder), tuple(tables.others), is_problem=False, meaning=meaning)
+    return [found, others]
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:

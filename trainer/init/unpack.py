@@ -50,9 +50,8 @@ def unpack(
     images = ", ".join(IMAGE_SUFFIXES)
     none = f"{shards[0]}: no shard holds an image ({images}) with a {LABEL} beside it"
     write_parts(target, parts, files=shards, on_progress=on_progress, none=none, lacking=lacking)
-    return lacking_findings(
-        f"sample without one image and one {LABEL}", shards[0].parent, target, lacking, leave_out=leave_out
-    )
+    kind = f"sample without one image and one {LABEL}"
+    return [lacking_finding(kind, shards[0].parent, target, lacking, leave_out=leave_out)]
 
 
 Part = tuple[Path, str, Iterator[StoredImage]]
@@ -91,12 +90,10 @@ def write_parts(
         raise DataError(f"{target}: cannot be written ({error.strerror}); name another folder") from error
 
 
-def lacking_findings(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> list[Finding]:
-    """Return findings on samples that were not unpacked."""
-    if not lacking:
-        return []
+def lacking_finding(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> Finding:
+    """Return the samples that were not unpacked."""
     meaning = "left out" if leave_out else f"left out of {target}: to go on with that, bigbatch init {target}"
-    return [Finding(kind, str(where), tuple(lacking), is_problem=not leave_out, meaning=meaning)]
+    return Finding(kind, str(where), tuple(lacking), is_problem=not leave_out, meaning=meaning)
 
 
 def require_new(target: Path) -> None:
