@@ -42,6 +42,7 @@ SETTINGS: dict[str, Any] = {
     "eps": 1e-6,
     "momentum_form": "lr_inside",
     "betas": (0.9, 0.999),
+    "options": None,
 }
 LR = 1e-6
 """So small that random gradients leave the weights unchanged."""

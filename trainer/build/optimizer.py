@@ -1,17 +1,23 @@
 """Build the optimizer of a config, over groups of the parameters to update."""
 
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.optimizer import is_foreign
+from bigbatch.trainer.config.fields import read_keys
+from bigbatch.trainer.config.optimizer import WHOLE, is_foreign
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.foreign import find_optimizer, has_modes, start_training
+from bigbatch.trainer.optim.lamb import LAMB
+from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.matrices import apart
+from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.param_groups import param_groups
+from bigbatch.trainer.optim.shampoo import Shampoo
 
 Groups = list[dict[str, Any]]
 
@@ -37,11 +43,40 @@ def make_optimizer(
 
 
 def make_native(settings: OptimizerConfig, groups: Groups, *, lr: float) -> torch.optim.Optimizer:
-    """Return one of OPTIMIZERS, made by `make` in the module of its name in trainer/optim."""
-    optimizer: torch.optim.Optimizer = import_module(f"bigbatch.trainer.optim.{settings.name}").make(
-        settings, groups, lr=lr
-    )
+    """Return one of OPTIMIZERS, with the settings and options that it takes."""
+    keys = (key for key in read_keys("optimizer", OptimizerConfig) if key.decider == "optimizer.name")
+    stated = {
+        key.name: getattr(settings, key.name) for key in keys if key.only_for and settings.name in key.only_for.values
+    }
+    stated |= settings.options or {}
+    if settings.name in WHOLE:
+        # weights that are no matrices, or do not adapt, are in groups of their own
+        factor = stated.pop("vector_lr_factor", 1.0)
+        groups = [part for group in groups for part in apart(group, vector_lr_factor=factor)]
+    return NATIVE[settings.name](groups, lr=lr, **stated)
+
+
+def _make_sgd(groups: Groups, *, lr: float, momentum: float, nesterov: bool) -> torch.optim.SGD:
+    """Return torch's fused SGD, whose momentum starts from zero, not from the first gradient: the same update.
+
+    An fp16 run's first step may overflow and be skipped: torch's fused kernel then leaves a momentum that was
+    allocated for it and never written, and the next step takes that for one.
+    """
+    optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
+    if momentum > 0:
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return optimizer
+
+
+NATIVE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "lars": LARS,
+    "lamb": LAMB,
+    "sgd": _make_sgd,
+    "adamw": partial(torch.optim.AdamW, fused=True),
+    "muon": Muon,
+    "shampoo": Shampoo,
+}
 
 
 def stated_settings(settings: OptimizerConfig) -> tuple[str, ...] | None:

@@ -19,7 +19,6 @@ from bigbatch.trainer.config.fields import (
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 MODELS = (*RESNETS, "alexnet_bn", "resnet9")
 READERS = ("dali", "torchvision")  # loaders that read images while training
-# each is made by the module of its name in trainer/optim
 OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     Norms,
@@ -130,10 +129,3 @@ class LAMB(FusedOptimizer):
             *((s["exp_avg"], s["exp_avg_sq"], s["step"]) for s in (self.state[w] for w in weights)), strict=True
         )
         return list(moments), list(squares), list(steps)
-
-
-def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> LAMB:
-    """Return the LAMB of a config."""
-    assert settings.betas is not None
-    assert settings.eps is not None
-    return LAMB(groups, lr=lr, betas=settings.betas, eps=settings.eps)

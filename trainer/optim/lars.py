@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     Norms,
@@ -144,24 +143,6 @@ class LARS(FusedOptimizer):
             return weights[0].new_ones(len(weights)) * inner  # a rate beyond fp32 becomes inf
         settings = {key: group[key] for key in ("weight_decay", "trust_coefficient", "eps")}
         return trust_ratios(weights, grads, norms=self.norms, **settings) * inner
-
-
-def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> LARS:
-    """Return the LARS of a config."""
-    assert settings.momentum is not None
-    assert settings.nesterov is not None
-    assert settings.trust_coefficient is not None
-    assert settings.eps is not None
-    assert settings.momentum_form is not None
-    return LARS(
-        groups,
-        lr=lr,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        trust_coefficient=settings.trust_coefficient,
-        eps=settings.eps,
-        momentum_form=settings.momentum_form,
-    )
 
 
 def _writing(group: dict[str, Any]) -> dict[str, Any]:

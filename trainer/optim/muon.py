@@ -12,7 +12,6 @@ from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import momentum_buffers, overflow_flag, unscaled_grads, write_
 from bigbatch.trainer.optim.matrices import (
     MatrixOptimizer,
-    apart,
     follow_,
     problem_with_count,
     problem_with_group,
@@ -115,21 +114,6 @@ class Muon(MatrixOptimizer):
 def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list[tuple[float, int]]:
     """List cost and elements of each matrix that ranks divide among them, by weights' shapes."""
     return [(cost(shape), math.prod(shape)) for shape in shapes]
-
-
-def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> Muon:
-    """Return the Muon of a config: vectors, and weights that do not adapt, are in groups with their own rate."""
-    assert settings.momentum is not None
-    assert settings.nesterov is not None
-    options = dict(settings.options or {})
-    factor = options.pop("vector_lr_factor", 1.0)
-    return Muon(
-        [part for group in groups for part in apart(group, vector_lr_factor=factor)],
-        lr=lr,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        **options,
-    )
 
 
 def _scale(shape: torch.Size) -> float:

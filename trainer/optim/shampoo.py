@@ -20,7 +20,6 @@ from bigbatch.trainer.optim.fused import (
 from bigbatch.trainer.optim.inverse_root import inverse_fourth_roots
 from bigbatch.trainer.optim.matrices import (
     MatrixOptimizer,
-    apart,
     follow_,
     problem_with_count,
     problem_with_group,
@@ -213,18 +212,3 @@ def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list
     size = (settings.options or {})["block_size"]
     sizes = (side for each in shapes for block in block_shapes(each, block_size=size) for side in block)
     return [(root_cost(size), size**2) for size in sizes]
-
-
-def make(settings: OptimizerConfig, groups: list[dict[str, Any]], *, lr: float) -> Shampoo:
-    """Make a config's Shampoo: what has fewer than two dimensions, or does not adapt, in groups of its own."""
-    assert settings.momentum is not None
-    assert settings.nesterov is not None
-    assert settings.eps is not None
-    return Shampoo(
-        [part for group in groups for part in apart(group)],
-        lr=lr,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        eps=settings.eps,
-        **(settings.options or {}),
-    )
