@@ -25,11 +25,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _own: ClassVar[tuple[str, ...]] = ()
     """Attributes besides torch's; a copy shares them, since objects that join ranks cannot be copied."""
+    _numbers: ClassVar[tuple[str, ...]] = ("lr", "momentum", "weight_decay")
+    """Settings of a group that are finite numbers of at least 0."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; an error leaves all groups unchanged. Raises: ValueError, as the constructor."""
         super().add_param_group(param_group)
-        if problem := self._problem_with(self.param_groups[-1]):
+        group = self.param_groups[-1]
+        problems = [problem_with_number(key, group[key]) for key in self._numbers]
+        problems += [_problem_with_weights(group["params"], asked_by=type(self).__name__), self._problem_with(group)]
+        if problem := next(filter(None, problems), None):
             # torch appends before anything of ours can look at the group
             self.param_groups.pop()
             raise ValueError(problem)
@@ -58,7 +63,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        """Return why a group cannot be updated, or None."""
+        """Return why a group cannot be updated, besides its numbers and the memory of its weights; or None."""
         raise NotImplementedError
 
     def _update_groups_(self) -> None:
@@ -90,7 +95,12 @@ def unscaled_grads(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> l
 
     Raises: ValueError for a gradient that is not dense.
     """
-    grads = [_dense_grad(w, asked_by=type(optimizer).__name__) for w in weights]
+    grads = []
+    for w in weights:
+        assert w.grad is not None
+        if w.grad.layout is not torch.strided:
+            raise ValueError(f"{type(optimizer).__name__} needs dense gradients: build the embedding with sparse=False")
+        grads.append(laid_out_like(w, w.grad))
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return grads
@@ -174,14 +184,17 @@ def momentum_buffers(optimizer: torch.optim.Optimizer, weights: list[Tensor], *,
     return [optimizer.state[w]["momentum_buffer"] for w in weights]
 
 
-def _dense_grad(weight: Tensor, *, asked_by: str) -> Tensor:
-    assert weight.grad is not None
-    if weight.grad.layout is not torch.strided:
-        raise ValueError(f"{asked_by} needs dense gradients: build the embedding with sparse=False")
-    return laid_out_like(weight, weight.grad)
+def count_steps_(optimizer: torch.optim.Optimizer, weights: list[Tensor]) -> list[Tensor]:
+    """Return the counts of steps of these weights, () fp32 each, on the weights' device; 0 if there are none."""
+    for w in weights:
+        state = optimizer.state[w]
+        # load_state_dict leaves a step where it was loaded
+        step = state["step"] if "step" in state else torch.zeros((), device=w.device)
+        state["step"] = step.to(w.device, torch.float32)
+    return [optimizer.state[w]["step"] for w in weights]
 
 
-def problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | None:
+def _problem_with_weights(weights: Iterable[Tensor], *, asked_by: str) -> str | None:
     """Return why an optimizer cannot update one of these weights, or None."""
     for weight in weights:
         if weight.dtype not in (torch.float32, torch.float64):

@@ -9,12 +9,12 @@ from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     Norms,
     by_device_and_dtype,
+    count_steps_,
     laid_out_like,
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
     problem_with_number,
-    problem_with_weights,
     scaled,
     unscaled_grads,
     write_,
@@ -39,6 +39,7 @@ class LAMB(FusedOptimizer):
     """
 
     _own = ("norms",)
+    _numbers = ("lr", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -56,30 +57,23 @@ class LAMB(FusedOptimizer):
         """Replaced if the parameters are parts of tensors, since a trust ratio needs whole tensors."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        for key in ("lr", "eps", "weight_decay"):
-            if problem := problem_with_number(key, group[key]):
-                return problem
         for beta in group["betas"]:
             if problem := problem_with_number("betas", beta, below=1):
                 return problem
         if group["eps"] == 0:
             return "eps must be positive, such as 1e-6: a gradient that was always 0 is divided by it"
-        return problem_with_weights(group["params"], asked_by="LAMB")
+        return None
 
     def _update_groups_(self) -> None:
         for group in self.param_groups:
             for weights in by_device_and_dtype(group["params"]):
-                self._update_(weights, group)
-
-    def _update_(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Make one update of weights that share device and dtype."""
-        overflow = overflow_flag(self, weights[0].device)
-        updates = self._directions(weights, group, overflow)
-        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-        if group["adapt"]:
-            w_N, u_N = self.norms([*weights, *updates]).view(2, -1)
-            updates = scaled(updates, one_where_a_norm_is_zero(w_N / u_N, w_N, u_N))
-        write_(weights, updates, [], lr=group["lr"], overflow=overflow)
+                overflow = overflow_flag(self, weights[0].device)
+                updates = self._directions(weights, group, overflow)
+                torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
+                if group["adapt"]:
+                    w_N, u_N = self.norms([*weights, *updates]).view(2, -1)
+                    updates = scaled(updates, one_where_a_norm_is_zero(w_N / u_N, w_N, u_N))
+                write_(weights, updates, [], lr=group["lr"], overflow=overflow)
 
     def _directions(self, weights: list[Tensor], group: dict[str, Any], overflow: Tensor | None) -> list[Tensor]:
         """Return Adam's bias-corrected directions; the moments and step counts move on.
@@ -90,14 +84,19 @@ class LAMB(FusedOptimizer):
         grads = unscaled_grads(self, weights)
         directions = [torch.empty_like(w) for w in weights]
         torch._foreach_zero_(directions)  # zeros_like would launch one kernel a tensor
-        moments, squares, steps = self._moments(weights)
+        for w in weights:
+            state = self.state[w]
+            for name in ("exp_avg", "exp_avg_sq"):
+                # laid out anew: a loaded state can have another memory format than the model
+                state[name] = laid_out_like(w, state[name]) if name in state else torch.zeros_like(w)
+        steps = count_steps_(self, weights)
         # the kernel corrects the bias by this count, so it moves on first
         torch._foreach_add_(steps, 1)
         torch._fused_adam_(
             directions,
             grads,
-            moments,
-            squares,
+            [self.state[w]["exp_avg"] for w in weights],
+            [self.state[w]["exp_avg_sq"] for w in weights],
             [],
             steps,
             # w - lr * direction: from zeros, the direction itself
@@ -114,18 +113,3 @@ class LAMB(FusedOptimizer):
             # takes the 1 back where the step was skipped, without asking the device whether it was
             torch._foreach_sub_(steps, [overflow] * len(steps))
         return directions
-
-    def _moments(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return running means of gradients and of their squares, and counts of steps, made where there are none."""
-        for w in weights:
-            state = self.state[w]
-            for name in ("exp_avg", "exp_avg_sq"):
-                # laid out anew: a loaded state can have another memory format than the model
-                state[name] = laid_out_like(w, state[name]) if name in state else torch.zeros_like(w)
-            # load_state_dict leaves a step where it was loaded
-            step = state["step"] if "step" in state else torch.zeros((), device=w.device)
-            state["step"] = step.to(w.device, torch.float32)
-        moments, squares, steps = zip(
-            *((s["exp_avg"], s["exp_avg_sq"], s["step"]) for s in (self.state[w] for w in weights)), strict=True
-        )
-        return list(moments), list(squares), list(steps)

@@ -14,15 +14,12 @@ from bigbatch.trainer.optim.fused import (
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
-    problem_with_number,
-    problem_with_weights,
     scaled,
     unscaled_grads,
     write_,
 )
 
 MOMENTUM_FORMS = ("lr_inside", "lr_outside")
-_NON_NEGATIVE = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")
 
 _CPU_PORTION = 2**19
 """Elements that a CPU updates at a time, 2 MB of fp32: temporary values then stay in the cache."""
@@ -62,6 +59,7 @@ class LARS(FusedOptimizer):
     """
 
     _own = ("norms",)
+    _numbers = ("lr", "momentum", "weight_decay", "trust_coefficient", "eps")
 
     def __init__(
         self,
@@ -92,12 +90,9 @@ class LARS(FusedOptimizer):
         """Replaced if the parameters are parts of tensors, since a trust ratio needs whole tensors."""
 
     def _problem_with(self, group: dict[str, Any]) -> str | None:
-        for key in _NON_NEGATIVE:
-            if problem := problem_with_number(key, group[key]):
-                return problem
         if group["momentum_form"] not in MOMENTUM_FORMS:
             return f"momentum_form must be one of {', '.join(MOMENTUM_FORMS)}, not {group['momentum_form']!r}"
-        return problem_with_weights(group["params"], asked_by="LARS")
+        return None
 
     def _update_groups_(self) -> None:
         for group in self.param_groups:

@@ -1,29 +1,82 @@
 """Base of optimizers of whole matrices: selects the matrices, and updates other weights by SGD."""
 
-from collections.abc import Iterable
-from typing import Any, ClassVar
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bigbatch.trainer.optim.division import Division, undivided
 from bigbatch.trainer.optim.fused import (
     FusedOptimizer,
     by_device_and_dtype,
     momentum_buffers,
     overflow_flag,
-    problem_with_number,
-    problem_with_weights,
     unscaled_grads,
     write_,
 )
-from bigbatch.trainer.optim.wholes import AllHere, Wholes, shape_of
+
+Work = Callable[[list[Tensor]], list[Tensor]]
+"""Maps tensors to as many results, of the same shapes."""
+Finish = Callable[[], list[Tensor]]
+"""Waits for the results of all tensors."""
+
+
+class Division(Protocol):
+    """Divides work among ranks that would all do the same."""
+
+    def __call__(self, tensors: list[Tensor], work: Work, *, costs: list[float], dtype: torch.dtype) -> Finish:
+        """Start the work on all tensors. costs: work per tensor; dtype: that of the results. Collective."""
+        ...
+
+
+def undivided(tensors: list[Tensor], work: Work, *, costs: list[float], dtype: torch.dtype) -> Finish:
+    """Do all work on this rank."""
+    results = work(tensors)
+    return lambda: results
+
+
+class Part(nn.Parameter):
+    """Flat elements of a tensor that a rank updates, with the shape of the whole tensor."""
+
+    whole_shape: torch.Size
+
+
+def shape_of(weight: Tensor) -> torch.Size:
+    """Return the shape of a weight, or of the whole tensor that it is a part of."""
+    return weight.whole_shape if isinstance(weight, Part) else weight.shape
+
+
+class Wholes(Protocol):
+    """Gathers whole tensors from the ranks' parts, and returns a rank's part of them."""
+
+    def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
+        """Return whole tensors, laid out as whole weights; parts lie as the weights do. Collective."""
+        ...
+
+    def own(self, weights: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
+        """Return the part of each whole tensor that is laid out as its weight."""
+        ...
+
+
+class AllHere:
+    """Returns its inputs: each weight is already whole."""
+
+    def gather(self, weights: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
+        """Return the parts, which are whole."""
+        return parts
+
+    def own(self, weights: list[Tensor], wholes: list[Tensor]) -> list[Tensor]:
+        """Return the wholes."""
+        return wholes
 
 
 class MatrixOptimizer(FusedOptimizer):
     """Updates whole matrices, gathered if they lie in parts, and may divide the work over ranks."""
 
     _own: ClassVar[tuple[str, ...]] = ("divide", "wholes")
+    _does: ClassVar[str]
+    """What it does to matrices, in the words of an error."""
     replicated_state: ClassVar[tuple[str, ...]] = ()
     """State entries that do not have the weight's shape: whole on every rank, even if it updates a part only."""
 
@@ -34,6 +87,16 @@ class MatrixOptimizer(FusedOptimizer):
         """Replaced if several ranks hold the same tensors: each then does the work on some of them."""
         self.wholes: Wholes = AllHere()
         """Replaced if a rank holds only a part of each weight."""
+
+    def _problem_with(self, group: dict[str, Any]) -> str | None:
+        for index, weight in enumerate(group["params"]):
+            if group["adapt"] and len(shape_of(weight)) < 2:
+                name = group["names"][index] if "names" in group else f"parameter {index} of the group"
+                return (
+                    f"{type(self).__name__} {self._does}, and {name} has shape {tuple(weight.shape)}: put it into a "
+                    "group with adapt=False, which follows SGD, as bigbatch.param_groups does"
+                )
+        return None
 
 
 def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[str, Any]]:
@@ -47,31 +110,6 @@ def apart(group: dict[str, Any], *, vector_lr_factor: float = 1.0) -> list[dict[
         part = {"names": [n for n, _ in some], "params": [t for _, t in some], "adapt": is_matrix, "lr_factor": factor}
         parts += [{**group, **part}] if some else []
     return parts
-
-
-def problem_with_group(group: dict[str, Any], *, asked_by: str, does: str) -> str | None:
-    """Return why a group cannot be updated: a setting of its SGD, a weight, or an adapting weight that is no matrix.
-
-    does: the operation of asked_by on matrices.
-    """
-    problems = (problem_with_number(key, group[key]) for key in ("lr", "momentum", "weight_decay"))
-    return (
-        next(filter(None, problems), None)
-        or problem_with_weights(group["params"], asked_by=asked_by)
-        or _problem_with_vectors(group, reason=f"{asked_by} {does}")
-    )
-
-
-def _problem_with_vectors(group: dict[str, Any], *, reason: str) -> str | None:
-    """Return an error for a weight that adapts but is no matrix, or None."""
-    for index, weight in enumerate(group["params"]):
-        if group["adapt"] and len(shape_of(weight)) < 2:
-            name = group["names"][index] if "names" in group else f"parameter {index} of the group"
-            return (
-                f"{reason}, and {name} has shape {tuple(weight.shape)}: put it into a group with adapt=False, which "
-                "follows SGD, as bigbatch.param_groups does"
-            )
-    return None
 
 
 def problem_with_count(key: str, value: object) -> str | None:
@@ -101,3 +139,15 @@ def follow_(
         nesterov=group["nesterov"],
         weight_decay=group["weight_decay"],
     )
+
+
+def each_alike(tensors: list[Tensor], work: Work) -> list[Tensor]:
+    """Return the results of work, called once for all tensors of one shape, layout, device and dtype."""
+    alike: dict[object, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        alike[tensor.shape, tensor.stride(), tensor.device, tensor.dtype].append(index)
+    results = list(tensors)
+    for indices in alike.values():
+        for index, found in zip(indices, work([tensors[index] for index in indices]), strict=True):
+            results[index] = found
+    return results

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.fused import (
+    count_steps_,
     norms_of,
     one_where_a_norm_is_zero,
     overflow_flag,
@@ -17,15 +18,14 @@ from bigbatch.trainer.optim.fused import (
     scaled,
     unscaled_grads,
 )
-from bigbatch.trainer.optim.inverse_root import inverse_fourth_roots
 from bigbatch.trainer.optim.matrices import (
     MatrixOptimizer,
+    each_alike,
     follow_,
     problem_with_count,
-    problem_with_group,
+    shape_of,
     updatable,
 )
-from bigbatch.trainer.optim.wholes import shape_of
 
 
 class Shampoo(MatrixOptimizer):
@@ -46,6 +46,7 @@ class Shampoo(MatrixOptimizer):
     """
 
     _own = (*MatrixOptimizer._own, "_block_size", "_every", "_factor_decay", "_eps", "_calls_before_roots")
+    _does = "preconditions matrices"
     replicated_state = ("factors", "roots", "step")
 
     def __init__(
@@ -81,9 +82,6 @@ class Shampoo(MatrixOptimizer):
         super().load_state_dict(state_dict)
         self._calls_before_roots = 0
 
-    def _problem_with(self, group: dict[str, Any]) -> str | None:
-        return problem_with_group(group, asked_by="Shampoo", does="preconditions matrices")
-
     def _update_groups_(self) -> None:
         parts = updatable(self.param_groups)
         own = [(group, weights, unscaled_grads(self, weights)) for group, weights in parts if group["adapt"]]
@@ -111,9 +109,7 @@ class Shampoo(MatrixOptimizer):
                 state["roots"] = torch.zeros_like(state["factors"])
                 for root_NN in self._squares(w, "roots"):
                     root_NN.fill_diagonal_(1.0)
-            # load_state_dict leaves a step where it was loaded
-            step = state["step"] if "step" in state else torch.zeros((), device=w.device)
-            state["step"] = step.to(w.device, torch.float32)
+        count_steps_(self, weights)
 
     def _squares(self, weight: Tensor, name: str) -> list[Tensor]:
         """Return the left and the right square of each block, as views of one vector."""
@@ -212,3 +208,42 @@ def shared_work(settings: OptimizerConfig, shapes: Iterable[torch.Size]) -> list
     size = (settings.options or {})["block_size"]
     sizes = (side for each in shapes for block in block_shapes(each, block_size=size) for side in block)
     return [(root_cost(size), size**2) for size in sizes]
+
+
+def inverse_fourth_root(matrices_BNN: Tensor, *, eps: float) -> Tensor:
+    """Return A ** (-1/4) of each positive semidefinite A; smaller eigenvalues count as eps times the largest.
+
+    A matrix of zeros gives eps ** (-1/4) times the identity; one that is not finite gives NaN, which the check for a
+    diverged run finds, while LAPACK would raise.
+    """
+    is_finite_B11 = matrices_BNN.isfinite().all(dim=(1, 2), keepdim=True)
+    identity_NN = torch.eye(matrices_BNN.size(-1), dtype=torch.float64, device=matrices_BNN.device)
+    doubled_BNN = torch.where(is_finite_B11, matrices_BNN.double(), identity_NN)
+    scale_B11 = doubled_BNN.abs().amax(dim=(1, 2), keepdim=True)
+    scale_B11 = torch.where(scale_B11 > 0, scale_B11, torch.ones_like(scale_B11))
+    values_BN, vectors_BNN = _eigh(doubled_BNN / scale_B11)
+    largest_B1 = values_BN[:, -1:]
+    largest_B1 = torch.where(largest_B1 > 0, largest_B1, torch.ones_like(largest_B1))
+    powers_BN = (values_BN / largest_B1).clamp(min=eps).pow(-0.25) * (largest_B1 * scale_B11.squeeze(2)).pow(-0.25)
+    roots_BNN = (vectors_BNN * powers_BN.unsqueeze(1)) @ vectors_BNN.mT
+    return torch.where(is_finite_B11, roots_BNN, torch.full_like(identity_NN, torch.nan)).to(matrices_BNN.dtype)
+
+
+def _eigh(matrices_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of fp64 matrices with largest element 1.
+
+    LAPACK does not converge for some of low rank with rows of zeros, as where a convolution sees nothing but padding:
+    in fp32 for many, in fp64 for few, and by chance. With 1 added on the diagonal they have the same vectors.
+    """
+    try:
+        values_BN, vectors_BNN = torch.linalg.eigh(matrices_BNN)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # its stub lacks the name
+        identity_NN = torch.eye(matrices_BNN.size(-1), dtype=matrices_BNN.dtype, device=matrices_BNN.device)
+        values_BN, vectors_BNN = torch.linalg.eigh(matrices_BNN + identity_NN)
+        values_BN = values_BN - 1
+    return values_BN, vectors_BNN
+
+
+def inverse_fourth_roots(tensors: list[Tensor], *, eps: float) -> list[Tensor]:
+    """Return the roots of square matrices; those of one size go through one decomposition."""
+    return each_alike(tensors, lambda some: list(inverse_fourth_root(torch.stack(some), eps=eps)))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
-from bigbatch.trainer.optim.division import Finish, Work
+from bigbatch.trainer.optim.matrices import Finish, Work
 
 MOST_PADDING = 2
 """Most gathered elements per element of the tensors: as many bytes as an all-reduce of them takes."""

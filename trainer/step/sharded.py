@@ -13,8 +13,7 @@ from bigbatch.comm.gradients.fusion import FusionPlan, round_up
 from bigbatch.comm.gradients.reducer import GradientReducer, dense_strides
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.optim.matrices import MatrixOptimizer
-from bigbatch.trainer.optim.wholes import Part
+from bigbatch.trainer.optim.matrices import MatrixOptimizer, Part
 from bigbatch.trainer.step.exact_norms import exact_norms
 from bigbatch.trainer.step.precision import Precision
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from bigbatch.trainer.optim.newton_schulz import COEFFICIENTS, cost, newton_schulz, orthogonalised
+from bigbatch.trainer.optim.muon import COEFFICIENTS, cost, newton_schulz, orthogonalised
 
 torch.set_num_threads(1)
 

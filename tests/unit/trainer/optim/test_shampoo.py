@@ -15,8 +15,7 @@ from optimizer_steps import (
 )
 
 import bigbatch
-from bigbatch.trainer.optim.inverse_root import inverse_fourth_root, inverse_fourth_roots
-from bigbatch.trainer.optim.shampoo import Shampoo, block_shapes
+from bigbatch.trainer.optim.shampoo import Shampoo, block_shapes, inverse_fourth_root, inverse_fourth_roots
 
 torch.set_num_threads(1)
 
