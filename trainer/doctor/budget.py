@@ -90,8 +90,3 @@ class Pace:
         """Return the number of turns of the unchanged config: as many as its speedups get, or one."""
         once = 2 * self.warm + PROFILE_STEPS * self.step_seconds
         return self.turns if once + self.comparison <= LOOK_SHARE * budget.left() else 1
-
-
-def images_in_a_step(budget: Budget, *, seconds_per_image: float) -> float:
-    """Return the most images per rank and step for which an examination's many steps fit."""
-    return budget.seconds / STEPS_IN_BUDGET / seconds_per_image

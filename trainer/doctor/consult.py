@@ -32,9 +32,9 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import own_records
 from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
 from bigbatch.trainer.doctor.candidates import change, part_of_step
-from bigbatch.trainer.doctor.child import Child
-from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, Findings, examine
-from bigbatch.trainer.doctor.probes import Measuring, Probes
+from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, Findings
+from bigbatch.trainer.doctor.exchange import Child
+from bigbatch.trainer.doctor.probes import Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
 from bigbatch.trainer.doctor.speedups import SPEEDUPS
 from bigbatch.trainer.run.folder import writing
@@ -71,29 +71,17 @@ def main(argv: Sequence[str]) -> int:
         if path:
             with writing(path):
                 require_nameable(path)
-    return _report(argv, arguments, overrides, config=config, whole=whole, budget=budget)
-
-
-def _report(
-    argv: Sequence[str],
-    arguments: argparse.Namespace,
-    overrides: Sequence[str],
-    *,
-    config: Config,
-    whole: Config,
-    budget: Budget,
-) -> int:
-    """Examine, print and write; return the exit code."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     print_lines(introduction(config, whole, num_ranks=arguments.ranks))
     if budget.is_limited:
         print_line(f"planned to end within {budget.seconds:g} s: what finds no time is listed at the end")
-    findings, code, load = Findings(), 0, machine_load()
+    load = psutil.cpu_percent(interval=LOAD_SECONDS) / 100  # before anything is started here
     if load > LARGE_LOAD:
         print_line(
             f"other processes use {load:.0%} of this machine's {os.cpu_count()} cores: rates are lower than on an idle "
             "machine"
         )
+    findings, code = Findings(), 0
     try:
         with handling_stops(signal.default_int_handler):  # no probe and no folder outlives it either
             _examine(arguments, findings, console, config=config, whole=whole, budget=budget)
@@ -105,13 +93,43 @@ def _report(
         step = findings.steps
         slow = f"; a step of {step['images']} images took {step['seconds']:.1f} s" if step else ""
         raise DoctorError(f"{error}{slow}: {budget.seconds:g} s are too few here, give --within more") from error
-    command = ["bigbatch", "train", "--config", arguments.config, *overrides]
-    print_report(findings, console, config=config, command=command)
+    print_report(
+        findings, console, config=config, command=["bigbatch", "train", "--config", arguments.config, *overrides]
+    )
+    _write(argv, arguments, findings, config=config, whole=whole, load=load)
+    return code
+
+
+def _write(
+    argv: Sequence[str],
+    arguments: argparse.Namespace,
+    findings: Findings,
+    *,
+    config: Config,
+    whole: Config,
+    load: float,
+) -> None:
+    """Write --json and --out. Raises: RunFolderError."""
     if arguments.json:
         measured = change(config, findings.part, world_size=arguments.ranks)
         assert isinstance(measured, Config), "a part is legal"
-        record = {"conditions": _conditions(argv, load=load), "experiment": _experiment(measured)}
-        record |= dataclasses.asdict(findings)
+        record = {
+            "conditions": {
+                "command": shlex.join(["bigbatch", "doctor", *argv]),
+                "bigbatch": __version__,
+                "commit": source_commit(),
+                "cores": os.cpu_count(),
+                "cpu_share_of_others": load,
+            },
+            # the conditions of the rates, which `bigbatch simulate --profile` reads
+            "experiment": {
+                "model": measured.model.name,
+                "image_size": measured.data.image_size,
+                "microbatch_size": measured.batch.microbatch_size,
+                "precision": measured.optimizer.precision,
+            },
+            **dataclasses.asdict(findings),
+        }
         with writing(arguments.json):
             write_named(arguments.json, (json.dumps(record, indent=1) + "\n").encode())
     if arguments.out and findings.is_complete:
@@ -120,22 +138,6 @@ def _report(
         with writing(arguments.out):
             write_named(arguments.out, dump_config(recommended).encode())
         print_line(f"written: {arguments.out}")
-    return code
-
-
-def _experiment(config: Config) -> dict[str, Any]:
-    """Return the conditions of the rates; `bigbatch simulate --profile` reads them."""
-    return {
-        "model": config.model.name,
-        "image_size": config.data.image_size,
-        "microbatch_size": config.batch.microbatch_size,
-        "precision": config.optimizer.precision,
-    }
-
-
-def machine_load() -> float:
-    """Measure the share of all cores that processes use before anything is started here."""
-    return psutil.cpu_percent(interval=LOAD_SECONDS) / 100
 
 
 def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
@@ -162,19 +164,10 @@ def _examine(
     budget: Budget,
 ) -> None:
     limit_seconds = partial(budget.limit, arguments.limit or LIMIT[arguments.quick])
-    request = Examination(
-        config=config,
-        whole=whole,
-        batches=TENSORS if arguments.generated or config.data.loader == "synthetic" else IMAGES,
-        seconds=arguments.seconds or SECONDS[arguments.quick],
-        turns=TURNS[arguments.quick],
-        only=tuple(arguments.only or ()),
-        budget=budget,
-    )
     numbers = count()
     with tempfile.TemporaryDirectory(prefix="bigbatch-doctor-") as place, _progress(console) as say:
 
-        def start(values: Mapping[str, Any]) -> Measuring:
+        def start(values: Mapping[str, Any]) -> Child:
             changed = change(config, values, world_size=arguments.ranks)
             if isinstance(changed, str):  # together with what was taken
                 raise DoctorError(changed)
@@ -183,7 +176,18 @@ def _examine(
 
         probes = Probes(start, limit_seconds=limit_seconds)
         try:
-            examine(request, probes, findings, say=say)
+            Examination(
+                config=config,
+                whole=whole,
+                batches=TENSORS if arguments.generated or config.data.loader == "synthetic" else IMAGES,
+                seconds=arguments.seconds or SECONDS[arguments.quick],
+                turns=TURNS[arguments.quick],
+                only=tuple(arguments.only or ()),
+                budget=budget,
+                probes=probes,
+                findings=findings,
+                say=say,
+            ).run()
         finally:
             probes.kill_all()
 
@@ -196,16 +200,6 @@ def _progress(console: Console) -> Iterator[Callable[[str], None]]:
         return
     with console.status("") as status:
         yield status.update
-
-
-def _conditions(argv: Sequence[str], *, load: float) -> dict[str, Any]:
-    return {
-        "command": shlex.join(["bigbatch", "doctor", *argv]),
-        "bigbatch": __version__,
-        "commit": source_commit(),
-        "cores": os.cpu_count(),
-        "cpu_share_of_others": load,
-    }
 
 
 def _check(arguments: argparse.Namespace) -> None:

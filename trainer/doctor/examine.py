@@ -2,35 +2,19 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
-from bigbatch.trainer.doctor.budget import Budget, Pace, images_in_a_step
+from bigbatch.trainer.config.strict_yaml import as_yaml
+from bigbatch.trainer.doctor.budget import STEPS_IN_BUDGET, Budget, Pace
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change, part_of_images
 from bigbatch.trainer.doctor.probes import Probe, Probes
-from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, advice, measure_noise, noise_of
+from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, compare
 from bigbatch.trainer.doctor.speedups import find_candidates
 from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
 
 IMAGES, TENSORS = "pictures", "tensors"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Examination:
-    """What to measure, and for how long."""
-
-    config: Config
-    whole: Config
-    """The config with its full global batch; config may have a part of it."""
-    batches: str
-    """Whether speedups are measured on images or on tensors."""
-    seconds: float
-    turns: int
-    only: tuple[str, ...]
-    """Names of speedups to try without regard to the budget; empty for all that fit it."""
-    budget: Budget = field(default_factory=Budget)
 
 
 @dataclass
@@ -39,10 +23,10 @@ class Findings:
 
     machine: Machine | None = None
     torch: str = ""
-    steps: dict[str, Any] = field(default_factory=dict)
-    input: dict[str, Any] = field(default_factory=dict)
-    profile: dict[str, Any] = field(default_factory=dict)
-    always: dict[str, Any] = field(default_factory=dict)
+    steps: Mapping[str, Any] = field(default_factory=dict)
+    input: Mapping[str, Any] = field(default_factory=dict)
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
     """Gains of fusion and pinning, or the reason why they were not measured."""
     part: dict[str, Any] = field(default_factory=dict)
     """Values that cut a step to a part, if a whole one takes too long."""
@@ -58,166 +42,152 @@ class Findings:
     is_complete: bool = False
 
 
-def examine(request: Examination, probes: Probes, findings: Findings, *, say: Callable[[str], None]) -> None:
-    """Fill in the findings. say: shows progress. Raises: DoctorError if the unchanged config cannot be measured."""
-    budget = request.budget
-    findings.budget_seconds = budget.seconds if budget.is_limited else None
+@dataclass(kw_only=True)
+class Examination:
+    """What to measure, for how long, and by which probes."""
 
-    def start(values: Any) -> Probe:
-        return probes.open(values, batches=request.batches, seconds=request.seconds)
+    config: Config
+    whole: Config
+    """The config with its full global batch; config may have a part of it."""
+    batches: str
+    """Whether speedups are measured on images or on tensors."""
+    seconds: float
+    turns: int
+    only: tuple[str, ...]
+    """Names of speedups to try without regard to the budget; empty for all that fit it."""
+    budget: Budget
+    probes: Probes
+    findings: Findings
+    say: Callable[[str], None]
+    """Shows progress."""
 
-    say("starting the config as it is")
-    before = budget.used()
-    base = start({})
-    start_seconds = budget.used() - before
-    say("taking a first look at how long an image takes")
-    glance = base.ask("glance")
-    machine = findings.machine = _machine(base, findings)
-    if budget.is_limited:
-        num_images = images_in_a_step(budget, seconds_per_image=glance["seconds_per_image"])
-        findings.part = _part(request, num_images, world_size=machine.world_size)
-    if findings.part:
-        probes.cut(base, findings.part)
-    measured = change(request.config, findings.part, world_size=machine.world_size)
-    assert isinstance(measured, Config), "a part is legal"
-    ahead = -(-measured.data.prefetch_batches // accumulation_steps(measured.batch, world_size=machine.world_size))
-    pace = Pace(
-        start_seconds=start_seconds, step_seconds=0.0, turn_seconds=request.seconds, turns=request.turns, ahead=ahead
-    )
-    pace = _look_at(base, request, findings, pace=pace, glance=glance, say=say)
-    assert findings.rates is not None
-    limit = find_limit(findings.rates)
-    # where images limit nothing, those that were fetched ahead do not either
-    probes.flushes = not budget.is_limited or limit == "input"
-    pace = replace(pace, flushes=probes.flushes)
-    candidates, findings.unmeasured = find_candidates(
-        measured, machine, whole=request.whole, limit=limit, only=request.only
-    )
-    if candidates:
-        _try_all(candidates, base, start, request, findings, pace=pace, say=say)
-    base.close()
-    findings.is_complete = True
-    findings.used_seconds = budget.used()
+    def run(self) -> None:
+        """Fill in the findings. Raises: DoctorError if the unchanged config cannot be measured."""
+        budget, findings, probes = self.budget, self.findings, self.probes
+        findings.budget_seconds = budget.seconds if budget.is_limited else None
+        self.say("starting the config as it is")
+        before = budget.used()
+        base = self._start({})
+        start_seconds = budget.used() - before
+        self.say("taking a first look at how long an image takes")
+        glance = base.ask("glance")
+        facts = dict(base.facts)
+        findings.torch, capability = facts.pop("torch"), facts.pop("capability")
+        machine = findings.machine = Machine(capability=capability and tuple(capability), **facts)
+        ranks = machine.world_size
+        if budget.is_limited:
+            # the most images per rank and step for which an examination's many steps fit
+            num_images = budget.seconds / STEPS_IN_BUDGET / glance["seconds_per_image"]
+            part = part_of_images(self.config, num_images, world_size=ranks)
+            findings.part = part if isinstance(change(self.config, part, world_size=ranks), Config) else {}
+        if findings.part:
+            base.ask("cut", values=findings.part)
+            probes.part = findings.part
+        measured = change(self.config, findings.part, world_size=ranks)
+        assert isinstance(measured, Config), "a part is legal"
+        pace = Pace(
+            start_seconds=start_seconds,
+            step_seconds=0.0,
+            turn_seconds=self.seconds,
+            turns=self.turns,
+            ahead=-(-measured.data.prefetch_batches // accumulation_steps(measured.batch, world_size=ranks)),
+        )
+        pace, rates = self._look_at(base, machine, pace=pace, flops_per_image=glance["flops_per_image"])
+        findings.rates, limit = rates, find_limit(rates)
+        # where images limit nothing, those that were fetched ahead do not either
+        probes.flushes = not budget.is_limited or limit == "input"
+        candidates, findings.unmeasured = find_candidates(
+            measured, machine, whole=self.whole, limit=limit, only=self.only
+        )
+        if candidates:
+            self._try_all(candidates, base, pace=replace(pace, flushes=probes.flushes))
+        base.close()
+        findings.is_complete = True
+        findings.used_seconds = budget.used()
 
+    def _start(self, values: Mapping[str, Any]) -> Probe:
+        return self.probes.open(values, batches=self.batches, seconds=self.seconds)
 
-def _machine(base: Probe, findings: Findings) -> Machine:
-    facts = dict(base.facts)
-    findings.torch = facts.pop("torch")
-    capability = facts.pop("capability")
-    return Machine(capability=capability and tuple(capability), **facts)
+    def _look_at(
+        self, base: Probe, machine: Machine, *, pace: Pace, flops_per_image: float
+    ) -> tuple[Pace, DoctorRates]:
+        """Measure rates and time profile of the unchanged config; return the seconds that this takes, and the rates."""
+        findings = self.findings
+        reads = self.config.data.loader != "synthetic"
+        batches = IMAGES if reads else TENSORS
+        self.say("measuring whole steps, and the model alone, in turn")
+        turns: list[list[Mapping[str, Any]]] = []
+        planned = self.turns
+        while len(turns) < planned:
+            findings.steps = base.ask("steps", batches=batches, flushes=True)
+            turns.append([findings.steps, base.ask("steps", batches=TENSORS, flushes=True)])
+            if len(turns) == 1:
+                pace = replace(pace, step_seconds=findings.steps["seconds"])
+                planned = pace.look_turns(self.budget)
+        # the turn of median length, whole: means of its parts would not belong together
+        steps, alone = (
+            sorted(each, key=lambda turn: float(turn["seconds"]))[len(turns) // 2] for each in zip(*turns, strict=True)
+        )
+        findings.steps = steps
+        if reads:
+            self.say("measuring the input alone")
+            findings.input = base.ask("input")
+        self.say("profiling the step, and measuring options that are always on")
+        profile = findings.profile = base.ask("profile", batches=batches)
+        findings.always = base.ask("always")
+        roof = base.ask("roofline")
+        # as the table of phases has them: of one measurement, so that verdict and table agree
+        shares = {phase: float(seconds / profile["seconds"]) for phase, seconds in profile["phases"].items()}
+        rates = DoctorRates(
+            together=steps["images"] / steps["seconds"],
+            input_alone=findings.input.get("loader_images_per_second"),
+            model_alone=alone["images"] / alone["seconds"],
+            wait_share=shares.get(WAIT_FOR_IMAGES, 0.0),
+            exposed_share=shares.get(WAIT_FOR_SUMS),
+            busy_share=profile["busy_share"],
+            flops_per_image=flops_per_image,
+            peak_flops=roof["peak_flops"] * machine.world_size,
+        )
+        return pace, rates
 
+    def _try_all(self, candidates: Sequence[Candidate], base: Probe, *, pace: Pace) -> None:
+        budget, findings = self.budget, self.findings
 
-def _part(request: Examination, num_images: float, *, world_size: int) -> dict[str, Any]:
-    """Return the values that cut a step to that many images, if other settings allow it."""
-    part = part_of_images(request.config, num_images, world_size=world_size)
-    return part if isinstance(change(request.config, part, world_size=world_size), Config) else {}
+        def leave_out(candidate: Candidate) -> None:
+            name, untried = candidate.name, describe(candidate, self.config, before={})
+            why = f"no time left, some {pace.trial(name):.0f} s are needed; ask by --only {name}"
+            findings.unmeasured.append(Unmeasured(name, f"{untried}: {why}"))
 
-
-def _look_at(
-    base: Probe,
-    request: Examination,
-    findings: Findings,
-    *,
-    pace: Pace,
-    glance: Mapping[str, float],
-    say: Callable[[str], None],
-) -> Pace:
-    """Measure rates and time profile of the unchanged config; return the seconds that this takes."""
-    assert findings.machine is not None
-    reads = request.config.data.loader != "synthetic"
-    batches = IMAGES if reads else TENSORS
-    say("measuring whole steps, and the model alone, in turn")
-    turns: list[list[dict[str, Any]]] = []
-    planned = request.turns
-    while len(turns) < planned:
-        findings.steps = base.ask("steps", batches=batches, flushes=True)
-        turns.append([findings.steps, base.ask("steps", batches=TENSORS, flushes=True)])
-        if len(turns) == 1:
-            pace = replace(pace, step_seconds=_seconds(turns[0][0]))
-            planned = pace.look_turns(request.budget)
-    # the turn of median length, whole: means of its parts would not belong together
-    steps, alone = (sorted(each, key=_seconds)[len(turns) // 2] for each in zip(*turns, strict=True))
-    findings.steps = steps
-    if reads:
-        say("measuring the input alone")
-        findings.input = base.ask("input")
-    say("profiling the step, and measuring options that are always on")
-    findings.profile = base.ask("profile", batches=batches)
-    findings.always = base.ask("always")
-    roof = base.ask("roofline")
-    findings.rates = DoctorRates(
-        together=steps["images"] / steps["seconds"],
-        input_alone=findings.input.get("loader_images_per_second"),
-        model_alone=alone["images"] / alone["seconds"],
-        # as the table of phases has it: of one measurement, so that verdict and table agree
-        wait_share=_share(findings.profile, WAIT_FOR_IMAGES) or 0.0,
-        exposed_share=_share(findings.profile, WAIT_FOR_SUMS),
-        busy_share=findings.profile["busy_share"],
-        flops_per_image=glance["flops_per_image"],
-        peak_flops=roof["peak_flops"] * findings.machine.world_size,
-    )
-    return pace
-
-
-def _share(profile: Mapping[str, Any], phase: str) -> float | None:
-    """Return the share of a step that a phase takes; None if a captured step does not tell."""
-    return None if phase not in profile["phases"] else float(profile["phases"][phase] / profile["seconds"])
-
-
-def _seconds(steps: dict[str, Any]) -> float:
-    return float(steps["seconds"])
-
-
-def _try_all(
-    candidates: Sequence[Candidate],
-    base: Probe,
-    start: Callable[[Any], Probe],
-    request: Examination,
-    findings: Findings,
-    *,
-    pace: Pace,
-    say: Callable[[str], None],
-) -> None:
-    fits = partial(pace.fits, budget=request.budget)
-    if not request.only and not any(fits(each.name, others=1) for each in candidates):
-        findings.unmeasured += [_no_time(each, pace, request) for each in candidates]
-        return
-    say("measuring the noise: the config beside itself")
-    findings.noise = measure_noise(base, start, turns=request.turns)
-    noise = noise_of(findings.noise)
-    greedy = Greedy(base, start, turns=request.turns, noise=noise)
-    for number, candidate in enumerate(candidates, 1):
-        if not greedy.is_new(candidate):
-            continue
-        if not request.only and not fits(candidate.name):
-            findings.unmeasured.append(_no_time(candidate, pace, request))
-            continue
-        tried = describe(candidate, request.config, before=greedy.taken)
-        say(f"speedup {number} of {len(candidates)}, {candidate.name}: {tried}")
-        findings.rows.append(greedy.consider(candidate))
-        findings.taken = dict(greedy.taken)
-    if greedy.taken:
-        say("comparing all taken speedups with the unchanged config")
-    findings.verified = greedy.verify()
-    findings.advice = dict(advice(greedy.taken, findings.verified, noise=noise))
-
-
-def _no_time(candidate: Candidate, pace: Pace, request: Examination) -> Unmeasured:
-    untried = describe(candidate, request.config, before={})
-    return Unmeasured(
-        candidate.name,
-        f"{untried}: no time left, some {pace.trial(candidate.name):.0f} s are needed; ask by --only {candidate.name}",
-    )
+        if not self.only and not any(pace.fits(each.name, budget, others=1) for each in candidates):
+            for each in candidates:
+                leave_out(each)
+            return
+        self.say("measuring the noise: the config beside itself")
+        again = self._start({})  # another process, with memory and threads of its own
+        findings.noise = compare(base, again, turns=self.turns)
+        again.close()
+        noise = findings.noise.noise
+        greedy = Greedy(base, self._start, turns=self.turns, noise=noise)
+        for number, candidate in enumerate(candidates, 1):
+            if not greedy.is_new(candidate):
+                continue
+            if not self.only and not pace.fits(candidate.name, budget):
+                leave_out(candidate)
+                continue
+            tried = describe(candidate, self.config, before=greedy.taken)
+            self.say(f"speedup {number} of {len(candidates)}, {candidate.name}: {tried}")
+            findings.rows.append(greedy.consider(candidate))
+            findings.taken = greedy.taken
+        if greedy.taken:
+            self.say("comparing all taken speedups with the unchanged config")
+        findings.verified = greedy.verify()
+        if findings.verified is not None and findings.verified.is_worth(noise=noise):
+            findings.advice = greedy.taken
 
 
 def describe(candidate: Candidate, config: Config, *, before: Mapping[str, Any]) -> str:
     """Return its keys with their values before (taken so far, or the config's) and after."""
     return ", ".join(
-        f"{key} {shown(before.get(key, lookup(config, key)))} -> {shown(value)}"
+        f"{key} {as_yaml(before.get(key, lookup(config, key)))} -> {as_yaml(value)}"
         for key, value in candidate.values.items()
     )
-
-
-def shown(value: object) -> str:
-    """Return a value as a config states it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"

@@ -1,4 +1,4 @@
-"""Orders from the doctor to a probe, and its answers: lines of JSON in two files of a local folder.
+"""The process of a probe, from the doctor's side and from its own: orders and answers, lines of JSON in two files.
 
 Files, since all ranks of a probe read the same orders, and no launcher passes its standard input on to all.
 """
@@ -6,79 +6,97 @@ Files, since all ranks of a probe read the same orders, and no launcher passes i
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bigbatch.files import open_to_append
+from bigbatch.errors import DoctorError
+from bigbatch.files import open_to_append, write_new
+from bigbatch.interpreter import bigbatch_argv
+from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.child import ChildProcess
 
+CONFIG, ORDERS, ANSWERS = "config.yaml", "orders", "answers"
+"""Files in the folder of a probe: the complete experiment that it measures, and both directions."""
 LOOK_SECONDS = 0.02
+END_SECONDS = 10.0
+"""Seconds for a probe to exit by itself: its ranks leave the job together."""
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """Files of one probe."""
+class Child:
+    """Process of a probe of one config, from its start to close(); idle while another one measures."""
 
-    folder: Path
+    def __init__(self, config: Config, folder: Path, *, num_ranks: int, start_seconds: float) -> None:
+        """Start it. Raises: DoctorError if it fails or takes longer than start_seconds to its first answer."""
+        folder.mkdir()
+        self._is_job, self._folder, self._num_answers = num_ranks > 1, folder, 0
+        write_new(folder / CONFIG, dump_config(config).encode())
+        launch = ["launch", "local", "--ranks", str(num_ranks), "--"] if self._is_job else []
+        argv = [*bigbatch_argv(), *launch, "doctor", "probe", str(folder), str(os.getpid())]
+        self._process = ChildProcess(argv, log=folder / "output.txt", within=folder)
+        try:
+            self.facts: Mapping[str, Any] = self._answer(limit_seconds=start_seconds)
+        except BaseException:
+            self.kill()
+            raise
 
-    @property
-    def config(self) -> Path:
-        """Return the path of the config that the probe measures: a complete YAML."""
-        return self.folder / "config.yaml"
+    def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
+        """Send an order and return the answer. Raises: DoctorError if it fails or takes longer than limit_seconds."""
+        append(self._folder / ORDERS, {"what": what, **details})
+        return self._answer(limit_seconds=limit_seconds)
 
-    def order(self, what: str, **details: Any) -> None:
-        """Write the doctor's next order."""
-        _append(self._orders, {"what": what, **details})
-
-    def answer(self, facts: dict[str, Any]) -> None:
-        """Write the probe's answer, on its first rank."""
-        _append(self._answers, facts)
-
-    def orders(self, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-        """Yield orders as they arrive, until goes_on is false while none is waiting."""
-        num_seen = 0
-        while True:
-            found = _read(self._orders)
-            if num_seen < len(found):
-                yield found[num_seen]
-                num_seen += 1
-            elif goes_on():
-                time.sleep(LOOK_SECONDS)
-            else:
+    def close(self) -> None:
+        """Let it exit; kill it if it does not."""
+        append(self._folder / ORDERS, {"what": "end"})
+        deadline = time.monotonic() + END_SECONDS
+        while self._process.exit_code() is None:
+            if time.monotonic() > deadline:
+                self.kill()
                 return
+            time.sleep(LOOK_SECONDS)
 
-    def find_answer(self, number: int) -> dict[str, Any] | None:
-        """Return the answer of that number, from 0; None if it has not arrived."""
-        found = _read(self._answers)
-        return found[number] if number < len(found) else None
+    def kill(self) -> None:
+        """End it, and the ranks that a failed launcher has left, at once."""
+        # a launcher needs time to end its ranks; one process has nothing to lose, and may be in the midst of a step
+        if self._is_job:
+            self._process.end()
+        else:
+            self._process.kill()
 
-    @property
-    def _orders(self) -> Path:
-        return self.folder / "orders"
-
-    @property
-    def _answers(self) -> Path:
-        return self.folder / "answers"
-
-
-def is_running(process_id: int) -> bool:
-    """Tell whether a process of this host runs."""
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it exists, and belongs to another user
-        return True
-    return True
+    def _answer(self, *, limit_seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + limit_seconds
+        while len(found := read_lines(self._folder / ANSWERS)) <= self._num_answers:
+            if self._process.exit_code() is not None:
+                raise DoctorError(self._process.reason())
+            if time.monotonic() > deadline:
+                raise DoctorError(f"took longer than {limit_seconds:.0f} s, and was ended")
+            time.sleep(LOOK_SECONDS)
+        self._num_answers += 1
+        return found[self._num_answers - 1]
 
 
-def _append(path: Path, facts: dict[str, Any]) -> None:
+def orders(folder: Path, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """Yield the doctor's orders as they arrive, until goes_on is false while none is waiting."""
+    num_seen = 0
+    while True:
+        found = read_lines(folder / ORDERS)
+        if num_seen < len(found):
+            yield found[num_seen]
+            num_seen += 1
+        elif goes_on():
+            time.sleep(LOOK_SECONDS)
+        else:
+            return
+
+
+def append(path: Path, facts: dict[str, Any]) -> None:
+    """Write an order or an answer."""
     with open_to_append(path) as file:
         file.write((json.dumps(facts) + "\n").encode())
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read whole lines: one may be half written."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -75,7 +75,13 @@ def run_times(records: Sequence[Mapping[str, Any]], config: Config) -> RunTimes 
     """
     starts = [index for index, record in enumerate(records) if record["kind"] == "start"]
     own = records[starts[-1] if starts else 0 :]
-    reports = [each for each in own if each["kind"] == "train" and _is_report(each)]
+    reports = [
+        each
+        for each in own
+        if each["kind"] == "train"
+        and isinstance(each.get("step"), int)
+        and (_number(each, "images_per_second") or 0.0) > 0
+    ]
     if not reports:
         return None
     first_step = next((each["step"] for each in own if isinstance(each.get("step"), int)), 0)
@@ -145,11 +151,6 @@ def _table(times: RunTimes) -> Table:
     table.add_row("computing and the rest", f"{1 - sum(share or 0.0 for share in waits):.1%}")
     table.columns[1].justify = "right"
     return table
-
-
-def _is_report(record: Mapping[str, Any]) -> bool:
-    rate = _number(record, "images_per_second")
-    return isinstance(record.get("step"), int) and rate is not None and rate > 0
 
 
 def _number(record: Mapping[str, Any], name: str) -> float | None:

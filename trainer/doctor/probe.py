@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 
 from bigbatch.comm.communicator import Communicator
@@ -27,12 +28,11 @@ from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
+from bigbatch.trainer.doctor.always import measure_pinning, measure_update
 from bigbatch.trainer.doctor.candidates import change
-from bigbatch.trainer.doctor.exchange import Exchange, is_running
-from bigbatch.trainer.doctor.pinning import measure_pinning
+from bigbatch.trainer.doctor.exchange import ANSWERS, CONFIG, append, orders
 from bigbatch.trainer.doctor.profile import profile_step
 from bigbatch.trainer.doctor.roofline import backward_of, flops_per_image, peak_flops
-from bigbatch.trainer.doctor.unfused import measure_update
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.report import describe_input, input_record
@@ -42,7 +42,6 @@ from bigbatch.trainer.machine.host import cores_per_rank, has_cpu_bf16, wait_for
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts, Plan
 
-WISHES = ("cut", "glance", "steps", "input", "profile", "roofline", "always")
 ENDLESS = 2**40
 """More steps than any measurement takes."""
 WARM_SECONDS, LEAST_WARM, MOST_WARM = 1.0, 2, 10
@@ -56,36 +55,31 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: as `bigbatch train`; DoctorError with torch's first words if something does not fit or compile.
     """
-    folder, doctor = argv
-    exchange = Exchange(Path(folder))
+    folder, doctor = Path(argv[0]), int(argv[1])
     # the doctor that wrote it has asked for trust
-    config = load_config(["--config", str(exchange.config), TRUST], prog="bigbatch doctor")
+    config = load_config(["--config", str(folder / CONFIG), TRUST], prog="bigbatch doctor")
     env = read_process_env()
     bind_rank(config, env)
     communicator, tuned = join_job(config, env)
     try:
-        _serve(_Probe(config, communicator, tuned), exchange, doctor=int(doctor))
+        probe = _Probe(config, communicator, tuned)
+        is_first = communicator.rank == 0
+        if is_first:
+            append(folder / ANSWERS, probe.facts)
+        for order in orders(folder, goes_on=lambda: not probe.parts.stop.is_set and psutil.pid_exists(doctor)):
+            what = order.pop("what")
+            if what == "end":
+                break
+            found = getattr(probe, what)(**order)
+            if is_first:
+                append(folder / ANSWERS, found)
+        probe.close()
     except RuntimeError as error:  # out of memory, a compile that fails, a kernel that there is not
         if isinstance(error, UserError):
             raise
         raise DoctorError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
     communicator.close()
     return 0
-
-
-def _serve(probe: "_Probe", exchange: Exchange, *, doctor: int) -> None:
-    is_first = probe.communicator.rank == 0
-    if is_first:
-        exchange.answer(probe.facts)
-    for order in exchange.orders(goes_on=lambda: not probe.parts.stop.is_set and is_running(doctor)):
-        what = order.pop("what")
-        if what == "end":
-            break
-        assert what in WISHES
-        found = getattr(probe, what)(**order)
-        if is_first:
-            exchange.answer(found)
-    probe.close()
 
 
 Splits = tuple[build_input.Split, build_input.Split]
@@ -168,7 +162,7 @@ class _Probe:
         number = size if device.type != "cpu" else min(size, FIRST_IMAGES)
         start = time.perf_counter()
         flops = flops_per_image(self.parts, prepared)
-        taken, counted = self._of_first_rank(time.perf_counter() - start), 1
+        taken, counted = self._agreed(time.perf_counter() - start), 1
         if device.type != "cpu" or taken < SLOW_SECONDS:
             taken = 0.0  # most of it may have been the first pass's own: libraries, kernels, memory
         while taken == 0.0 or (taken < ENOUGH_SECONDS and counted < size):
@@ -177,7 +171,7 @@ class _Probe:
                 start = time.perf_counter()
                 backward_of(self.parts, prepared, num_images=number)
                 wait_for(device)
-            taken, counted = self._of_first_rank(time.perf_counter() - start), number
+            taken, counted = self._agreed(time.perf_counter() - start), number
             number = min(size, FOURFOLD * number)
         return {"flops_per_image": flops, "seconds_per_image": taken / counted}
 
@@ -189,7 +183,7 @@ class _Probe:
         stream, reducer = self._streams[batches], self.parts.reducer
         self._warm_up(batches, seconds=seconds, flushes=flushes)
         # a step is collective: ranks that timed otherwise must still make as many
-        number = self._agreed(max(1, round(seconds / self._step_seconds[batches])))
+        number = int(self._agreed(max(1, round(seconds / self._step_seconds[batches]))))
         stream.take_wait_seconds()
         reducer.exposed.take_seconds()
         taken = self._timed(stream, number)
@@ -209,15 +203,14 @@ class _Probe:
             "images": self.plan.global_batch_size,
             "seconds": self._step_seconds[batches],
             "wait_seconds": max(each["wait_seconds"] for each in ranks),
-            "exposed_seconds": self._exposed_seconds(ranks),
+            # None if a captured step hides it
+            "exposed_seconds": (
+                sum(each["exposed_seconds"] for each in ranks) / len(ranks)
+                if self.parts.execution.measures_waits
+                else None
+            ),
             "peak_bytes": max(each["peak_bytes"] for each in ranks),
         }
-
-    def _exposed_seconds(self, ranks: Sequence[dict[str, Any]]) -> float | None:
-        """Return the mean over ranks; None if a captured step hides it."""
-        if not self.parts.execution.measures_waits:
-            return None
-        return sum(each["exposed_seconds"] for each in ranks) / len(ranks)
 
     def input(self, *, seconds: float) -> dict[str, Any]:
         """Measure the loader without a model; {} if it meets a bad image. Collective."""
@@ -237,7 +230,7 @@ class _Probe:
     def profile(self, *, batches: str, seconds: float) -> dict[str, Any]:
         """Profile the step on the first rank. Collective."""
         self._warm_up(batches, seconds=seconds, flushes=False)
-        number = self._agreed(max(1, round(seconds / self._step_seconds[batches])))
+        number = int(self._agreed(max(1, round(seconds / self._step_seconds[batches]))))
         return profile_step(
             partial(self._timed, self._streams[batches]),
             self.communicator,
@@ -282,15 +275,12 @@ class _Probe:
         # other batches of a model that is warm need one step, to learn its length
         self._timed(stream, 0 if self._step_seconds else LEAST_WARM - 1)
         taken = self._timed(stream, 1)
-        more = self._agreed(min(MOST_WARM, int(min(WARM_SECONDS, 2 * seconds) / taken)))
+        more = int(self._agreed(min(MOST_WARM, min(WARM_SECONDS, 2 * seconds) // taken)))
         self._step_seconds[batches] = self._timed(stream, more) / more if more else taken
 
-    def _of_first_rank(self, seconds: float) -> float:
-        return float(self.communicator.gather_text(f"{seconds}")[0])
-
-    def _agreed(self, number: int) -> int:
-        """Return the first rank's value on all ranks."""
-        return int(self.communicator.gather_text(str(number))[0])
+    def _agreed(self, number: float) -> float:
+        """Return the first rank's number on all ranks."""
+        return float(self.communicator.gather_text(f"{number}")[0])
 
     def _timed(self, stream: InputStream, num_steps: int) -> float:
         """Return the seconds of that many steps, to the end of the device's work."""

@@ -1,33 +1,22 @@
 """Configs that the doctor measures, each in its own processes."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from bigbatch.errors import DoctorError
-from bigbatch.trainer.doctor.recommend import Turn
-
-T = TypeVar("T")
+from bigbatch.trainer.doctor.exchange import Child
 
 NO_ROOM = ("OutOfMemoryError", "busy or unavailable")
 """Words in a GPU error that another process causes."""
 
 
-class Measuring(Protocol):
-    """Asks a running probe, as child.Child does."""
+@dataclass(frozen=True)
+class Turn:
+    """Figures of some steps, timed together."""
 
-    facts: Mapping[str, Any]
-
-    def ask(self, what: str, *, limit_seconds: float, **details: Any) -> dict[str, Any]:
-        """Ask the probe. Raises: DoctorError."""
-        ...
-
-    def close(self) -> None:
-        """Let it leave."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once."""
-        ...
+    images_per_second: float
+    peak_bytes: int
 
 
 class Probes:
@@ -36,93 +25,72 @@ class Probes:
     From then on each probe is started anew and alone for its turn.
     """
 
-    def __init__(self, start: Callable[[Mapping[str, Any]], Measuring], *, limit_seconds: Callable[[], float]) -> None:
-        """start: values by dotted key -> a probe (raises DoctorError). limit_seconds: returns an answer's limit."""
+    def __init__(self, start: Callable[[Mapping[str, Any]], Child], *, limit_seconds: Callable[[], float]) -> None:
+        """start: values by dotted key -> a process (raises DoctorError). limit_seconds: returns an answer's limit."""
         self._start = start
         self._limit_seconds = limit_seconds
         self.part: Mapping[str, Any] = {}
         """Values that cut the step of every config opened from now on."""
         self.flushes = True
         """Whether each turn first uses up what was prefetched during another probe's turn."""
-        self._running: dict[Probe, Measuring] = {}
+        self._running: dict[Probe, Child] = {}
         self.is_alone = False
 
     def open(self, values: Mapping[str, Any], *, batches: str, seconds: float) -> "Probe":
         """Start measuring a config. Raises: DoctorError."""
         probe = Probe(self, values, batches=batches, seconds=seconds)
-        self.facts(probe)
+        probe.facts = self.ask(probe, "facts")
         return probe
 
-    def facts(self, probe: "Probe") -> Mapping[str, Any]:
-        """Ask for the machine's facts, as a probe finds it. Raises: DoctorError."""
-        return self._with_room(probe, lambda process: process.facts)
-
-    def ask(self, probe: "Probe", what: str, **details: Any) -> dict[str, Any]:
-        """Ask the probe. Raises: DoctorError; what failed is ended."""
-        return self._with_room(probe, lambda process: process.ask(what, limit_seconds=self._limit_seconds(), **details))
-
-    def cut(self, probe: "Probe", part: Mapping[str, Any]) -> None:
-        """Let this probe, and all opened from now on, measure a part of the step. Raises: DoctorError."""
-        probe.ask("cut", values=dict(part))
-        self.part = part
-
-    def _with_room(self, probe: "Probe", act: Callable[[Measuring], T]) -> T:
+    def ask(self, probe: "Probe", what: str, **details: Any) -> Mapping[str, Any]:
+        """Ask the probe; facts are those that it found as it started. Raises: DoctorError; what failed is ended."""
         try:
-            return self._act(probe, act)
+            return self._ask(probe, what, details)
         except DoctorError as error:
             if self.is_alone or not self._running or not any(words in str(error) for words in NO_ROOM):
                 raise
         self.is_alone = True
         try:
-            return self._act(probe, act)
+            return self._ask(probe, what, details)
         except DoctorError:
             self.is_alone = False  # room for the others does not help this one
             raise
 
-    def _act(self, probe: "Probe", act: Callable[[Measuring], T]) -> T:
+    def _ask(self, probe: "Probe", what: str, details: dict[str, Any]) -> Mapping[str, Any]:
         if probe not in self._running:
             if self.is_alone:
-                self._close_others()
+                for other in list(self._running):
+                    self.close(other)
             self._running[probe] = self._start({**self.part, **probe.values})
+        child = self._running[probe]
         try:
-            return act(self._running[probe])
+            return child.facts if what == "facts" else child.ask(what, limit_seconds=self._limit_seconds(), **details)
         except DoctorError:
-            self.kill(probe)
+            self._running.pop(probe).kill()
             raise
 
-    def _close_others(self) -> None:
-        for other in list(self._running):
-            self.close(other)
-
     def close(self, probe: "Probe") -> None:
-        """Close the probe."""
+        """Let its processes leave, if they run."""
         if probe in self._running:
             self._running.pop(probe).close()
 
-    def kill(self, probe: "Probe") -> None:
-        """End its processes at once."""
-        if probe in self._running:
-            self._running.pop(probe).kill()
-
     def kill_all(self) -> None:
-        """Kill all running probes."""
-        for probe in list(self._running):
-            self.kill(probe)
+        """End all processes at once."""
+        while self._running:
+            self._running.popitem()[1].kill()
 
 
 class Probe:
-    """Measures one config, as a Contestant."""
+    """Measures one config in repeated turns."""
+
+    facts: Mapping[str, Any]
+    """What it found of the machine."""
 
     def __init__(self, probes: Probes, values: Mapping[str, Any], *, batches: str, seconds: float) -> None:
         self.values = dict(values)
         self._probes, self._batches, self._seconds = probes, batches, seconds
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Ask for the machine's facts. Raises: DoctorError."""
-        return self._probes.facts(self)
-
-    def ask(self, what: str, **details: Any) -> dict[str, Any]:
+    def ask(self, what: str, **details: Any) -> Mapping[str, Any]:
         """Ask the probe. Raises: DoctorError."""
         return self._probes.ask(self, what, **{"seconds": self._seconds, **details})
 

@@ -3,34 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from bigbatch.errors import DoctorError
 from bigbatch.trainer.doctor.candidates import Candidate
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Figures of some steps, timed together."""
-
-    images_per_second: float
-    peak_bytes: int
-
-
-class Contestant(Protocol):
-    """Measures one config in repeated turns."""
-
-    def run(self) -> Turn:
-        """Run one turn. Raises: DoctorError."""
-        ...
-
-    def close(self) -> None:
-        """End its measurement."""
-        ...
-
-
-Open = Callable[[Mapping[str, Any]], Contestant]
-"""values by dotted key -> the config with them. Raises: DoctorError."""
+from bigbatch.trainer.doctor.probes import Probe
 
 
 @dataclass(frozen=True)
@@ -45,6 +22,11 @@ class Comparison:
     """Half of the distance from the smallest to the largest gain."""
     turns: int
     peak_bytes: int
+
+    @property
+    def noise(self) -> float:
+        """Return the fraction by which the two differ, if they are equal configs."""
+        return max(abs(self.gain), self.spread)
 
     def is_worth(self, *, noise: float) -> bool:
         """Tell whether the gain exceeds the spread of turns and the noise between equal configs."""
@@ -63,7 +45,7 @@ class Row:
     """Speedups that were taken before it was tried."""
 
 
-def compare(base: Contestant, other: Contestant, *, turns: int) -> Comparison:
+def compare(base: Probe, other: Probe, *, turns: int) -> Comparison:
     """Give both equally many turns, and the first turn equally often. Raises: DoctorError."""
     pairs = []
     for turn in range(turns):
@@ -82,24 +64,11 @@ def compare(base: Contestant, other: Contestant, *, turns: int) -> Comparison:
     )
 
 
-def measure_noise(base: Contestant, start: Open, *, turns: int) -> Comparison:
-    """Measure the config beside itself: another process, with memory and threads of its own. Raises: DoctorError."""
-    again = start({})
-    try:
-        return compare(base, again, turns=turns)
-    finally:
-        again.close()
-
-
-def noise_of(comparison: Comparison) -> float:
-    """Return the fraction by which equal configs differ."""
-    return max(abs(comparison.gain), comparison.spread)
-
-
 class Greedy:
     """Tries candidates in order, each on top of those taken so far. It closes the probes that it starts."""
 
-    def __init__(self, base: Contestant, start: Open, *, turns: int, noise: float) -> None:
+    def __init__(self, base: Probe, start: Callable[[Mapping[str, Any]], Probe], *, turns: int, noise: float) -> None:
+        """start: values by dotted key -> a probe of the config with them (raises DoctorError)."""
         self._base, self._start, self._turns, self._noise = base, start, turns, noise
         self._best = base
         self.taken: dict[str, Any] = {}
@@ -111,25 +80,20 @@ class Greedy:
 
     def consider(self, candidate: Candidate) -> Row:
         """Measure a candidate, and take it if it is worth it; one that fails is left out."""
-        row = Row(candidate, None, before=dict(self.taken))
-        self._tried.append({**self.taken, **candidate.values})
+        values = {**self.taken, **candidate.values}
+        self._tried.append(values)
+        row, other = Row(candidate, None, before=dict(self.taken)), None
         try:
-            other = self._start({**self.taken, **candidate.values})
+            other = self._start(values)
+            measured = compare(self._best, other, turns=self._turns)
+            row = replace(row, measured=measured, is_taken=measured.is_worth(noise=self._noise))
+            if row.is_taken:
+                self._best, other, self.taken = other, self._best, values
         except DoctorError as error:
-            return replace(row, failure=str(error))
-        try:
-            row = replace(row, measured=(measured := compare(self._best, other, turns=self._turns)))
-        except DoctorError as error:
+            row = replace(row, failure=str(error))
+        if other is not None and other is not self._base:
             other.close()
-            return replace(row, failure=str(error))
-        if not measured.is_worth(noise=self._noise):
-            other.close()
-            return row
-        if self._best is not self._base:
-            self._best.close()
-        self._best = other
-        self.taken |= candidate.values
-        return replace(row, is_taken=True)
+        return row
 
     def verify(self) -> Comparison | None:
         """Compare all taken speedups with the unchanged config; None if none was taken, or one of the two fails."""
@@ -139,8 +103,3 @@ class Greedy:
             return compare(self._base, self._best, turns=self._turns)
         except DoctorError:
             return None
-
-
-def advice(taken: Mapping[str, Any], verified: Comparison | None, *, noise: float) -> Mapping[str, Any]:
-    """Return the values to change: all taken speedups, if together they beat the unchanged config."""
-    return taken if verified is not None and verified.is_worth(noise=noise) else {}

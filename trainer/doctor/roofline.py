@@ -1,7 +1,6 @@
 """Measure the arithmetic of an image, and the device's peak rate."""
 
 import torch
-from torch import Tensor
 from torch.nn.functional import conv2d, cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,7 +11,6 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES
 
 CONV_BATCH, CONV_CHANNELS, CONV_SIDE = {"cpu": 8, "cuda": 256}, 256, 28
 """A convolution of 3 x 3 with plenty to do for each byte."""
-COUNTED_IMAGES = 1
 
 
 def flops_per_image(parts: Parts, prepared: Prepared) -> float:
@@ -21,7 +19,7 @@ def flops_per_image(parts: Parts, prepared: Prepared) -> float:
     Runs eagerly, without torch.compile and CUDA graphs.
     """
     with FlopCounterMode(display=False) as counter:
-        number = backward_of(parts, prepared, num_images=COUNTED_IMAGES)
+        number = backward_of(parts, prepared, num_images=1)
     return counter.get_total_flops() / number
 
 
@@ -48,15 +46,12 @@ def peak_flops(device: torch.device, *, precision: str, seconds: float) -> float
     """
     dtype = COMPUTE_DTYPES.get(precision.partition("_")[0], torch.float32)
     product_flops_per_second = Product(dtype, device).flops_per_second(seconds=seconds / 2)
-    images_BCHW = _channels_last(CONV_BATCH[device.type], CONV_SIDE, dtype=dtype, device=device)
-    weight_KCHW = _channels_last(CONV_CHANNELS, 3, dtype=dtype, device=device)
+    images_BCHW, weight_KCHW = (
+        torch.randn(count, CONV_CHANNELS, side, side, dtype=dtype, device=device).to(memory_format=torch.channels_last)
+        for count, side in ((CONV_BATCH[device.type], CONV_SIDE), (CONV_CHANNELS, 3))
+    )
     with torch.no_grad():
         convolution = median_seconds(lambda: conv2d(images_BCHW, weight_KCHW, padding=1), device, seconds=seconds / 2)
     # a product and a sum for each output, each of its input channels and each of 9 taps
     conv_flops = 2 * images_BCHW.numel() * CONV_CHANNELS * 9
     return max(product_flops_per_second, conv_flops / convolution)
-
-
-def _channels_last(count: int, side: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    images_BCHW = torch.randn(count, CONV_CHANNELS, side, side, dtype=dtype, device=device)
-    return images_BCHW.contiguous(memory_format=torch.channels_last)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.precision import CAPABILITY
-from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import READERS, SCALED
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change
 from bigbatch.trainer.input.loaders import dali
@@ -61,21 +61,21 @@ def find_candidates(
             else:
                 candidates.append(found)
     if config.batch != whole.batch:
-        cut = [each for each in candidates if "batch.microbatch_size" in each.values]
-        cut = cut if config.batch.microbatch_size != whole.batch.microbatch_size else []
-        candidates = [each for each in candidates if each not in cut]
         unmeasured = [replace(each, why=PART) if each.name == "microbatch" else each for each in unmeasured]
+    if config.batch.microbatch_size != whole.batch.microbatch_size:
+        cut = [each for each in candidates if "batch.microbatch_size" in each.values]
+        candidates = [each for each in candidates if each not in cut]
         unmeasured += [Unmeasured(name, PART) for name in dict.fromkeys(each.name for each in cut)]
+
+    def worth(candidate: Candidate) -> float:
+        """Return the assumed gain, used only to try the likeliest first."""
+        if candidate.name in SWITCHES and not all(candidate.values.values()):
+            return 0.0  # they are on, and have been for a reason
+        return WORTH[machine.is_gpu].get(candidate.name, 0.0)
+
     first = {"input": INPUT, "network": NETWORK, "cores": ("threads", *INPUT)}.get(limit, COMPUTE)
     # stable, so that those of equal worth stay in order
-    return sorted(candidates, key=lambda each: (each.name not in first, -_worth(each, machine))), unmeasured
-
-
-def _worth(candidate: Candidate, machine: Machine) -> float:
-    """Return the assumed gain of a candidate, used only to try the likeliest first."""
-    if candidate.name in SWITCHES and not all(candidate.values.values()):
-        return 0.0  # they are on, and have been for a reason
-    return WORTH[machine.is_gpu].get(candidate.name, 0.0)
+    return sorted(candidates, key=lambda each: (each.name not in first, -worth(each))), unmeasured
 
 
 def _workers(config: Config, machine: Machine) -> Tried:
@@ -139,19 +139,14 @@ def _precision(config: Config, machine: Machine) -> Tried:
 
 
 def _layout(config: Config, machine: Machine) -> Tried:
-    yield from _switched(config, "layout", "compute.channels_last", ROUNDS)
+    yield Candidate("layout", {"compute.channels_last": not config.compute.channels_last}, ROUNDS)
 
 
 def _cudnn(config: Config, machine: Machine) -> Tried:
     if machine.is_gpu:
-        yield from _switched(config, "cudnn", "compute.cudnn_benchmark", ROUNDS)
+        yield Candidate("cudnn", {"compute.cudnn_benchmark": not config.compute.cudnn_benchmark}, ROUNDS)
     else:
         yield Unmeasured("cudnn", "its search for kernels needs a GPU")
-
-
-def _switched(config: Config, name: str, key: str, note: str) -> Tried:
-    """Try the other value of a switch."""
-    yield Candidate(name, {key: not lookup(config, key)}, note)
 
 
 def _compile(config: Config, machine: Machine) -> Tried:

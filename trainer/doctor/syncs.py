@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,43 +43,35 @@ class FindSyncs(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _reason(self, func: Any, args: Any, kwargs: Any) -> str | None:
-        if func in WAITING:
-            return WAITING[func] if self._is_there(args[0]) else None
-        if func in INDEXED:
+        if func in WAITING or func in INDEXED:
+            if self._is_gpu and not args[0].is_cuda:
+                return None
+            if func in WAITING:
+                return WAITING[func]
             # how many elements a mask picks decides the result's shape, which the host must know
             is_mask = any(index is not None and index.dtype == torch.bool for index in args[1])
-            return "counts elements, as indexing with a mask does" if is_mask and self._is_there(args[0]) else None
-        return _reason_to_copy(func, args, kwargs)
-
-    def _is_there(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda or not self._is_gpu
-
-
-def _reason_to_copy(func: Any, args: Any, kwargs: Any) -> str | None:
-    if func is torch.ops.aten._to_copy.default:
-        source, target = args[0].device, kwargs.get("device") or args[0].device
-        is_blocking = not kwargs.get("non_blocking")
-    elif func is torch.ops.aten.copy_.default:
-        source, target = args[1].device, args[0].device
-        is_blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-    else:
-        return None
-    if not is_blocking or source.type == target.type:
-        return None
-    if target.type == "cpu":
-        return "copies to the host, as .cpu() does"
-    return "copies from the host, as x[0] = 1.0 and .to() without non_blocking do"
+            return "counts elements, as indexing with a mask does" if is_mask else None
+        if func is torch.ops.aten._to_copy.default:
+            source, target = args[0].device, kwargs.get("device") or args[0].device
+            is_blocking = not kwargs.get("non_blocking")
+        elif func is torch.ops.aten.copy_.default:
+            source, target = args[1].device, args[0].device
+            is_blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        else:
+            return None
+        if not is_blocking or source.type == target.type:
+            return None
+        if target.type == "cpu":
+            return "copies to the host, as .cpu() does"
+        return "copies from the host, as x[0] = 1.0 and .to() without non_blocking do"
 
 
 def place() -> str:
     """Find the innermost line outside of torch and of this file, such as 'trainer/step/loop.py:123 (run)'."""
-    frames = [each for each in traceback.extract_stack() if not _is_foreign(each.filename)]
+    foreign = (__file__, TORCH, "<")
+    frames = [each for each in traceback.extract_stack() if not each.filename.startswith(foreign)]
     if not frames:
         return "torch itself"
     last, path = frames[-1], Path(frames[-1].filename).resolve()
     name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     return f"{name}:{last.lineno} ({last.name})"
-
-
-def _is_foreign(filename: str) -> bool:
-    return filename == __file__ or filename.startswith((TORCH, "<"))

@@ -78,12 +78,13 @@ def explain(rates: DoctorRates) -> list[str]:
         "compute": f"the model's own work: {rates.wait_share:.1%} of a step waits for images{sums}",
     }
     alone = "" if rates.input_alone is None else f"the input alone {rates.input_alone:,.0f}, "
+    size, unit = (1e12, "TFLOP/s") if rates.peak_flops >= 1e12 else (1e9, "GFLOP/s")
     lines = [
         f"limited by {words[find_limit(rates)]}",
         f"images/s: {alone}the model alone (on generated tensors) {rates.model_alone:,.0f}, together "
         f"{rates.together:,.0f}",
-        f"roofline: the model alone does {rates.roofline_share:.1%} of the {_per_second(rates.peak_flops)} that were "
-        "measured here at best, in large matrices and convolutions",
+        f"roofline: the model alone does {rates.roofline_share:.1%} of the {rates.peak_flops / size:,.1f} {unit} that "
+        "were measured here at best, in large matrices and convolutions",
     ]
     if rates.input_alone is not None and find_limit(rates) != "cores":
         share = rates.together / min(rates.model_alone, rates.input_alone)
@@ -92,7 +93,3 @@ def explain(rates: DoctorRates) -> list[str]:
                 f"together they reach {share:.0%} of the slower one: input and model compete for the same cores"
             )
     return lines
-
-
-def _per_second(flops: float) -> str:
-    return f"{flops / 1e12:,.1f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:,.1f} GFLOP/s"

@@ -15,7 +15,7 @@ from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor.budget import Budget, Pace
 from bigbatch.trainer.doctor.candidates import change, part_of_images
-from bigbatch.trainer.doctor.examine import IMAGES, Examination, Findings, examine
+from bigbatch.trainer.doctor.examine import IMAGES, Examination, Findings
 from bigbatch.trainer.doctor.probes import Probes
 
 FACTS = {
@@ -101,10 +101,18 @@ def run(machine: Machine, *, seconds: float = 60.0, only: tuple[str, ...] = ()) 
     budget = Budget(seconds, clock=lambda: machine.now, started=0.0)
     probes = Probes(machine.start, limit_seconds=lambda: budget.limit(300.0))
     findings = Findings()
-    request = Examination(
-        config=machine.config, whole=machine.config, batches=IMAGES, seconds=0.5, turns=3, only=only, budget=budget
-    )
-    examine(request, probes, findings, say=lambda text: None)
+    Examination(
+        config=machine.config,
+        whole=machine.config,
+        batches=IMAGES,
+        seconds=0.5,
+        turns=3,
+        only=only,
+        budget=budget,
+        probes=probes,
+        findings=findings,
+        say=lambda text: None,
+    ).run()
     return findings
 
 

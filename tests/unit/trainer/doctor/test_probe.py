@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -27,13 +26,12 @@ from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.doctor.exchange import Exchange, is_running
-from bigbatch.trainer.doctor.pinning import measure_pinning
+from bigbatch.trainer.doctor.always import OF_TORCH, make_step, measure_pinning, measure_update
+from bigbatch.trainer.doctor.exchange import ORDERS, append, orders
 from bigbatch.trainer.doctor.probe import _Probe, splits_again, with_generated
 from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST
 from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.doctor.syncs import FindSyncs
-from bigbatch.trainer.doctor.unfused import OF_TORCH, make_step, measure_update
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.step.execution import EagerExecution, Work
@@ -158,22 +156,11 @@ def test_peak_is_that_of_a_processor() -> None:
     assert 1e8 < peak_flops(CPU, precision="fp32", seconds=0.01) < 1e14
 
 
-def test_half_written_lines_wait_and_orders_end_with_the_doctor(tmp_path: Path) -> None:
-    exchange = Exchange(tmp_path)
-    assert exchange.find_answer(0) is None
-    exchange.order("steps", seconds=1.0)
-    with (tmp_path / "orders").open("a") as file:
+def test_half_written_orders_wait_and_orders_end_with_the_doctor(tmp_path: Path) -> None:
+    append(tmp_path / ORDERS, {"what": "steps", "seconds": 1.0})
+    with (tmp_path / ORDERS).open("a") as file:
         file.write('{"what": "en')
-    assert list(exchange.orders(goes_on=lambda: False)) == [{"what": "steps", "seconds": 1.0}]
-    exchange.answer({"steps": 1})
-    assert (exchange.find_answer(0), exchange.find_answer(1)) == ({"steps": 1}, None)
-
-
-def test_process_that_has_ended_is_not_running() -> None:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    assert is_running(os.getpid())
-    assert not is_running(process.pid)
+    assert list(orders(tmp_path, goes_on=lambda: False)) == [{"what": "steps", "seconds": 1.0}]
 
 
 def test_generated_tensors_take_the_place_of_any_loader() -> None:

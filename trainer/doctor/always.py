@@ -1,7 +1,8 @@
-"""Measure the gain of a fused update over torch's loop over tensors."""
+"""Measure the gain of options that are always on: the fused update, and copies from pinned memory."""
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.machine.host import wait_for
+from bigbatch.trainer.preflight.rates import median_seconds
 from bigbatch.trainer.step.plan import Parts
 
 LEAST_PAIRS = 3
@@ -18,7 +20,6 @@ RATE = 1e-6
 """Weights hardly move, so that no number grows until arithmetic with it takes another time."""
 GRADIENT = 1e-3
 """Gradient of each weight that has none yet."""
-
 OF_TORCH = ("sgd", "adamw")
 """Values of optimizer.name for which torch also has a loop over tensors."""
 
@@ -31,13 +32,21 @@ def measure_update(settings: OptimizerConfig, parts: Parts, *, seconds: float) -
         what = "sharded=True" if settings.sharded else f"name={settings.name}"
         return {"why": f"torch has no form of optimizer.{what} that works tensor by tensor"}
     device = parts.communicator.device
+
+    def timed(step: Step) -> float:
+        wait_for(device)
+        start = time.perf_counter()
+        step()
+        wait_for(device)
+        return time.perf_counter() - start
+
     steps = [make_step(settings, parts, is_fused=is_fused, lr=RATE)[0] for is_fused in (True, False)]
     for step in steps:
         step()  # allocates momenta
     pairs: list[list[float]] = []
     end = time.perf_counter() + seconds
     while len(pairs) < LEAST_PAIRS or time.perf_counter() < end:
-        pairs.append([_timed(step, device) for step in steps])
+        pairs.append([timed(step) for step in steps])
     fused, unfused = zip(*pairs, strict=True)
     return {
         "fused_seconds": median(fused),
@@ -51,27 +60,25 @@ def make_step(
     settings: OptimizerConfig, parts: Parts, *, is_fused: bool, lr: float
 ) -> tuple[Step, Mapping[str, Tensor]]:
     """Make an optimizer over copies of the weights that parts.optimizer updates; return its step, and the copies."""
-    copies = {name: _copy(master) for name, master in parts.precision.masters.items()}
+    copies = {}
+    for name, master in parts.precision.masters.items():
+        copied = copies[name] = master.detach().clone()
+        copied.grad = torch.full_like(copied, GRADIENT) if master.grad is None else master.grad.detach().clone()
     optimizer = make_optimizer(settings, parts.model, copies, lr=lr)
-    return (optimizer.step if is_fused else _by_tensor(optimizer)), copies
+    if not is_fused:
+        for group in optimizer.param_groups:
+            group |= {"fused": False, "foreach": False}
+    return optimizer.step, copies
 
 
-def _copy(master: Tensor) -> Tensor:
-    copied = master.detach().clone()
-    copied.grad = torch.full_like(copied, GRADIENT) if master.grad is None else master.grad.detach().clone()
-    return copied
-
-
-def _timed(step: Step, device: torch.device) -> float:
-    wait_for(device)
-    start = time.perf_counter()
-    step()
-    wait_for(device)
-    return time.perf_counter() - start
-
-
-def _by_tensor(optimizer: torch.optim.Optimizer) -> Step:
-    """Return the step of torch's optimizer as its loop over tensors."""
-    for group in optimizer.param_groups:
-        group |= {"fused": False, "foreach": False}
-    return optimizer.step
+def measure_pinning(num_bytes: int, device: torch.device, *, seconds: float) -> dict[str, Any]:
+    """Return the times of copies from pinned and pageable memory, as the input makes them; or why there are none."""
+    if device.type == "cpu":
+        return {"why": "nothing is copied: a CPU computes on the memory that images are decoded into"}
+    pageable_N = torch.ones(num_bytes, dtype=torch.uint8)
+    pinned_N = pageable_N.pin_memory()
+    pinned, pageable = (
+        median_seconds(partial(each_N.to, device, non_blocking=True), device, seconds=seconds / 2)
+        for each_N in (pinned_N, pageable_N)
+    )
+    return {"bytes": num_bytes, "pinned_seconds": pinned, "pageable_seconds": pageable}
