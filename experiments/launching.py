@@ -3,12 +3,9 @@
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import ConfigError
-from bigbatch.interpreter import bigbatch_argv
 from bigbatch.numbers import whole
 
 
@@ -16,8 +13,8 @@ from bigbatch.numbers import whole
 class Launch:
     """Words of `bigbatch launch` that start the ranks of a run; none for one process."""
 
-    words: tuple[str, ...]
-    num_ranks: int
+    words: tuple[str, ...] = ()
+    num_ranks: int = 1
     hosts: str | None = None
 
     @property
@@ -27,35 +24,25 @@ class Launch:
         return {"where": where, "ranks": self.num_ranks, "launch": {"hosts": self.hosts} if self.hosts else {}}
 
 
-def split_launch(text: str) -> tuple[str, ...]:
-    """Split the value of --launch as a shell would. Raises: ConfigError."""
+def parse_launch(text: str) -> Launch:
+    """Parse the value of --launch, split as a shell would. Raises: ConfigError."""
     try:
-        return tuple(shlex.split(text))
+        words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(f"--launch {text!r} is no command line: {error}") from error
-
-
-def parse_launch(words: Sequence[str]) -> Launch:
-    """Parse the words of --launch. Raises: ConfigError."""
     if not words:
-        return Launch((), 1)
+        return Launch()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("launcher", nargs="?", choices=("mpirun", "torchrun"))  # argparse would exit for a missing one
     parser.add_argument("--ranks", type=whole)
     parser.add_argument("--hosts")
     try:
-        arguments, others = parser.parse_known_args(list(words))
+        arguments, others = parser.parse_known_args(words)
     except argparse.ArgumentError:
-        others = list(words)
+        others = words
     if others or arguments.launcher is None or arguments.ranks is None or arguments.ranks < 1:
         raise ConfigError(
-            f"--launch '{' '.join(words)}': give the words of bigbatch launch, such as 'mpirun --ranks 2', or "
+            f"--launch '{text}': give the words of bigbatch launch, such as 'mpirun --ranks 2', or "
             "'mpirun --ranks 16 --hosts n0:8,n1:8'"
         )
     return Launch(tuple(words), arguments.ranks, arguments.hosts)
-
-
-def train_argv(options: Sequence[str], *, base: Path, launch: Launch) -> list[str]:
-    """Return the command that trains base with those options."""
-    words = ["train", "--config", str(base), *options]
-    return [*bigbatch_argv(), *(["launch", *launch.words, "--"] if launch.words else []), *words]

@@ -10,8 +10,7 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import visible_gpus
 from bigbatch.errors import ConfigError, LaunchOptionError, or_nearest, print_line, print_lines, tell
 from bigbatch.exit_codes import INTERRUPTED, SOME_FAILED
-from bigbatch.experiments.engine.check import check_launch
-from bigbatch.experiments.engine.engine import Interrupted, Listed, run_points, start_over
+from bigbatch.experiments.engine.engine import Interrupted, run_points, start_over
 from bigbatch.experiments.engine.folder import (
     FAILED,
     MISSING,
@@ -25,7 +24,7 @@ from bigbatch.experiments.engine.folder import (
     state_of,
     to_run,
 )
-from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, point_command
+from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, check_launch, point_command
 from bigbatch.experiments.engine.plan import CASE, PLACES, Plan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
 from bigbatch.experiments.engine.slurm import find_submitted, submit_points, wait_for_points
@@ -196,7 +195,7 @@ def _run(
             wait_for_points(to_come, folder, waits=arguments.wait, on_end=show.end)
         else:
             gpus = visible_gpus(count_gpus()) if arguments.parallel > 1 else []
-            run_points(plan, Listed(to_come, show.end), folder, parallel=arguments.parallel, gpus=gpus)
+            run_points(plan, to_come, folder, on_end=show.end, parallel=arguments.parallel, gpus=gpus)
         inference = measure(plan, points, folder)
     except (Interrupted, KeyboardInterrupt):
         still = _in_queue(folder, chosen)

@@ -13,7 +13,8 @@ from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.experiments.batch.report import Answer, explain, make_answer, plot_answer
-from bigbatch.experiments.launching import parse_launch, split_launch, train_argv
+from bigbatch.experiments.launching import parse_launch
+from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
@@ -99,12 +100,12 @@ def short_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[s
         raise ConfigError(f"--epochs {arguments.epochs} must be at least 1")
     words = ["--config", arguments.what, *overrides]
     base = load_config(words, prog="bigbatch tune batch")
-    launch = parse_launch(split_launch(arguments.launch or ""))
+    launch = parse_launch(arguments.launch or "").words
     short = shorten(base, epochs=arguments.epochs, evaluate_each=False, directory=arguments.out)
     every = base.run.noise_scale_every_steps or 1
     short = dataclasses.replace(short, run=dataclasses.replace(short.run, noise_scale_every_steps=every))
-    options = [*overrides, *differences(base, short)]
-    return train_argv(options, base=Path(arguments.what), launch=launch)
+    start = ["launch", *launch, "--", "train"] if launch else ["train"]
+    return [*bigbatch_argv(), *start, *words, *differences(base, short)]
 
 
 def _train(command: list[str]) -> int:

@@ -1,13 +1,12 @@
 """The engine: starts points on this machine or from it, resumes and judges them, several at once if asked for."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from bigbatch.errors import RunFolderError
 from bigbatch.experiments.engine.folder import (
@@ -39,42 +38,6 @@ class Interrupted(Exception):
     """A signal stopped the points; those that ran are missing again, and resume from their checkpoints."""
 
 
-class Producer(Protocol):
-    """Makes points one by one, and is told how each ended."""
-
-    def next_point(self) -> Point | None:
-        """Return another point; None if there is none left."""
-        ...
-
-    watches: bool
-    """True if why_stop needs evaluations; then the records of running points are read."""
-
-    def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
-        """Return why a point that was just evaluated is stopped early; empty to let it go on."""
-        ...
-
-    def end(self, point: Point, state: dict[str, Any]) -> None:
-        """Take the state in which a point has ended."""
-        ...
-
-
-class Listed:
-    """Produces the points of a list."""
-
-    watches = False
-
-    def __init__(self, points: Sequence[Point], on_end: Callable[[Point, dict[str, Any]], None]) -> None:
-        self._points, self.end = iter(points), on_end
-
-    def next_point(self) -> Point | None:
-        """Return the next point."""
-        return next(self._points, None)
-
-    def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
-        """Stop none."""
-        return ""
-
-
 @dataclass
 class _Running:
     point: Point
@@ -88,119 +51,119 @@ class _Running:
 
 
 def run_points(
-    plan: Plan, producer: Producer, folder: SweepFolder, *, parallel: int = 1, gpus: Sequence[str] = ()
+    plan: Plan,
+    points: Iterable[Point],
+    folder: SweepFolder,
+    *,
+    on_end: Callable[[Point, dict[str, Any]], None],
+    why_stop: Callable[[Point, dict[str, Any]], str] | None = None,
+    parallel: int = 1,
+    gpus: Sequence[str] = (),
 ) -> None:
-    """Run all points, so many at once, and go on if one fails; gpus: to share out; empty: each point sees all.
+    """Run all points, so many at once, and go on if one fails. A point is drawn from points when its turn comes.
 
+    on_end: gets each point that ended, with its state. why_stop: gets each new evaluation of a running point; returns
+    why to stop that point early, or nothing. gpus: to share out; empty: each point sees all.
     Raises: Interrupted; RunFolderError, also if the disk is full.
     """
-    stops: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        stops.append(number)
-
-    with handling_stops(note):
-        _Engine(plan, producer, folder, stops, gpus).run(parallel)
-    if stops:
+    engine = _Engine(plan, folder, on_end, why_stop, gpus)
+    with handling_stops(lambda number, frame: engine.stops.append(number)):
+        engine.run(iter(points), parallel)
+    if engine.stops:
         raise Interrupted
 
 
+@dataclass
 class _Engine:
-    def __init__(
-        self, plan: Plan, producer: Producer, folder: SweepFolder, stops: Sequence[int], gpus: Sequence[str]
-    ) -> None:
-        self._plan, self._producer, self._folder = plan, producer, folder
-        self._stops, self._gpus = stops, gpus
-        self._running: dict[int, _Running] = {}
-        self._heard = 0
+    plan: Plan
+    folder: SweepFolder
+    on_end: Callable[[Point, dict[str, Any]], None]
+    why_stop: Callable[[Point, dict[str, Any]], str] | None
+    gpus: Sequence[str]
+    stops: list[int] = field(default_factory=list)
+    heard: int = 0
+    """Number of the stops that were passed on."""
 
-    def run(self, parallel: int) -> None:
+    def run(self, points: Iterator[Point], parallel: int) -> None:
         """Run points until none is left or a signal comes. Raises: RunFolderError."""
+        running: dict[int, _Running] = {}
         try:
             while True:
                 for slot in range(parallel):
-                    if slot not in self._running and not self._stops and (point := self._producer.next_point()):
-                        self._running[slot] = self._start(point, slot)
-                if not self._running:
+                    if slot not in running and not self.stops and (point := next(points, None)):
+                        running[slot] = self._start(point, slot)
+                if not running:
                     return
-                self._pass_on()
-                for slot, each in list(self._running.items()):
-                    self._follow(slot, each)
-                if self._running:
+                if len(self.stops) > self.heard:  # the first one asks all points to stop, a second one presses them
+                    self.heard = len(self.stops)
+                    for each in running.values():
+                        if self.heard > 1 or not each.process.was_asked:
+                            each.process.ask_to_stop()
+                for slot, each in list(running.items()):
+                    code = each.process.exit_code()  # before its files are read: after an exit they are complete
+                    if code is None:
+                        self._watch(each)
+                    else:
+                        del running[slot]
+                        self._conclude(each, code)
+                if running:
                     time.sleep(POLL_SECONDS)
         finally:
-            for each in self._running.values():
+            for each in running.values():
                 each.process.end()
 
     def _start(self, point: Point, slot: int) -> _Running:
-        folder, number = self._folder, point.number
-        if self._plan.steps is None and state_of(folder, number) == MISSING:
+        folder, number = self.folder, point.number
+        if self.plan.steps is None and state_of(folder, number) == MISSING:
             require_nobody(folder, number)
         else:
             start_over(folder, number)
         write_config(folder, point)
-        argv = [*self._seen(point, slot), *point_command(self._plan, point, folder)]
+        argv = [*seen_gpus(self.gpus, ranks=point.ranks, slot=slot), *point_command(self.plan, point, folder)]
         change_state(folder, number, state=MISSING, reason=None, exit_code=None, command=argv)
         return _Running(point, ChildProcess(argv, log=folder.log(number), within=folder.path))
 
-    def _seen(self, point: Point, slot: int) -> list[str]:
-        """Return words that give a point's ranks their GPUs, taken in turn; none if they need all of them."""
-        if point.ranks >= len(self._gpus):
-            return []
-        mine = [self._gpus[(slot * point.ranks + rank) % len(self._gpus)] for rank in range(point.ranks)]
-        return ["env", f"CUDA_VISIBLE_DEVICES={','.join(mine)}"]
-
-    def _pass_on(self) -> None:
-        """Ask all points to stop at the first signal; a second one presses them."""
-        if len(self._stops) > self._heard:
-            self._heard = len(self._stops)
-            for each in self._running.values():
-                if self._heard > 1 or not each.process.was_asked:
-                    each.process.ask_to_stop()
-
-    def _follow(self, slot: int, running: _Running) -> None:
-        limit = self._plan.timeout_minutes
-        code = running.process.exit_code()  # before its files are read: after an exit they are complete
-        if code is not None:
-            del self._running[slot]
-            self._conclude(running, code)
-            return
-        if limit is not None and running.process.seconds > 60 * limit and not running.process.was_asked:
+    def _watch(self, running: _Running) -> None:
+        """Ask a running point to stop if it takes too long, or if one of its new evaluations is a reason."""
+        limit, process = self.plan.timeout_minutes, running.process
+        if limit is not None and process.seconds > 60 * limit and not process.was_asked:
             running.why = f"took longer than {limit:g} min, and was ended"
-            running.process.ask_to_stop()
-        for evaluation in self._new_evaluations(running) if self._producer.watches else ():
-            why = self._producer.why_stop(running.point, evaluation)
-            if why and not running.process.was_asked:
-                running.why, running.state = why, PRUNED
-                running.process.ask_to_stop()
-
-    def _new_evaluations(self, running: _Running) -> list[dict[str, Any]]:
-        """Return the evaluations that no earlier call returned; reads the file if it has grown."""
-        path = self._folder.run(running.point.number).metrics
+            process.ask_to_stop()
+        if self.why_stop is None:
+            return
+        path = self.folder.run(running.point.number).metrics
         num_bytes = path.stat().st_size if path.exists() else 0
         if num_bytes == running.read_bytes:
-            return []
+            return
         running.read_bytes = num_bytes
-        evaluations = [record for record in read_records(path) if record["kind"] == "eval"]
-        new = [record for record in evaluations if record["epoch"] > running.last_epoch]
-        if new:
-            running.last_epoch = new[-1]["epoch"]
-        return new
+        for record in read_records(path):
+            if record["kind"] == "eval" and record["epoch"] > running.last_epoch:
+                running.last_epoch = record["epoch"]
+                if (why := self.why_stop(running.point, record)) and not process.was_asked:
+                    running.why, running.state = why, PRUNED
+                    process.ask_to_stop()
 
     def _conclude(self, running: _Running, code: int) -> None:
         number, seconds = running.point.number, running.process.seconds
-        outcome = judge(self._folder, number, exit_code=code, reason=running.process.reason)
+        outcome = judge(self.folder, number, exit_code=code, reason=running.process.reason)
         if outcome["state"] != DONE and running.why:
             outcome = {"state": running.state, "reason": running.why}
-        elif outcome["state"] != DONE and self._stops:
+        elif outcome["state"] != DONE and self.stops:
             return  # missing: it runs again with the sweep
         elif any(words in str(outcome["reason"]) for words in DISK_IS_FULL):
             raise RunFolderError(
-                f"point {number} of {self._folder.path} ended: {outcome['reason']}; make room, and the same command "
+                f"point {number} of {self.folder.path} ended: {outcome['reason']}; make room, and the same command "
                 "goes on from there"
             )
-        state = change_state(self._folder, number, exit_code=code, seconds=seconds, **outcome)
-        self._producer.end(running.point, state)
+        self.on_end(running.point, change_state(self.folder, number, exit_code=code, seconds=seconds, **outcome))
+
+
+def seen_gpus(gpus: Sequence[str], *, ranks: int, slot: int) -> list[str]:
+    """Return words that give a point's ranks their GPUs, taken in turn; none if they need all of them."""
+    if ranks >= len(gpus):
+        return []
+    mine = [gpus[(slot * ranks + rank) % len(gpus)] for rank in range(ranks)]
+    return ["env", f"CUDA_VISIBLE_DEVICES={','.join(mine)}"]
 
 
 def start_over(folder: SweepFolder, number: int) -> None:

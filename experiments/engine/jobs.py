@@ -1,18 +1,25 @@
-"""Make a launcher's job from a point or an array of points; and the command line that starts the same job."""
+"""Make a launcher's job from a point or an array of points, check it, and the command line that starts the same job."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bigbatch.errors import LaunchOptionError
 from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.plan import Plan
 from bigbatch.experiments.engine.points import ONE_HOST, Point
 from bigbatch.interpreter import bigbatch_argv
+from bigbatch.launch.emulate import launchers as emulated
+from bigbatch.launch.emulate.plan import DEFAULT_NAME, make_plan
+from bigbatch.launch.emulate.state import state_root
+from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.options import JOB_OPTIONS, read_job, read_options
 from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
+from bigbatch.launch.jobs.words import check_words
 from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.slurm import job_script
 
 
 def point_command(plan: Plan, point: Point, folder: SweepFolder) -> list[str]:
@@ -20,11 +27,6 @@ def point_command(plan: Plan, point: Point, folder: SweepFolder) -> list[str]:
     launcher = ("emulate", "run") if plan.where == "emulated" else (plan.where,)
     words = [*stated_words(_size(plan, point)), *launch_words(plan.launch)]
     return [*bigbatch_argv(), "launch", *launcher, *words, *_command(plan, folder, point.number)]
-
-
-def point_job(plan: Plan, point: Point, folder: SweepFolder) -> JobSpec:
-    """Return the job of a point in the foreground of this host or others. Raises: LaunchOptionError."""
-    return _job(_size(plan, point) | plan.launch, plan, rank_words(plan, folder, point.number))
 
 
 def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
@@ -93,3 +95,50 @@ def _job(options: Mapping[str, Any], plan: Plan, command: Sequence[str]) -> JobS
         stated = read_options(options, JOB_OPTIONS)
         apply_site(stated, refused=LAUNCHERS[plan.where].refused)
         return read_job(stated, command, findings=findings, is_python=plan.script is not None)
+
+
+def check_launch(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
+    """Check the launch options, before anything is written: build the job of each number of ranks, and discard it.
+
+    Raises: LaunchOptionError; EmulationError if others can reach the folder of this user's clusters.
+    """
+    if plan.where == "slurm":
+        try:
+            check_words("logs", str(folder.logs))
+        except LaunchOptionError as error:
+            raise LaunchOptionError(
+                f"--folder {str(folder.path)!r}: Slurm's scripts take letters, digits and . _ / + @ = : - alone"
+            ) from error
+    for same in arrays(points).values():
+        try:
+            _check(plan, same, folder)
+        except LaunchOptionError as error:
+            raise LaunchOptionError(f"launch: {error}") from error
+    if plan.where == "emulated":
+        state_root()  # else each point would fail by it
+
+
+def _check(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
+    first = points[0]
+    command = rank_words(plan, folder, first.number)
+    if plan.where == "slurm":
+        job = array_job(plan, points, folder, name=plan.name)
+        job_script(job, folder=None)  # the experiments are written later
+    elif plan.where == "emulated":
+        job = JobSpec(command, first.ranks, is_python=plan.script is not None)
+        options = read_options(plan.launch, emulated.RUN_OPTIONS)
+        nodes = make_plan(
+            name=DEFAULT_NAME,
+            nodes=first.nodes,
+            ranks_per_node=str(first.ranks_per_node),
+            link=options.link,
+            delay=options.delay,
+        )
+        ranks = emulated.Job(job.command, job.is_python)
+        emulated.NODE_LAUNCHERS[options.launcher].starts(ranks, nodes, emulated.Site(order=options.place))
+    else:
+        job = _job(_size(plan, first) | plan.launch, plan, command)
+        LAUNCHERS[plan.where].dry_run(job, {})
+    if job.is_python:
+        with Findings() as findings:
+            check_job(job, findings, sees="shared" if plan.where == "slurm" else "all")

@@ -205,7 +205,9 @@ def _mistakes(plan: Plan) -> Iterator[str]:
     if plan.search:
         yield "search: bigbatch tune search begins it and goes on with it"
     yield from _check_launch(plan)
-    yield from _check_inference(plan)
+    for name, words in plan.inference.items():
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            yield f"inference: {name}: {words!r} must be a list of words of bigbatch evaluate"
     yield from _check_grid(plan)
     for where, given in {
         "options": plan.options,
@@ -229,12 +231,6 @@ def _check_launch(plan: Plan) -> Iterator[str]:
             yield _unknown(str(name), legal, where=f"launch, of {plan.where}")
         elif value is False or not all(isinstance(one, str | int | float) for one in each):
             yield f"launch, {name}: {value!r} must be text, a number, true or a list of text"
-
-
-def _check_inference(plan: Plan) -> Iterator[str]:
-    for name, words in plan.inference.items():
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            yield f"inference: {name}: {words!r} must be a list of words of bigbatch evaluate"
 
 
 def _check_grid(plan: Plan) -> Iterator[str]:

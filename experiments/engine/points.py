@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,28 +67,23 @@ def make_points(plan: Plan, *, folder: Path) -> list[Point]:
     maker = _Maker(plan, read_experiment(plan.config), folder)
     points: list[Point] = []
     wrong: dict[str, list[str]] = {}
-    for number, (name, changes, chosen, repeat) in enumerate(_combinations(plan)):
-        values = {**({CASE: name} if name else {}), **chosen}
+    grid = list(itertools.product(*plan.grid.values()))
+    combinations = itertools.product(range(plan.seeds), plan.changes(), grid)
+    for number, (repeat, (name, changes), chosen) in enumerate(combinations):
+        own = dict(zip(plan.grid, chosen, strict=True))
+        values = {**({CASE: name} if name else {}), **own}
         try:
-            points.append(maker.make(number, values, changes, chosen, repeat=repeat))
+            points.append(maker.make(number, values, changes, own, repeat=repeat))
         except (ConfigError, LaunchOptionError) as error:
             wrong.setdefault("; ".join(map(str, error.args)), []).append(f"{number} ({describe_values(values)})")
     if wrong:
         num_wrong = sum(map(len, wrong.values()))
-        lines = [f"  point {each[0]}{_and_more(len(each) - 1)}: {error}" for error, each in wrong.items()]
+        lines = [
+            f"  point {first}{f' and {len(others)} more' if others else ''}: {error}"
+            for error, (first, *others) in wrong.items()
+        ]
         raise ConfigError(f"{num_wrong} of {len(points) + num_wrong} points cannot be trained:", *lines)
     return points
-
-
-def _and_more(count: int) -> str:
-    return f" and {count} more" if count else ""
-
-
-def _combinations(plan: Plan) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], int]]:
-    for repeat in range(plan.seeds):
-        for name, changes in plan.changes():
-            for values in itertools.product(*plan.grid.values()):
-                yield name, changes, dict(zip(plan.grid, values, strict=True)), repeat
 
 
 class _Maker:

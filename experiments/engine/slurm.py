@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +68,18 @@ def submit_points(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> N
         try:
             number, sbatch = submit_job(job)
         except SchedulerError as error:
-            _note_refusal(same, folder, error=error)
+            try:
+                find_submitted(same, folder)  # perhaps only sbatch's answer was lost
+            except SchedulerError:
+                raise error from None
+            for point in same:
+                if state_of(folder, point.number) == MISSING:
+                    change_state(folder, point.number, state=FAILED, reason=str(error))
             continue
         # without --wait sbatch ends right after it has printed the number
         sbatch.wait()
         for point in same:
             _note_job(folder, point.number, number=number, log=Path(log_path(job, job_id=f"{number}_{point.number}")))
-
-
-def _note_refusal(points: Sequence[Point], folder: SweepFolder, *, error: SchedulerError) -> None:
-    """Note a failure, unless only sbatch's answer was lost. Raises: error if squeue does not answer either."""
-    try:
-        find_submitted(points, folder)
-    except SchedulerError:
-        raise error from None
-    for point in points:
-        if state_of(folder, point.number) == MISSING:
-            change_state(folder, point.number, state=FAILED, reason=str(error))
 
 
 def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
@@ -93,19 +89,17 @@ def find_submitted(points: Sequence[Point], folder: SweepFolder) -> None:
     """
     states = [read_state(folder, point.number) for point in points]
     names = {s["number"]: s["job_name"] for s in states if s["state"] == SUBMITTED and s["job"] is None}
-    jobs = {name: _job_named(name, folder) for name in set(names.values())}
+    jobs: dict[str, str | None] = {}
+    for name in set(names.values()):
+        # Slurm forgets a job minutes after its end; its logs stay
+        known = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format=%F", f"--name={name}"]).split()
+        logs = (path.stem.removeprefix(f"{name}-").partition("_")[0] for path in folder.logs.glob(f"{name}-*_*.log"))
+        jobs[name] = next(chain(known, logs), None)
     for point, name in names.items():
         if (job := jobs[name]) is None:
             change_state(folder, point, state=MISSING)
         else:
             _note_job(folder, point, number=job, log=folder.logs / f"{name}-{job}_{point}.log")
-
-
-def _job_named(name: str, folder: SweepFolder) -> str | None:
-    """Find the array of this name by Slurm's answer or its logs: Slurm forgets a job minutes after its end."""
-    known = run_slurm(["squeue", "--me", "--noheader", "--states=all", "--format=%F", f"--name={name}"]).split()
-    logs = [path.stem.removeprefix(f"{name}-").partition("_")[0] for path in folder.logs.glob(f"{name}-*_*.log")]
-    return next(iter([*known, *logs]), None)
 
 
 def _note_job(folder: SweepFolder, point: int, *, number: str, log: Path) -> None:

@@ -16,7 +16,7 @@ from bigbatch.experiments.engine.plan import describe_values
 from bigbatch.experiments.engine.points import ONE_HOST
 from bigbatch.experiments.report.compare import Comparison, TrainedRun, compare_runs, read_figures
 from bigbatch.files import parse_json, read_plain
-from bigbatch.launch.efficiency import MeasuredPoint, Step, Variant, median_step
+from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
 from bigbatch.trainer.config.file import flatten
 from bigbatch.trainer.config.kinds import spread
 from bigbatch.trainer.config.strict_yaml import parse_yaml
@@ -95,24 +95,32 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
         return read_sweep_results(SweepFolder(path), target=target)
     run = RunDir(path)
     if run.config.is_file() and run.metrics.is_file():
-        return read_run_results(run)
+        summary = _mapping(run.summary, parse_json) if run.summary.is_file() else {}
+        return RunResults(path, _mapping(run.config, parse_yaml), common_conditions([summary]))
     what = "it holds neither a sweep (sweep.yaml) nor a run (config.yaml and metrics.jsonl)"
     raise RunFolderError(f"{path}: {what if path.is_dir() else 'no such folder'}; name the folder of either")
 
 
 def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> SweepResults:
     """Read a sweep's results, repeats of a point together; a damaged point has no figures. Raises: RunFolderError."""
-    sweep = read_yaml(folder.sweep)
+    sweep = _mapping(folder.sweep, parse_yaml)
     target = target if target is not None else sweep.get("target_top1")
-    states, unmeasured = _read_states(folder)
+    states: dict[int, dict[str, Any]] = {}
+    unmeasured: list[tuple[str, str]] = []
     fewest: dict[Variant, int] = {}
-    for state in states.values():
-        variant = _variant(state["values"])
-        fewest[variant] = min(state["ranks"], fewest.get(variant, state["ranks"]))
+    for number in folder.numbers():
+        try:
+            state = read_state(folder, number)
+            states[number] = {**state, "ranks": int(state["ranks"])}
+        except (UserError, KeyError, TypeError, ValueError) as error:
+            unmeasured.append((f"point {number}", str(error)))
+            continue
+        variant, ranks = _variant(state["values"]), states[number]["ranks"]
+        fewest[variant] = min(ranks, fewest.get(variant, ranks))
     is_scaling = len({state["ranks"] for state in states.values()}) > 1 and all(
         "ranks" in state["values"] for state in states.values()
     )
-    found: list[_PointRun] = []
+    groups: dict[str, list[_PointRun]] = {}
     for number, state in states.items():
         seed = f", seed {state['seed']}" if sweep.get("seeds", 1) != 1 and "seed" in state else ""
         shown = (describe_values(state["values"]) or f"point {number}") + seed
@@ -120,19 +128,13 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
             unmeasured.append((shown, state["reason"] or state["state"]))
             continue
         try:
-            found.append(_read_point(folder, number, state, target=target, is_scaling=is_scaling))
+            point = _read_point(folder, number, state, target=target, is_scaling=is_scaling)
+            groups.setdefault(json.dumps(state["values"]), []).append(point)
         except UserError as error:
             unmeasured.append((shown, str(error)))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             unmeasured.append((shown, damage(error)))
-    groups: dict[str, list[_PointRun]] = {}
-    for each in found:
-        groups.setdefault(json.dumps(each.state["values"]), []).append(each)
-    measured = [
-        _measure(repeats, fewest_ranks=fewest[_variant(repeats[0].state["values"])])
-        for repeats in groups.values()
-        if is_scaling
-    ]
+    found = sorted((each for repeats in groups.values() for each in repeats), key=lambda each: each.state["number"])
     summaries = [each.summary for each in found]
     conditions = common_conditions(summaries)
     conditions |= {key: sweep[key] for key in ("config", "where", "launch", "options", "steps") if sweep.get(key)}
@@ -140,30 +142,19 @@ def read_sweep_results(folder: SweepFolder, *, target: float | None = None) -> S
         str(sweep.get("name")),
         folder.path,
         runs=tuple(each.trained for each in found),
-        measured=tuple(measured),
+        measured=tuple(_measure(repeats, fewest) for repeats in groups.values() if is_scaling),
         unmeasured=tuple(unmeasured),
         is_gpu=not any(str(summary.get("device", "cpu")).startswith("cpu") for summary in summaries),
         is_cumulative=bool(sweep.get("cumulative")),
         target=target,
         conditions=conditions,
         numbers={
-            (_variant(repeats[0].state["values"]), repeats[0].state["ranks"]): tuple(
-                each.state["number"] for each in repeats
+            (_variant(first.state["values"]), first.state["ranks"]): (
+                *(each.state["number"] for each in (first, *others)),
             )
-            for repeats in groups.values()
+            for first, *others in groups.values()
         },
     )
-
-
-def _read_states(folder: SweepFolder) -> tuple[dict[int, dict[str, Any]], list[tuple[str, str]]]:
-    states, unreadable = {}, []
-    for number in folder.numbers():
-        try:
-            state = read_state(folder, number)
-            states[number] = {**state, "ranks": int(state["ranks"])}
-        except (UserError, KeyError, TypeError, ValueError) as error:
-            unreadable.append((f"point {number}", str(error)))
-    return states, unreadable
 
 
 @dataclass(frozen=True)
@@ -182,18 +173,16 @@ def _read_point(
 ) -> _PointRun:
     """Raises: RunFolderError; errors of reading damaged files."""
     run = folder.run(number)
-    config = read_yaml(run.config if run.config.is_file() else folder.config(number))
-    records = read_records(run.metrics)
-    reports, summary = train_records(run) if is_scaling else [], read_json(run.summary)
-    size = summary["global_batch_size"]
-    trained = _trained(str(run.path), config, records, values=state["values"], target=target)
+    config = _mapping(run.config if run.config.is_file() else folder.config(number), parse_yaml)
+    reports, summary = train_records(run) if is_scaling else [], _mapping(run.summary, parse_json)
     # a run of an older bigbatch did not note its own
     nodes = summary.get("num_nodes") or (
         1 if state.get("where") in ONE_HOST else -(-state["ranks"] // state["ranks_per_node"])
     )
-    found = _PointRun(state, trained, reports, summary, size, nodes)
+    trained = _trained(str(run.path), config, read_records(run.metrics), values=state["values"], target=target)
+    found = _PointRun(state, trained, reports, summary, summary["global_batch_size"], nodes)
     if is_scaling:
-        _measure([found], fewest_ranks=1)  # damaged content raises here
+        _measure([found], {})  # damaged content raises here
     return found
 
 
@@ -209,33 +198,31 @@ def _trained(
 
 
 def _variant(values: dict[str, Any]) -> Variant:
-    """Return all values but the number of ranks."""
-    return tuple((key, _hashable(value)) for key, value in values.items() if key != "ranks")
-
-
-def _measure(repeats: Sequence[_PointRun], *, fewest_ranks: int) -> MeasuredPoint:
-    first = repeats[0]
-    records = [record for each in repeats for record in each.records]
-    step: Step = median_step(records, global_batch_size=first.global_batch_size)
-    return MeasuredPoint(
-        _variant(first.state["values"]),
-        ranks=first.state["ranks"],
-        nodes=first.nodes,
-        global_batch_size=first.global_batch_size,
-        step=step,
-        rates=tuple(record["images_per_second"] for record in records),
-        fewest_ranks=fewest_ranks,
-        joules_per_image=_joules_per_image(repeats),
-        device=" and ".join(sorted({str(each.summary.get("device", "unknown")) for each in repeats})),
+    """Return all values but the number of ranks; those that cannot be hashed as JSON."""
+    return tuple(
+        (key, value if isinstance(value, str | int | float | bool | None) else json.dumps(value))
+        for key, value in values.items()
+        if key != "ranks"
     )
 
 
-def _joules_per_image(repeats: Sequence[_PointRun]) -> float | None:
-    """Return the mean over all reports that count."""
-    joules = [record.get("energy_joules") for each in repeats for record in each.records]
-    images = sum(record["steps"] * each.global_batch_size for each in repeats for record in each.records)
+def _measure(repeats: Sequence[_PointRun], fewest_ranks: Mapping[Variant, int]) -> MeasuredPoint:
+    first, variant = repeats[0], _variant(repeats[0].state["values"])
+    records = [record for each in repeats for record in each.records]
+    joules = [record.get("energy_joules") for record in records]
     told = [each for each in joules if each is not None]
-    return sum(told) / images if len(told) == len(joules) else None
+    images = sum(record["steps"] * each.global_batch_size for each in repeats for record in each.records)
+    return MeasuredPoint(
+        variant,
+        ranks=first.state["ranks"],
+        nodes=first.nodes,
+        global_batch_size=first.global_batch_size,
+        step=median_step(records, global_batch_size=first.global_batch_size),
+        rates=tuple(record["images_per_second"] for record in records),
+        fewest_ranks=fewest_ranks.get(variant, 1),
+        joules_per_image=sum(told) / images if len(told) == len(joules) else None,
+        device=" and ".join(sorted({str(each.summary.get("device", "unknown")) for each in repeats})),
+    )
 
 
 def common_conditions(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -259,13 +246,6 @@ def differences(conditions: dict[str, Any]) -> list[str]:
     ]
 
 
-def read_run_results(run: RunDir) -> RunResults:
-    """Read what `bigbatch train` left. Raises: RunFolderError for a damaged folder."""
-    config = read_yaml(run.config)
-    summary = read_json(run.summary) if run.summary.is_file() else {}
-    return RunResults(run.path, config, common_conditions([summary]))
-
-
 def train_records(run: RunDir) -> list[dict[str, Any]]:
     """Return the reports of the newest start without its first; each with its number of steps."""
     records: list[dict[str, Any]] = []
@@ -281,7 +261,9 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
         raise RunFolderError(f"{run.metrics} was written by an older bigbatch, which did not split communication")
     if not all(isinstance(record.get("step"), int) for record in records):
         raise RunFolderError(f"{run.metrics} is damaged: a report without its step")
-    if not all(_is_rate(record.get("images_per_second")) for record in found):
+    # a whole number may be longer than a float
+    rates = [record.get("images_per_second") for record in found]
+    if not all(isinstance(rate, int | float) and 0 < rate <= sys.float_info.max for rate in rates):
         raise RunFolderError(f"{run.metrics} is damaged: a report without a valid rate")
     return [
         record | {"steps": record["step"] - before["step"]}
@@ -289,21 +271,8 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
     ]
 
 
-def _is_rate(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value <= sys.float_info.max  # a whole number may be longer
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the mapping of a JSON file. Raises: RunFolderError."""
-    return _mapping(path, parse_json)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read the mapping of a YAML file. Raises: RunFolderError."""
-    return _mapping(path, parse_yaml)
-
-
 def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
+    """Read the mapping of a JSON or YAML file. Raises: RunFolderError."""
     try:
         found = parse(read_plain(path))
     except (OSError, ValueError) as error:
@@ -311,7 +280,3 @@ def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise RunFolderError(f"{path} holds no keys and values")
     return found
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else json.dumps(value)

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bigbatch.launch.tables import Table
@@ -153,9 +153,8 @@ def differing(runs: Sequence[TrainedRun]) -> tuple[str, ...]:
 def labelled(runs: Sequence[TrainedRun], keys: Sequence[str]) -> list[TrainedRun]:
     """Label runs by these keys, of the experiment or of a sweep; by their folders if the keys are too many."""
     if len(keys) > MOST_KEYS:
-        return [TrainedRun(run.name, run.config, {RUN: run.name}, run.figures) for run in runs]
-    values = [{key: run.values.get(key, run.config.get(key)) for key in keys} for run in runs]
-    return [TrainedRun(run.name, run.config, own, run.figures) for run, own in zip(runs, values, strict=True)]
+        return [replace(run, values={RUN: run.name}) for run in runs]
+    return [replace(run, values={key: run.values.get(key, run.config.get(key)) for key in keys}) for run in runs]
 
 
 def compare_runs(

@@ -7,7 +7,7 @@ from pathlib import Path
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import ConfigError, TuneError
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.experiments.launching import split_launch
+from bigbatch.experiments.launching import parse_launch
 from bigbatch.experiments.search.search import Search, first_commands, search
 from bigbatch.experiments.search.space import FORMS
 from bigbatch.numbers import whole
@@ -40,7 +40,7 @@ def parse_search(argv: Sequence[str]) -> Search:
         metric=arguments.metric,
         prune=arguments.prune == "median",
         parallel=arguments.parallel,
-        launch=split_launch(arguments.launch),
+        launch=parse_launch(arguments.launch),
     )
 
 

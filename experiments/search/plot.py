@@ -4,14 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bigbatch.colours import COLOURS
-from bigbatch.experiments.search.records import (
-    Metric,
-    TrialRecord,
-    ranked,
-    result_of,
-    show_result,
-)
 from bigbatch.experiments.search.space import Axis, SearchRange
+from bigbatch.experiments.search.study import Metric, TrialRecord, best_record, show_result
+from bigbatch.words import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +24,20 @@ def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric:
 
     figure = Figure(figsize=(max(5.6, 4.2 * len(axes)), 4.4), layout="constrained")
     panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
+    best = best_record(records, metric=metric)
     for panel, axis in zip(panels, axes, strict=True):
         for number in sorted({record.round for record in records}):
-            _draw(panel, [record for record in records if record.round == number], axis, metric=metric)
-        _draw_best(panel, ranked(records, metric=metric)[0], axis, metric=metric)
+            color = COLOURS[(number - 1) % len(COLOURS)]
+            for state, face in (("finished", color), ("pruned", "none")):
+                mine = [each for each in records if (each.round, each.state) == (number, state)]
+                points = [_point(record, axis, metric=metric) for record in mine if record.result is not None]
+                label = f"round {number}" + (", pruned (where it ended)" if state == "pruned" else "")
+                if points:
+                    panel.scatter(*zip(*points, strict=True), edgecolors=color, facecolors=face, label=label)
+        if best:
+            label = f"best that finished: trial {best.number}, {show_result(best, metric=metric)}"
+            x, y = _point(best, axis, metric=metric)
+            panel.scatter([x], [y], marker="*", s=200, color="black", zorder=3, label=label)
         _set_ticks(panel, axis)
         panel.set(xlabel=axis.key)
         panel.grid(alpha=0.25, linewidth=0.8)
@@ -40,26 +45,9 @@ def draw_search(records: Sequence[TrialRecord], axes: Sequence[Axis], *, metric:
     panels[0].set_ylabel("top-1 (%)" if metric == "top1" else "cross-entropy (nats)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, 2 * len(axes)), fontsize=8, frameon=False)
-    failed = sum(record.ended.state == "failed" for record in records)
-    told = "1 trial" if len(records) == 1 else f"{len(records)} trials"
-    figure.suptitle(told + (f", without {failed} that failed" if failed else ""), fontsize=13)
+    failed = sum(record.state == "failed" for record in records)
+    figure.suptitle(count(len(records), "trial") + (f", without {failed} that failed" if failed else ""), fontsize=13)
     return figure
-
-
-def _draw(panel: "Axes", records: Sequence[TrialRecord], axis: Axis, *, metric: Metric) -> None:
-    color = COLOURS[(records[0].round - 1) % len(COLOURS)]
-    for state, face in (("finished", color), ("pruned", "none")):
-        mine = [record for record in records if record.ended.state == state and record.ended.result is not None]
-        label = f"round {records[0].round}" + (", pruned (where it ended)" if state == "pruned" else "")
-        if mine:
-            points = [_point(record, axis, metric=metric) for record in mine]
-            panel.scatter(*zip(*points, strict=True), edgecolors=color, facecolors=face, label=label)
-
-
-def _draw_best(panel: "Axes", best: TrialRecord, axis: Axis, *, metric: Metric) -> None:
-    x, y = _point(best, axis, metric=metric)
-    label = f"best that finished: trial {best.number}, {show_result(result_of(best), metric=metric)}"
-    panel.scatter([x], [y], marker="*", s=200, color="black", zorder=3, label=label)
 
 
 def _set_ticks(panel: "Axes", axis: Axis) -> None:
@@ -83,6 +71,6 @@ def _set_ticks(panel: "Axes", axis: Axis) -> None:
 
 def _point(record: TrialRecord, axis: Axis, *, metric: Metric) -> tuple[float, float]:
     """Return the place of a trial: on grids the index of the value."""
-    text, result = record.values[axis.key], result_of(record)
+    text, result = record.values[axis.key], record.result or 0.0
     x = float(text) if isinstance(axis, SearchRange) else float(axis.texts.index(text))
     return x, 100 * result if metric == "top1" else result

@@ -9,9 +9,10 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,11 @@ from bigbatch.experiments.engine.folder import (
 from bigbatch.experiments.engine.jobs import point_command
 from bigbatch.experiments.engine.plan import Plan
 from bigbatch.experiments.engine.points import Point
-from bigbatch.experiments.launching import Launch, parse_launch
+from bigbatch.experiments.launching import Launch
 from bigbatch.experiments.report.publish import report_on
 from bigbatch.experiments.search.plot import draw_search
-from bigbatch.experiments.search.records import (
-    Metric,
-    TrialEnd,
-    TrialRecord,
-    best_record,
-    result_of,
-    show_result,
-    show_values,
-)
 from bigbatch.experiments.search.space import Axis, flags, parse_space, shrink
-from bigbatch.experiments.search.study import Round, import_optuna
+from bigbatch.experiments.search.study import Metric, Round, TrialRecord, best_record, import_optuna, show_result
 from bigbatch.experiments.show import Show
 from bigbatch.launch.jobs.installed import count_gpus
 from bigbatch.trainer.config.batch import accumulation_steps
@@ -62,7 +54,6 @@ from bigbatch.trainer.run.folder import RunDir, read_records
 RATE = "schedule.base_lr"
 DRY_RUN_TRIALS = 3
 """Number of commands that --dry-run shows."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,58 +75,63 @@ class Search:
     """Stop a trial that is worse than the median of the others."""
     parallel: int
     """Trials at once."""
-    launch: tuple[str, ...]
-    """Words of `bigbatch launch` for each trial; none for one process."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a whole search."""
-
-    best: TrialRecord
-    records: tuple[TrialRecord, ...]
-    best_yaml: Path
-    """The complete experiment with the best values."""
-
-    @property
-    def overrides(self) -> list[str]:
-        """Return the best values as options of `bigbatch train`."""
-        return flags(self.best.values)
-
-
-@dataclass(frozen=True)
-class CheckedSearch:
-    """A search with checked settings."""
-
-    stated: Search
-    axes: tuple[Axis, ...]
-    base: Config
     launch: Launch
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """Return the space of the first round. Raises: ConfigError."""
+        return parse_space(self.space)
+
+    @cached_property
+    def base(self) -> Config:
+        """Return the experiment that is searched. Raises: ConfigError."""
+        return self._load({})
 
     @property
     def plan(self) -> Plan:
         """Return a plan of where and how long trials run, and of all that determines the trials."""
-        stated = self.stated
         decides = ("space", "trials", "rounds", "metric", "prune")
         return Plan(
             name="search",
-            config=stated.config[1],
-            options=parse_overrides(stated.config[2:], prog="bigbatch tune search"),
-            epochs=stated.epochs,
-            search={name: plain(getattr(stated, name)) for name in decides},
+            config=self.config[1],
+            options=parse_overrides(self.config[2:], prog="bigbatch tune search"),
+            epochs=self.epochs,
+            search={name: plain(getattr(self, name)) for name in decides},
             **self.launch.place,
         )
 
-    def config(self, values: dict[str, str]) -> Config:
+    def check(self) -> None:
+        """Check everything that can be checked without running. Raises: ConfigError."""
+        for name in ("trials", "rounds", "epochs", "parallel"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)} must be at least 1")
+        if self.rounds > self.trials:
+            raise ConfigError(f"--rounds {self.rounds} exceed --trials {self.trials}: each round needs a trial")
+        self.short_config({}, directory=self.folder)
+        for axis, text in zip(self.axes, self.space, strict=True):
+            # an illegal value fails now, before any trial runs
+            for end in axis.ends:
+                try:
+                    self.short_config({axis.key: end}, directory=self.folder)
+                except ConfigError as error:
+                    raise ConfigError(*(f"--space {text}: at {end}, {line}" for line in error.args)) from error
+
+    def _load(self, values: dict[str, str]) -> Config:
+        """Load the experiment with these values; if the rate is searched, without the file of a range test."""
+        is_searched = any(axis.key == RATE for axis in self.axes)
+        without = [f"--{RANGE_TEST}=null"] if is_searched and RATE not in values else []
+        return load_config([*self.config, *without, *flags(values)], prog="bigbatch tune search")
+
+    def complete_config(self, values: dict[str, str]) -> Config:
         """Return the complete experiment with these values. Raises: ConfigError."""
-        config = _load(self.stated, self.axes, values)
+        config = self._load(values)
         accumulation_steps(config.batch, world_size=self.launch.num_ranks)
         return config
 
     def short_config(self, values: dict[str, str], *, directory: Path) -> Config:
         """Return the config that the trial with these values runs. Raises: ConfigError."""
-        stated = self.stated
-        return shorten(self.config(values), epochs=stated.epochs, evaluate_each=stated.prune, directory=directory)
+        config = self.complete_config(values)
+        return shorten(config, epochs=self.epochs, evaluate_each=self.prune, directory=directory)
 
     def point(self, number: int, values: dict[str, str], config: Config) -> Point:
         """Make the point of a trial."""
@@ -146,88 +142,91 @@ class CheckedSearch:
     @property
     def prune_from_epoch(self) -> int:
         """Return the first epoch after the warm-up; in the warm-up, a large learning rate has no effect yet."""
-        short = self.short_config({}, directory=self.stated.folder)
+        short = self.short_config({}, directory=self.folder)
         return math.floor(short.schedule.warmup_epochs) + 1
 
     def round_sizes(self) -> list[int]:
         """Divide the trials among the rounds: as evenly as possible, the first rounds take the rest."""
-        share, rest = divmod(self.stated.trials, self.stated.rounds)
-        return [share + (number < rest) for number in range(self.stated.rounds)]
+        share, rest = divmod(self.trials, self.rounds)
+        return [share + (number < rest) for number in range(self.rounds)]
+
+    def open_round(self, journal: Path, axes: tuple[Axis, ...], *, number: int, first: int) -> Round:
+        """Open the study of a round. Raises: TuneError; RunFolderError."""
+        return Round(
+            journal,
+            axes,
+            number=number,
+            first=first,
+            maximize=self.metric == "top1",
+            prune_from_epoch=self.prune_from_epoch,
+            seed=self.base.run.seed,
+        )
 
 
-def check_search(stated: Search) -> CheckedSearch:
-    """Check everything that can be checked without running. Raises: ConfigError."""
-    for name in ("trials", "rounds", "epochs", "parallel"):
-        if getattr(stated, name) < 1:
-            raise ConfigError(f"--{name} {getattr(stated, name)} must be at least 1")
-    if stated.rounds > stated.trials:
-        raise ConfigError(f"--rounds {stated.rounds} exceed --trials {stated.trials}: each round needs a trial")
-    axes, launch = parse_space(stated.space), parse_launch(stated.launch)
-    checked = CheckedSearch(stated, axes, _load(stated, axes, {}), launch)
-    checked.short_config({}, directory=stated.folder)
-    for axis, text in zip(axes, stated.space, strict=True):
-        # an illegal value fails now, before any trial runs
-        for end in axis.ends:
-            try:
-                checked.short_config({axis.key: end}, directory=stated.folder)
-            except ConfigError as error:
-                raise ConfigError(*(f"--space {text}: at {end}, {line}" for line in error.args)) from error
-    return checked
-
-
-def _load(stated: Search, axes: Sequence[Axis], values: dict[str, str]) -> Config:
-    """Load the experiment with these values; if the rate is searched, without the file of a range test."""
-    is_searched = any(axis.key == RATE for axis in axes)
-    without = [f"--{RANGE_TEST}=null"] if is_searched and RATE not in values else []
-    return load_config([*stated.config, *without, *flags(values)], prog="bigbatch tune search")
-
-
-def search(stated: Search, *, say: Say = print_line) -> Outcome | None:
-    """Run the search, or the rest of it; return None if a signal stopped it before its end.
+def search(stated: Search) -> list[TrialRecord] | None:
+    """Run the search, or the rest of it; return its trials, or None if a signal stopped it before its end.
 
     Call it in the main thread, which receives the signals.
     Raises: ConfigError before anything runs; TuneError if all trials fail, or another search owns the folder.
     """
     import_optuna()
-    checked, folder = check_search(stated), SweepFolder(stated.folder)
-    _enter(checked, folder, writes=False)  # before the lock is written there, and again under it
-    with _naming_the_option(), alone_in(folder):
-        _enter(checked, folder, writes=True)
-        records: list[TrialRecord] = []
-        axes, sizes = checked.axes, checked.round_sizes()
-        show = Show(folder, num_points=stated.trials, is_terminal=sys.stdout.isatty())
-        gpus = visible_gpus(count_gpus()) if stated.parallel > 1 and checked.launch.hosts is None else []
-        try:
-            for number, size in enumerate(sizes, start=1):
-                say(f"round {number} of {len(sizes)}, {size} trials: " + "; ".join(map(str, axes)))
-                study = _round(checked, folder.path / "journal.log", axes, number=number)
-                trials = _Trials(checked, folder, study, first=len(records) + 1, count=size, show=show)
-                run_points(checked.plan, trials, folder, parallel=stated.parallel, gpus=gpus)
-                records += [
-                    TrialRecord(trials.first + index, number, values, ended) for index, values, ended in study.ended()
-                ]
-                if best := best_record(records, metric=stated.metric):
-                    # around the best of all rounds so far, not only of the last one
-                    axes = shrink(axes, best.values)
-        except Interrupted:
-            say("stopped; the same command goes on from there")
-            return None
-        finally:
-            show.close()
-        return _finish(checked, folder, records, say=say)
+    stated.check()
+    folder = SweepFolder(stated.folder)
+    with _naming_the_option():
+        _require_same(stated, folder)  # before the lock is written there, and again under it
+        with alone_in(folder):
+            _require_same(stated, folder)
+            prepare(folder, stated.plan, [])
+            # also for a continued search: trials import what this command names
+            RunDir(folder.path).write_text(folder.path / "base.yaml", dump_config(stated.base))
+            show = Show(folder, num_points=stated.trials, is_terminal=sys.stdout.isatty())
+            try:
+                records = _run_rounds(stated, folder, show)
+            except Interrupted:
+                print_line("stopped; the same command goes on from there")
+                return None
+            finally:
+                show.close()
+            _finish(stated, folder, records)
+            return records
 
 
-def first_commands(stated: Search, *, say: Say = print_line) -> None:
+def _run_rounds(stated: Search, folder: SweepFolder, show: Show) -> list[TrialRecord]:
+    """Raises: Interrupted."""
+    records: list[TrialRecord] = []
+    axes, sizes = stated.axes, stated.round_sizes()
+    gpus = visible_gpus(count_gpus()) if stated.parallel > 1 and stated.launch.hosts is None else []
+    for number, size in enumerate(sizes, start=1):
+        print_line(f"round {number} of {len(sizes)}, {size} trials: " + "; ".join(map(str, axes)))
+        study = stated.open_round(folder.path / "journal.log", axes, number=number, first=len(records) + 1)
+        trials = _Trials(stated, folder, study, show)
+        run_points(
+            stated.plan,
+            trials.points(size),
+            folder,
+            on_end=trials.end,
+            why_stop=trials.why_stop,
+            parallel=stated.parallel,
+            gpus=gpus,
+        )
+        records += study.ended()
+        if best := best_record(records, metric=stated.metric):
+            # around the best of all rounds so far, not only of the last one
+            axes = shrink(axes, best.values)
+    return records
+
+
+def first_commands(stated: Search) -> None:
     """Print what the first trials would run; writes nothing. Raises: ConfigError; TuneError."""
     import_optuna()
-    checked, folder = check_search(stated), SweepFolder(stated.folder)
+    stated.check()
+    folder = SweepFolder(stated.folder)
     with tempfile.TemporaryDirectory() as scratch:
-        study = _round(checked, Path(scratch) / "journal.log", checked.axes, number=1)
-        for _ in range(min(DRY_RUN_TRIALS, checked.round_sizes()[0])):
-            index, values = study.ask()
-            config = checked.short_config(values, directory=folder.run(1 + index).path)
-            point = checked.point(1 + index, values, config)
-            say(f"point {point.number} ({point.describe()}): {shlex.join(point_command(checked.plan, point, folder))}")
+        study = stated.open_round(Path(scratch) / "journal.log", stated.axes, number=1, first=1)
+        for _ in range(min(DRY_RUN_TRIALS, stated.round_sizes()[0])):
+            number, values = study.ask()
+            point = stated.point(number, values, stated.short_config(values, directory=folder.run(number).path))
+            print_line(f"point {number} ({point.describe()}): {shlex.join(point_command(stated.plan, point, folder))}")
 
 
 @contextmanager
@@ -239,59 +238,33 @@ def _naming_the_option() -> Iterator[None]:
         raise TuneError(str(error).replace("--folder", "--study")) from error
 
 
-def _enter(checked: CheckedSearch, folder: SweepFolder, *, writes: bool) -> None:
-    """Begin a search, or continue the same one. Raises: TuneError if the folder holds something else."""
+def _require_same(stated: Search, folder: SweepFolder) -> None:
+    """Check without writing. Raises: LaunchOptionError if the folder holds anything but this search."""
     base = folder.path / "base.yaml"
-    with _naming_the_option():
-        require_same(folder, checked.plan, [])
-        if folder.sweep.exists() and base.exists():
-            require_same_experiment(base, checked.base, config=checked.plan.config)
-        if writes:
-            prepare(folder, checked.plan, [])
-            # also for a continued search: trials import what this command names
-            RunDir(folder.path).write_text(base, dump_config(checked.base))
-
-
-def _round(checked: CheckedSearch, journal: Path, axes: tuple[Axis, ...], *, number: int) -> Round:
-    return Round(
-        journal,
-        axes,
-        number=number,
-        maximize=checked.stated.metric == "top1",
-        prune_from_epoch=checked.prune_from_epoch,
-        seed=checked.base.run.seed,
-    )
+    require_same(folder, stated.plan, [])
+    if folder.sweep.exists() and base.exists():
+        require_same_experiment(base, stated.base, config=stated.plan.config)
 
 
 class _Trials:
-    """Produces the trials of one round: asks the study for values, and reports the results to it."""
+    """Makes the points of one round by the values that its study chooses, and reports the results to it."""
 
-    watches = True
+    def __init__(self, stated: Search, folder: SweepFolder, study: Round, show: Show) -> None:
+        self._stated, self._folder, self._study, self._show = stated, folder, study, show
 
-    def __init__(
-        self, checked: CheckedSearch, folder: SweepFolder, study: Round, *, first: int, count: int, show: Show
-    ) -> None:
-        self.first = first
-        self._checked, self._folder, self._study, self._show = checked, folder, study, show
-        self._waiting = study.unfinished()
-        self._left = count - len(study.ended()) - len(self._waiting)
-        for _ in study.ended():
-            show.skip()
-
-    def next_point(self) -> Point | None:
-        """Return the next trial to run."""
-        while self._waiting or self._left > 0:
-            if not self._waiting:
-                self._left -= 1
-                self._waiting.append(self._study.ask())
-            index, values = self._waiting.pop(0)
-            number = self.first + index
-            directory = self._folder.run(number).path
+    def points(self, size: int) -> Iterator[Point]:
+        """Yield the trials of a round of that size which are left to run."""
+        left = self._study.unfinished()
+        for _ in self._study.ended():
+            self._show.skip()
+        for _ in range(size - len(self._study.ended())):
+            number, values = left.pop(0) if left else self._study.ask()
+            directory, why = self._folder.run(number).path, ""
             try:
-                config, why = self._checked.short_config(values, directory=directory), ""
+                config = self._stated.short_config(values, directory=directory)
             except ConfigError as error:  # each value is legal with the others' defaults, but not every combination is
-                config, why = self._checked.base, str(error)
-            point = self._checked.point(number, values, config)
+                config, why = self._stated.base, str(error)
+            point = self._stated.point(number, values, config)
             if not self._folder.state(number).exists():
                 held = point.values if not why else dict(values)
                 write_state(self._folder, number, first_state(point) | {"values": held})
@@ -299,68 +272,55 @@ class _Trials:
             if why:
                 state = change_state(self._folder, number, state=FAILED, reason=why)
             if state["state"] == MISSING:
-                return point
-            self.end(point, state)  # a search was killed before it noted the end
-        return None
+                yield point
+            else:  # it cannot run, or a search was killed before it noted the end
+                self.end(point, state)
 
     def why_stop(self, point: Point, evaluation: dict[str, Any]) -> str:
         """Note an evaluation in the study; return why to stop the trial, if the study prunes it before its end."""
-        stated, epoch = self._checked.stated, round(evaluation["epoch"])
-        index, result = point.number - self.first, evaluation[stated.metric]
-        is_worse = self._study.should_stop(index, epoch=epoch, result=result)
+        stated, epoch = self._stated, round(evaluation["epoch"])
+        is_worse = self._study.should_stop(point.number, epoch=epoch, result=evaluation[stated.metric])
         is_stopped = stated.prune and is_worse and epoch < stated.epochs
         return f"worse than the median after {epoch} of {stated.epochs} epochs" if is_stopped else ""
 
     def end(self, point: Point, state: dict[str, Any]) -> None:
         """Note in the study how a trial ended."""
-        self._study.tell(point.number - self.first, self._ended(point, state))
+        if state["state"] == DONE:
+            metrics = self._folder.run(point.number).metrics
+            evaluations = [record for record in read_records(metrics) if record["kind"] == "eval"]
+            result = float(evaluations[-1][self._stated.metric]) if evaluations else math.nan
+            if math.isfinite(result):
+                self._study.tell(point.number, "finished", result=result)
+            else:
+                self._study.tell(point.number, "failed", reason=f"its last evaluation's result is {result}")
+        else:
+            is_pruned = state["state"] == PRUNED
+            self._study.tell(point.number, "pruned" if is_pruned else "failed", reason=str(state["reason"] or ""))
         self._show.end(point, state)
 
-    def _ended(self, point: Point, state: dict[str, Any]) -> TrialEnd:
-        seconds, reason = float(state["seconds"] or 0.0), str(state["reason"] or "")
-        if state["state"] == PRUNED:
-            return TrialEnd("pruned", None, reason, seconds)
-        if state["state"] != DONE:
-            return TrialEnd("failed", None, reason, seconds)
-        evaluations = [each for each in read_records(self._folder.run(point.number).metrics) if each["kind"] == "eval"]
-        result = float(evaluations[-1][self._checked.stated.metric]) if evaluations else math.nan
-        if not math.isfinite(result):
-            return TrialEnd("failed", None, f"its last evaluation's result is {result}", seconds)
-        return TrialEnd("finished", result, "", seconds)
 
-
-def _finish(checked: CheckedSearch, folder: SweepFolder, records: Sequence[TrialRecord], *, say: Say) -> Outcome:
+def _finish(stated: Search, folder: SweepFolder, records: Sequence[TrialRecord]) -> None:
     """Write files and print the result. Raises: TuneError if no trial finished."""
-    metric, out = checked.stated.metric, RunDir(folder.path)
-    best = best_record(records, metric=metric)
+    best = best_record(records, metric=stated.metric)
     if best is None:
-        raise TuneError(_explain_failure(records, folder))
+        # reasons that differ only in their numbers count as one
+        kinds = [re.sub(r"\d[\d.e+-]*", "#", record.reason) for record in records]
+        kind, count = Counter(kinds).most_common(1)[0]
+        raise TuneError(
+            f"all {len(records)} trials in {folder.path} failed, {count} of them so: "
+            f"{records[kinds.index(kind)].reason}. Mend that, or search other values, in another --study"
+        )
     report_on([folder.path])
-    for axis in checked.axes:
+    for axis in stated.axes:
         if axis.is_edge(best.values[axis.key]):
-            say(f"the best {axis.key} lies at an end of its range: there may be better ones beyond {axis}")
-    path = folder.path / "best.yaml"
-    out.write_text(path, _best_yaml(checked, best, folder=folder.path))
-    out.save_plot(folder.path / "search.png", draw_search(records, checked.axes, metric=metric))
-    say(f"plot: {folder.path / 'search.png'}; to train with the best values: bigbatch train --config {path}")
-    return Outcome(best, tuple(records), path)
-
-
-def _best_yaml(checked: CheckedSearch, best: TrialRecord, *, folder: Path) -> str:
-    """Return the complete experiment, with a comment on the origin of its values."""
-    stated, where = checked.stated, " ".join(str(folder).split())
-    return (
+            print_line(f"the best {axis.key} lies at an end of its range: there may be better ones beyond {axis}")
+    where, path, out = " ".join(str(folder.path).split()), folder.path / "best.yaml", RunDir(folder.path)
+    values = ", ".join(f"{key}={value}" for key, value in best.values.items())
+    out.write_text(
+        path,
         f"# bigbatch tune search in {where}: trial {best.number} of {stated.trials}, of {stated.epochs} epochs each\n"
-        f"# {show_result(result_of(best), metric=stated.metric)} with {show_values(best.values)}\n"
-        f"{dump_config(checked.config(best.values))}"
+        f"# {show_result(best, metric=stated.metric)} with {values}\n"
+        f"{dump_config(stated.complete_config(best.values))}",
     )
-
-
-def _explain_failure(records: Sequence[TrialRecord], folder: SweepFolder) -> str:
-    """Explain the failure; reasons that differ only in their numbers count as one."""
-    kinds = [re.sub(r"\d[\d.e+-]*", "#", record.ended.reason) for record in records]
-    kind, count = Counter(kinds).most_common(1)[0]
-    return (
-        f"all {len(records)} trials in {folder.path} failed, {count} of them so: "
-        f"{records[kinds.index(kind)].ended.reason}. Mend that, or search other values, in another --study"
-    )
+    out.save_plot(folder.path / "search.png", draw_search(records, stated.axes, metric=stated.metric))
+    print_line(f"plot: {folder.path / 'search.png'}; to train with the best values: bigbatch train --config {path}")

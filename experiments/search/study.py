@@ -1,21 +1,52 @@
-"""The journal of a search and the choice of its values, by Optuna; the only file that imports it."""
+"""The trials of a search in its journal, and the choice of their values, by Optuna; the only file that imports it."""
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bigbatch.errors import TuneError, UserError, first_line
-from bigbatch.experiments.search.records import State, TrialEnd
 from bigbatch.experiments.search.space import Axis, SearchRange
 from bigbatch.files import read_plain, refuse_link
 from bigbatch.trainer.run.folder import writing
 
 FIRST_JUDGED = 4
 """Trials of a round that finish before any is pruned; a median of fewer is too uncertain."""
+
+Metric = Literal["top1", "loss"]
+State = Literal["finished", "pruned", "failed"]
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """A trial that ended."""
+
+    number: int
+    round: int
+    values: dict[str, str]
+    state: State
+    result: float | None
+    """Of its last evaluation; a fraction or nats. A trial that failed has none."""
+    reason: str
+    """Why it failed, or was stopped."""
+
+
+def best_record(records: Sequence[TrialRecord], *, metric: Metric) -> TrialRecord | None:
+    """Find the first finished one with the highest top-1 or the lowest loss; None where none finished."""
+    finished = [(record, record.result) for record in records if record.state == "finished"]
+    sign = -1 if metric == "top1" else 1
+    best = min(finished, key=lambda pair: (sign * (pair[1] or 0.0), pair[0].number), default=None)
+    return best and best[0]
+
+
+def show_result(record: TrialRecord, *, metric: Metric) -> str:
+    """Show a result with name and unit."""
+    result = record.result or 0.0
+    return f"top-1 {100 * result:.2f}%" if metric == "top1" else f"loss {result:.4f} nats"
 
 
 def import_optuna() -> Any:
@@ -33,21 +64,31 @@ def import_optuna() -> Any:
 class Round:
     """The trials of one round: spread evenly (quasi-random) over its space, in a journal that survives a kill.
 
-    A trial is identified by its index in the round. Only one process may open a round's journal. Errors of the file
-    system raise RunFolderError.
+    Only one process may open a round's journal. Errors of the file system raise RunFolderError.
     """
 
     def __init__(
-        self, journal: Path, axes: tuple[Axis, ...], *, number: int, maximize: bool, prune_from_epoch: int, seed: int
+        self,
+        journal: Path,
+        axes: tuple[Axis, ...],
+        *,
+        number: int,
+        first: int,
+        maximize: bool,
+        prune_from_epoch: int,
+        seed: int,
     ) -> None:
-        """Open the round. prune_from_epoch: no trial is pruned before. Raises: TuneError, also for a damaged one."""
+        """Open the round. first: number of its first trial. prune_from_epoch: no trial is pruned before.
+
+        Raises: TuneError, also for a damaged journal.
+        """
         self._optuna = optuna = import_optuna()
-        self._journal = journal
-        self._axes = axes
-        self._distributions = {axis.key: _distribution(optuna, axis) for axis in axes}
+        self._journal, self._axes, self._number, self._first = journal, axes, number, first
         with _reading(journal):
             refuse_link(journal)  # Optuna would write through it
-            _drop_cut_off_line(journal)
+            # a kill or a full disk may have cut off the last line, to which the next one would be appended
+            if journal.exists() and (text := read_plain(journal)) and not text.endswith(b"\n"):
+                os.truncate(journal, text.rfind(b"\n") + 1)
             file = optuna.storages.journal.JournalFileBackend(str(journal), _NoLock())
             self._study = optuna.create_study(
                 storage=optuna.storages.JournalStorage(file),
@@ -56,23 +97,20 @@ class Round:
                 load_if_exists=True,
                 pruner=optuna.pruners.MedianPruner(n_startup_trials=FIRST_JUDGED, n_warmup_steps=prune_from_epoch),
             )
-        self._study.sampler = self._sampler(seed + number)  # else all rounds would try the same shares of their ranges
+        seed += number  # else all rounds would try the same shares of their ranges
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # before Optuna 5
+            # Optuna draws the first trial of a study at random, and others until one has finished: from a new stream
+            # after every start, or the draws would repeat
+            independent = optuna.samplers.RandomSampler(seed=(seed + len(self._study.trials)) % 2**32)
+            # Sobol's sequence, scrambled by the seed; the journal holds its position
+            self._study.sampler = optuna.samplers.QMCSampler(
+                seed=seed % 2**32, scramble=True, independent_sampler=independent
+            )
         self._trials: dict[int, Any] = {}
 
-    def _sampler(self, seed: int) -> Any:
-        """Make Sobol's sequence, scrambled by the seed; the journal holds its position.
-
-        Optuna draws the first trial of a study at random, and others until one has finished: from a new stream after
-        every start, or the draws would repeat.
-        """
-        samplers = self._optuna.samplers
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)  # before Optuna 5
-            independent = samplers.RandomSampler(seed=(seed + len(self._study.trials)) % 2**32)
-            return samplers.QMCSampler(seed=seed % 2**32, scramble=True, independent_sampler=independent)
-
     def ask(self) -> tuple[int, dict[str, str]]:
-        """Start a new trial; return its index and values."""
+        """Start a new trial; return its number and values."""
         with writing(self._journal):
             return self._values(self._study.ask())
 
@@ -83,35 +121,44 @@ class Round:
             return [self._values(self._optuna.trial.Trial(self._study, trial._trial_id)) for trial in running]
 
     def _values(self, trial: Any) -> tuple[int, dict[str, str]]:
-        """Return a trial's values; values that the journal lacks are chosen now."""
-        values = {axis.key: _text(axis, _suggest(trial, axis, self._distributions[axis.key])) for axis in self._axes}
+        """Return a trial's number and values; values that the journal lacks are chosen now."""
+        values = {axis.key: _suggest(trial, axis) for axis in self._axes}
         trial.set_user_attr("values", values)
-        self._trials[trial.number] = trial
-        return trial.number, values
+        number = self._first + trial.number
+        self._trials[number] = trial
+        return number, values
 
-    def should_stop(self, index: int, *, epoch: int, result: float) -> bool:
+    def should_stop(self, number: int, *, epoch: int, result: float) -> bool:
         """Note an evaluation; return True if the trial is worse than the median of the others after as many epochs."""
-        trial = self._trials[index]
+        trial = self._trials[number]
         with writing(self._journal):
-            if epoch not in self._study.trials[index].intermediate_values:  # a resumed trial may repeat an epoch
+            # a resumed trial may repeat an epoch
+            if epoch not in self._study.trials[number - self._first].intermediate_values:
                 trial.report(result, epoch)
             return bool(trial.should_prune())
 
-    def tell(self, index: int, ended: TrialEnd) -> None:
+    def tell(self, number: int, state: State, *, result: float | None = None, reason: str = "") -> None:
         """Note how a trial ended."""
-        trial, states = self._trials[index], self._optuna.trial.TrialState
+        trial, states = self._trials[number], self._optuna.trial.TrialState
         with writing(self._journal):
-            for name, value in (("state", ended.state), ("reason", ended.reason), ("seconds", ended.seconds)):
-                trial.set_user_attr(name, value)
-            if ended.state == "finished":
-                self._study.tell(trial, ended.result)
+            trial.set_user_attr("state", state)
+            trial.set_user_attr("reason", reason)
+            if state == "finished":
+                self._study.tell(trial, result)
             else:
-                self._study.tell(trial, state=states.PRUNED if ended.state == "pruned" else states.FAIL)
+                self._study.tell(trial, state=states.PRUNED if state == "pruned" else states.FAIL)
 
-    def ended(self) -> list[tuple[int, dict[str, str], TrialEnd]]:
-        """List index, values and outcome of every trial that ended, in the order of their start."""
+    def ended(self) -> list[TrialRecord]:
+        """List every trial that ended, in the order of their start."""
         return [
-            (trial.number, trial.user_attrs["values"], _ended(trial))
+            TrialRecord(
+                self._first + trial.number,
+                self._number,
+                trial.user_attrs["values"],
+                trial.user_attrs["state"],
+                trial.value,
+                trial.user_attrs["reason"],
+            )
             for trial in self._study.trials
             if trial.state.is_finished()
         ]
@@ -140,35 +187,13 @@ def _reading(journal: Path) -> Iterator[None]:
         raise TuneError(f"{journal} is damaged ({first_line(error)}): choose another --study") from error
 
 
-def _drop_cut_off_line(journal: Path) -> None:
-    """Drop a last line that a kill or a full disk has cut off: the next one would be appended to it.
+def _suggest(trial: Any, axis: Axis) -> str:
+    """Suggest a value as a config states it; a value in the journal stays.
 
-    Its trial is done again. Raises: OSError.
+    A grid uses the index of a value, so that all keys share one quasi-random sequence.
     """
-    if journal.exists() and (text := read_plain(journal)) and not text.endswith(b"\n"):
-        os.truncate(journal, text.rfind(b"\n") + 1)
-
-
-def _ended(trial: Any) -> TrialEnd:
-    state: State = trial.user_attrs["state"]
-    return TrialEnd(state, trial.value, trial.user_attrs["reason"], trial.user_attrs["seconds"])
-
-
-def _distribution(optuna: Any, axis: Axis) -> Any:
-    """Make a distribution; a grid uses the index of a value, so that all keys share one quasi-random sequence."""
     if not isinstance(axis, SearchRange):
-        return optuna.distributions.IntDistribution(0, len(axis.texts) - 1)
+        return axis.texts[trial.suggest_int(axis.key, 0, len(axis.texts) - 1)]
     if axis.is_int:
-        return optuna.distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
-    return optuna.distributions.FloatDistribution(axis.low, axis.high, log=axis.is_log)
-
-
-def _text(axis: Axis, chosen: float) -> str:
-    return axis.text(chosen) if isinstance(axis, SearchRange) else axis.texts[int(chosen)]
-
-
-def _suggest(trial: Any, axis: Axis, distribution: Any) -> float:
-    """Suggest a value of the distribution; a value in the journal stays."""
-    if isinstance(axis, SearchRange) and not axis.is_int:
-        return float(trial.suggest_float(axis.key, distribution.low, distribution.high, log=distribution.log))
-    return float(trial.suggest_int(axis.key, distribution.low, distribution.high, log=distribution.log))
+        return axis.text(trial.suggest_int(axis.key, int(axis.low), int(axis.high), log=axis.is_log))
+    return axis.text(trial.suggest_float(axis.key, axis.low, axis.high, log=axis.is_log))

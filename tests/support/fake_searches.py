@@ -1,5 +1,7 @@
 """Searches whose trials are fake_train.py instead of a training, for the tests of searching."""
 
+import contextlib
+import io
 import sys
 from pathlib import Path
 from unittest import mock
@@ -8,6 +10,7 @@ import pytest
 
 from bigbatch.experiments.engine import engine
 from bigbatch.experiments.engine.folder import SweepFolder, read_state
+from bigbatch.experiments.launching import Launch
 from bigbatch.experiments.search.search import Search, search
 
 FAKE = Path(__file__).with_name("fake_train.py")
@@ -30,7 +33,7 @@ def stated(folder, **changes):
         "metric": "top1",
         "prune": False,
         "parallel": 1,
-        "launch": (),
+        "launch": Launch(),
     }
     return Search(**(settings | changes))
 
@@ -47,9 +50,11 @@ class Fake:
 
 
 def run(folder, fake=None, **changes):
-    said = []
-    with mock.patch.object(engine, "point_command", fake or Fake()):
-        return search(stated(folder, **changes), say=said.append), said
+    """Search; return the trials, and the lines that were printed."""
+    said = io.StringIO()
+    with mock.patch.object(engine, "point_command", fake or Fake()), contextlib.redirect_stdout(said):
+        records = search(stated(folder, **changes))
+    return records, said.getvalue().splitlines()
 
 
 def states(folder):

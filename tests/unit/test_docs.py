@@ -24,7 +24,6 @@ from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.experiments.report.publish import _parser as report_parser
 from bigbatch.experiments.search.options import parse_search
-from bigbatch.experiments.search.search import check_search
 from bigbatch.launch.start import make_parser as launch_parser
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config, load_config, packaged_configs
@@ -478,7 +477,7 @@ def test_bigbatch_commands(
         config = load_config(["--config", arguments.config, *overrides])
         assert accumulation_steps(config.batch, world_size=num_ranks) >= 1
     elif words[:2] == ["tune", "search"]:
-        check_search(parse_search(words[2:]))
+        parse_search(words[2:]).check()
     elif words[:2] == ["tune", "batch"]:
         arguments, overrides = batch_parser().parse_known_args(words[2:])
         if arguments.out:

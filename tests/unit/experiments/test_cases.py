@@ -10,7 +10,7 @@ from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError
-from bigbatch.experiments.engine.plan import Plan, packaged_sweeps, read_plan
+from bigbatch.experiments.engine.plan import Plan, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
 from bigbatch.trainer.config import strict_yaml
 from bigbatch.trainer.config.file import PACKAGED, load_config
@@ -201,7 +201,3 @@ def test_sweep_dry_run_tells_the_cases_and_writes_nothing(tmp_path: Path, capsys
     assert "smooth: optimizer.label_smoothing=0.2\n" in out
     assert [line.split()[0] for line in out.splitlines() if "missing" in line] == ["0", "2", "5"]
     assert not (tmp_path / "out").exists()
-
-
-def test_packaged_sweeps_are_all_known() -> None:
-    assert {"scaling", "scaling_slurm", "optimizers", "bag_of_tricks", "starts", "ten_times"} == {*packaged_sweeps()}

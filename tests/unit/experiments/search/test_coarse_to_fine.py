@@ -15,7 +15,7 @@ from error_texts import naming
 from fake_searches import Fake, poll_often, run, stated, states  # noqa: F401 - poll_often works by being here
 
 from bigbatch.errors import TuneError
-from bigbatch.experiments.search.study import Round
+from bigbatch.experiments.search.study import Round, best_record
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.run import child
 from bigbatch.trainer.run.folder import read_records
@@ -23,22 +23,21 @@ from bigbatch.trainer.run.folder import read_records
 
 @pytest.mark.long
 @pytest.mark.parametrize("metric", ["top1", "loss"])
-def test_second_round_comes_closer_to_the_best(tmp_path, metric, capsys):
-    outcome, said = run(tmp_path, metric=metric)
-    lrs = [[float(r.values["schedule.base_lr"]) for r in outcome.records if r.round == n] for n in (1, 2)]
+def test_second_round_comes_closer_to_the_best(tmp_path, metric):
+    records, said = run(tmp_path, metric=metric)
+    lrs = [[float(r.values["schedule.base_lr"]) for r in records if r.round == n] for n in (1, 2)]
     assert [len(each) for each in lrs] == [5, 5]
     best = [min(each, key=lambda lr: max(lr / 8, 8 / lr)) for each in lrs]  # the stand-in's best is at 8
-    assert float(outcome.best.values["schedule.base_lr"]) == min(best, key=lambda lr: max(lr / 8, 8 / lr))
+    found = float(best_record(records, metric=metric).values["schedule.base_lr"])
+    assert found == min(best, key=lambda lr: max(lr / 8, 8 / lr))
     assert max(lrs[1]) / min(lrs[1]) <= 4  # a third of 64 in the logarithm
     assert min(lrs[1]) <= best[0] * 2
-    assert outcome.overrides == ["--schedule.base_lr", outcome.best.values["schedule.base_lr"]]
     assert [line for line in said if line.startswith("round ")] == [
         "round 1 of 2, 5 trials: schedule.base_lr from 1 to 64 (log)",
         next(line for line in said if line.startswith("round 2 of 2, 5 trials: schedule.base_lr from ")),
     ]
-    printed = capsys.readouterr().out
-    assert "point 10 (schedule.base_lr=" in printed
-    assert "10 of 10" in printed
+    (last,) = (line for line in said if line.startswith("point 10 (schedule.base_lr="))
+    assert "10 of 10" in last
     assert (tmp_path / "search.png").stat().st_size > 1000
     assert states(tmp_path) == ["done"] * 10
     runs = list(csv.DictReader((tmp_path / "report/runs.csv").read_text().splitlines()))
@@ -47,14 +46,14 @@ def test_second_round_comes_closer_to_the_best(tmp_path, metric, capsys):
 
 @pytest.mark.long
 def test_best_yaml_is_the_whole_experiment_in_its_own_length(tmp_path):
-    outcome, _ = run(tmp_path / "study", trials=3, rounds=1, config=("--config", "quickstart", "--run.seed", "5"))
-    text = outcome.best_yaml.read_text()
-    found = load_config(["--config", str(outcome.best_yaml)])
-    lr = outcome.best.values["schedule.base_lr"]
+    records, _ = run(tmp_path / "study", trials=3, rounds=1, config=("--config", "quickstart", "--run.seed", "5"))
+    best, path = best_record(records, metric="top1"), tmp_path / "study/best.yaml"
+    lr = best.values["schedule.base_lr"]
+    found = load_config(["--config", str(path)])
     assert found == load_config(["--config", "quickstart", "--run.seed", "5", "--schedule.base_lr", lr])
     assert found.run.epochs == yaml.safe_load((PACKAGED / "quickstart.yaml").read_text())["run"]["epochs"] != 2
-    first, second = text.splitlines()[:2]
-    assert first == f"# bigbatch tune search in {tmp_path}/study: trial {outcome.best.number} of 3, of 2 epochs each"
+    first, second = path.read_text().splitlines()[:2]
+    assert first == f"# bigbatch tune search in {tmp_path}/study: trial {best.number} of 3, of 2 epochs each"
     assert second.startswith("# top-1 ")
     assert second.endswith(f"% with schedule.base_lr={lr}")
 
@@ -69,13 +68,13 @@ def test_finished_search_repeats_its_result_and_runs_nothing(tmp_path):
 
 
 @pytest.mark.long
-def test_trials_that_diverge_count_as_failed(tmp_path, capsys):
-    outcome, _ = run(tmp_path, Fake("--diverge-above", "16"), rounds=1)
-    failed = [r for r in outcome.records if r.ended.state == "failed"]
+def test_trials_that_diverge_count_as_failed(tmp_path):
+    records, said = run(tmp_path, Fake("--diverge-above", "16"), rounds=1)
+    failed = [r for r in records if r.state == "failed"]
     assert 0 < len(failed) < 10
     assert all(float(r.values["schedule.base_lr"]) > 16 for r in failed)
-    assert all(r.ended.reason.startswith("the loss is nan at step ") for r in failed)
-    assert "failed: the loss is nan at step " in capsys.readouterr().out
+    assert all(r.reason.startswith("the loss is nan at step ") for r in failed)
+    assert "failed: the loss is nan at step " in "\n".join(said)
 
 
 @pytest.mark.long
@@ -113,39 +112,39 @@ def test_values_that_do_not_go_together_fail_without_a_process(tmp_path):
     """Each power of two divides the batch of the config, and is divided by its span; not so all pairs."""
     fake = Fake()
     space = ("batch.microbatch_size=log2:128:512", "batch.bn_span=log2:32:128", "batch.global_batch_size=log2:512:1024")
-    outcome, _ = run(tmp_path / "a", fake, space=space, trials=6, rounds=1)
-    assert {r.ended.state for r in outcome.records} == {"finished"}
+    records, _ = run(tmp_path / "a", fake, space=space, trials=6, rounds=1)
+    assert {r.state for r in records} == {"finished"}
     space = ("batch.microbatch_size=choice:128,512", "batch.global_batch_size=choice:512,384")
     fake = Fake()
-    outcome, _ = run(tmp_path / "b", fake, space=space, trials=12, rounds=1)
-    failed = [r for r in outcome.records if r.ended.state == "failed"]
+    records, _ = run(tmp_path / "b", fake, space=space, trials=12, rounds=1)
+    failed = [r for r in records if r.state == "failed"]
     assert failed
     assert all(r.values == {"batch.microbatch_size": "512", "batch.global_batch_size": "384"} for r in failed)
-    assert "batch.global_batch_size=384 is not a multiple of batch.microbatch_size=512" in failed[0].ended.reason
+    assert "batch.global_batch_size=384 is not a multiple of batch.microbatch_size=512" in failed[0].reason
     assert len(fake.made) == 12 - len(failed)
 
 
 @pytest.mark.long
 def test_worse_are_pruned_and_their_processes_end(tmp_path):
-    outcome, _ = run(tmp_path, Fake("--epoch-seconds", "0.15"), trials=12, rounds=1, epochs=10, prune=True, parallel=4)
-    pruned = [r for r in outcome.records if r.ended.state == "pruned"]
+    records, _ = run(tmp_path, Fake("--epoch-seconds", "0.15"), trials=12, rounds=1, epochs=10, prune=True, parallel=4)
+    pruned = [r for r in records if r.state == "pruned"]
     assert pruned
     for record in pruned:
         path = tmp_path / f"points/{record.number}/run/metrics.jsonl"
         evaluated = [each for each in read_records(path) if each["kind"] == "eval"]
         assert len(evaluated) < 10
-        assert record.ended.reason.startswith("worse than the median after ")
-        assert record.ended.reason.endswith(" of 10 epochs")
-        assert record.ended.result == pytest.approx(evaluated[-1]["top1"], abs=0.2)
-    assert outcome.best.ended.state == "finished"
+        assert record.reason.startswith("worse than the median after ")
+        assert record.reason.endswith(" of 10 epochs")
+        assert record.result == pytest.approx(evaluated[-1]["top1"], abs=0.2)
+    assert best_record(records, metric="top1") is not None
 
 
 @pytest.mark.long
 def test_trials_run_at_once(tmp_path):
     """Each waits until all three have started."""
     fake = Fake("--together", "3")
-    outcome, _ = run(tmp_path, fake, trials=3, rounds=1, parallel=3)
-    assert [r.ended.state for r in outcome.records] == ["finished"] * 3
+    records, _ = run(tmp_path, fake, trials=3, rounds=1, parallel=3)
+    assert [r.state for r in records] == ["finished"] * 3
     assert fake.made == [1, 2, 3]
 
 
@@ -178,9 +177,7 @@ def test_stopped_search_goes_on_with_what_it_had(tmp_path, number):
     resumed, _ = run(folder, fake, trials=6)
     assert len(fake.made) == 5  # the first is kept, the second goes on
     assert (folder / "points/2/run/metrics.jsonl").read_text().startswith(kept)
-    assert [(r.number, r.values, r.ended.result) for r in resumed.records] == [
-        (r.number, r.values, r.ended.result) for r in whole.records
-    ]
+    assert [(r.number, r.values, r.result) for r in resumed] == [(r.number, r.values, r.result) for r in whole]
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
@@ -199,8 +196,8 @@ def test_second_interrupt_presses_and_a_deaf_trial_is_killed(tmp_path, monkeypat
     monkeypatch.setattr(child.ChildProcess, "ask_to_stop", ask)
     stop_after(lambda: log.exists() and log.read_text(), signal.SIGINT)
     stop_after(asked.is_set, signal.SIGINT)
-    outcome, _ = run(tmp_path, lambda *_: [sys.executable, "-c", DEAF])
-    assert outcome is None
+    records, _ = run(tmp_path, lambda *_: [sys.executable, "-c", DEAF])
+    assert records is None
     assert states(tmp_path) == ["missing"]
 
 
@@ -210,9 +207,9 @@ def test_trial_that_ended_and_was_not_told_is_not_run_again(tmp_path):
     fake = Fake()
     with mock.patch.object(Round, "tell", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run(tmp_path, fake, trials=2, rounds=1)
-    outcome, _ = run(tmp_path, fake, trials=2, rounds=1)
+    records, _ = run(tmp_path, fake, trials=2, rounds=1)
     assert fake.made == [1, 2]
-    assert [record.ended.state for record in outcome.records] == ["finished"] * 2
+    assert [record.state for record in records] == ["finished"] * 2
 
 
 @pytest.mark.long

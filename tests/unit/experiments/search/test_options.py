@@ -11,6 +11,7 @@ from fake_searches import SPACE, stated, states
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError, TuneError
+from bigbatch.experiments.launching import Launch
 from bigbatch.experiments.search.options import parse_search
 from bigbatch.trainer.config.file import load_config
 
@@ -22,7 +23,10 @@ def test_tune_search_command_line(tmp_path):
         [*WORDS[2:], str(tmp_path), "--run.seed", "3", "--launch", "mpirun --ranks 2", "--prune", "none"]
     )
     assert found == stated(
-        tmp_path, config=("--config", "quickstart", "--run.seed", "3"), trials=4, launch=("mpirun", "--ranks", "2")
+        tmp_path,
+        config=("--config", "quickstart", "--run.seed", "3"),
+        trials=4,
+        launch=Launch(("mpirun", "--ranks", "2"), 2),
     )
     with pytest.raises(ConfigError, match=naming("--launch ", "mpirun '")):
         parse_search([*WORDS[2:], str(tmp_path), "--launch", "mpirun '"])
