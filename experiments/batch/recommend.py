@@ -12,7 +12,7 @@ from typing import Any
 from bigbatch.comm.rendezvous.environ import read_process_env, without_identity
 from bigbatch.errors import ConfigError, RunFolderError, TuneError, print_line, tell
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.experiments.batch.report import Answer, explain, make_answer, plot_answer
+from bigbatch.experiments.batch.report import Answer, explain, plot_answer
 from bigbatch.experiments.launching import parse_launch
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.jobs.foreground import run_in_foreground
@@ -77,7 +77,7 @@ def read_answer(run: RunDir) -> Answer:
         raise TuneError(f"{run.path} has {len(pairs)} measurements of the noise scale: {FEWEST} are the fewest to read")
     if not any(square for _, square in pairs):
         raise TuneError(f"{run.path} had gradients of zero in all measurements: it learns nothing, look at its loss")
-    return make_answer(
+    return Answer(
         pairs,
         run=run.path,
         global_batch_size=config.batch.global_batch_size,

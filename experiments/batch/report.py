@@ -1,8 +1,9 @@
 """Output of a batch recommendation: batch.json, the answer in words, and a plot."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,24 @@ from bigbatch.trainer.run.noise_scale import NoiseScale, describe_noise_scale
 
 @dataclass(frozen=True)
 class Answer:
-    """A run's measurements and the batch that they recommend."""
+    """A run's measurements, which are enough for a figure, and the batch that they recommend."""
 
+    pairs: Sequence[Pair]
     run: Path
     global_batch_size: int
     microbatch_size: int
-    num_measurements: int
-    critical: NoiseScale
-    thirds: tuple[NoiseScale, ...]
     num_train: int | None = None
     """Images of the training set; None if the run has not recorded them."""
+
+    @cached_property
+    def critical(self) -> NoiseScale:
+        """Return the critical batch of the whole run."""
+        return critical_batch(segments(self.pairs), global_batch_size=self.global_batch_size)
+
+    @cached_property
+    def thirds(self) -> list[NoiseScale]:
+        """Return the noise scale early in the run, in its middle and late."""
+        return thirds(self.pairs, global_batch_size=self.global_batch_size)
 
     @property
     def recommended(self) -> int | None:
@@ -45,19 +54,12 @@ class Answer:
         return recommended(estimate, microbatch_size=self.microbatch_size, num_train=self.num_train)
 
     @property
-    def is_capped(self) -> bool:
-        """Tell whether the training set has fewer images than the recommended batch."""
-        estimate = self.critical.estimate
-        return estimate is not None and self.recommended != recommended(estimate, microbatch_size=self.microbatch_size)
-
-    @property
     def rows(self) -> list[Row]:
         """Return the cost of the batches around it."""
-        estimate = self.critical.estimate
-        own, microbatch = self.global_batch_size, self.microbatch_size
-        return (
-            [] if estimate is None else trade(estimate, microbatch_size=microbatch, own=own, num_train=self.num_train)
-        )
+        estimate, own = self.critical.estimate, self.global_batch_size
+        if estimate is None:
+            return []
+        return trade(estimate, microbatch_size=self.microbatch_size, own=own, num_train=self.num_train)
 
     @property
     def rate_factor(self) -> float | None:
@@ -68,78 +70,60 @@ class Answer:
 
     def record(self) -> dict[str, Any]:
         """Return the content of batch.json."""
-        low, high = self.critical.low, self.critical.high
         return {
             "critical_batch": self.critical.estimate,
-            "critical_batch_low": low,
-            "critical_batch_high": high,
+            "critical_batch_low": self.critical.low,
+            "critical_batch_high": self.critical.high,
             "in_doubt": is_in_doubt(self.critical),
             "recommended_batch": self.recommended,
             "training_images": self.num_train,
             "sgd_rate_factor": self.rate_factor,
             "batches": [asdict(row) for row in self.rows],
             "noise_scale_by_third": [each.record() for each in self.thirds],
-            "measurements": self.num_measurements,
+            "measurements": len(self.pairs),
             "run": str(self.run),
             "global_batch_size": self.global_batch_size,
             "microbatch_size": self.microbatch_size,
         }
 
 
-def make_answer(
-    pairs: Sequence[Pair], *, run: Path, global_batch_size: int, microbatch_size: int, num_train: int | None = None
-) -> Answer:
-    """Compute the answer from a run's measurements, which must be enough for a figure."""
-    critical = critical_batch(segments(pairs), global_batch_size=global_batch_size)
-    course = thirds(pairs, global_batch_size=global_batch_size)
-    return Answer(run, global_batch_size, microbatch_size, len(pairs), critical, tuple(course), num_train)
-
-
-def explain(answer: Answer) -> list[str]:
-    """Return lines that say which batch to take, what it costs, and how certain that is."""
-    lines = [
-        f"critical batch {describe_noise_scale(answer.critical.record())} images, of {answer.num_measurements} "
-        f"measurements at a global batch of {answer.global_batch_size}"
-    ]
+def explain(answer: Answer) -> Iterator[str]:
+    """Yield lines that say which batch to take, what it costs, and how certain that is."""
+    best, own = answer.recommended, answer.global_batch_size
+    yield (
+        f"critical batch {describe_noise_scale(answer.critical.record())} images, of {len(answer.pairs)} "
+        f"measurements at a global batch of {own}"
+    )
     if answer.thirds:
         course = zip(("early", "in the middle", "late"), answer.thirds, strict=False)
-        lines.append(
-            "noise scale " + "; ".join(f"{when} {describe_noise_scale(each.record())}" for when, each in course)
+        yield "noise scale " + "; ".join(f"{when} {describe_noise_scale(each.record())}" for when, each in course)
+    if best is not None:
+        yield (
+            f"recommended: a global batch of {best}, --batch.global_batch_size {best}; a larger one trades images for "
+            "fewer steps (time), a smaller one steps for fewer images (compute):"
         )
-    if answer.recommended is None:
-        return [*lines, _more(answer)]
-    lines.append(
-        f"recommended: a global batch of {answer.recommended}, --batch.global_batch_size {answer.recommended}; a "
-        "larger one trades images for fewer steps (time), a smaller one steps for fewer images (compute):"
-    )
-    if answer.is_capped:
-        lines.append(
-            f"no batch is larger than the training set of {answer.num_train} images, so this is the largest that fits"
+        if best != recommended(answer.critical.estimate or 0.0, microbatch_size=answer.microbatch_size):
+            yield (
+                f"no batch is larger than the training set of {answer.num_train} images, so this is the largest that "
+                "fits"
+            )
+        named = {own: "this run's"} | {best: "recommended" if best != own else "recommended, and this run's"}
+        yield f"  {'batch':>9}  {'steps':>7}  {'images':>7}"
+        for row in answer.rows:
+            mark = f"  {named[row.global_batch_size]}" if row.global_batch_size in named else ""
+            yield f"  {row.global_batch_size:>9}  {row.steps:>6.2f}x  {row.images:>6.2f}x{mark}"
+        yield "  x: the fewest steps, or images, with which any batch comes to the same loss"
+        if best != own:
+            yield (
+                f"the rate that suits it is {answer.rate_factor:.2f} times this run's for SGD; with another optimizer, "
+                "search around that"
+            )
+    if best is None or is_in_doubt(answer.critical):
+        again = shlex.join(["bigbatch", "tune", "batch", str(answer.run), "--epochs", "N", "--out", "FOLDER"])
+        yield (
+            "in doubt, as the band is wide: measure more steps, or at a larger batch: "
+            f"{again} --batch.global_batch_size B"
         )
-    lines += [f"  {line}" for line in _table(answer)]
-    if answer.recommended != answer.global_batch_size:
-        lines.append(
-            f"the rate that suits it is {answer.rate_factor:.2f} times this run's for SGD; with another optimizer, "
-            "search around that"
-        )
-    return [*lines, _more(answer)] if is_in_doubt(answer.critical) else lines
-
-
-def _table(answer: Answer) -> list[str]:
-    named = {answer.recommended: "recommended", answer.global_batch_size: "this run's"}
-    if answer.recommended == answer.global_batch_size:
-        named = {answer.recommended: "recommended, and this run's"}
-    lines = [f"{'batch':>9}  {'steps':>7}  {'images':>7}"]
-    for row in answer.rows:
-        mark = f"  {named[row.global_batch_size]}" if row.global_batch_size in named else ""
-        lines.append(f"{row.global_batch_size:>9}  {row.steps:>6.2f}x  {row.images:>6.2f}x{mark}")
-    return [*lines, "x: the fewest steps, or images, with which any batch comes to the same loss"]
-
-
-def _more(answer: Answer) -> str:
-    again = shlex.join(["bigbatch", "tune", "batch", str(answer.run), "--epochs", "N", "--out", "FOLDER"])
-    why = "in doubt, as the band is wide: measure more steps, or at a larger batch"
-    return f"{why}: {again} --batch.global_batch_size B"
 
 
 def plot_answer(answer: Answer, path: Path) -> None:

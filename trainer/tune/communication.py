@@ -5,7 +5,7 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.models.norm import flatten_running_statistics
+from bigbatch.trainer.run.checkpoint import write_on_first
 
 MODEL_CONFIG = "imagenet/resnet50_8k"
 """Experiment in which --model replaces the model."""
@@ -53,13 +54,27 @@ def main(argv: Sequence[str]) -> int:
     command = shlex.join(["bigbatch", "comm", "tune", *argv])
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)
-    _require_folder(arguments.output.parent if arguments.output else DEFAULT_FOLDER, communicator)
+    folder = arguments.output.parent if arguments.output else DEFAULT_FOLDER
+    write_on_first(  # before anything takes long
+        partial(require_folder, folder),
+        communicator.control,
+        what="the folder of the tuned file",
+        timeout_seconds=config.run.checkpoint_timeout_seconds,
+    )
     say: Callable[[str], None] = print if communicator.rank == 0 else lambda text: None
     say(f"{communicator}; {conditions.device}")
     parameters, forward = _make_forward(config, communicator)
     stated = _stated(config, communicator, say=say)
     findings = tune(communicator, parameters, forward, stated=stated, seconds=arguments.budget_seconds, say=say)
-    tuned = _make_tuned(config, conditions, findings, command=command)
+    tuned = Tuned(
+        cluster=conditions.cluster,
+        model=config.model.name,
+        tensors=findings.tensors,
+        table=findings.chosen.table,
+        sizes=findings.chosen.sizes,
+        command=command,
+        evidence=_evidence(config, conditions, findings),
+    )
     path = arguments.output or default_path(tuned.cluster, tuned.model, tuned.tensors)
     communicator.close()
     if communicator.rank == 0:
@@ -67,18 +82,6 @@ def main(argv: Sequence[str]) -> int:
         print_line(f"stored in {path}; to train with it: --comm.algorithm hybrid --comm.table {path} {NULL_SIZES}")
         print_line(f"it changes {CHANGES}")
     return 0
-
-
-def _require_folder(folder: Path, communicator: Communicator) -> None:
-    """Check the folder before anything takes long; all ranks hear of it. Collective."""
-    problem = ""
-    if communicator.rank == 0:
-        try:
-            require_folder(folder)
-        except TunedError as error:
-            problem = str(error)
-    if told := communicator.gather_text(problem)[0]:
-        raise TunedError(told)
 
 
 def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
@@ -132,18 +135,6 @@ def _make_forward(
         return precision.scaled(loss(logits_BK, labels_B) / count)
 
     return {name: p for name, p in model.named_parameters() if p.requires_grad}, forward
-
-
-def _make_tuned(config: Config, conditions: Conditions, findings: Findings, *, command: str) -> Tuned:
-    return Tuned(
-        cluster=conditions.cluster,
-        model=config.model.name,
-        tensors=findings.tensors,
-        table=findings.chosen.table,
-        sizes=findings.chosen.sizes,
-        command=command,
-        evidence=_evidence(config, conditions, findings),
-    )
 
 
 def _evidence(config: Config, conditions: Conditions, findings: Findings) -> dict[str, Any]:

@@ -4,13 +4,12 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ConfigError, TrainingDiverged, TuneError, print_line
 from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path, expand_path
@@ -47,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(
         ["--config", arguments.config, *overrides, f"--{EARLIER_TEST}=null"], prog="bigbatch tune range"
     )
-    run = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test sees that itself
-    config = dataclasses.replace(config, run=run)
+    whole = dataclasses.replace(to_the_last_epoch(config.run), divergence_steps=None)  # the test sees that itself
+    config = dataclasses.replace(config, run=whole)
     env = read_process_env()
     bind_rank(config, env)
     communicator, tuned = join_job(config, env)
@@ -60,7 +59,14 @@ def main(argv: Sequence[str]) -> int:
         what="range.json",
         timeout_seconds=config.run.checkpoint_timeout_seconds,
     )
-    stopped_by = _train(config, communicator, curve, lr=exponential(low, high, steps=steps), steps=steps, tuned=tuned)
+    lr, stopped_by = exponential(low, high, steps=steps), None
+    with few_steps(config, communicator, num_steps=steps, say=curve.say, schedule=lr, tuned=tuned) as (_, run):
+        try:
+            stopped_by = run(curve.add)
+        except TrainingDiverged as end:
+            # the step that exploded was not added: its number is that of the steps before
+            curve.exploded_lr = lr(len(curve.lrs))
+            curve.say(f"{str(end).partition(':')[0]}, at a learning rate of {curve.exploded_lr:.4g}")
     if stopped_by:
         curve.say(f"stopped by {stopped_by}; nothing was written")
     elif communicator.rank == 0:
@@ -100,26 +106,6 @@ class _Curve:
         self.losses.append(record["loss"])
         if record["step"] % max(1, self._num_steps // LINES) == 0:
             self.say(f"step {record['step']}  lr {record['lr']:.4g}  loss {record['loss']:.4f}  smoothed {mean:.4f}")
-
-
-def _train(
-    config: Config,
-    communicator: Communicator,
-    curve: _Curve,
-    *,
-    lr: Callable[[int], float],
-    steps: int,
-    tuned: Tuned | None,
-) -> str | None:
-    """Train until the loss explodes, or to the last step; return the signal that stopped it. Collective."""
-    with few_steps(config, communicator, num_steps=steps, say=curve.say, schedule=lr, tuned=tuned) as (_, run):
-        try:
-            return run(curve.add)
-        except TrainingDiverged as end:
-            # the step that exploded was not added: its number is that of the steps before
-            curve.exploded_lr = lr(len(curve.lrs))
-            curve.say(f"{str(end).partition(':')[0]}, at a learning rate of {curve.exploded_lr:.4g}")
-            return None
 
 
 def _finish(curve: _Curve, config: Config, *, arguments: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from bigbatch.experiments.batch.critical import (
     thirds,
     trade,
 )
-from bigbatch.experiments.batch.report import explain, make_answer, plot_answer
+from bigbatch.experiments.batch.report import Answer, explain, plot_answer
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.noise_scale import KIND, NoiseScale, running
@@ -96,11 +96,10 @@ def test_no_batch_above_the_training_set_is_recommended() -> None:
     assert capped == {100: 128, 1000: 512, 1024: 1024, 10**9: 4096}
     assert max(row.global_batch_size for row in trade(5000, microbatch_size=128, own=512, num_train=1000)) == 512
     pairs = pairs_of([5000.0] * 200)
-    answer = make_answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128, num_train=1000)
-    assert (answer.recommended, answer.is_capped, answer.record()["training_images"]) == (512, True, 1000)
+    answer = Answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128, num_train=1000)
+    assert (answer.recommended, answer.record()["training_images"]) == (512, 1000)
     assert "larger than the training set of 1000 images" in "\n".join(explain(answer))
-    roomy = make_answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128, num_train=60_000)
-    assert not roomy.is_capped
+    roomy = Answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128, num_train=60_000)
     assert "training set" not in "\n".join(explain(roomy))
 
 
@@ -131,14 +130,14 @@ def test_a_wide_band_is_in_doubt(found: NoiseScale, in_doubt: bool) -> None:
 
 
 def test_the_answer_is_clear_and_says_what_is_not_known() -> None:
-    answer = make_answer(pairs_of([1000.0] * 200), run=Path("runs/a b"), global_batch_size=BATCH, microbatch_size=128)
+    answer = Answer(pairs_of([1000.0] * 200), run=Path("runs/a b"), global_batch_size=BATCH, microbatch_size=128)
     text = "\n".join(explain(answer))
     assert answer.recommended == 1024
     assert "recommended: a global batch of 1024, --batch.global_batch_size 1024" in text
     assert "for SGD" in text
     assert "in doubt" not in text
     assert [line.split()[-1] for line in text.splitlines() if line.strip().startswith("512 ")] == ["run's"]
-    drowned = make_answer(
+    drowned = Answer(
         pairs_of([1e9] * 200, spread=0.3), run=Path("runs/a b"), global_batch_size=BATCH, microbatch_size=128
     )
     text = "\n".join(explain(drowned))
@@ -148,10 +147,10 @@ def test_the_answer_is_clear_and_says_what_is_not_known() -> None:
 
 def test_a_signal_that_drowned_recommends_nothing() -> None:
     pairs = [(-abs(signal) / 100, square) for signal, square in pairs_of([1e9] * 100, spread=0.3)]
-    answer = make_answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128)
+    answer = Answer(pairs, run=Path("r"), global_batch_size=BATCH, microbatch_size=128)
     assert (answer.recommended, answer.rate_factor, answer.rows) == (None, None, [])
     assert answer.record()["critical_batch"] is None
-    assert "critical batch above " in explain(answer)[0]
+    assert "critical batch above " in next(explain(answer))
 
 
 def make_run(folder: Path, pairs: Sequence[Pair]) -> RunDir:
@@ -171,7 +170,7 @@ def test_picture_of_an_answer_says_how_many_times_the_fewest(monkeypatch: pytest
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: drawn.append(figure) or save(figure, *a, **k))
     run = Path("runs/a$\\frac{$b\x1b")
-    answer = make_answer(pairs_of([300.0] * 50), run=run, global_batch_size=256, microbatch_size=64, num_train=5000)
+    answer = Answer(pairs_of([300.0] * 50), run=run, global_batch_size=256, microbatch_size=64, num_train=5000)
     plot_answer(answer, tmp_path / "batch.png")
     assert (tmp_path / "batch.png").stat().st_size > 1000
     (axes,) = drawn[0].axes

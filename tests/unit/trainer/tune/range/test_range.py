@@ -169,7 +169,7 @@ SYNTHETIC = {
 
 def test_folder_that_takes_nothing_is_refused_before_training(monkeypatch):
     trained = []
-    monkeypatch.setattr(range_test, "_train", lambda *_, **__: trained.append(0))
+    monkeypatch.setattr(range_test, "few_steps", lambda *_, **__: trained.append(0))
     options = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
     with pytest.raises(RunFolderError, match=naming(" /proc/none: ")):
         range_test.main(["--config", "quickstart", "--from=1", "--to=2", "--steps=20", "--out=/proc/none", *options])
