@@ -52,7 +52,11 @@ def draw_split(points: Sequence[Efficiency], *, name: str | None) -> "Figure":
     figure, axes = _figure(height=1.8 + 0.36 * len(points))
     names = [f"{label_of(each)}, {each.point.ranks} ranks" for each in points]
     right, left = [0.0] * len(points), [0.0] * len(points)
-    bars = [(legend_of(part, points), PART_COLOURS[part], [each.losses[part] for each in points]) for part in PARTS]
+    bars = [
+        # both names of computing if both occur
+        (" or ".join(sorted({each.name_of(part) for each in points})), colour, [each.losses[part] for each in points])
+        for part, colour in PART_COLOURS.items()
+    ]
     if any(each.unsplit is not None for each in points):
         bars.append(("not measured", UNSPLIT_COLOUR, [each.unsplit for each in points]))
     for label, colour, shares in bars:
@@ -77,12 +81,9 @@ def draw_comparison(found: Comparison) -> "Figure":
 
     Cases without an order have no line between them, but bars of seconds and points of accuracy.
     """
-    key = next((key for key in (BATCH, "ranks", *found.keys) if key in found.keys and _is_number(found, key)), None)
+    numbers = [key for key in found.keys if all(type(cell.values[key]) in (int, float) for cell in found.cells)]
+    key = next((key for key in (BATCH, "ranks", *numbers) if key in numbers), None)
     return _draw_cases(found) if key is None or found.is_cumulative else _draw_lines(found, key)
-
-
-def _is_number(found: Comparison, key: str) -> bool:
-    return all(type(cell.values[key]) in (int, float) for cell in found.cells)
 
 
 def _draw_lines(found: Comparison, key: str) -> "Figure":
@@ -175,11 +176,6 @@ def _title(title: str, name: str | None) -> str:
 def plain_text(text: str) -> str:
     """Return text in one line, without matplotlib's mathematics between dollar signs."""
     return printable(text).replace("$", r"\$")
-
-
-def legend_of(part: str, points: Sequence[Efficiency]) -> str:
-    """Return the label of a part; both names of computing if both occur."""
-    return " or ".join(sorted({each.name_of(part) for each in points}))
 
 
 def _figure(height: float = 4.2) -> "tuple[Figure, Any]":

@@ -58,76 +58,69 @@ def _headline(each: Efficiency) -> str:
 
 def scaling_table(found: Sequence[Efficiency], *, name: str | None, is_gpu: bool, price: float | None) -> Table:
     """Make a row for each point; price: of a rank for an hour."""
-    is_told = any(each.point.joules_per_image is not None for each in found)
-    keys = [key for key, _ in found[0].point.variant]
-    head = (*keys, "ranks", "nodes", "global batch", "images/s", "lowest to highest", "reports", "efficiency", "beside")
-    head += (f"{'GPU-hours' if is_gpu else 'rank-hours'} of 10^6 images",)
-    if is_told:
-        head += ("energy of 10^6 images",)
+    points = [each.point for each in found]
+    columns = {
+        **_values(found),
+        "nodes": [str(point.nodes) for point in points],
+        "global batch": [f"{point.global_batch_size:,}" for point in points],
+        "images/s": [f"{point.rate:,.1f}" for point in points],
+        "lowest to highest": [f"{min(point.rates):,.1f} to {max(point.rates):,.1f}" for point in points],
+        "reports": [str(len(point.rates)) for point in points],
+        "efficiency": [_efficiency(each) for each in found],
+        "beside": [
+            count(each.base.ranks, "rank") + (f", not {each.base.fewest_ranks}" if each.lacks_base else "")
+            for each in found
+        ],
+        f"{'GPU-hours' if is_gpu else 'rank-hours'} of 10^6 images": [
+            f"{point.million_images_rank_hours:,.3f}" for point in points
+        ],
+    }
+    if any(point.joules_per_image is not None for point in points):
+        columns["energy of 10^6 images"] = [_energy(point.joules_per_image, images=1e6) for point in points]
     if price is not None:
-        head += ("cost of 10^6 images",)
-    rows = [
-        (
-            *(str(value) for _, value in each.point.variant),
-            *(str(each.point.ranks), str(each.point.nodes), f"{each.point.global_batch_size:,}"),
-            f"{each.point.rate:,.1f}",
-            f"{min(each.point.rates):,.1f} to {max(each.point.rates):,.1f}",
-            str(len(each.point.rates)),
-            _efficiency(each),
-            count(each.base.ranks, "rank") + (f", not {each.base.fewest_ranks}" if each.lacks_base else ""),
-            f"{each.point.million_images_rank_hours:,.3f}",
-            *([_energy(each.point.joules_per_image, images=1e6)] if is_told else []),
-            *([] if price is None else [f"{price * each.point.million_images_rank_hours:,.2f}"]),
-        )
-        for each in found
-    ]
-    return Table(_title("Speed and efficiency", name), head, tuple(rows))
+        columns["cost of 10^6 images"] = [f"{price * point.million_images_rank_hours:,.2f}" for point in points]
+    return _table("Speed and efficiency", name, columns)
 
 
 def doubts_table(found: Sequence[Efficiency], *, name: str | None, again: Callable[[MeasuredPoint], str]) -> Table:
     """List the points in doubt, why, and what settles it; again: the command that measures a point again."""
-    keys = [key for key, _ in found[0].point.variant]
-    rows = [
-        (
-            *(str(value) for _, value in each.point.variant),
-            str(each.point.ranks),
-            "; ".join(reasons),
-            advice(each, again=again),
-        )
-        for each in found
-        if (reasons := doubts(each))
-    ]
-    return Table(_title("In doubt", name), (*keys, "ranks", "why", "what settles it"), tuple(rows))
+    doubted = [each for each in found if doubts(each)]
+    columns = {
+        "why": ["; ".join(doubts(each)) for each in doubted],
+        "what settles it": [advice(each, again=again) for each in doubted],
+    }
+    return _table("In doubt", name, _values(doubted) | columns)
 
 
 def split_table(found: Sequence[Efficiency], *, name: str | None) -> Table:
     """Show the parts of lost efficiency, as shares of the step; they add up to 100% minus efficiency."""
     points = [each for each in found if each.point != each.base]
-    keys = [key for key, _ in found[0].point.variant]
-    head = (*keys, "ranks", "step", "efficiency", "local batch or computing", *PARTS[1:])
-    rows = [
-        (
-            *(str(value) for _, value in each.point.variant),
-            str(each.point.ranks),
-            f"{1000 * each.point.step.seconds:,.1f} ms",
-            _efficiency(each),
-            *(_share(each.losses[part]) for part in PARTS),
-        )
-        for each in points
-    ]
-    return Table(_title("What is lost, as shares of the step", name), head, tuple(rows))
+    columns = {
+        "step": [f"{1000 * each.point.step.seconds:,.1f} ms" for each in points],
+        "efficiency": [_efficiency(each) for each in points],
+    }
+    for part in PARTS:
+        shares = [each.losses[part] for each in points]
+        columns["local batch or computing" if part == PARTS[0] else part] = [
+            NOT_MEASURED.lower() if share is None else percent(share) for share in shares
+        ]
+    return _table("What is lost, as shares of the step", name, _values(points) | columns)
+
+
+def _values(found: Sequence[Efficiency]) -> dict[str, list[str]]:
+    """Return a column for each value of the points, and their ranks."""
+    keys = dict.fromkeys(key for each in found for key, _ in each.point.variant)
+    columns = {key: [str(dict(each.point.variant).get(key, "")) for each in found] for key in keys}
+    return columns | {"ranks": [str(each.point.ranks) for each in found]}
+
+
+def _table(title: str, name: str | None, columns: Mapping[str, Sequence[str]]) -> Table:
+    rows = tuple(zip(*columns.values(), strict=True))
+    return Table(f"{title}: {name}" if name else title, tuple(columns), rows)
 
 
 def _efficiency(each: Efficiency) -> str:
     return percent(each.efficiency) + (" ?" if doubts(each) else "")
-
-
-def _share(share: float | None) -> str:
-    return NOT_MEASURED.lower() if share is None else percent(share)
-
-
-def _title(title: str, name: str | None) -> str:
-    return f"{title}: {name}" if name else title
 
 
 def unmeasured_table(results: Sequence[SweepResults]) -> Table:
@@ -140,7 +133,21 @@ def accuracy_table(runs: Sequence[tuple[Path, ToAccuracy]], *, price: float | No
     """Show time and cost of each run; price: of a rank for an hour."""
     is_told = any(run.shown and run.shown.joules is not None for _, run in runs)
     head = ("run", "top-1", "target", "epoch", "hours", "cost", *(["energy"] if is_told else []))
-    rows = [_accuracy_row(folder, run, price=price)[: len(head)] for folder, run in runs]
+    rows = []
+    for folder, run in runs:
+        if (shown := run.shown) is None:
+            rows.append((str(folder), "", "no evaluation", *[""] * (len(head) - 3)))
+            continue
+        row = (
+            str(folder),
+            f"{100 * shown.top1:.2f} %",
+            f"{100 * run.target:.2f} %" + ("" if run.reached else ", not reached"),
+            f"{shown.epoch:.1f}",
+            f"{shown.hours:.3f} h",
+            cost(shown.rank_hours, is_gpu=run.is_gpu, price=price),
+            _energy(shown.joules),
+        )
+        rows.append(row[: len(head)])
     return Table("Time to accuracy", head, tuple(rows))
 
 
@@ -150,29 +157,10 @@ def noise_table(runs: Sequence[RunResults]) -> Table:
     return Table("Noise scale, late in the run", ("run", "images (95% band)"), tuple(rows))
 
 
-def _accuracy_row(folder: Path, run: ToAccuracy, *, price: float | None) -> tuple[str, ...]:
-    shown = run.shown
-    if shown is None:
-        return (str(folder), "", "no evaluation", "", "", "", "")
-    return (
-        str(folder),
-        f"{100 * shown.top1:.2f} %",
-        f"{100 * run.target:.2f} %" + ("" if run.reached else ", not reached"),
-        f"{shown.epoch:.1f}",
-        f"{shown.hours:.3f} h",
-        cost(shown.rank_hours, is_gpu=run.is_gpu, price=price),
-        _energy(shown.joules),
-    )
-
-
 def conditions_table(conditions: Mapping[str, Any]) -> Table:
-    """Show the conditions of the figures."""
-    return Table("Conditions", ("", ""), tuple((key, _as_stated(value)) for key, value in conditions.items()))
-
-
-def _as_stated(value: Any) -> str:
-    """Write a sweep's options in YAML, and not in Python."""
-    return describe_values(value) if isinstance(value, dict) else str(value)
+    """Show the conditions of the figures; a sweep's options in YAML, and not in Python."""
+    rows = [(key, describe_values(each) if isinstance(each, dict) else str(each)) for key, each in conditions.items()]
+    return Table("Conditions", ("", ""), tuple(rows))
 
 
 def _energy(joules: float | None, *, images: float = 1.0) -> str:
