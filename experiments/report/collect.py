@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +20,7 @@ from bigbatch.launch.efficiency import MeasuredPoint, Variant, median_step
 from bigbatch.trainer.config.file import flatten
 from bigbatch.trainer.config.kinds import spread
 from bigbatch.trainer.config.strict_yaml import parse_yaml
+from bigbatch.trainer.run.cost import spent_by
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.noise_scale import NOT_YET
 
@@ -61,6 +62,50 @@ class SweepResults:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """An evaluation and the run's cost until then. Times between two starts of a run do not count."""
+
+    step: int
+    epoch: float
+    top1: float
+    hours: float
+    rank_hours: float
+    joules: float | None
+    """None if a driver did not measure it."""
+
+
+@dataclass(frozen=True)
+class ToAccuracy:
+    """The evaluation in which one run reached a target, or its best one."""
+
+    target: float
+    reached: Evaluated | None
+    best: Evaluated | None
+    evaluations: tuple[Evaluated, ...]
+    is_gpu: bool
+
+    @property
+    def shown(self) -> Evaluated | None:
+        """Return the evaluation that reached the target, else the best one."""
+        return self.reached or self.best
+
+
+def to_accuracy(records: Iterable[dict[str, Any]], *, target: float | None) -> ToAccuracy:
+    """Find in a run's records when it reached the target; without a target, its best top-1."""
+    evaluations, is_gpu = [], False
+    for record, spent in spent_by(records):
+        if record["kind"] == "start":
+            is_gpu = not str(record["job"].get("device", "cpu")).startswith("cpu")
+        if record["kind"] == "eval":
+            found = (record["step"], record["epoch"], record["top1"])
+            evaluations.append(Evaluated(*found, spent.hours, spent.rank_hours, spent.joules))
+    best = max(evaluations, key=lambda each: each.top1, default=None)
+    goal = target if target is not None else best.top1 if best else 0.0
+    reached = next((each for each in evaluations if each.top1 >= goal), None)
+    return ToAccuracy(goal, reached, best, tuple(evaluations), is_gpu)
+
+
+@dataclass(frozen=True)
 class RunResults:
     """Results of a run's folder."""
 
@@ -80,6 +125,14 @@ class RunResults:
             if record["kind"] == "train" and record.get("noise_scale_low") is not None:
                 newest = {name: record[name] for name in NOT_YET}
         return newest
+
+    def to_accuracy(self, *, target: float | None) -> ToAccuracy:
+        """Measure time to the stated target, or to the run's own. Raises: RunFolderError for a damaged folder."""
+        try:
+            own = (self.config.get("run") or {}).get("target_top1")
+            return to_accuracy(self.records(), target=target if target is not None else own)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunFolderError(f"{self.folder}: {damage(error)}") from error
 
     def trained(self, *, target: float | None) -> TrainedRun | None:
         """Return its results so far; None if it has no figures yet. Raises: RunFolderError."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
 from bigbatch.experiments.engine.plan import BATCH, CASE
-from bigbatch.experiments.report.accuracy import ToAccuracy
+from bigbatch.experiments.report.collect import ToAccuracy
 from bigbatch.experiments.report.compare import RUN, Cell, Comparison, short, shown
-from bigbatch.experiments.report.doubts import doubts
+from bigbatch.experiments.report.tables import doubts
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
 from bigbatch.words import count
 

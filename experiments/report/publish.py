@@ -5,10 +5,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, RunFolderError, print_line
-from bigbatch.experiments.engine.folder import damage
+from bigbatch.errors import LaunchOptionError, print_line
 from bigbatch.experiments.engine.plan import CASE, RANKS
-from bigbatch.experiments.report.accuracy import ToAccuracy, to_accuracy
 from bigbatch.experiments.report.collect import RunResults, SweepResults, read_folder
 from bigbatch.experiments.report.report import Report
 from bigbatch.launch.tables import Table
@@ -47,7 +45,7 @@ def report_on(
     results = [read_folder(path, target=target) for path in dict.fromkeys(folders)]
     report = Report(
         [each for each in results if isinstance(each, SweepResults)],
-        [(each, _to_accuracy(each, stated=target)) for each in results if isinstance(each, RunResults)],
+        [(each, each.to_accuracy(target=target)) for each in results if isinstance(each, RunResults)],
         price=price,
         by=by,
         more=tuple(more),
@@ -87,12 +85,3 @@ def _parser() -> argparse.ArgumentParser:
         help="price of a GPU (a rank) for an hour, in any currency, such as 2.50: adds the cost",
     )
     return parser
-
-
-def _to_accuracy(run: RunResults, *, stated: float | None) -> ToAccuracy:
-    """Measure time to the stated target, or the run's target. Raises: RunFolderError for a damaged folder."""
-    try:
-        own = (run.config.get("run") or {}).get("target_top1")
-        return to_accuracy(run.records(), target=stated if stated is not None else own)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunFolderError(f"{run.folder}: {damage(error)}") from error

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.experiments.report import plots
-from bigbatch.experiments.report.accuracy import ToAccuracy
-from bigbatch.experiments.report.collect import RunResults, SweepResults, differences
+from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy, differences
 from bigbatch.experiments.report.compare import (
     Comparison,
     TrainedRun,
@@ -22,11 +21,11 @@ from bigbatch.experiments.report.compare import (
     labelled,
     run_records,
 )
-from bigbatch.experiments.report.doubts import doubts
 from bigbatch.experiments.report.tables import (
     accuracy_table,
     conditions_table,
     cost,
+    doubts,
     doubts_table,
     findings,
     noise_table,
@@ -62,14 +61,6 @@ def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(records)
     return out.getvalue()
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Give each value of a point a column, and take its median rate."""
-    rate, reasons = row["images_per_second"]["median"], "; ".join(row["in_doubt_for"])
-    kept = ("ranks", "global_batch_size", "step_seconds", "efficiency", "base_ranks", "rank_hours_of_million_images")
-    own = {key: row[key] for key in kept}
-    return {**row["values"], **own, "images_per_second": rate, "in_doubt_for": reasons}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +180,19 @@ class Report:
         if self.comparisons:
             texts["cells.csv"] = as_csv([cell.record() for found in self.comparisons for cell in found.cells])
         if self.efficiencies:
-            texts["scaling.csv"] = as_csv([_flat(self._row(each)) for _, found in self.efficiencies for each in found])
+            kept = ("ranks", "global_batch_size", "step_seconds", "efficiency", "base_ranks")
+            rows = [self._row(each) for _, found in self.efficiencies for each in found]
+            texts["scaling.csv"] = as_csv(
+                [
+                    {
+                        **row["values"],
+                        **{key: row[key] for key in (*kept, "rank_hours_of_million_images")},
+                        "images_per_second": row["images_per_second"]["median"],
+                        "in_doubt_for": "; ".join(row["in_doubt_for"]),
+                    }
+                    for row in rows
+                ]
+            )
         out = RunDir(within)
         for name, text in texts.items():
             out.write_text(folder / name, text)

@@ -14,13 +14,13 @@ import yaml
 from PIL import Image
 
 from bigbatch.cli import main
-from bigbatch.experiments.report.accuracy import to_accuracy
-from bigbatch.experiments.report.collect import read_folder
-from bigbatch.experiments.report.doubts import advice, doubts
+from bigbatch.experiments.report.collect import read_folder, to_accuracy
 from bigbatch.experiments.report.plots import draw_efficiency
 from bigbatch.experiments.report.tables import (
     accuracy_table,
+    advice,
     conditions_table,
+    doubts,
     doubts_table,
     findings,
     noise_table,
