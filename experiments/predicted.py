@@ -1,10 +1,10 @@
 """Compare the simulator's predictions for a sweep's points with what was measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bigbatch.errors import ConfigError, SimulationError
-from bigbatch.experiments.engine.folder import DONE, SweepFolder, read_state, read_summary
+from bigbatch.experiments.engine.folder import DONE, SweepFolder, read_summary, state_of
 from bigbatch.experiments.engine.points import Point
 from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.launch.simulate.scaling import Question, fit_to_step, simulate_point
@@ -18,9 +18,16 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
     A device's speed comes from the done point with the fewest ranks, which is then not predicted; from the cluster's
     rates if no point is done. Raises: SimulationError if neither is known.
     """
-    measured = {point.number: rate for point in points if (rate := _measured(folder, point)) is not None}
+    measured: dict[int, float] = {}
+    for point in points:
+        summary = read_summary(folder, point.number) if state_of(folder, point.number) == DONE else None
+        if summary is not None and (rate := summary.get("images_per_second")):
+            measured[point.number] = float(rate)
     base = min((point for point in points if point.number in measured), key=lambda point: point.ranks, default=None)
-    fitted = None if base is None else fit_to_step(_question(base, cluster), base.ranks, _seconds(base, measured))
+    fitted = None
+    if base is not None:
+        seconds = base.config.batch.global_batch_size / measured[base.number]
+        fitted = fit_to_step(_question(base, cluster), base.ranks, seconds)
     rows = []
     for point in points:
         shape_of(point.config.model)
@@ -28,36 +35,14 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
         if base is not None and fitted is not None and point.config.model.name == base.config.model.name:
             question = replace(question, compute=fitted.compute)
         rows.append(_row(point, question, measured.get(point.number), base=base))
-    head: tuple[str, ...] = (
-        "point",
-        "ranks",
-        "nodes",
-        "measured",
-        "predicted",
-        "90% interval",
-        "error",
-        "in doubt for",
-    )
-    if not any(row[-1] for row in rows):
-        head, rows = head[:-1], [row[:-1] for row in rows]
+    head = ("point", "ranks", "nodes", "measured", "predicted", "90% interval", "error", "in doubt for")
+    width = len(head) if any(row[-1] for row in rows) else len(head) - 1
     title = "Predicted beside measured" + (f"; by point {base.number}'s speed" if base else "")
-    return Table(title, head, tuple(rows))
+    return Table(title, head[:width], tuple(row[:width] for row in rows))
 
 
 def _question(point: Point, cluster: str) -> Question:
     return Question(point.config, load_cluster(cluster, devices_per_node=point.ranks_per_node))
-
-
-def _seconds(point: Point, measured: Mapping[int, float]) -> float:
-    """Return the step of a measured point."""
-    return point.config.batch.global_batch_size / measured[point.number]
-
-
-def _measured(folder: SweepFolder, point: Point) -> float | None:
-    if not folder.state(point.number).exists() or read_state(folder, point.number)["state"] != DONE:
-        return None
-    rate = (read_summary(folder, point.number) or {}).get("images_per_second")
-    return float(rate) if rate else None
 
 
 def _row(point: Point, question: Question, known: float | None, *, base: Point | None) -> tuple[str, ...]:
@@ -81,8 +66,5 @@ def _row(point: Point, question: Question, known: float | None, *, base: Point |
     # a slower point has many causes; one faster than its own speed allows has one
     is_too_fast = known > batch / found.low_seconds
     doubt = f"more than point {base.number}'s speed allows: measure that one again" if is_too_fast else ""
-    return (*begin, predicted, band, _error(found.images_per_second, known) + " ?" * is_too_fast, doubt)
-
-
-def _error(predicted: float, known: float) -> str:
-    return f"{100 * (predicted / known - 1):+.1f}%"
+    error_percent = 100 * (found.images_per_second / known - 1)
+    return (*begin, predicted, band, f"{error_percent:+.1f}%{' ?' * is_too_fast}", doubt)

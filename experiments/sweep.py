@@ -53,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         require_same(folder, plan, points)
         print_table(plan, folder, chosen)
-        _print_predicted(arguments.predict, chosen, folder)
+        if arguments.predict is not None:
+            show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
         _print_commands(plan, to_run(folder, chosen, retry_failed=arguments.retry_failed), folder)
         return 0
     with alone_in(folder):
@@ -70,9 +71,14 @@ def main(argv: Sequence[str]) -> int:
             f"{folder.path}: {count(len(points), 'point')}, {len(missing)} to run"
             + (f", {len(submitted)} in Slurm's queue" if submitted else ""),
         )
+        to_come = missing
         if plan.where == "slurm":
-            submitted += _submit(plan, missing, folder)
-        to_come = submitted if plan.where == "slurm" else missing
+            submit_points(plan, missing, folder)
+            for point in missing:  # Slurm may refuse some
+                if state_of(folder, point.number) == FAILED:
+                    said = outcome(folder, read_state(folder, point.number))
+                    print_line(f"point {point.number} ({point.describe()}): {said}")
+            to_come = submitted + _in_queue(folder, missing)
         return _run(plan, to_come, folder, chosen=chosen, points=points, arguments=arguments)
 
 
@@ -153,11 +159,6 @@ def _choose(points: Sequence[Point], text: str, *, option: str) -> list[Point]:
     return [point for point in points if point.number in numbers]
 
 
-def _print_predicted(cluster: str | None, points: Sequence[Point], folder: SweepFolder) -> None:
-    if cluster is not None:
-        show_table(predicted_table(points, folder, cluster=cluster), stdout_console())
-
-
 def _print_commands(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
     if not points:
         print_line("nothing would run")
@@ -168,16 +169,6 @@ def _print_commands(plan: Plan, points: Sequence[Point], folder: SweepFolder) ->
     for same in arrays(points).values():
         print_line(f"# bigbatch launch {shlex.join(array_words(plan, same, folder, name=plan.name))}")
         print_lines(job_script(array_job(plan, same, folder, name=plan.name), folder=None))
-
-
-def _submit(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> list[Point]:
-    """Submit points to Slurm and return those that it accepted; print why it refused the others."""
-    submit_points(plan, points, folder)
-    for point in points:
-        if state_of(folder, point.number) == FAILED:
-            said = outcome(folder, read_state(folder, point.number))
-            print_line(f"point {point.number} ({point.describe()}): {said}")
-    return _in_queue(folder, points)
 
 
 def _run(
@@ -207,7 +198,8 @@ def _run(
     states = [state_of(folder, point.number) for point in chosen]
     if any(state != MISSING for state in states):
         report_on([folder.path], more=inference.tables if inference else ())
-    _print_predicted(arguments.predict, chosen, folder)
+    if arguments.predict is not None:
+        show_table(predicted_table(chosen, folder, cluster=arguments.predict), stdout_console())
     failed = states.count(FAILED)
     if failed:
         print_line(
