@@ -23,7 +23,7 @@ from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.machine.energy import make_energy_meter
+from bigbatch.trainer.machine.gpu_driver import make_energy_meter
 from bigbatch.trainer.models.norm import (
     MicrobatchStatistics,
     flatten_running_statistics,

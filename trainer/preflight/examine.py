@@ -100,27 +100,23 @@ def examine(
             return [], [NodeFinding(str(error))]
         control.timeout_seconds = WORK_SECONDS  # from here on all are there, and some may have slow storage
         looking = _start_looking(config, env, places, seats, device=device, address=address) if is_leader else Host
-        facts = gather_facts(
-            config,
-            rank=env.rank,
-            host=env.host,
-            is_leader=is_leader,
-            device=device,
-            list_gpus=lambda: looking().driver.gpus,
-        )
+        said: dict[str, Any] = {"host": env.host}
+        said["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        if is_leader:
+            said["node"] = gather_facts(config, device=device, list_gpus=lambda: looking().driver.gpus)
         missed = unreachable([(each.address, each.port) for each in places]) if is_leader else []
         own = looking()
-        said = {"missed": [places[index].host for index in missed], "is_broken": links_are_broken(own)}
-        heard = [json.loads(text) for text in control.gather_text(json.dumps(said), what="reaching every node")]
+        reach = {"missed": [places[index].host for index in missed], "is_broken": links_are_broken(own)}
+        heard = [json.loads(text) for text in control.gather_text(json.dumps(reach), what="reaching every node")]
     reached = {place.host: heard[place.rank]["missed"] for place in places}
     rates = _take_turns(control, places, env, device=device)
     links: dict[str, float] = {}
     # a transport would wait for those that cannot be reached
     if not any(each["missed"] or each["is_broken"] for each in heard):
         links = _measure_links(places, env, device=device)
-    said = {"facts": asdict(facts), "rates": asdict(rates), "links": links}
+    said |= {"rates": asdict(rates), "links": links}
     if is_leader:
-        said["host"] = report(own, links=links)
+        said["node"] |= report(own, links=links)
     everyone = [json.loads(text) for text in control.collect_text(json.dumps(said), what="what every rank measured")]
     # collect_text gives the texts to rank 0 alone
     nodes = [_node(place, everyone, reached) for place in places] if everyone else []
@@ -201,18 +197,17 @@ def _measure_links(places: Sequence[Attendee], env: ProcessEnv, *, device: torch
 
 def _node(place: Attendee, everyone: Sequence[dict[str, Any]], reached: dict[str, list[str]]) -> Node:
     """Return a node's description from the reports of its ranks."""
-    own = [each for each in everyone if each["facts"]["host"] == place.host]
+    own = {rank: each for rank, each in enumerate(everyone) if each["host"] == place.host}
     leader = everyone[place.rank]
     return Node(
         host=place.host,
-        device=", ".join(dict.fromkeys(each["facts"]["device"] for each in own)),
+        device=", ".join(dict.fromkeys(each["device"] for each in own.values())),
         num_ranks=len(own),
         address=place.address,
-        multiply_gflops=min(each["rates"]["multiply_gflops"] for each in own),
-        copy_gb_per_second=min(each["rates"]["copy_gb_per_second"] for each in own),
-        clocks={each["facts"]["rank"]: Clock(**each["rates"]["clock"]) for each in own if each["rates"]["clock"]},
+        multiply_gflops=min(each["rates"]["multiply_gflops"] for each in own.values()),
+        copy_gb_per_second=min(each["rates"]["copy_gb_per_second"] for each in own.values()),
+        clocks={rank: Clock(**clock) for rank, each in own.items() if (clock := each["rates"]["clock"])},
         link_bytes_per_second=leader["links"],
         unreachable=reached[place.host],
-        **leader["facts"]["node"],
-        **leader["host"],
+        **leader["node"],
     )

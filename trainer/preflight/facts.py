@@ -1,15 +1,14 @@
-"""Facts of one rank on its node, gathered before any measurement."""
+"""Facts of a node, gathered before any measurement."""
 
 import os
 import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,60 +26,30 @@ STORAGE_SECONDS = 8.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class RankFacts:
-    """Describes a rank; also its host if it is the first rank there."""
-
-    rank: int
-    host: str
-    device: str
-    node: "NodeFacts | None"
-
-
-@dataclass(frozen=True)
-class NodeFacts:
-    """Describes a host."""
-
-    versions: dict[str, str]
-    """Versions that must be equal on all nodes."""
-    gpus: tuple[str, ...]
-    """Driver's line for each GPU."""
-    free_gb: dict[str, float]
-    """Free space of each folder that a run writes to."""
-    disk_trouble: dict[str, str]
-    """Folder of unknown free space -> reason."""
-    images: dict[str, int]
-    """Classes, and images of each split."""
-    complaint: str | None
-    """Why images cannot be counted."""
-
-
 def gather_facts(
-    config: Config | None,
-    *,
-    rank: int,
-    host: str,
-    is_leader: bool,
-    device: torch.device,
-    list_gpus: Callable[[], tuple[str, ...]] = tuple,
-) -> RankFacts:
-    """Gather a rank's facts; it takes a second or two where there are many images.
+    config: Config | None, *, device: torch.device, list_gpus: Callable[[], Sequence[str]] = tuple
+) -> dict[str, Any]:
+    """Gather facts on this host, as Node's fields; it takes a second or two where there are many images.
 
     list_gpus: what the driver writes of each GPU.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    if not is_leader:
-        return RankFacts(rank, host, name, None)
     # started first: it goes on while disks and driver are asked
     counting = start_counting(config)
     free, trouble = free_disk(config)
     gpus = list_gpus()
-    node = NodeFacts(versions(device, gpus), gpus, free, trouble, *counting())
-    return RankFacts(rank, host, name, node)
+    images, complaint = counting()
+    return {
+        "versions": versions(device, gpus),
+        "gpus": gpus,
+        "free_gb": free,
+        "disk_trouble": trouble,
+        "images": images,
+        "complaint": complaint,
+    }
 
 
-def versions(device: torch.device, gpus: tuple[str, ...]) -> dict[str, str]:
-    """List the versions of the software."""
+def versions(device: torch.device, gpus: Sequence[str]) -> dict[str, str]:
+    """List the versions of the software, which must be equal on all nodes."""
     found = {
         "bigbatch": " ".join(filter(None, (__version__, source_commit(), f"(sources {sources_digest()})"))),
         "Python": platform.python_version(),

@@ -17,11 +17,15 @@ class Node:
     num_ranks: int = 1
     address: str = ""
     free_gb: Mapping[str, float] = field(default_factory=dict)
+    """Free space of each folder that a run writes to."""
     disk_trouble: Mapping[str, str] = field(default_factory=dict)
     """Folder of unknown free space -> reason."""
     images: Mapping[str, int] = field(default_factory=dict)
+    """Classes, and images of each split."""
     complaint: str | None = None
+    """Why images cannot be counted."""
     gpus: Sequence[str] = ()
+    """The driver's line for each GPU."""
     troubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a check of this host alone -> what it finds."""
     hardware: Mapping[str, str] = field(default_factory=dict)

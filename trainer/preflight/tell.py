@@ -14,8 +14,7 @@ from bigbatch.errors import print_line, printable, tell
 from bigbatch.files import write_named
 from bigbatch.trainer.input.base import written_keys
 from bigbatch.trainer.preflight.node import Node, NodeFinding
-from bigbatch.trainer.preflight.speeds import bits
-from bigbatch.trainer.preflight.verdict import remarks
+from bigbatch.trainer.preflight.verdict import bits, remarks
 
 
 def tell_findings(

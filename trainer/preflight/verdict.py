@@ -3,14 +3,17 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median_high
 from typing import Any
 
 from bigbatch.trainer.preflight.checks import CHECKS
 from bigbatch.trainer.preflight.node import Node, NodeFinding
-from bigbatch.trainer.preflight.speeds import slow_clocks, slow_links, slow_nodes
 
 LEAST_FREE_GB = 1.0
 LEAST_SHM_GB = 0.5
+SLOW_SHARE = 0.7
+"""Share of the median node's rate below which a node is slow: below the noise between equal nodes."""
+SLOW_LINK_SHARE = 0.6
 IMAGENET = {"classes": 1000, "training": 1_281_167, "validation": 50_000}
 
 
@@ -24,7 +27,8 @@ def judge(nodes: Sequence[Node]) -> list[NodeFinding]:
         *_disks(nodes),
         *_data(nodes),
         *slow_nodes(nodes),
-        *_clocks(nodes),
+        # a clock that is only slower than the others is its own host's fault
+        *(each for why, slow in slow_clocks(nodes).items() for each in (shared(slow, nodes) if why else slow)),
         *slow_links(nodes),
     ]
 
@@ -57,19 +61,12 @@ def _counts(nodes: Sequence[Node]) -> list[str]:
 
 
 def _troubles(nodes: Sequence[Node]) -> list[NodeFinding]:
-    return [
-        finding
-        for check in CHECKS
-        if check.is_finding
-        for finding in shared(
-            [
-                NodeFinding(f"{node.host}: {text}: {check.remedy}", (node.host,))
-                for node in nodes
-                for text in node.troubles.get(check.name, ())
-            ],
-            nodes,
-        )
-    ]
+    found = []
+    for check in CHECKS:
+        if check.is_finding:
+            told = [(node.host, text) for node in nodes for text in node.troubles.get(check.name, ())]
+            found += shared([NodeFinding(f"{host}: {text}: {check.remedy}", (host,)) for host, text in told], nodes)
+    return found
 
 
 def _addresses(nodes: Sequence[Node]) -> list[NodeFinding]:
@@ -133,43 +130,23 @@ def odd_ones(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _disks(nodes: Sequence[Node]) -> list[NodeFinding]:
     """Judge disks folder by folder: a shared folder says nothing about a local one."""
-    folders = dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble))
-    return [
-        finding
-        for folder in folders
-        for found in (_silent_disks(nodes, folder), _full_disks(nodes, folder))
-        for finding in shared(found, nodes)
-    ]
-
-
-def _silent_disks(nodes: Sequence[Node], folder: str) -> list[NodeFinding]:
-    return [
-        NodeFinding(f"{node.host}: {folder}: {node.disk_trouble[folder]}", (node.host,))
-        for node in nodes
-        if folder in node.disk_trouble
-    ]
-
-
-def _full_disks(nodes: Sequence[Node], folder: str) -> list[NodeFinding]:
-    is_shm = folder == "/dev/shm"
-    least = LEAST_SHM_GB if is_shm else LEAST_FREE_GB
-    remedy = "free some" + (", or start the container with a larger one (--shm-size 1g)" if is_shm else "")
-    return [
-        NodeFinding(
-            f"{node.host}: {folder} has {node.free_gb[folder]:g} GB left, below {least:g}: {remedy}", (node.host,)
-        )
-        for node in nodes
-        if node.free_gb.get(folder, least) < least
-    ]
-
-
-def _clocks(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Judge clocks; a clock that is only slower than the others is its own host's fault."""
-    return [
-        finding
-        for reasons, found in slow_clocks(nodes).items()
-        for finding in (shared(found, nodes) if reasons else found)
-    ]
+    found = []
+    for folder in dict.fromkeys(folder for node in nodes for folder in (*node.free_gb, *node.disk_trouble)):
+        silent = [
+            NodeFinding(f"{node.host}: {folder}: {node.disk_trouble[folder]}", (node.host,))
+            for node in nodes
+            if folder in node.disk_trouble
+        ]
+        is_shm = folder == "/dev/shm"
+        least = LEAST_SHM_GB if is_shm else LEAST_FREE_GB
+        remedy = "free some" + (", or start the container with a larger one (--shm-size 1g)" if is_shm else "")
+        full = [
+            NodeFinding(f"{node.host}: {folder} has {left:g} GB left, below {least:g}: {remedy}", (node.host,))
+            for node in nodes
+            if (left := node.free_gb.get(folder, least)) < least
+        ]
+        found += [*shared(silent, nodes), *shared(full, nodes)]
+    return found
 
 
 def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
@@ -182,3 +159,71 @@ def _data(nodes: Sequence[Node]) -> list[NodeFinding]:
         for host, usual in odd_ones(counts)
     ]
     return bad + odd
+
+
+def slow_nodes(nodes: Sequence[Node]) -> list[NodeFinding]:
+    """Find those that compute or copy far below the median node."""
+    found = []
+    for what, unit, rates in (
+        ("multiplies matrices", "GFLOP/s", {node.host: node.multiply_gflops for node in nodes}),
+        ("copies memory", "GB/s", {node.host: node.copy_gb_per_second for node in nodes}),
+    ):
+        usual = median_high(rates.values())
+        for host, rate in rates.items():
+            if rate < SLOW_SHARE * usual:
+                found.append(
+                    NodeFinding(
+                        f"{host}: {what} at {rate:,.1f} {unit}, the median node at {usual:,.1f}: look for other "
+                        "processes, heat and power caps",
+                        (host,),
+                    )
+                )
+    return found
+
+
+def slow_clocks(nodes: Sequence[Node]) -> dict[tuple[str, ...], list[NodeFinding]]:
+    """Find GPUs that the hardware slows down under load, by reason; under (): those far below the median clock."""
+    clocks = [(node.host, rank, clock) for node in nodes for rank, clock in node.clocks.items()]
+    found: dict[tuple[str, ...], list[NodeFinding]] = {}
+    usual = median_high([clock.mhz for *_, clock in clocks]) if clocks else 0.0
+    for host, rank, clock in clocks:
+        if clock.slowed_by or clock.mhz < SLOW_SHARE * usual:
+            why = f", slowed by {' and '.join(clock.slowed_by)}" if clock.slowed_by else ""
+            found.setdefault(clock.slowed_by, []).append(
+                NodeFinding(
+                    f"{host}: the GPU of rank {rank} works at {clock.mhz:,.0f} MHz{why}, the median one at "
+                    f"{usual:,.0f}: look at nvidia-smi -q -d CLOCK,PERFORMANCE,TEMPERATURE there",
+                    (host,),
+                )
+            )
+    return found
+
+
+def slow_links(nodes: Sequence[Node]) -> list[NodeFinding]:
+    """Find nodes with a best pair far below the median node's; else single pairs."""
+    best = {node.host: node.best_link for node in nodes}
+    rates = {host: rate for host, rate in best.items() if rate is not None}
+    if len(rates) < 3:  # the one link of two nodes has none beside it
+        return []
+    usual = median_high(rates.values())
+    slow = {host for host, rate in rates.items() if rate < SLOW_LINK_SHARE * usual}
+    found = [
+        NodeFinding(
+            f"{host}: its link carries {bits(rates[host])}, the median node's {bits(usual)}: look at cable, port and "
+            "interface",
+            (host,),
+        )
+        for host in rates
+        if host in slow
+    ]
+    for node in nodes:
+        for other, rate in node.link_bytes_per_second.items():
+            # each pair once, from the host that sorts first
+            if node.host < other and not slow & {node.host, other} and rate < SLOW_LINK_SHARE * usual:
+                found.append(NodeFinding(f"{node.host} to {other}: {bits(rate)}, the median node's link {bits(usual)}"))
+    return found
+
+
+def bits(bytes_per_second: float) -> str:
+    """Show 1.25e8 as '1.00 Gbit/s'."""
+    return f"{8 * bytes_per_second / 1e9:.2f} Gbit/s"

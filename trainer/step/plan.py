@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
-from bigbatch.trainer.machine.energy import EnergyMeter, NoEnergyMeter
+from bigbatch.trainer.machine.gpu_driver import EnergyMeter, NoEnergyMeter
 from bigbatch.trainer.optim.foreign import eval_mode
 from bigbatch.trainer.step.accumulation import WideAccumulation
 from bigbatch.trainer.step.ema import NoAverage, WeightAverage

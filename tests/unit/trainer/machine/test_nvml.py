@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bigbatch.trainer.machine.energy import make_energy_meter
-from bigbatch.trainer.machine.gpu_driver import Clock, read_clock
+from bigbatch.trainer.machine.gpu_driver import Clock, make_energy_meter, read_clock
 
 
 class FakeNvml:

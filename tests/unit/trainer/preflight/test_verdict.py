@@ -7,8 +7,7 @@ import pytest
 from hand_made_nodes import GBIT, blamed, cluster, node, texts
 
 from bigbatch.trainer.machine.gpu_driver import Clock
-from bigbatch.trainer.preflight.speeds import bits
-from bigbatch.trainer.preflight.verdict import judge, odd_ones, remarks
+from bigbatch.trainer.preflight.verdict import bits, judge, odd_ones, remarks
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
