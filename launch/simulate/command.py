@@ -39,6 +39,9 @@ def main(argv: Sequence[str]) -> int:
             f"{moved[0]} is there no more: a checkout predicts rows of a table by python -m benchmarks.twin.predict "
             "with --given, --rows and --out"
         )
+    if arguments.config and arguments.named:
+        raise LaunchOptionError(f"{arguments.config} and --config {arguments.named} both name a recipe: keep one")
+    arguments.config = arguments.config or arguments.named
     if not arguments.config or not arguments.cluster:
         raise LaunchOptionError(
             "name a recipe and a cluster, as in bigbatch simulate imagenet/resnet50_64k --cluster p40_roce100"
@@ -223,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="CONFIG",
         help="a recipe as for train; --section.key overrides it",
     )
+    add("--config", dest="named", type=expand_path, metavar="CONFIG", help="the same, as train takes it")
     add("--cluster", type=expand_path, metavar="NAME", help=f"a YAML file, or one of {', '.join(cluster_names())}")
     add("--gpus", default="", metavar="N,N..M", help="numbers, such as 8..2048, doubling (default: 1 to 256 nodes)")
     add("--algorithm", choices=CHOICES, help="instead of the recipe's; auto and hybrid mean the fastest known")

@@ -527,6 +527,8 @@ def test_arguments_are_read_and_refused():
             ("/nowhere/x.html",),
         ),
         (["imagenet/resnet50_64k", "--cluster", "dgx_a100", "--compare", "rng"], ("ring",)),
+        (["quickstart", "--config", "pilot/x", "--cluster", "dgx_a100"], ("quickstart", "--config pilot/x")),
+        (["--config", "quickstart", "--cluster", "dgx_a10"], ("dgx_a100",)),
         (["--given", "a.csv"], ("--given", "benchmarks.twin.predict")),
     ],
 )
