@@ -28,6 +28,17 @@ REMOVED = {
 }
 """Launchers and options of earlier checkouts, and what takes their place."""
 
+OF_OTHERS = {
+    **dict.fromkeys(("-n", "-np", "--np", "--ntasks"), "--ranks"),
+    **dict.fromkeys(("--nproc-per-node", "--ntasks-per-node"), "--ranks, or --nodes with --ranks-per-node"),
+    **dict.fromkeys(("-N", "--nnodes"), "--nodes"),
+    **dict.fromkeys(("--gpus", "--gres"), "--gpus-per-node under Slurm and Kubernetes, else --ranks"),
+    **dict.fromkeys(("--master-addr", "--master-port"), "--master HOST:PORT"),
+    **dict.fromkeys(("-H", "--host"), "--hosts"),
+    "-x": "--env",
+}
+"""Options of torchrun, mpirun and srun, and what they are called here."""
+
 Run = Callable[[argparse.Namespace, tuple[str, ...]], int]
 """Runs a subcommand: what stands before -- on the command line, and behind it; its exit code."""
 
@@ -44,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
             raise JobRefused([f"{name} is there no more: {REMOVED[name]}"])
     parser = make_parser()
     arguments, others = parser.parse_known_args(words[:split])
+    if others and (here := OF_OTHERS.get(name := others[0].partition("=")[0].replace("_", "-"))):
+        raise LaunchOptionError(f"{name} is of another launcher: here it is {here}")
     if others and not others[0].startswith("-") and split == len(words):
         left = list(others)
         # what is left over, in its order, is the command

@@ -10,7 +10,7 @@ from error_texts import naming
 from other_launchers import FAMILIES, left_by
 
 from bigbatch.comm.rendezvous.environ import read_process_env
-from bigbatch.errors import JobRefused
+from bigbatch.errors import JobRefused, LaunchOptionError
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.together import NodeProcess
 from bigbatch.launch.launchers import local, mpirun, torchrun
@@ -40,6 +40,19 @@ def test_launch_refuses_an_unknown_option(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["local", "--rank", "2", "--", *TRAIN])
     assert "unrecognized arguments: --rank 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "here"),
+    [
+        (("torchrun", "--nproc_per_node=2"), "--ranks"),
+        (("mpirun", "-np", "2"), "--ranks"),
+        (("slurm", "--gpus", "8"), "--gpus-per-node"),
+    ],
+)
+def test_launch_translates_options_of_other_launchers(words: tuple[str, ...], here: str) -> None:
+    with pytest.raises(LaunchOptionError, match=naming(words[1].partition("=")[0].replace("_", "-"), here)):
+        main([*words, "--", *TRAIN])
 
 
 @pytest.fixture
