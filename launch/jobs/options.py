@@ -107,7 +107,9 @@ REQUEST = (
     Option("mpi", "srun's --mpi, such as none or pmix (default: the cluster's own; bigbatch needs none)"),
 )
 CONTAINER = (
-    Option("image", "that the ranks run in: a .sqsh or .sif file, or a registry's name", expand_path),
+    Option(
+        "image", "that the ranks run in, with bigbatch in it: a .sqsh or .sif file, or a registry's name", expand_path
+    ),
     Option(
         "mount",
         "SOURCE:TARGET[:FLAGS], once per mount; under Kubernetes a source is a volume claim, or a folder of the node",

@@ -170,7 +170,9 @@ def _check_modules(modules: tuple[str, ...]) -> None:
 def _check_mounts(mounts: tuple[str, ...]) -> None:
     for mount in mounts:
         if not re.fullmatch(r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?", mount):
-            raise LaunchOptionError(f"--mount {mount!r} must be SOURCE:TARGET without blanks, such as /data:/data")
+            raise LaunchOptionError(
+                f"--mount {mount!r} must be SOURCE:TARGET without blanks, TARGET an absolute path, such as /data:/data"
+            )
 
 
 def _each(field: str, pattern: str, form: str) -> Callable[[tuple[str, ...]], None]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bigbatch.errors import JobRefused, SchedulerError, print_line, print_lines
+from bigbatch.errors import JobRefused, SchedulerError, print_line, print_lines, tell
 from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Findings
@@ -64,8 +64,14 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
+    if job.gpus_per_node and job.cpus_per_rank is None and "exclusive" not in dict(job.sbatch):
+        tell("warning: no --cpus-per-rank: Slurm gives each GPU's rank one CPU, which decodes its images, too")
+    if (job.image or "").removeprefix("docker://").startswith("nvcr.io/nvidia/"):
+        tell(
+            f"warning: --image {job.image}: it must contain bigbatch, which images of NVIDIA do not: docs/container.md"
+        )
     if options.output:
-        _write_script(options.output, _dry_run(job, environ), force=options.force)
+        _write_script(options.output, job_script(job, folder=find_run_folder(job)), force=options.force)
         print_line(f"written: {options.output}; submit it by: mkdir -p {job.logs or 'logs'} && sbatch {options.output}")
         return 0
     number, sbatch = submit_job(job, wait=options.wait, environ=environ)

@@ -31,6 +31,9 @@ REFUSED = {
 }
 
 
+REGISTRY = re.compile(r"(docker://)?([^/#:]+\.[^/#:]+(?::\d+)?|[^/#:.]+:\d+|localhost)/([^#]+)(?<!\.sqsh)(?<!\.sif)")
+"""Name of an image with the host of its registry: it has a dot or a port."""
+
 MARK = "# run folder: "
 """Begins the line of a script that says where its run is, as JSON, and that it heeds SIGUSR2."""
 
@@ -303,8 +306,11 @@ def _container(job: JobSpec) -> list[str]:
     """Return what runs the image: options of srun (pyxis), or a program before the command. The work folder stays."""
     if job.image is None:
         return []
-    kind = job.container or ("apptainer" if job.image.endswith(".sif") else "pyxis")
-    image, mounts = shlex.quote(job.image), [shlex.quote(mount) for mount in job.mounts]
+    kind, name = job.container or ("apptainer" if job.image.endswith(".sif") else "pyxis"), job.image
+    if address := REGISTRY.fullmatch(name):  # as docker writes it; enroot takes the registry for a folder of its own
+        scheme, host, path = address.groups(default="")
+        name = f"{scheme}{host}#{path}" if kind == "pyxis" else f"docker://{host}/{path}"
+    image, mounts = shlex.quote(name), [shlex.quote(mount) for mount in job.mounts]
     if kind == "pyxis":
         return [
             f'--container-image={image} --container-workdir="$PWD"',

@@ -213,7 +213,7 @@ def test_output_says_what_it_wrote_and_leaves_an_edited_script_alone(
 ) -> None:
     words = ["launch", "slurm", "--logs", "out", "--output", "job.sh", *TRAIN]
     assert main(words) == 0
-    assert capsys.readouterr().out == "written: job.sh; submit it by: mkdir -p out && sbatch job.sh\n"
+    assert capsys.readouterr() == ("written: job.sh; submit it by: mkdir -p out && sbatch job.sh\n", "")
     assert main(words) == 0, "nothing differs"
     capsys.readouterr()
     made = (folder / "job.sh").read_text()
@@ -223,6 +223,16 @@ def test_output_says_what_it_wrote_and_leaves_an_edited_script_alone(
     assert (folder / "job.sh").read_text() == made + "echo mine\n"
     assert main([*words[:2], "--force", *words[2:]]) == 0
     assert (folder / "job.sh").read_text() == made
+
+
+def test_job_of_one_core_a_rank_and_of_an_image_without_bigbatch_is_warned_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--gpus-per-node", "1", "--image", "nvcr.io/nvidia/pytorch:1", "--output", "job.sh")
+    assert main(["launch", "slurm", *words, *TRAIN]) == 0
+    said = capsys.readouterr().err
+    assert "warning: no --cpus-per-rank" in said
+    assert "warning: --image nvcr.io/nvidia/pytorch:1: it must contain bigbatch" in said
 
 
 @pytest.mark.parametrize("last", ["n[1-", "n!", "n[1-99999999999]"])

@@ -92,6 +92,24 @@ def test_slurm_script_mounts_and_images_are_single_words(stubs: Stubs) -> None:
     assert not (stubs.folder / "x").exists()
 
 
+@pytest.mark.parametrize(
+    ("image", "container", "written"),
+    [
+        ("nvcr.io/team/bb:1", None, "--container-image='nvcr.io#team/bb:1'"),
+        ("docker://localhost:5000/bb", None, "--container-image='docker://localhost:5000#bb'"),
+        ("nvcr.io#team/bb", None, "--container-image='nvcr.io#team/bb'"),
+        ("images.d/bb.sqsh", None, "--container-image=images.d/bb.sqsh"),
+        ("team/bb", None, "--container-image=team/bb"),
+        ("nvcr.io/team/bb:1", "apptainer", " docker://nvcr.io/team/bb:1 "),
+    ],
+)
+def test_slurm_script_names_a_registry_as_the_containers_program_does(
+    image: str, container: str | None, written: str
+) -> None:
+    """enroot would take nvcr.io/team for a folder of Docker Hub."""
+    assert written in sbatch_script(JobSpec(TRAIN, 2, image=image, container=container))
+
+
 def test_slurm_script_mounts_the_work_folder_and_what_is_asked_by_pyxis(stubs: Stubs) -> None:
     stubs.run(sbatch_script(JobSpec(TRAIN, 2, image="bb.sqsh", mounts=("/a:/b",))))
     assert f"--container-mounts={stubs.folder}:{stubs.folder},/a:/b" in stubs.argv()
