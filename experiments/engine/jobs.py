@@ -134,8 +134,7 @@ def _check(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
             link=options.link,
             delay=options.delay,
         )
-        ranks = emulated.Job(job.command, job.is_python)
-        emulated.NODE_LAUNCHERS[options.launcher].starts(ranks, nodes, emulated.Site(order=options.place))
+        emulated.NODE_LAUNCHERS[options.launcher].starts(job, nodes, emulated.Site(order=options.place))
     else:
         job = _job(_size(plan, first) | plan.launch, plan, command)
         LAUNCHERS[plan.where].dry_run(job, {})

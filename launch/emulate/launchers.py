@@ -9,10 +9,10 @@ from pathlib import Path
 
 from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, TERMINAL_VARIABLE
 from bigbatch.errors import LaunchOptionError
-from bigbatch.interpreter import SAFE_PATH_VARIABLE, python_argv
+from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
 from bigbatch.launch.jobs.options import Option
-from bigbatch.launch.jobs.spec import python_words
+from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.jobs.together import NodeProcess
 from bigbatch.launch.launchers import mpirun, torchrun
 
@@ -20,26 +20,6 @@ ORDERS = ("block", "cyclic")
 
 AGENT = "bigbatch.launch.emulate.agent"
 """The module that replaces ssh."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """The command of all ranks: a bigbatch command, or a Python script or `-m module` with its arguments."""
-
-    command: tuple[str, ...]
-    is_python: bool = False
-    environment: tuple[tuple[str, str], ...] = ()
-    """Variables of all ranks beside those that such a command needs."""
-
-    @property
-    def variables(self) -> tuple[tuple[str, str], ...]:
-        """Return the variables of all ranks."""
-        return (*(() if self.is_python else ((SAFE_PATH_VARIABLE, "1"),)), *self.environment)
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Return the words after the interpreter."""
-        return python_words(self.command, is_python=self.is_python)
 
 
 @dataclass(frozen=True)
@@ -60,7 +40,7 @@ class Site:
     """Names of the variables that are set here."""
 
 
-def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
+def plain_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
     """Return the ranks themselves, with torchrun's variables."""
     shared = {
         "WORLD_SIZE": plan.world_size,
@@ -77,11 +57,11 @@ def plain_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, 
         }
         variables = (*((name, str(value)) for name, value in (shared | own).items()), *job.variables)
         name = f"rank {rank} on {host(place.node)}"
-        starts.append(NodeProcess(place.node, (sys.executable, *job.words), variables, name))
+        starts.append(NodeProcess(place.node, (sys.executable, *job.python_words), variables, name))
     return tuple(starts)
 
 
-def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
+def torchrun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
     """Return one torchrun per node. Raises: LaunchOptionError for an order that torchrun lacks."""
     if site.order != "block":
         raise LaunchOptionError(
@@ -94,7 +74,7 @@ def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProces
                 *(*python_argv(), "-m", "torch.distributed.run", f"--nnodes={plan.num_nodes}", f"--node-rank={node}"),
                 *(f"--nproc-per-node={count}", f"--master-addr={address(0)}", f"--master-port={site.master_port}"),
                 f"--log-dir={site.folder / 'torchrun'}",
-                *job.words,
+                *job.python_words,
             ),
             job.variables,
         )
@@ -102,7 +82,7 @@ def torchrun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProces
     )
 
 
-def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
+def mpirun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProcess, ...]:
     """Return mpirun in the first node, which reaches the others by the agent instead of ssh.
 
     All processes are root inside. Ranks that wait yield their core: they share a few.
@@ -123,14 +103,14 @@ def mpirun_starts(job: Job, plan: ClusterPlan, site: Site) -> tuple[NodeProcess,
     argv += ["-x", f"{TERMINAL_VARIABLE}={site.terminal_columns}"]
     for name, value in job.variables:
         argv += ["-x", f"{name}={value}"]
-    return (NodeProcess(0, (*argv, sys.executable, *job.words)),)
+    return (NodeProcess(0, (*argv, sys.executable, *job.python_words)),)
 
 
 @dataclass(frozen=True)
 class NodeLauncher:
     """A launcher that can start a job in existing nodes."""
 
-    starts: Callable[[Job, ClusterPlan, Site], tuple[NodeProcess, ...]]
+    starts: Callable[[JobSpec, ClusterPlan, Site], tuple[NodeProcess, ...]]
     """Returns the processes to start; pure. Raises: LaunchOptionError for a job that it cannot start."""
     asks_to_stop: signal.Signals
     """Signal that makes the processes pass on a request to save a checkpoint and stop."""

@@ -14,12 +14,7 @@ from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, NUM_JOB_PORTS, term
 from bigbatch.errors import LaunchOptionError, print_line, print_lines
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.counters import format_table
-from bigbatch.launch.emulate.launchers import (
-    NODE_LAUNCHERS,
-    RUN_OPTIONS,
-    Job,
-    Site,
-)
+from bigbatch.launch.emulate.launchers import NODE_LAUNCHERS, RUN_OPTIONS, Site
 from bigbatch.launch.emulate.plan import (
     DEFAULT_NAME,
     ClusterPlan,
@@ -65,7 +60,7 @@ def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
         found = clusters.find(arguments.name, root=root)
         return run_on_login_node(command, cluster=found, root=root, environ=environ)
     if arguments.action == "run":
-        return _run(arguments, Job(command, arguments.python), root=root, environ=environ)
+        return _run(arguments, command, root=root, environ=environ)
     if arguments.action == "shape":
         found = clusters.find(arguments.name, root=root)
         node = parse_node(arguments.node, num_nodes=found.plan.num_nodes) if arguments.node else None
@@ -149,8 +144,8 @@ def _describe(plan: ClusterPlan) -> str:
     return f"{plan.name}: nodes {plan.num_nodes}, ranks {ranks}, {link}{', Slurm' if plan.slurm else ''}"
 
 
-def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]) -> int:
-    if not job.command:
+def _run(arguments: argparse.Namespace, command: tuple[str, ...], *, root: Path, environ: Mapping[str, str]) -> int:
+    if not command:
         raise LaunchOptionError(
             "nothing to run: put a bigbatch command behind --, such as -- train --config quickstart"
         )
@@ -165,10 +160,10 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
                 f"Slurm starts the jobs of {found.plan.name}: bigbatch launch emulate exec --name {found.plan.name} "
                 "-- sbatch job.sh"
             )
-        _check(job, found.plan, arguments)
+        job = _checked_job(command, found.plan, arguments)
         return _run_on(found, arguments, job, root=root, environ=environ)
     plan = _plan(arguments, name=arguments.name or f"run-{os.getpid()}")
-    _check(job, plan, arguments)
+    job = _checked_job(command, plan, arguments)
     if arguments.dry_run:
         return _run_on(EmulatedCluster(plan, 0, 0, ""), arguments, job, root=root, environ=environ)
     with _interruptible(), _lifeline() as lifeline:
@@ -180,14 +175,16 @@ def _run(arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mappin
             clusters.down(plan.name, root=root)
 
 
-def _check(job: Job, plan: ClusterPlan, arguments: argparse.Namespace) -> None:
-    """Raise JobRefused for errors that such a cluster would give."""
+def _checked_job(command: tuple[str, ...], plan: ClusterPlan, arguments: argparse.Namespace) -> JobSpec:
+    """Return the job. Raises: JobRefused for errors that such a cluster would give."""
+    job = JobSpec(command, plan.world_size, is_python=arguments.python, restarts=arguments.restarts)
     with Findings() as findings:
-        check_job(_spec(job, plan, arguments), findings, starts=not arguments.dry_run)
+        check_job(job, findings, starts=not arguments.dry_run)
+    return job
 
 
 def _run_on(
-    cluster: EmulatedCluster, arguments: argparse.Namespace, job: Job, *, root: Path, environ: Mapping[str, str]
+    cluster: EmulatedCluster, arguments: argparse.Namespace, job: JobSpec, *, root: Path, environ: Mapping[str, str]
 ) -> int:
     launcher = NODE_LAUNCHERS[arguments.launcher]
     site = Site(
@@ -204,7 +201,7 @@ def _run_on(
             print_line(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
 
-    def start(spec: JobSpec) -> Ended:
+    def start(job: JobSpec) -> Ended:
         with exit_file(site.folder) as path:
             # the exit codes of other launchers are those of their ranks
             path = path if arguments.launcher == "mpirun" else None
@@ -216,13 +213,9 @@ def _run_on(
                 asks_to_stop=launcher.asks_to_stop,
                 counters=arguments.counters,
             )
-            return as_first_rank_ended(ended, spec, path=path)
+            return as_first_rank_ended(ended, job, path=path)
 
-    return run_healing(start, _spec(job, cluster.plan, arguments)).code
-
-
-def _spec(job: Job, plan: ClusterPlan, arguments: argparse.Namespace) -> JobSpec:
-    return JobSpec(job.command, plan.world_size, is_python=job.is_python, restarts=arguments.restarts)
+    return run_healing(start, job).code
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What a launcher starts: a command on some ranks of some hosts, and what is asked of a scheduler."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ class JobSpec:
 
     @property
     def python_words(self) -> tuple[str, ...]:
-        """Return what comes behind the interpreter."""
-        return python_words(self.command, is_python=self.is_python)
+        """Return what comes behind the interpreter: a script or module with its arguments, or bigbatch with its own."""
+        return self.command if self.is_python else ("-m", "bigbatch", *self.command)
 
     @property
     def ranks_per_node(self) -> int:
@@ -136,11 +136,6 @@ SCHEDULED = (
 
 OF_KUBERNETES = ("namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user")
 """What only Kubernetes can give."""
-
-
-def python_words(command: Sequence[str], *, is_python: bool) -> tuple[str, ...]:
-    """Return what comes behind the interpreter: a script or module with its arguments as they are, or bigbatch's."""
-    return (*(() if is_python else ("-m", "bigbatch")), *command)
 
 
 def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from bigbatch.errors import LaunchOptionError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import agent
 from bigbatch.launch.emulate.counters import LinkBytes, difference, format_json, format_table, parse_counters
-from bigbatch.launch.emulate.launchers import Job, Site, mpirun_starts, plain_starts, torchrun_starts
+from bigbatch.launch.emulate.launchers import Site, mpirun_starts, plain_starts, torchrun_starts
 from bigbatch.launch.emulate.namespaces import enter_cluster, node_fd
 from bigbatch.launch.emulate.plan import (
     ClusterPlan,
@@ -29,9 +29,10 @@ from bigbatch.launch.emulate.plan import (
 )
 from bigbatch.launch.emulate.programs import build_commands, burst_bytes, gso_bytes, shape_commands
 from bigbatch.launch.emulate.switch import TIME, VNET_HEADER_BYTES, age_ns, destinations
+from bigbatch.launch.jobs.spec import JobSpec
 
 UNEVEN = ClusterPlan("box", (3, 2, 2, 1), 200_000_000)
-JOB = Job(("train", "--config", "quickstart"))
+JOB = JobSpec(("train", "--config", "quickstart"), 8)
 SITE = Site(master_port=20_000)
 CYCLIC = Site(order="cyclic", master_port=20_000)
 
@@ -203,7 +204,7 @@ def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monk
 
 
 def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> None:
-    starts = torchrun_starts(Job(("script.py", "a b"), is_python=True), UNEVEN, SITE)
+    starts = torchrun_starts(JobSpec(("script.py", "a b"), 8, is_python=True), UNEVEN, SITE)
     assert [start.node for start in starts] == [0, 1, 2, 3]
     assert list(starts[3].argv) == [
         *(*python_argv(), "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--nproc-per-node=1"),
