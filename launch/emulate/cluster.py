@@ -15,7 +15,7 @@ from pathlib import Path
 from bigbatch.errors import EmulationError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import namespaces
-from bigbatch.launch.emulate.counters import LinkBytes, read_counters
+from bigbatch.launch.emulate.counters import LinkBytes, parse_counters
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.programs import cut_command, port, shape_commands
 from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save
@@ -139,7 +139,9 @@ def end(cluster: EmulatedCluster) -> None:
         try:
             if is_alive(cluster):  # the number still belongs to our process, and from here on cannot belong to another
                 signal.pidfd_send_signal(keeper, signal.SIGKILL)
-            if not _becomes_readable(keeper, END_SECONDS):
+            poll = select.poll()  # select takes no descriptor above 1023
+            poll.register(keeper, select.POLLIN)
+            if not poll.poll(END_SECONDS * 1000):
                 raise EmulationError(
                     f"{cluster.plan.name} does not end: a stopped process waits outside; kill -9 what `bigbatch "
                     f"launch emulate run` runs, and say down again"
@@ -148,17 +150,13 @@ def end(cluster: EmulatedCluster) -> None:
             os.close(keeper)
 
 
-def _becomes_readable(descriptor: int, seconds: float) -> bool:
-    poll = select.poll()  # select takes no descriptor above 1023
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
 def count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...] | None:
     """Count the bytes on each link so far; None if the cluster has ended."""
     with suppress(OSError, KeyError):  # it may end meanwhile, its ports before its keeper
         if is_alive(cluster):
-            return read_counters(cluster.keeper, num_nodes=cluster.plan.num_nodes)
+            # the keeper is in the switch's network
+            text = Path(f"/proc/{cluster.keeper}/net/dev").read_text()
+            return parse_counters(text, num_nodes=cluster.plan.num_nodes)
     return None
 
 

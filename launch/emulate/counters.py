@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from bigbatch.launch.emulate.plan import ClusterPlan, format_rate, host
 from bigbatch.launch.emulate.programs import port
@@ -23,11 +22,6 @@ def parse_counters(text: str, *, num_nodes: int) -> tuple[LinkBytes, ...]:
     rows = {name.strip(): values.split() for name, _, values in (line.partition(":") for line in text.splitlines())}
     ports = [rows[port(node)] for node in range(num_nodes)]
     return tuple(LinkBytes(host(node), int(row[0]), int(row[8])) for node, row in enumerate(ports))
-
-
-def read_counters(keeper: int, *, num_nodes: int) -> tuple[LinkBytes, ...]:
-    """Read the counters now; keeper is a process in the switch's network. Raises: OSError, KeyError."""
-    return parse_counters(Path(f"/proc/{keeper}/net/dev").read_text(), num_nodes=num_nodes)
 
 
 def difference(after: Sequence[LinkBytes], before: Sequence[LinkBytes]) -> tuple[LinkBytes, ...]:

@@ -48,16 +48,16 @@ def plain_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProce
         "MASTER_PORT": site.master_port,
     }
     starts = []
-    for rank, place in enumerate(place_ranks(plan.ranks_per_node, order=site.order)):
+    for rank, (node, local_rank) in enumerate(place_ranks(plan.ranks_per_node, order=site.order)):
         own = {
             "RANK": rank,
-            "LOCAL_RANK": place.local_rank,
-            "LOCAL_WORLD_SIZE": plan.ranks_per_node[place.node],
-            "GROUP_RANK": place.node,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": plan.ranks_per_node[node],
+            "GROUP_RANK": node,
         }
         variables = (*((name, str(value)) for name, value in (shared | own).items()), *job.variables)
-        name = f"rank {rank} on {host(place.node)}"
-        starts.append(NodeProcess(place.node, (sys.executable, *job.python_words), variables, name))
+        name = f"rank {rank} on {host(node)}"
+        starts.append(NodeProcess(node, (sys.executable, *job.python_words), variables, name))
     return tuple(starts)
 
 

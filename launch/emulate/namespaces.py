@@ -10,8 +10,6 @@ NEWUSER = 0x10000000
 NEWPID = 0x20000000
 NEWNET = 0x40000000
 
-MS_RDONLY = 1
-MS_REMOUNT = 32
 MS_BIND = 4096
 MS_REC = 16384
 MS_SLAVE = 1 << 19
@@ -80,14 +78,6 @@ def become_root() -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-
-
-def leave_mounts() -> None:
-    """Hide this process's further mounts from all other processes. It must have one thread. Raises: OSError."""
-    if os.geteuid() != 0:
-        become_root()
-    unshare(NEWNS)
-    mount("none", "/", flags=MS_REC | MS_SLAVE)
 
 
 def _bytes(text: str | None) -> bytes | None:

@@ -134,15 +134,7 @@ def format_rate(rate: int | None) -> str:
     return f"{rate / UNITS[unit]:.6g}{unit}"
 
 
-@dataclass(frozen=True)
-class RankSlot:
-    """Node and local rank of a rank."""
-
-    node: int
-    local_rank: int
-
-
-def place_ranks(ranks_per_node: tuple[int, ...], *, order: str) -> tuple[RankSlot, ...]:
-    """Return the place of each rank. block fills one node after the other; cyclic deals ranks out to nodes in turn."""
-    slots = [RankSlot(node, local) for node, count in enumerate(ranks_per_node) for local in range(count)]
-    return tuple(slots if order == "block" else sorted(slots, key=lambda slot: (slot.local_rank, slot.node)))
+def place_ranks(ranks_per_node: tuple[int, ...], *, order: str) -> list[tuple[int, int]]:
+    """Return node and local rank of each rank: block fills node after node, cyclic deals ranks out in turn."""
+    places = [(node, local) for node, count in enumerate(ranks_per_node) for local in range(count)]
+    return places if order == "block" else sorted(places, key=lambda place: place[::-1])

@@ -30,39 +30,6 @@ def gso_bytes(rate: int | None) -> int:
     return MAX_GSO_BYTES if rate is None else min(MAX_GSO_BYTES, burst_bytes(rate) // 2)
 
 
-def node_commands(node: int) -> list[list[str]]:
-    """Set up loopback and eth0 in the node's namespace; eth0's other end goes to the switch: process 1's namespace."""
-    link = ["ip", "link", "set", "dev"]
-    peer = ["peer", "name", port(node), "netns", "1"]
-    return [
-        [*link, "lo", "up"],
-        ["ip", "link", "add", "name", "eth0", "address", mac(node), "type", "veth", *peer],
-        [*link, "eth0", "addrgenmode", "none"],  # no IPv6 chatter among the counted bytes
-        ["ip", "address", "add", f"{address(node)}/24", "dev", "eth0"],
-        [*link, "eth0", "up"],
-    ]
-
-
-def bridge_commands() -> list[list[str]]:
-    """Make the bridge in the switch's namespace, before there are ports."""
-    link = ["ip", "link", "set", "dev", BRIDGE]
-    return [
-        ["ip", "link", "add", "name", BRIDGE, "type", "bridge", "mcast_snooping", "0"],
-        [*link, "addrgenmode", "none"],
-        [*link, "up"],
-    ]
-
-
-def port_commands(node: int, *, bridged: bool) -> list[list[str]]:
-    """Set up a port in the switch's namespace. Without a bridge a program forwards the packets from port to port."""
-    link = ["ip", "link", "set", "dev", port(node)]
-    return [
-        [*link, "addrgenmode", "none"],
-        *([[*link, "master", BRIDGE]] if bridged else []),
-        [*link, "up"],
-    ]
-
-
 def shape_commands(device: str, rate: int | None) -> list[list[str]]:
     """Limit the rate out of a device. Both ends of a link are shaped, which makes it full duplex like a real one."""
     gso = ["ip", "link", "set", "dev", device, "gso_max_size", str(gso_bytes(rate))]
@@ -78,11 +45,35 @@ def cut_command(device: str) -> list[str]:
 
 
 def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
-    """Return all commands in order, each with its place: a host name or 'switch'."""
-    bridged = plan.delay_us == 0
-    commands = [("switch", argv) for argv in (bridge_commands() if bridged else [])]
+    """Return all commands in order, each with its place: a host name or 'switch', the namespace of process 1.
+
+    Without a bridge, as where there is a delay, a program forwards the packets from port to port.
+    """
+    is_bridged = plan.delay_us == 0
+    set_, quiet = ["ip", "link", "set", "dev"], ["addrgenmode", "none"]  # no IPv6 chatter among the counted bytes
+    switch: list[list[str]] = []
+    if is_bridged:
+        switch = [
+            ["ip", "link", "add", "name", BRIDGE, "type", "bridge", "mcast_snooping", "0"],
+            [*set_, BRIDGE, *quiet],
+            [*set_, BRIDGE, "up"],
+        ]
+    commands = [("switch", argv) for argv in switch]
     for node in range(plan.num_nodes):
-        inside = [*node_commands(node), *shape_commands("eth0", plan.rate)]
-        outside = [*port_commands(node, bridged=bridged), *shape_commands(port(node), plan.rate)]
+        veth = ["type", "veth", "peer", "name", port(node), "netns", "1"]
+        inside = [
+            [*set_, "lo", "up"],
+            ["ip", "link", "add", "name", "eth0", "address", mac(node), *veth],
+            [*set_, "eth0", *quiet],
+            ["ip", "address", "add", f"{address(node)}/24", "dev", "eth0"],
+            [*set_, "eth0", "up"],
+            *shape_commands("eth0", plan.rate),
+        ]
+        outside = [
+            [*set_, port(node), *quiet],
+            *([[*set_, port(node), "master", BRIDGE]] if is_bridged else []),
+            [*set_, port(node), "up"],
+            *shape_commands(port(node), plan.rate),
+        ]
         commands += [(host(node), argv) for argv in inside] + [("switch", argv) for argv in outside]
     return commands

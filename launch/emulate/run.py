@@ -41,7 +41,12 @@ def run_job(
     """
     with only_job(cluster, root=root):
         if counters:
-            _clear(counters)
+            try:  # before the job: the file can be written, and holds no earlier job's figures
+                write_named(counters, b"")
+            except OSError as error:
+                raise EmulationError(
+                    f"--counters {counters}: {error.strerror}; name a file that can be written"
+                ) from error
         before, start = _count(cluster), time.monotonic()
         join(cluster)
         sweep()  # processes left by an earlier job would share the links
@@ -58,17 +63,6 @@ def run_job(
         except OSError as error:  # the job is done, and its exit code says more
             tell(f"--counters {counters}: {error.strerror}")
     return ended
-
-
-def _clear(counters: Path) -> None:
-    """Check before the job that the file can be written, and remove the file of an earlier job.
-
-    Raises: EmulationError.
-    """
-    try:
-        write_named(counters, b"")
-    except OSError as error:
-        raise EmulationError(f"--counters {counters}: {error.strerror}; name a file that can be written") from error
 
 
 def _count(cluster: EmulatedCluster) -> tuple[LinkBytes, ...]:

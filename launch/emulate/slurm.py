@@ -27,11 +27,6 @@ def slurm_folder(cluster_folder: Path) -> Path:
     return cluster_folder / "slurm"
 
 
-def conf_path(cluster_folder: Path) -> Path:
-    """Return the path for SLURM_CONF."""
-    return slurm_folder(cluster_folder) / "slurm.conf"
-
-
 def slurm_conf(plan: ClusterPlan, *, folder: Path) -> str:
     """Return the text of slurm.conf of a cluster with Slurm's files in folder.
 
@@ -117,4 +112,4 @@ def parse_states(text: str) -> dict[str, str]:
 def slurm_environ(environ: Mapping[str, str], *, cluster_folder: Path) -> dict[str, str]:
     """Return variables by which Slurm's commands find this Slurm, without those of an enclosing Slurm job."""
     own = {name: value for name, value in environ.items() if not name.startswith("SLURM_")}
-    return own | {"SLURM_CONF": str(conf_path(cluster_folder))}
+    return own | {"SLURM_CONF": f"{slurm_folder(cluster_folder)}/slurm.conf"}

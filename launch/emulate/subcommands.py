@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ from bigbatch.launch.jobs.restarts import run_healing
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
-from bigbatch.trainer.step.signals import STOP_SIGNALS
+from bigbatch.trainer.step.signals import handling_stops, heeded_signals
 
 
 def main(argv: Sequence[str], *, environ: Mapping[str, str]) -> int:
@@ -166,12 +166,12 @@ def _run(arguments: argparse.Namespace, command: tuple[str, ...], *, root: Path,
     job = _checked_job(command, plan, arguments)
     if arguments.dry_run:
         return _run_on(EmulatedCluster(plan, 0, 0, ""), arguments, job, root=root, environ=environ)
-    with _interruptible(), _lifeline() as lifeline:
+    with handling_stops(_interrupt), _lifeline() as lifeline:
         built = clusters.up(plan, root=root, environ=environ, lifeline=lifeline)
         try:
             return _run_on(built, arguments, job, root=root, environ=environ)
         finally:
-            _heed(signal.SIG_IGN)  # an operation of milliseconds needs no interruption
+            _ignore_stops()  # an operation of milliseconds needs no interruption
             clusters.down(plan.name, root=root)
 
 
@@ -229,27 +229,15 @@ def _lifeline() -> Iterator[int]:
         os.close(writer)
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let kill and a closed terminal unwind like Ctrl-C, so that a cluster for one job does not outlive it."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        _heed(signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    _heed(interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Unwind like Ctrl-C, once: kill and a closed terminal must not leave a cluster for one job behind either."""
+    _ignore_stops()
+    raise KeyboardInterrupt
 
 
-def _heed(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, handler)
+def _ignore_stops() -> None:
+    for number in heeded_signals():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _status(root: Path, environ: Mapping[str, str]) -> int:

@@ -56,11 +56,11 @@ def test_every_launcher_runs_every_rank_on_its_node(
     counts = request.getfixturevalue(shape).plan.ranks_per_node
     said = probe(emulate, shape, "who", "a b", "$(id)", launcher=launcher)
     assert [each["rank"] for each in said] == list(range(8))
-    for each, place in zip(said, place_ranks(counts, order="block"), strict=True):
+    for each, (node, local_rank) in zip(said, place_ranks(counts, order="block"), strict=True):
         assert each["world_size"] == 8
-        assert (each["host"], each["local_rank"]) == (f"n{place.node}", place.local_rank)
-        assert each["local_size"] == counts[place.node]
-        assert each["address"] == f"10.77.0.{place.node + 1}"
+        assert (each["host"], each["local_rank"]) == (f"n{node}", local_rank)
+        assert each["local_size"] == counts[node]
+        assert each["address"] == f"10.77.0.{node + 1}"
         assert each["interfaces"] == ["eth0", "lo"]
         assert each["arguments"] == ["a b", "$(id)"]
 

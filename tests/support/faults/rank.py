@@ -37,6 +37,7 @@ PRELOAD = (
 )
 """Imported once, before ranks are forked."""
 PR_SET_PDEATHSIG = 1
+MS_RDONLY, MS_REMOUNT = 1, 32
 FULL_DISK_BYTES = 20_000
 """No file may grow larger: less than a checkpoint, more than the texts of a run."""
 SLOWDOWN = 10
@@ -82,7 +83,10 @@ def live(place: Place, command: tuple[str, ...], trial: Trial | None, born: Conn
     else:
         born.send(os.getpid())
     if trial is not None and trial.kind == "read-only" and trial.rank == place.rank:
-        namespaces.leave_mounts()
+        if os.geteuid() != 0:
+            namespaces.become_root()
+        namespaces.unshare(namespaces.NEWNS)  # others see none of its mounts
+        namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_SLAVE)
     os.setsid()
     for number in (1, 2):
         os.dup2(os.open(place.folder / f"{place.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -189,7 +193,7 @@ def _strike(trial: Trial, fault: Fault) -> None:
 def _make_read_only(folder: Path) -> None:
     """Let this process find nothing but a read-only mount where the folder was; others see it as ever."""
     namespaces.mount(str(folder), str(folder), flags=namespaces.MS_BIND)
-    namespaces.mount("", str(folder), flags=namespaces.MS_REMOUNT | namespaces.MS_BIND | namespaces.MS_RDONLY)
+    namespaces.mount("", str(folder), flags=MS_REMOUNT | namespaces.MS_BIND | MS_RDONLY)
 
 
 def _flip_bit(parts: Any, kind: str) -> None:

@@ -101,11 +101,8 @@ def test_emulated_hosts_file() -> None:
 
 
 def test_emulated_rank_placement() -> None:
-    def nodes(order: str) -> list[tuple[int, int]]:
-        return [(place.node, place.local_rank) for place in place_ranks((3, 2, 2, 1), order=order)]
-
-    assert nodes("block") == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
-    assert nodes("cyclic") == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
+    assert place_ranks((3, 2, 2, 1), order="block") == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    assert place_ranks((3, 2, 2, 1), order="cyclic") == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (0, 2)]
 
 
 # --- commands ---
