@@ -23,7 +23,7 @@ from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.machine.gpu_driver import make_energy_meter
+from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.models.norm import (
     MicrobatchStatistics,
     flatten_running_statistics,
@@ -115,7 +115,7 @@ def make_parts(
             # torchrun, if it is killed, leaves its ranks; mpirun does not
             stop=StopRequest(launcher=os.getppid() if communicator.env.master_runs else None),
             average=_make_average(config, model, precision),
-            energy=make_energy_meter(communicator.device),
+            energy=EnergyMeter(communicator.device),
             execution=make_execution(config, communicator, optimizer, num_microbatches=plan.accumulation_steps),
             notes=tuple(notes),
         )

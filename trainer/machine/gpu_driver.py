@@ -1,7 +1,7 @@
 """Facts from a GPU's driver: compute capability and, by NVML, its clock and the energy that it has consumed."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -54,43 +54,24 @@ def read_clock(device: torch.device) -> Clock | None:
     return Clock(float(mhz), tuple(name for bit, name in SLOWDOWNS.items() if reasons & bit))
 
 
-class EnergyMeter(Protocol):
-    """Counts the energy of this rank's device."""
+class EnergyMeter:
+    """Counts a GPU's energy by NVML's counter (Volta and later); without a GPU, or nvidia-ml-py, it is unknown."""
 
-    def take_joules(self) -> float:
-        """Return the joules since the last call, or since the start; NaN if unknown."""
-        ...
-
-
-class NoEnergyMeter:
-    """Meter for a CPU, and for a GPU with a driver that does not count energy."""
-
-    def take_joules(self) -> float:
-        """Return NaN."""
-        return float("nan")
-
-
-class GpuEnergy:
-    """Reads NVML's counter of a GPU (Volta and later), in millijoules since the driver was loaded."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._found = None if device is None else find_gpu(device)
         self._last = self._read()
 
     def take_joules(self) -> float:
-        """Return the joules since the last call."""
+        """Return the joules since the last call, or since the start; NaN if unknown."""
         before, self._last = self._last, self._read()
         return (self._last - before) / 1000
 
     def _read(self) -> float:
-        """Return the counter in millijoules; a driver that stops answering does not end the training."""
-        try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
-        except self._nvml.NVMLError:
+        """Return millijoules since the driver was loaded; one that stops answering does not end the training."""
+        if self._found is None:
             return float("nan")
-
-
-def make_energy_meter(device: torch.device) -> EnergyMeter:
-    """Return a GPU's meter if nvidia-ml-py is installed and the driver counts energy; else NoEnergyMeter."""
-    found = find_gpu(device)
-    return NoEnergyMeter() if found is None else GpuEnergy(*found)
+        nvml, handle = self._found
+        try:
+            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        except nvml.NVMLError:
+            return float("nan")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
-from bigbatch.trainer.machine.gpu_driver import EnergyMeter, NoEnergyMeter
+from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.optim.foreign import eval_mode
 from bigbatch.trainer.step.accumulation import WideAccumulation
 from bigbatch.trainer.step.ema import NoAverage, WeightAverage
@@ -82,7 +82,7 @@ class Parts:
     """Loss: logits_BK in fp32 and targets, indices (B) or shares (B, K) -> sum over their images."""
     stop: StopRequest
     average: WeightAverage = field(default_factory=NoAverage)
-    energy: EnergyMeter = field(default_factory=NoEnergyMeter)
+    energy: EnergyMeter = field(default_factory=EnergyMeter)
     execution: Execution = field(default_factory=EagerExecution)
     momentum: Callable[[int], float] | None = None
     """Momentum by step; None if constant."""

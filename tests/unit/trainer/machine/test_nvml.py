@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bigbatch.trainer.machine.gpu_driver import Clock, make_energy_meter, read_clock
+from bigbatch.trainer.machine.gpu_driver import Clock, EnergyMeter, read_clock
 
 
 class FakeNvml:
@@ -51,11 +51,11 @@ def test_energy_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> No
     gpu = torch.device("cuda", 0)
     for nvml, told in ((FakeNvml(), True), (FakeNvml(is_there=False), False), (None, False)):
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        meter = make_energy_meter(gpu)
+        meter = EnergyMeter(gpu)
         joules = meter.take_joules()
         assert (joules == 1.5) if told else math.isnan(joules)
         assert math.isnan(meter.take_joules()), "a driver that stops to answer ends no training"
-    assert math.isnan(make_energy_meter(torch.device("cpu")).take_joules())
+    assert math.isnan(EnergyMeter(torch.device("cpu")).take_joules())
 
 
 def test_a_clock_is_what_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
