@@ -96,7 +96,9 @@ def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
     found: dict[int, list[Path]] = {}
     for path in paths:
         try:
-            files = _files_in(path) if path.is_dir() else [path]
+            files = sorted(each for each in path.iterdir() if not each.is_dir()) if path.is_dir() else [path]
+            if path.is_dir() and all(rank_of(each) is None for each in files):
+                files = sorted(path.glob("*/*"))  # such as a subfolder for each node
         except OSError as error:
             raise FaultError(f"{path}: {error.strerror}") from error
         for file in files:
@@ -108,12 +110,6 @@ def find_dumps(paths: Sequence[Path]) -> dict[int, list[Path]]:
     if not found:
         raise FaultError(f"{', '.join(map(str, paths))}: no dumps here; their names end in a rank, as trace_rank_3")
     return found
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """Return a folder's dumps; if it has none, those of its subfolders, such as one for each node."""
-    files = sorted(each for each in folder.iterdir() if not each.is_dir())
-    return files if any(rank_of(each) is not None for each in files) else sorted(folder.glob("*/*"))
 
 
 def rank_of(path: Path) -> int | None:
@@ -138,7 +134,9 @@ def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
                 if isinstance(error.__cause__, RunsCode):
                     raise
                 reasons.append(str(error))
-        if len(read) > 1 and not _are_of_one_job([path for path, _ in read]):
+        # torch's dump and bigbatch's of one job have one name, but for .json
+        jobs = {path.with_name(path.name.removesuffix(".json")) for path, _ in read}
+        if len(read) > 2 or len(jobs) > 1:
             names = " and ".join(str(path) for path, _ in read[:2])
             raise FaultError(f"rank {rank} has several dumps, {names}: name those of one job")
         # torch's own says where calls were made, bigbatch's beside it does not
@@ -152,11 +150,6 @@ def read_dumps(files: Mapping[int, Sequence[Path]]) -> dict[int, Recording]:
     for reason in reasons:
         tell(f"not read: {reason}")
     return recordings
-
-
-def _are_of_one_job(paths: Sequence[Path]) -> bool:
-    """Tell whether they are torch's dump and bigbatch's of the same job."""
-    return len(paths) == 2 and len({path.with_name(path.name.removesuffix(".json")) for path in paths}) == 1
 
 
 def read_dump(path: Path) -> Recording:
