@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.record import conditions, write_record
 from benchmarks.twin.emulated_rank import ALGORITHMS, LOCAL
+from benchmarks.twin.traffic import node_traffic
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.launch.emulate.plan import parse_rate
@@ -33,7 +34,7 @@ from bigbatch.launch.simulate.constants import BACKWARD_SHARE, DEFAULTS
 from bigbatch.launch.simulate.network import Network
 from bigbatch.launch.simulate.shapes import ModelShape, shape_of
 from bigbatch.launch.simulate.step import Compute, Job
-from bigbatch.launch.simulate.traffic import Traffic, node_traffic
+from bigbatch.launch.simulate.traffic import Traffic
 from bigbatch.trainer.config.sections import ModelConfig
 
 SHAPE = shape_of(ModelConfig(name="resnet9", options={"width": 24}))

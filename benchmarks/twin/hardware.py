@@ -6,6 +6,8 @@ PUBLISHED and ASSUMED as in launch/simulate/constants.py.
 import re
 from collections.abc import Iterable
 
+from bigbatch.launch.simulate.constants import GIGABIT, Constants
+
 INSIDE_BYTES_PER_SECOND = {
     # what an all-reduce of large buffers reaches between the accelerators of a node, in bytes per second and direction
     "nvlink4": 300e9,  # PUBLISHED: ANCHORS D3, 8 x H100 and H200 360 to 480 GB/s, from 64 MB on
@@ -88,3 +90,9 @@ def _plain(link: str) -> str:
 
 def _longest(names: Iterable[str], text: str) -> str:
     return max((name for name in names if text.startswith(name)), key=len, default="")
+
+
+def across_bytes_per_second(gbit_per_s: float | None, *, devices_per_node: int, constants: Constants) -> float:
+    """Return the rate of a node's links for an all-reduce; None if it is not stated."""
+    stated = devices_per_node * constants.unstated_gbit_per_device if gbit_per_s is None else gbit_per_s
+    return stated * GIGABIT * constants.link_share

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.twin.hardware import inside_bytes_per_second
+from benchmarks.twin.hardware import across_bytes_per_second, inside_bytes_per_second
 from bigbatch.launch.simulate.constants import DEFAULTS
-from bigbatch.launch.simulate.network import Network, across_bytes_per_second
+from bigbatch.launch.simulate.network import Network
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.errors import SimulationError, print_line, tell
 from bigbatch.launch.simulate.constants import DEFAULTS, Constants
 from bigbatch.launch.simulate.show import write
-from bigbatch.launch.simulate.spread import RATE_SPREAD, fit_compute, reach_of
-from bigbatch.launch.simulate.step import Compute, SimulatedStep
+from bigbatch.launch.simulate.step import RATE_SPREAD, Compute, SimulatedStep, fit_compute, reach_of
 
 MOST_DEVICES = 2048
 LEAST_BATCH_SHARE, MOST_BATCH_SHARE = 0.1, 2.5

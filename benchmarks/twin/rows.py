@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks.twin.hardware import inside_bytes_per_second, resnet50_rate, stated_gbit_per_s
+from benchmarks.twin.hardware import across_bytes_per_second, inside_bytes_per_second, resnet50_rate, stated_gbit_per_s
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.errors import SimulationError, first_line
 from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
-from bigbatch.launch.simulate.network import Carrier, Network, across_bytes_per_second
+from bigbatch.launch.simulate.network import Carrier, Network
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.launch.simulate.step import Fusion, InCycles, InGroups, Job
 from bigbatch.numbers import decimal

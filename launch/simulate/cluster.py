@@ -1,4 +1,4 @@
-"""A cluster as data: the values of its file, and their sources. Pure except for reading it."""
+"""A cluster as data: the values of its file and their sources, or a rate that the doctor measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from bigbatch.errors import SimulationError, first_line, or_nearest
+from bigbatch.files import parse_json
 from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT
 from bigbatch.launch.simulate.network import Carrier, Network
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.launch.simulate.step import Compute
 from bigbatch.trainer.config.file import PACKAGED
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 
 FOLDER = PACKAGED / "clusters"
@@ -133,36 +135,52 @@ def load_cluster(name: str, *, devices_per_node: int | None = None) -> Cluster:
         stated = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
-    cluster = _Reader(path).cluster(stated)
+    try:
+        cluster = _read_cluster(path.stem, stated)
+    except SimulationError as error:
+        raise SimulationError(f"{path}: {error}") from error
     if devices_per_node is None:
         return cluster
     return replace(cluster, network=replace(cluster.network, devices_per_node=devices_per_node))
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads one file, and names it in errors."""
-
-    path: Path
-
-    def cluster(self, stated: object) -> Cluster:
-        if not isinstance(stated, dict) or not all(isinstance(key, str) for key in stated):
-            raise SimulationError(f"{self.path} is no cluster: it must state {', '.join(NEEDED)}")
-        for key in stated:
-            if key not in KNOWN:
-                raise SimulationError(f"{self.path}: {key} is no key of a cluster{or_nearest(key, KNOWN)}")
-        for key in NEEDED:
-            if key not in stated:
-                raise SimulationError(f"{self.path}: {key} is missing")
-        facts = {key: self._fact(key, fact) for key, fact in stated.items() if key != "rates"}
-        numbers = {key: self._number(key, facts[key]["value"]) for key in LIMITS if key in facts}
-        carrier = facts.get("carrier", {"value": "nccl"})["value"]
-        if carrier not in get_args(Carrier):
-            raise SimulationError(f"{self.path}: carrier={carrier} must be one of {', '.join(get_args(Carrier))}")
-        switches = {key: self._switch(key, facts[key]["value"]) for key in SWITCHES if key in facts}
-        latency = numbers.get("across_latency_us")
-        constants = replace(DEFAULTS, across_latency_seconds=latency * 1e-6) if latency else DEFAULTS
-        network = Network(
+def _read_cluster(name: str, stated: object) -> Cluster:
+    """Read a file's content. Raises: SimulationError, which load_cluster completes by the file's name."""
+    if not isinstance(stated, dict) or not all(isinstance(key, str) for key in stated):
+        raise SimulationError(f"it is no cluster: it must state {', '.join(NEEDED)}")
+    for key in stated:
+        if key not in KNOWN:
+            raise SimulationError(f"{key} is no key of a cluster{or_nearest(key, KNOWN)}")
+    for key in NEEDED:
+        if key not in stated:
+            raise SimulationError(f"{key} is missing")
+    rates = stated.get("rates") or []
+    if not isinstance(rates, list):
+        raise SimulationError("rates must be a list")
+    facts = {key: fact for key, fact in stated.items() if key != "rates"}
+    for key, fact in facts.items():
+        if not isinstance(fact, dict) or "value" not in fact or not fact.get("source"):
+            raise SimulationError(f"{key} must state a value and its source: {key}: {{value: ..., source: ...}}")
+        if odd := [name for name in fact if name not in FACTS]:
+            raise SimulationError(f"{key} states {odd[0]}, and may state {', '.join(FACTS)}")
+    numbers = {key: _number(key, facts[key]["value"]) for key in LIMITS if key in facts}
+    carrier = facts.get("carrier", {"value": "nccl"})["value"]
+    if carrier not in get_args(Carrier):
+        raise SimulationError(f"carrier={carrier} must be one of {', '.join(get_args(Carrier))}")
+    switches = {key: facts[key]["value"] for key in SWITCHES if key in facts}
+    for key, value in switches.items():
+        if not isinstance(value, bool):
+            raise SimulationError(f"{key}={value} must be true or false")
+    if (CORES in numbers) != (EACH_CORE in numbers):
+        raise SimulationError(f"{CORES} and {EACH_CORE} go together: state both, or {INPUT} alone")
+    if INPUT in numbers and CORES in numbers:
+        raise SimulationError(f"{INPUT} and {CORES} both state what a node's loaders bring: keep one")
+    latency = numbers.get("across_latency_us")
+    constants = replace(DEFAULTS, across_latency_seconds=latency * 1e-6) if latency else DEFAULTS
+    return Cluster(
+        name=name,
+        device=str(facts["device"]["value"]),
+        network=Network(
             1,
             int(numbers["devices_per_node"]),
             numbers["inside_gbyte_per_s"] * 1e9,
@@ -170,72 +188,70 @@ class _Reader:
             carrier=carrier,
             has_trees=switches.get("has_trees", True),
             constants=constants,
-        )
-        return Cluster(
-            self.path.stem,
-            str(facts["device"]["value"]),
-            network,
-            tuple(self._rate(each) for each in self._list(stated.get("rates") or [])),
-            switches.get("is_replayed", False),
-            numbers.get("price_per_device_hour"),
-            int(numbers["switch_nodes"]) if "switch_nodes" in numbers else None,
-            numbers.get("oversubscription", 1.0),
-            self._input_rate(numbers),
-            tuple(key for key, fact in facts.items() if fact.get("assumed")),
-        )
+        ),
+        rates=tuple(map(_rate, rates)),
+        is_replayed=switches.get("is_replayed", False),
+        price_per_device_hour=numbers.get("price_per_device_hour"),
+        switch_nodes=int(numbers["switch_nodes"]) if "switch_nodes" in numbers else None,
+        oversubscription=numbers.get("oversubscription", 1.0),
+        input_images_per_second=numbers[CORES] * numbers[EACH_CORE] if CORES in numbers else numbers.get(INPUT),
+        assumed=tuple(key for key, fact in facts.items() if fact.get("assumed")),
+    )
 
-    def _fact(self, key: str, fact: object) -> dict[str, Any]:
-        if not isinstance(fact, dict) or "value" not in fact or not fact.get("source"):
-            raise SimulationError(
-                f"{self.path}: {key} must state a value and its source: {key}: {{value: ..., source: ...}}"
-            )
-        if odd := [name for name in fact if name not in FACTS]:
-            raise SimulationError(f"{self.path}: {key} states {odd[0]}, and may state {', '.join(FACTS)}")
-        return fact
 
-    def _number(self, key: str, value: object) -> float:
-        least, most = LIMITS[key]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and least <= value <= most):  # type: ignore[operator]
-            raise SimulationError(f"{self.path}: {key}={value} must be a number from {least:g} to {most:g}")
-        if key in WHOLE and value != int(value):  # type: ignore[call-overload]
-            raise SimulationError(f"{self.path}: {key}={value} must be a whole number")
-        return float(value)  # type: ignore[arg-type]
+def _number(key: str, value: Any) -> float:
+    least, most = LIMITS[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        raise SimulationError(f"{key}={value} must be a number from {least:g} to {most:g}")
+    if key in WHOLE and value != int(value):
+        raise SimulationError(f"{key}={value} must be a whole number")
+    return float(value)
 
-    def _input_rate(self, numbers: Mapping[str, float]) -> float | None:
-        if (CORES in numbers) != (EACH_CORE in numbers):
-            raise SimulationError(f"{self.path}: {CORES} and {EACH_CORE} go together: state both, or {INPUT} alone")
-        if CORES not in numbers:
-            return numbers.get(INPUT)
-        if INPUT in numbers:
-            raise SimulationError(f"{self.path}: {INPUT} and {CORES} both state what a node's loaders bring: keep one")
-        return numbers[CORES] * numbers[EACH_CORE]
 
-    def _switch(self, key: str, value: object) -> bool:
-        if not isinstance(value, bool):
-            raise SimulationError(f"{self.path}: {key}={value} must be true or false")
-        return value
+def _rate(stated: Any) -> Rate:
+    if not isinstance(stated, dict) or any(key not in stated for key in RATE_FACTS[:4]):
+        raise SimulationError(f"each rate must state {', '.join(RATE_FACTS[:4])}")
+    if odd := [key for key in stated if key not in RATE_FACTS]:
+        raise SimulationError(f"a rate states {odd[0]}, and may state {', '.join(RATE_FACTS)}")
+    if stated["model"] not in shape_names():
+        raise SimulationError(f"no shape of model={stated['model']} is known")
+    for key in ("local_batch", "images_per_second"):
+        value = stated[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e7:
+            raise SimulationError(f"a rate's {key}={value} must be a number above 0")
+    return Rate(
+        stated["model"],
+        float(stated["local_batch"]),
+        float(stated["images_per_second"]),
+        str(stated["source"]),
+        bool(stated.get("assumed")),
+    )
 
-    def _list(self, rates: object) -> list[Any]:
-        if not isinstance(rates, list):
-            raise SimulationError(f"{self.path}: rates must be a list")
-        return rates
 
-    def _rate(self, stated: object) -> Rate:
-        if not isinstance(stated, dict) or any(key not in stated for key in RATE_FACTS[:4]):
-            raise SimulationError(f"{self.path}: each rate must state {', '.join(RATE_FACTS[:4])}")
-        if odd := [key for key in stated if key not in RATE_FACTS]:
-            raise SimulationError(f"{self.path}: a rate states {odd[0]}, and may state {', '.join(RATE_FACTS)}")
-        if stated["model"] not in shape_names():
-            raise SimulationError(f"{self.path}: no shape of model={stated['model']} is known")
-        for key in ("local_batch", "images_per_second"):
-            value = stated[key]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e7:
-                raise SimulationError(f"{self.path}: a rate's {key}={value} must be a number above 0")
-        return Rate(
-            stated["model"],
-            float(stated["local_batch"]),
-            float(stated["images_per_second"]),
-            str(stated["source"]),
-            bool(stated.get("assumed")),
-        )
+def read_profile(path: Path, config: Config) -> Rate:
+    """Read `bigbatch doctor --json FILE` as a rate of the config's model.
+
+    Raises: SimulationError for another file, or one of another model, precision or microbatch.
+    """
+    wanted: dict[str, Any] = {
+        "model": config.model.name,
+        "image_size": config.data.image_size,
+        "microbatch_size": config.batch.microbatch_size,
+        "precision": config.optimizer.precision,
+    }
+    try:
+        record = parse_json(path.read_text(encoding="utf-8"))
+        experiment = {key: record["experiment"][key] for key in wanted}
+        rate = float(record["rates"]["model_alone"]) / int(record["machine"]["world_size"])
+    except (OSError, ValueError, OverflowError) as error:
+        raise SimulationError(f"cannot read {path}: {first_line(error)}") from error
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise SimulationError(
+            f"{path} holds no examination: make one by bigbatch doctor --config ... --json FILE"
+        ) from error
+    for key, value in wanted.items():
+        if experiment[key] != value:
+            raise SimulationError(f"{path} was measured with {key} {experiment[key]}, and the recipe has {value}")
+    if not 0 < rate < float("inf"):
+        raise SimulationError(f"{path} states {rate} images/s of a device")
+    return Rate(config.model.name, config.batch.microbatch_size, rate, f"measured: {path}")

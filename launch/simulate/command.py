@@ -11,9 +11,8 @@ from pathlib import Path
 from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
 from bigbatch.files import replacing_named
 from bigbatch.launch.simulate import show
-from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
+from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
-from bigbatch.launch.simulate.profile import read_profile
 from bigbatch.launch.simulate.run import RESTART_SECONDS, Failures
 from bigbatch.launch.simulate.scaling import Factors, Point, Question, simulate_scaling
 from bigbatch.launch.simulate.shapes import shape_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bigbatch.comm.measure.cost_model import MODELS, ClusterModel, LinkModel
-from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
+from bigbatch.launch.simulate.constants import DEFAULTS, Constants
 
 Carrier = Literal["nccl", "sockets", "host", "servers"]
 
@@ -91,9 +91,3 @@ class Network:
         """Compute how long each of s servers receives its part of all other nodes' gradients: (m-1) * M/s."""
         servers = min(self.num_nodes, self.num_servers or self.constants.most_servers)
         return (self.num_nodes - 1) * num_bytes / servers / self.across_bytes_per_second
-
-
-def across_bytes_per_second(gbit_per_s: float | None, *, devices_per_node: int, constants: Constants) -> float:
-    """Return the rate of a node's links for an all-reduce; None if it is not stated."""
-    stated = devices_per_node * constants.unstated_gbit_per_device if gbit_per_s is None else gbit_per_s
-    return stated * GIGABIT * constants.link_share

@@ -1,6 +1,7 @@
-"""Published steps that the simulator was compared with, to name the nearest one. Pure."""
+"""Published figures: steps that the simulator was compared with, and the epochs that a batch needs. Pure."""
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 
@@ -40,6 +41,22 @@ BATCH_FACTOR = 2.0
 """Ratio to a model's largest and smallest checked local batch, beyond which a batch counts as unchecked."""
 OTHER_MODEL = 10.0
 """Distance of another model, in doublings: further than any size."""
+EPOCHS_TO_759 = {
+    # global batch: mean epochs until 75.9% top-1, of MLPerf's reference convergence points for ResNet-50
+    # RCP: mlcommons/logging:mlperf_logging/rcp_checker/training_4.0.0/rcps_resnet.json; our recipes name each
+    1632: 35.0,
+    2048: 38.4,
+    3264: 35.2,
+    4096: 40.0,
+    8192: 42.0,
+    13056: 45.4,
+    32768: 56.0,
+    49152: 68.0,
+    58880: 79.9,
+    64480: 86.1,
+    65536: 84.5,
+    67840: 85.86,
+}
 
 
 def nearest_checked(model: str, num_devices: int, local_batch: float) -> Checked:
@@ -63,3 +80,19 @@ def beyond_checked(model: str, num_devices: int, local_batch: float) -> str | No
     if not min(batches) / BATCH_FACTOR <= local_batch <= max(batches) * BATCH_FACTOR:
         return f"no step of {local_batch:,.4g} images at once was published of {model}"
     return None
+
+
+def epochs_to_759(global_batch_size: int) -> float | None:
+    """Return ResNet-50's epochs until 75.9% top-1 with LARS: between two records by the logarithm of the batch.
+
+    Below the smallest record its epochs apply; None above the largest, as none were published.
+    """
+    batches = sorted(EPOCHS_TO_759)
+    if global_batch_size > batches[-1]:
+        return None
+    right = bisect_left(batches, global_batch_size)
+    if batches[right] == global_batch_size or right == 0:
+        return EPOCHS_TO_759[batches[right]]
+    low, high = batches[right - 1], batches[right]
+    share = math.log(global_batch_size / low) / math.log(high / low)
+    return EPOCHS_TO_759[low] + share * (EPOCHS_TO_759[high] - EPOCHS_TO_759[low])

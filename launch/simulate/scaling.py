@@ -7,16 +7,14 @@ from dataclasses import dataclass, replace
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
-from bigbatch.launch.simulate.checked import beyond_checked
 from bigbatch.launch.simulate.cluster import Cluster, Rate
-from bigbatch.launch.simulate.epochs import epochs_to_759
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
 from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
+from bigbatch.launch.simulate.published import beyond_checked, epochs_to_759
 from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
-from bigbatch.launch.simulate.sent import SentPerStep, sent_per_step
 from bigbatch.launch.simulate.shapes import shape_of
-from bigbatch.launch.simulate.spread import RATE_SPREAD, fit_compute, reach_of
-from bigbatch.launch.simulate.step import Compute, Job, SimulatedStep
+from bigbatch.launch.simulate.step import RATE_SPREAD, Compute, Job, SimulatedStep, fit_compute, reach_of
+from bigbatch.launch.simulate.traffic import SentPerStep, sent_per_step
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import READERS

@@ -12,8 +12,8 @@ from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, Efficiency
 from bigbatch.launch.page import as_svg, make_page
-from bigbatch.launch.simulate.checked import nearest_checked
 from bigbatch.launch.simulate.network import BY_SIZE
+from bigbatch.launch.simulate.published import nearest_checked
 from bigbatch.launch.simulate.scaling import (
     Point,
     Question,

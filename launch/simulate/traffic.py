@@ -1,18 +1,17 @@
-"""Payload and messages of an all-reduce between nodes, from sizes and places alone; no torch.
+"""Payload and messages of an all-reduce, and of a step, from sizes and places alone; no torch.
 
 The closed forms of cost_model give seconds of equal parts; these count to the byte, also for unequal parts.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+
+from bigbatch.launch.simulate.network import WIDENS
+from bigbatch.launch.simulate.step import WIDE_BYTES, Job, SimulatedStep
 
 LENGTH_BYTES = 8
 """Bytes of the length before each message of backend tcp."""
 SEGMENT_BYTES = 512 * 1024
 """Same as in comm.algorithms.ring, which needs torch; a test compares the two."""
-
-Hop = tuple[int, int, int]
-"""From, to, and number of elements."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +31,6 @@ class Traffic:
         return self.payload_bytes + LENGTH_BYTES * self.num_messages
 
 
-def node_traffic(
-    algorithm: str, num_elements: int, *, element_bytes: int, groups: Sequence[Sequence[int]], segment_bytes: int
-) -> dict[tuple[int, int], Traffic]:
-    """Count what each node sends to each other in one all-reduce over backend tcp, summed in its own precision.
-
-    groups: the ranks of each node; hierarchical and sharded are those with shared memory inside. segment_bytes: of
-    comm.algorithms.ring. Raises: ValueError for an algorithm with unknown messages.
-    """
-    node_of = {rank: node for node, ranks in enumerate(groups) for rank in ranks}
-    counted: dict[tuple[int, int], Traffic] = {}
-    for sender, receiver, count, segments in _sends(algorithm, num_elements, element_bytes, groups, segment_bytes):
-        way = node_of[sender], node_of[receiver]
-        if way[0] != way[1]:
-            counted[way] = counted.get(way, Traffic()) + Traffic(count * element_bytes, segments)
-    return counted
-
-
 @dataclass(frozen=True)
 class Sent:
     """What the first rank sends to anyone, and its node to other nodes; no other sends an element more."""
@@ -62,7 +44,7 @@ def first_sends(
 ) -> Sent:
     """Count one all-reduce over full nodes without listing its hops: for 100,000 ranks these are 2e10.
 
-    Between nodes to the byte, as node_traffic does; inside them in the hops of cost_model's forms: four passes of a
+    Between nodes to the byte; inside them in the hops of cost_model's forms: four passes of a
     ring for hierarchical, two for sharded, the leader's broadcast for doubling.
     Raises: ValueError for an algorithm with unknown messages.
     """
@@ -72,8 +54,8 @@ def first_sends(
         """Send all parts twice, except the two that the last hops would bring back."""
         if num_ranks == 1:
             return Traffic()
-        missed = sum(_part(count, num_ranks, (place + after) % num_ranks) for after in (1, 2))
-        each = segments or max(1, -(-_part(count, num_ranks, 0) * element_bytes // segment_bytes))
+        missed = sum(part_size(count, num_ranks, (place + after) % num_ranks) for after in (1, 2))
+        each = segments or max(1, -(-part_size(count, num_ranks, 0) * element_bytes // segment_bytes))
         return Traffic((2 * count - missed) * element_bytes, 2 * (num_ranks - 1) * each)
 
     if algorithm == "ring":
@@ -84,7 +66,7 @@ def first_sends(
         across = pass_on(num_elements, m)
         return Sent(inside + inside + across, across)
     if algorithm == "sharded":
-        rings = [pass_on(_part(num_elements, k, place), m) for place in range(k)]
+        rings = [pass_on(part_size(num_elements, k, place), m) for place in range(k)]
         return Sent(inside + rings[0], sum(rings, Traffic()))
     if algorithm == "doubling":
         hops = m.bit_length() - 1
@@ -94,53 +76,60 @@ def first_sends(
     raise ValueError(f"the messages of {algorithm} are not known")
 
 
-def _sends(
-    algorithm: str, num_elements: int, element_bytes: int, groups: Sequence[Sequence[int]], segment_bytes: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """List (from, to, elements, messages)."""
-    leaders = [ranks[0] for ranks in groups]
-    if algorithm == "doubling":
-        yield from ((*hop, 1) for hop in _doubling(num_elements, leaders))
-        return
-    rings: dict[str, list[tuple[Sequence[int], int]]] = {
-        "ring": [([rank for ranks in groups for rank in ranks], num_elements)],
-        "hierarchical": [(leaders, num_elements)],
-        "sharded": [
-            ([ranks[place] for ranks in groups], size)
-            for place, size in enumerate(_split(num_elements, min(len(ranks) for ranks in groups)))
-        ],
-    }
-    if algorithm not in rings:
-        raise ValueError(f"the messages of {algorithm} are not known, only those of {', '.join((*rings, 'doubling'))}")
-    for ranks, size in rings[algorithm]:
-        largest = -(-size // len(ranks)) * element_bytes
-        segments = max(1, -(-largest // segment_bytes))
-        yield from ((*hop, segments) for hop in _ring(size, ranks))
-
-
-def _ring(num_elements: int, ranks: Sequence[int]) -> Iterator[Hop]:
-    """Send part place - h at hop h to the right, at each of 2 (n - 1) hops."""
-    n, parts = len(ranks), _split(num_elements, len(ranks))
-    for place, rank in enumerate(ranks):
-        yield from ((rank, ranks[(place + 1) % n], parts[(place - hop) % n]) for hop in range(2 * (n - 1)))
-
-
-def _doubling(num_elements: int, ranks: Sequence[int]) -> Iterator[Hop]:
-    """Exchange all with the partner at the place with one bit flipped; places beyond a power of two hand in and get."""
-    even = 1 << (len(ranks).bit_length() - 1)
-    for place in range(even, len(ranks)):
-        yield (ranks[place], ranks[place - even], num_elements)
-        yield (ranks[place - even], ranks[place], num_elements)
-    distance = 1
-    while distance < even:
-        yield from ((ranks[place], ranks[place ^ distance], num_elements) for place in range(even))
-        distance *= 2
-
-
-def _split(num_elements: int, count: int) -> list[int]:
-    """Cut as torch.tensor_split does: the first parts have one more."""
-    return [_part(num_elements, count, place) for place in range(count)]
-
-
-def _part(num_elements: int, count: int, place: int) -> int:
+def part_size(num_elements: int, count: int, place: int) -> int:
+    """Return the elements of one of count parts, as torch.tensor_split cuts: the first parts have one more."""
     return num_elements // count + (place < num_elements % count)
+
+
+@dataclass(frozen=True)
+class SentPerStep:
+    """What the first rank sends to anyone, and its node to other nodes. None: unknown.
+
+    No other rank sends more than one element more of a buffer.
+    """
+
+    rank_bytes: int | None
+    rank_messages: int | None
+    node_bytes: int | None
+    node_messages: int | None
+
+
+def sent_per_step(job: Job, step: SimulatedStep) -> SentPerStep:
+    """Count the gradients' sums of one step.
+
+    A library's own sum (native) has no messages to count; its bytes are the mean over ranks and nodes of any form that
+    sends no more than it must: 2(n-1)/n. Parameter servers' are not known.
+    """
+    network = job.network
+    if network.num_devices == 1:
+        return SentPerStep(0, 0, 0, 0)
+    if network.carrier == "servers":
+        return SentPerStep(None, None, None, None)
+    counts = [each.num_bytes // job.element_bytes for each in step.transfers] or [job.shape.num_parameters]
+    every = [_one_sum(job, count) for count in counts]
+    return SentPerStep(*(None if None in each else sum(each) for each in zip(*map(astuple, every), strict=True)))
+
+
+def _one_sum(job: Job, num_elements: int) -> SentPerStep:
+    """Count one buffer's sum."""
+    network, wire_bytes = job.network, job.element_bytes * job.wire_share
+    element_bytes = round(wire_bytes)
+    algorithm = job.algorithm_of(num_elements * job.element_bytes)
+    if algorithm in WIDENS and job.sums_in_fp32:
+        element_bytes = wire_bytes = max(element_bytes, WIDE_BYTES)
+    if algorithm == "native":
+        rank, node = (
+            round(2 * (n - 1) * num_elements * element_bytes / n) for n in (network.num_devices, network.num_nodes)
+        )
+        return SentPerStep(rank, None, node, None if network.num_nodes > 1 else 0)
+    sent = first_sends(
+        algorithm,
+        num_elements,
+        element_bytes=element_bytes,
+        num_nodes=network.num_nodes,
+        node_size=network.devices_per_node,
+        segment_bytes=SEGMENT_BYTES,
+    )
+    # a code has its exponents beside its values; else 1
+    rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (sent.rank, sent.node))
+    return SentPerStep(rank_bytes, sent.rank.num_messages, node_bytes, sent.node.num_messages)

@@ -23,7 +23,7 @@ from bigbatch.experiments.engine.plan import read_plan
 from bigbatch.files import parse_json
 from bigbatch.launch.emulate import state as emulated
 from bigbatch.launch.launchers.slurm_queue import MARK, QueuedJob
-from bigbatch.launch.simulate.profile import KEYS, read_profile
+from bigbatch.launch.simulate.cluster import read_profile
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import MANIFEST, write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
@@ -89,7 +89,11 @@ def test_keeper_with_an_infinite_number_is_not_read(tmp_path: Path) -> None:
 
 
 def test_profile_of_infinitely_many_ranks_is_none(tmp_path: Path) -> None:
-    facts = {"experiment": dict.fromkeys(KEYS), "rates": {"model_alone": 1.0}, "machine": {"world_size": math.inf}}
+    facts = {
+        "experiment": dict.fromkeys(("model", "image_size", "microbatch_size", "precision")),
+        "rates": {"model_alone": 1.0},
+        "machine": {"world_size": math.inf},
+    }
     (tmp_path / "doctor.json").write_text(json.dumps(facts))
     with pytest.raises(SimulationError, match=r"doctor\.json"):
         read_profile(tmp_path / "doctor.json", load_config(["--config", "quickstart"]))

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.twin.nccl_tests import TABLES, errors_of, main
-from bigbatch.launch.simulate.spread import COMMUNICATION_SPREAD, NORMAL_90
+from bigbatch.launch.simulate.step import COMMUNICATION_SPREAD, NORMAL_90
 
 
 def test_benchmark_prints_each_size_of_each_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,9 @@ from bigbatch.cli import main
 from bigbatch.comm.measure.cost_model import doubling_seconds
 from bigbatch.errors import LaunchOptionError, SimulationError
 from bigbatch.launch.simulate import show
-from bigbatch.launch.simulate.checked import CHECKED, nearest_checked
-from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster
+from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.command import read_counts, read_factors, read_hours
-from bigbatch.launch.simulate.epochs import epochs_to_759
-from bigbatch.launch.simulate.profile import read_profile
+from bigbatch.launch.simulate.published import CHECKED, epochs_to_759, nearest_checked
 from bigbatch.launch.simulate.run import Failures, effective_share
 from bigbatch.launch.simulate.scaling import (
     Factors,

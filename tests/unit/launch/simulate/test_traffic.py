@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.twin.traffic import node_traffic
 from bigbatch.comm.algorithms import ring
-from bigbatch.launch.simulate.traffic import SEGMENT_BYTES, Sent, Traffic, first_sends, node_traffic
+from bigbatch.launch.simulate.traffic import SEGMENT_BYTES, Sent, Traffic, first_sends
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
 DEALT_OUT = ((0, 4), (1, 5), (2, 6), (3, 7))
