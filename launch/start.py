@@ -8,17 +8,18 @@ from dataclasses import replace
 from functools import partial
 
 from bigbatch.comm.rendezvous.environ import without_identity
-from bigbatch.errors import JobRefused, LaunchOptionError, or_nearest, tell
+from bigbatch.errors import JobRefused, LaunchOptionError, or_nearest, print_line, tell
 from bigbatch.exit_codes import UNFIT
-from bigbatch.launch.compare_nodes import compare_nodes
 from bigbatch.launch.emulate import subcommands as emulate
 from bigbatch.launch.jobs.check import check_job, require_taken
 from bigbatch.launch.jobs.findings import Findings
-from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command
+from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command, write_hostfile
 from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
 from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.launchers.base import Launcher, Queue
+from bigbatch.launch.launchers.mpirun import look_at_hosts, show_look
 from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.launchers.slurm import job_script, run_and_show
 from bigbatch.paths import as_path, expand_path
 
 REMOVED = {
@@ -108,7 +109,26 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
         job = read_job(arguments, words, findings=findings)
         # other ranks than those of the experiment may look at the nodes
         check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, sees="shared")
-    return compare_nodes(job, good_hosts=arguments.good_hosts, dry_run=arguments.dry_run, environ=without_identity())
+    environ, good_hosts = without_identity(), arguments.good_hosts
+    if launcher == "slurm":
+        if good_hosts:
+            raise LaunchOptionError(
+                "--good-hosts: Slurm chooses the nodes: use --preflight exclude of bigbatch launch slurm"
+            )
+        if arguments.dry_run:
+            print(job_script(job, folder=None), end="")
+            return 0
+        return run_and_show(job, environ=environ)
+    if good_hosts and not job.hosts:
+        raise LaunchOptionError("--good-hosts needs --hosts or --hostfile, of which it writes the fit ones")
+    if arguments.dry_run:
+        print(show_look(job, environ=environ), end="")
+        return 0
+    looked, bad = look_at_hosts(job, environ=environ)
+    if good_hosts and looked.code in (0, UNFIT):
+        write_hostfile(good_hosts, job.hosts, bad=bad)
+        print_line(f"written: {good_hosts}")
+    return looked.code
 
 
 def _status(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:

@@ -8,9 +8,15 @@ from typing import Any
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.launch.jobs.findings import Findings
-from bigbatch.launch.jobs.sbatch import parse_passed
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
-from bigbatch.launch.jobs.words import check_words, parse_environment, parse_gpus, parse_minutes, parse_taken
+from bigbatch.launch.jobs.words import (
+    check_words,
+    parse_environment,
+    parse_gpus,
+    parse_minutes,
+    parse_passed,
+    parse_taken,
+)
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path, expand_path
 

@@ -13,7 +13,6 @@ from bigbatch.launch.jobs.spec import INDEX, JobSpec
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import find_config, load_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.sections import CommConfig
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.owner import has_failed
 
@@ -76,33 +75,10 @@ def find_run_folder(job: JobSpec) -> str | None:
     return stated
 
 
-def started_folder(job: JobSpec) -> str | None:
-    """Return the run folder of `train`, whether it could start again or not; None for other commands."""
+def known_experiment(job: JobSpec) -> Config | None:
+    """Load that of `train`, also one that an image runs; None for a wrong one, which is refused elsewhere."""
     with suppress(ConfigError):
-        if config := load_experiment(job):
-            return config.run.directory
-    return None
-
-
-def find_timeout(job: JobSpec) -> float:
-    """Find how many seconds the ranks may wait for each other: comm.timeout_seconds of `train`, else its default.
-
-    An image's own bigbatch is taken to have the same recipes. An experiment that is wrong is refused elsewhere.
-    """
-    with suppress(ConfigError):
-        if config := load_experiment(job):
-            return config.comm.timeout_seconds
-    return CommConfig.timeout_seconds
-
-
-def find_save_seconds(job: JobSpec) -> float | None:
-    """Find in how many seconds a checkpoint must be on disk: run.checkpoint_timeout_seconds of `train`.
-
-    None for other commands, and for an experiment that is wrong, which is refused elsewhere.
-    """
-    with suppress(ConfigError):
-        if config := load_experiment(job):
-            return config.run.checkpoint_timeout_seconds
+        return load_experiment(job)
     return None
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, expand_hostlist, is_identity
 from bigbatch.errors import LaunchError, LaunchOptionError, shortened
-from bigbatch.launch.jobs.sbatch import check_sbatch
 
 UNLIMITED = 2**32 - 1
 """Minutes of a job without a time limit, as Slurm itself counts them."""
@@ -67,6 +66,28 @@ MIN_VALUES = {
     "restarts": 0,
 }
 
+OF_SBATCH = {
+    "job-name": "--name",
+    "nodes": "--nodes",
+    "ntasks": "--ranks",
+    **dict.fromkeys(("ntasks-per-node", "ntasks-per-gpu"), "--ranks-per-node"),
+    "cpus-per-task": "--cpus-per-rank",
+    **dict.fromkeys(("gpus", "gpus-per-node"), "--gpus-per-node, such as a100:8"),
+    "mem": "--memory",
+    **dict.fromkeys(("time", "partition", "account", "qos", "reservation", "constraint", "exclude", "array"), ""),
+    **dict.fromkeys(("output", "error"), "--logs"),
+    "signal": "--stop-seconds",
+    **dict.fromkeys(("requeue", "no-requeue"), "--stop-seconds 0 for a job that ends at its limit"),
+    **dict.fromkeys(("export", "export-file"), "--env for more variables"),
+    "wait": "--wait",
+    "chdir": "the folder from which you submit",
+    "test-only": "--dry-run",
+    **dict.fromkeys(("open-mode", "parsable", "wrap", "input", "help", "usage", "version"), "what is there"),
+}
+"""Options of sbatch that we state, and what to use instead; empty: the option of the same name."""
+
+SBATCH_VALUE = r"[A-Za-z0-9][A-Za-z0-9._/+@=:,%()\[\]|&*!?~^-]*"
+"""Neither blanks nor quotes, # or \\: Slurm reads an #SBATCH line without a shell, by quotes of its own."""
 
 OPTIONS = {
     "num_ranks": "--ranks",
@@ -175,6 +196,29 @@ def _check_mounts(mounts: tuple[str, ...]) -> None:
             )
 
 
+def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
+    """Raise LaunchOptionError for what is no option's name, could be misread, or is ours.
+
+    sbatch takes the beginning of a name for the whole, so that one of ours is refused, too.
+    """
+    for key, value in options:
+        if not re.fullmatch(r"[a-z][a-z0-9]+(?:-[a-z0-9]+)*", key, re.ASCII):
+            raise LaunchOptionError(
+                f"--sbatch {key!r} must be the long name of an option of sbatch without its --, such as "
+                "dependency=afterok:1234"
+            )
+        if ours := next((name for name in sorted(OF_SBATCH, key=len) if name.startswith(key)), None):
+            whole = "" if ours == key else f", which sbatch reads as {ours}"
+            raise LaunchOptionError(
+                f"--sbatch {key}{whole}: bigbatch launch slurm states it itself: use {OF_SBATCH[ours] or '--' + ours}"
+            )
+        if value is not None and not re.fullmatch(SBATCH_VALUE, value, re.ASCII):
+            raise LaunchOptionError(
+                f"--sbatch {key}={value!r} must begin with a letter or digit and hold no blank, quote, #, $, ; or \\, "
+                "such as dependency=afterok:1234"
+            )
+
+
 def _each(field: str, pattern: str, form: str) -> Callable[[tuple[str, ...]], None]:
     def check(words: tuple[str, ...]) -> None:
         for word in words:
@@ -192,7 +236,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "taken": _check_taken,
     "modules": _check_modules,
     "mounts": _check_mounts,
-    "sbatch": check_sbatch,
+    "sbatch": _check_sbatch,
     "node_selector": _each("node_selector", f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE, such as gpu=h200"),
     "tolerations": _each(
         "tolerations",
@@ -201,6 +245,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     ),
     "pull_secrets": _each("pull_secrets", SUBDOMAIN, "the name of a Secret, such as registry"),
 }
+
+
+def parse_passed(words: list[str]) -> tuple[tuple[str, str | None], ...]:
+    """Read KEY=VALUE words, or KEY for an option without a value; check_sbatch says which are right."""
+    split = (word.partition("=") for word in words)
+    return tuple((key, value if equals else None) for key, equals, value in split)
 
 
 def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:

@@ -6,16 +6,15 @@ import re
 import secrets
 import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import PurePosixPath
 
 import yaml
 
 from bigbatch.comm.rendezvous.secret import new_secret
-from bigbatch.errors import ConfigError, JobRefused, LaunchOptionError, SchedulerError, print_lines
+from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_lines
 from bigbatch.launch.jobs.findings import Findings
 from bigbatch.launch.jobs.foreground import one_line
-from bigbatch.launch.jobs.run_folder import load_experiment, trained_run
+from bigbatch.launch.jobs.run_folder import known_experiment, trained_run
 from bigbatch.launch.jobs.spec import JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher
 from bigbatch.launch.launchers.k8s_manifest import JOB_SECRET_KEY, SECRET, has_secret, jobset
@@ -87,10 +86,8 @@ def _check_folders(job: JobSpec) -> None:
 
     Data at an absolute path may come with the image. Raises: JobRefused; PathError.
     """
-    config, found = None, []
-    with suppress(ConfigError):  # refused elsewhere
-        config = load_experiment(job)
-    if config is not None:
+    found = []
+    if config := known_experiment(job):
         folder, root = config.run.directory, config.data.root
         mount = _mount_of(job, folder)
         if mount is None:

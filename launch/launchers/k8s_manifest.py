@@ -9,7 +9,7 @@ from bigbatch.comm.rendezvous.environ import NOTICE_VARIABLE, SECRET_VARIABLE, e
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED
 from bigbatch.launch.jobs.restarts import may_go_on
-from bigbatch.launch.jobs.run_folder import find_save_seconds
+from bigbatch.launch.jobs.run_folder import known_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.jobs.words import UNLIMITED
 from bigbatch.launch.launchers.local import node_words
@@ -97,9 +97,9 @@ def _grace_seconds(job: JobSpec) -> int:
 
     A pod whose ranks have saved ends at once. A script's time to save is not known.
     """
-    if job.stop_seconds is not None or (save := find_save_seconds(job)) is None:
+    if job.stop_seconds is not None or (config := known_experiment(job)) is None:
         return job.grace_seconds
-    return math.ceil(save) + STEP_SECONDS
+    return math.ceil(config.run.checkpoint_timeout_seconds) + STEP_SECONDS
 
 
 def _affinity(exclude: str) -> Fields:

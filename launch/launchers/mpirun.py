@@ -14,12 +14,11 @@ from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE,
 from bigbatch.errors import UserError, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
-from bigbatch.launch.jobs.fit_hosts import preflight_of, read_bad_nodes, without
+from bigbatch.launch.jobs.fit_hosts import on_hosts_left, preflight_of, read_bad_nodes, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
-from bigbatch.launch.jobs.hosts_left import on_hosts_left
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
-from bigbatch.launch.jobs.run_folder import RunLeft, started_folder
+from bigbatch.launch.jobs.run_folder import RunLeft, known_experiment
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
@@ -176,6 +175,7 @@ def _run(
 ) -> Ended:
     if job.interface is not None:
         require_interface(job.interface)
+    config = known_experiment(job)
     # the first of other hosts sees this folder as a run's
     with exit_file(Path.cwd()) as path:
         told = replace(job, environment=(*job.environment, *telling(path)))
@@ -184,7 +184,7 @@ def _run(
             environ=dict(environ) | dict(told.variables),
             asks_to_stop=ASKS_TO_STOP,
             is_recalled=is_recalled,
-            has_left=RunLeft(started_folder(job), start=str(path)) if path else None,
+            has_left=RunLeft(config.run.directory if config else None, start=str(path)) if path else None,
             leaves=(*leaves, path) if path else leaves,
         )
         return as_first_rank_ended(ended, job, path=path)

@@ -11,12 +11,13 @@ from bigbatch.errors import JobRefused, SchedulerError, print_line, print_lines,
 from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
 from bigbatch.launch.jobs.findings import Findings
-from bigbatch.launch.jobs.run_folder import find_run_folder, find_timeout
+from bigbatch.launch.jobs.run_folder import find_run_folder, known_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
 from bigbatch.launch.launchers.base import Launcher, Queue
 from bigbatch.launch.launchers.slurm_script import REFUSED, log_path, sbatch_script
 from bigbatch.paths import as_path
+from bigbatch.trainer.config.sections import CommConfig
 from bigbatch.trainer.run.folder import writing
 
 
@@ -24,7 +25,8 @@ def job_script(job: JobSpec, *, folder: str | None) -> str:
     """Return the sbatch script of a job of this Python, or of its image's. Raises: LaunchOptionError."""
     python = None if job.image else sys.executable
     counts = fitting_nodes(job) if job.restarts and job.num_nodes else ()
-    seconds = find_timeout(job)
+    config = known_experiment(job)
+    seconds = (config.comm if config else CommConfig).timeout_seconds
     return sbatch_script(job, python=python, folder=folder, timeout_seconds=seconds, node_counts=counts)
 
 

@@ -1,7 +1,6 @@
 """How a job's script starts its ranks again after a loss, where --restarts asks for it: bash."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 ANSWER_SECONDS = 30
 """How long a node may take to start a program, before it counts as lost."""
@@ -81,42 +80,13 @@ echo "bigbatch: $(date '+%F %T') exit code $code: starting again; nodes that ans
 """
 
 
-def place_options(*, ranks_per_node: int) -> str:
-    """Return the options of srun that start the ranks on the first nodes that are left."""
-    return PLACE.replace("@RANKS", str(ranks_per_node))
+def choose_count(node_counts: Sequence[int]) -> str:
+    """Return what chooses how many nodes have ranks; node_counts: those that can share the batch, in falling order."""
+    first, last = node_counts[0], node_counts[-1]
+    is_range = len(node_counts) > 2 and tuple(node_counts) == tuple(range(first, last - 1, -1))
+    return CHOICE.replace("@COUNTS", f"{{{first}..{last}}}" if is_range else " ".join(map(str, node_counts)))
 
 
-@dataclass(frozen=True)
-class Shrinking:
-    """Is the parts of a script whose job goes on without lost nodes: bash.
-
-    node_counts: how many nodes can share the batch, in falling order.
-    """
-
-    node_counts: Sequence[int]
-    is_python: bool
-
-    @property
-    def choice(self) -> str:
-        """Return what chooses how many nodes have ranks."""
-        return CHOICE.replace("@COUNTS", self._counts)
-
-    @property
-    def again(self) -> str:
-        """Return what ends the loop around srun, or prepares its next round."""
-        return _by_codes(ON_THE_OTHERS, is_python=self.is_python)
-
-    @property
-    def _counts(self) -> str:
-        first, last = self.node_counts[0], self.node_counts[-1]
-        is_range = len(self.node_counts) > 2 and tuple(self.node_counts) == tuple(range(first, last - 1, -1))
-        return f"{{{first}..{last}}}" if is_range else " ".join(map(str, self.node_counts))
-
-
-def start_again(*, is_python: bool) -> str:
-    """Return what ends the loop around srun on the same nodes, or prepares its next round."""
-    return _by_codes(ON_ALL, is_python=is_python)
-
-
-def _by_codes(text: str, *, is_python: bool) -> str:
+def start_again(text: str, *, is_python: bool) -> str:
+    """Return ON_ALL or ON_THE_OTHERS for such a job: what ends the loop around srun, or prepares its next round."""
     return text.replace("@ENDED", ENDED).replace("@FINAL", FINAL_OF_SCRIPTS if is_python else FINAL)

@@ -15,7 +15,7 @@ from bigbatch.launch.jobs.fit_hosts import preflight_of
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
 from bigbatch.launch.launchers.slurm_checks import ACTIONS, ASKED, LOOK
-from bigbatch.launch.launchers.slurm_restarts import BEFORE, Shrinking, place_options, start_again
+from bigbatch.launch.launchers.slurm_restarts import BEFORE, ON_ALL, ON_THE_OTHERS, PLACE, choose_count, start_again
 from bigbatch.trainer.config.sections import CommConfig
 
 SIGNAL_EARLY_SECONDS = 60
@@ -149,7 +149,9 @@ def sbatch_script(
     if job.preflight is not None:
         parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
     start = _start(job, python=python, wait_seconds=wait_seconds, node_counts=node_counts)
-    return "\n".join([*parts, start, _ending(job)])
+    # a script that does not listen would begin anew at each time limit, and never end
+    ending = ENDING.replace(AT_LIMIT, f"limit/{INTERRUPTED})") if job.is_python else ENDING
+    return "\n".join([*parts, start, ending])
 
 
 def _check_array(job: JobSpec) -> None:
@@ -276,7 +278,7 @@ def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: 
         "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
         f"# those still there {wait_seconds} s later are ended. One log per rank; the job's own log shows rank 0's.",
         f"srun {options} \\",
-        *([f"  {place_options(ranks_per_node=job.ranks_per_node)} \\"] if node_counts else []),
+        *([f"  {PLACE.replace('@RANKS', str(job.ranks_per_node))} \\"] if node_counts else []),
         '  --open-mode=append --output="$logs/rank-%t.log" \\',
         *(f"  {line} \\" for line in _container(job)),
         f"  {_words(_rank_words(job, python=python), job)} &",
@@ -285,15 +287,9 @@ def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: 
     if not job.restarts:
         return text + RAN
     if not node_counts:
-        return f"while :; do\n{indent(text + RAN + start_again(is_python=job.is_python), '  ')}done\n"
-    shrinking = Shrinking(node_counts, is_python=job.is_python)
-    round_ = shrinking.choice + text + RAN + shrinking.again
-    return f"{BEFORE}while :; do\n{indent(round_, '  ')}done\n"
-
-
-def _ending(job: JobSpec) -> str:
-    # a script that does not listen would begin anew at each time limit, and never end
-    return ENDING.replace(AT_LIMIT, f"limit/{INTERRUPTED})") if job.is_python else ENDING
+        return f"while :; do\n{indent(text + RAN + start_again(ON_ALL, is_python=job.is_python), '  ')}done\n"
+    again = start_again(ON_THE_OTHERS, is_python=job.is_python)
+    return f"{BEFORE}while :; do\n{indent(choose_count(node_counts) + text + RAN + again, '  ')}done\n"
 
 
 def _rank_words(job: JobSpec, *, python: str | None) -> tuple[str, ...]:

@@ -218,7 +218,6 @@ RAW = {
     "bigbatch/cli.py": "words of its own",
     "bigbatch/completion.py": "a script of words of its own",
     "comm/measure/report.py": "a line of its own that goes back over itself",
-    "launch/compare_nodes.py": "a job's script",
     "launch/emulate/keeper.py": "numbers, to the process that started it",
     "launch/jobs/foreground.py": "words of its own",
     "launch/launchers/slurm.py": "what the job's nodes said, which was printable there",

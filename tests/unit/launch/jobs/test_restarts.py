@@ -7,8 +7,8 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import ConfigError, LaunchOptionError
+from bigbatch.launch.jobs.fit_hosts import on_hosts_left
 from bigbatch.launch.jobs.foreground import Ended
-from bigbatch.launch.jobs.hosts_left import on_hosts_left
 from bigbatch.launch.jobs.restarts import may_go_on, run_healing
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.start import main
