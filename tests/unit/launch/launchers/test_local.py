@@ -84,6 +84,8 @@ def test_local_starts_one_nodes_part_of_a_job(tmp_path: Path) -> None:
     ("words", "named"),
     [
         (("--nodes", "2"), ("--nodes 2", "--master HOST:PORT", "--node-rank")),
+        (("--nodes", "2", "--master", "n0:1"), ("--nodes 2", "--node-rank", "0 to 1")),
+        (("--nodes", "2", "--master", "n0:1", "--node-rank", "-1"), ("--node-rank -1",)),
         (("--nodes", "2", "--master", "n0:1", "--node-rank", "2"), ("--node-rank 2", "--nodes 2")),
         (("--nodes", "2", "--master", "n0:1", "--node-rank", "0", "--restarts", "1"), ("--restarts", "mpirun")),
     ],

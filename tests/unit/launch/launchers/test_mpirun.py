@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,20 @@ from bigbatch.launch.start import main
 TRAIN = ("train", "--config", "quickstart")
 
 
-def test_mpirun_on_this_host() -> None:
-    assert mpirun_argv(JobSpec(TRAIN, 2)) == [
-        *("mpirun", "-n", "2", "--bind-to", "none", "--map-by", "slot"),
-        *("-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=0", sys.executable, "-m", "bigbatch", *TRAIN),
-    ]
+Played = Callable[[str], None]
+
+
+@pytest.fixture
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
+    """Put a program in the place of mpirun, in a work folder of its own."""
+
+    def play(lines: str) -> None:
+        (tmp_path / "mpirun").write_text("#!/bin/bash\n" + lines)
+        (tmp_path / "mpirun").chmod(0o755)
+
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(tmp_path / "mpirun"))
+    monkeypatch.chdir(tmp_path)
+    return play
 
 
 def test_mpirun_across_hosts_as_root_with_too_few_cores() -> None:
@@ -65,15 +75,11 @@ def test_mpirun_passes_variables_of_the_transports_to_other_hosts() -> None:
     ],
 )
 def test_mpirun_exit_code_is_the_first_ranks_where_its_own_is_0(
-    rank: str, code: int, own: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: str, code: int, own: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """own: that of an own script, which may record nothing."""
     monkeypatch.setattr(foreground, "LOOK_SECONDS", 0.01)
-    stub = tmp_path / "mpirun"
-    stub.write_text(f"#!/bin/bash\nfile=$BIGBATCH_STOPPED\n{rank}\n")
-    stub.chmod(0o755)
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
-    monkeypatch.chdir(tmp_path)
+    played(f"file=$BIGBATCH_STOPPED\n{rank}\n")
     assert mpirun._run(JobSpec(TRAIN, 2), environ=os.environ).code == code
     assert mpirun._run(JobSpec(("own.py",), 2, is_python=True), environ=os.environ).code == own
     elsewhere = mpirun._run(JobSpec(TRAIN, 2, hosts=(("n9", 2),)), environ=os.environ)
@@ -82,20 +88,17 @@ def test_mpirun_exit_code_is_the_first_ranks_where_its_own_is_0(
 
 
 def test_mpirun_in_a_folder_that_takes_no_file_leaves_codes_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(**options: object) -> None:
         raise PermissionError
 
-    stub = tmp_path / "mpirun"
-    stub.write_text('#!/bin/bash\n[[ "$*" != *BIGBATCH_STOPPED* ]] && exit 130\n')
-    stub.chmod(0o755)
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+    played('[[ "$*" != *BIGBATCH_STOPPED* ]] && exit 130\n')
     monkeypatch.setattr(exit_file.tempfile, "mkstemp", refused)
     assert mpirun._run(JobSpec(TRAIN, 2), environ=os.environ).code == 130
 
 
-HOSTS = """#!/bin/bash
+HOSTS = """\
 # n1 is away while there is a file of its name; a job with its ranks dies, and it is away then
 echo "$*" >> {folder}/calls
 case "$*" in
@@ -109,14 +112,10 @@ esac
 
 @pytest.mark.parametrize("code", [137, 1])
 def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    code: int, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stub = tmp_path / "mpirun"
-    stub.write_text(HOSTS.format(folder=tmp_path, code=code))
-    stub.chmod(0o755)
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+    played(HOSTS.format(folder=tmp_path, code=code))
     monkeypatch.setattr(foreground, "RECALL_SECONDS", 0.2)
-    monkeypatch.chdir(tmp_path)
     words = ("mpirun", "--hosts", "n0:1,n1:1", "--restarts", "1", "--", *TRAIN, "--run.directory", "run")
     assert main(words) == 0
     started = [line for line in (tmp_path / "calls").read_text().splitlines() if not line.endswith(" true")]
@@ -124,7 +123,7 @@ def test_mpirun_goes_on_with_the_hosts_left_and_grows_when_one_is_back(
     assert "with 1 of 2 ranks" in capfd.readouterr().err
 
 
-BUSY = """#!/bin/bash
+BUSY = """\
 # n1 is away from the first loss on; n0 starts nothing either while the job runs there, as a host that is busy
 case "$*" in
   *"--host n1:1"*" true") exit 1 ;;
@@ -137,26 +136,19 @@ esac
 
 
 def test_mpirun_leaves_a_job_alone_whose_hosts_do_not_answer_while_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only more hosts are asked for: what is wrong with those that it has, it says itself."""
-    stub = tmp_path / "mpirun"
-    stub.write_text(BUSY.format(folder=tmp_path))
-    stub.chmod(0o755)
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+    played(BUSY.format(folder=tmp_path))
     monkeypatch.setattr(foreground, "RECALL_SECONDS", 0.2)
-    monkeypatch.chdir(tmp_path)
     words = ("mpirun", "--hosts", "n0:1,n1:1", "--restarts", "1", "--", *TRAIN, "--run.directory", "run")
     assert main(words) == 0
     assert (tmp_path / "asked").exists()
     assert (tmp_path / "done").exists()
 
 
-def test_mpirun_counts_a_host_that_hangs_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = tmp_path / "mpirun"
-    stub.write_text("#!/bin/bash\nsleep 600\n")
-    stub.chmod(0o755)
-    monkeypatch.setattr(mpirun, "find_mpirun", lambda: str(stub))
+def test_mpirun_counts_a_host_that_hangs_as_lost(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    played("sleep 600\n")
     monkeypatch.setattr(mpirun, "ANSWER_SECONDS", 0.3)
     job = JobSpec(("own.py",), 2, hosts=(("n0", 1), ("n1", 1)), is_python=True)
     with pytest.raises(LaunchOptionError, match="n0, n1"):

@@ -10,7 +10,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import LaunchOptionError, SchedulerError
-from bigbatch.launch.launchers.slurm_queue import find_jobs, parse_facts
+from bigbatch.launch.launchers.slurm_queue import find_jobs
 from bigbatch.launch.start import main
 
 SHOWN = (
@@ -120,8 +120,10 @@ def test_slurm_warnings_reach_the_user_whose_job_was_taken(
 
 
 def test_slurm_refusal_holds_what_a_wrapper_of_sbatch_says(cluster: Cluster) -> None:
-    cluster.answers("sbatch", "no budget left\n", code=1, errors="sbatch: error: denied\n")
-    with pytest.raises(SchedulerError, match=naming("no budget left; sbatch: error: denied")):
+    cluster.answers("sbatch", "no budget left\n", code=1, errors="sbatch: error: denied\nsbatch: error: failed\n")
+    with pytest.raises(
+        SchedulerError, match=naming("no budget left; sbatch: error: denied; sbatch: error: failed", "sinfo")
+    ):
         main(["slurm", *TRAIN])
 
 
@@ -140,13 +142,6 @@ def test_slurm_job_around_the_shell_does_not_leak_into_the_next(
     assert not set(of_a_job) & seen.keys()
     assert kept.items() <= seen.items()
     assert "SBATCH_PARTITION" in capsys.readouterr().err, "somebody set it on purpose"
-
-
-def test_slurm_words_are_passed_on_in_one_line(cluster: Cluster) -> None:
-    cluster.answers("sbatch", "", code=1, errors="sbatch: error: invalid partition\nsbatch: error: Batch job failed\n")
-    words = "sbatch: error: invalid partition; sbatch: error: Batch job failed"
-    with pytest.raises(SchedulerError, match=naming(words, "sinfo")):
-        main(["slurm", "--partition", "nope", *TRAIN])
 
 
 @pytest.mark.usefixtures("bare")
@@ -205,27 +200,32 @@ def test_slurm_status_says_how_a_job_ended(
     assert f"  exit code   {told}" in capsys.readouterr().out.splitlines()
 
 
-def test_slurm_cancel_asks_a_running_job_to_save_and_stop(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cancel", "7_3"]) == 0
-    assert cluster.calls("scancel") == ["--batch --signal=USR2 7_3"]
-    assert re.search(naming("7_3", "checkpoint"), capsys.readouterr().out)
+ASKS = "--batch --signal=USR2 7_3"
 
 
-@pytest.mark.parametrize(("state", "words"), [("RUNNING", ["--now"]), ("PENDING", []), ("SUSPENDED", ["--now"])])
-def test_slurm_cancel_ends_a_job_at_once_when_told_or_when_it_does_not_run(
-    cluster: Cluster, state: str, words: list[str]
+@pytest.mark.parametrize(
+    ("state", "words", "scancel", "scontrol", "told"),
+    [
+        ("RUNNING", [], ASKS, [], "checkpoint"),
+        ("SUSPENDED", [], ASKS, ["resume 7_3"], "checkpoint"),  # Slurm would kill it without a word
+        ("RUNNING", ["--now"], "7_3", [], "cancelled"),
+        ("SUSPENDED", ["--now"], "7_3", [], "cancelled"),
+        ("PENDING", [], "7_3", [], "cancelled"),
+    ],
+)
+def test_slurm_cancel_asks_a_job_to_save_and_stop_or_ends_it(
+    cluster: Cluster,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    words: list[str],
+    scancel: str,
+    scontrol: list[str],
+    told: str,
 ) -> None:
     cluster.has_job(state)
-    main(["cancel", "7_3", *words])
-    assert cluster.calls("scancel") == ["7_3"]
-
-
-def test_slurm_cancel_lets_a_suspended_job_go_on_to_save(cluster: Cluster) -> None:
-    """Slurm would kill it without a word."""
-    cluster.has_job("SUSPENDED")
-    main(["cancel", "7_3"])
-    assert cluster.calls("scontrol") == ["resume 7_3"]
-    assert cluster.calls("scancel") == ["--batch --signal=USR2 7_3"]
+    assert main(["cancel", "7_3", *words]) == 0
+    assert (cluster.calls("scancel"), cluster.calls("scontrol")) == ([scancel], scontrol)
+    assert re.search(naming("7_3", told), capsys.readouterr().out)
 
 
 def test_slurm_cancel_says_who_may_let_a_suspended_job_go_on(cluster: Cluster) -> None:
@@ -236,17 +236,14 @@ def test_slurm_cancel_says_who_may_let_a_suspended_job_go_on(cluster: Cluster) -
     assert cluster.calls("scancel") == []
 
 
-def test_slurm_cancel_sends_no_signal_to_a_script_that_does_not_heed_it(cluster: Cluster) -> None:
-    cluster.has_job(line="echo 1")
-    with pytest.raises(SchedulerError, match=naming("7_3", "--now")):
+@pytest.mark.parametrize(("job", "named"), [({"line": "echo 1"}, "--now"), ({"state": "COMPLETED"}, "COMPLETED")])
+def test_slurm_cancel_refuses_scripts_that_do_not_heed_it_and_jobs_that_have_ended(
+    cluster: Cluster, job: dict[str, str], named: str
+) -> None:
+    cluster.has_job(**job)
+    with pytest.raises(SchedulerError, match=naming("7_3", named)):
         main(["cancel", "12"])
     assert cluster.calls("scancel") == []
-
-
-def test_slurm_cancel_refuses_a_job_that_has_ended(cluster: Cluster) -> None:
-    cluster.has_job("COMPLETED")
-    with pytest.raises(SchedulerError, match=naming("7_3", "COMPLETED")):
-        main(["cancel", "12"])
 
 
 @pytest.mark.parametrize("number", ["", "x", "-1", "7_", "1; rm", "7\n", "$(id)"])
@@ -312,18 +309,13 @@ def test_slurm_job_that_is_gone_does_not_hold_up_the_others(
 
 def test_slurm_facts_are_not_taken_from_a_folder_that_looks_like_one(cluster: Cluster) -> None:
     (cluster.folder / "shown").write_text(SHOWN.format(state="RUNNING", code="0:0", folder="/a JobState=FAILED"))
-    assert find_jobs("12")[0].state == "RUNNING"
+    (job,) = find_jobs("12")
+    assert job.state == "RUNNING"
+    read = {name: job.facts[name] for name in ("JobName", "TRES", "Power")}
+    assert read == {"JobName": "a b", "TRES": "cpu=2,node=2", "Power": ""}
 
 
 def test_slurm_sbatch_that_ends_before_it_reads_still_says_why(cluster: Cluster) -> None:
     (cluster.folder / "sbatch").write_text("#!/bin/sh\nexec <&-\necho no configuration >&2\nexit 1\n")
     with pytest.raises(SchedulerError, match=naming("sbatch", "no configuration")):
         main(["slurm", *TRAIN, "--run.directory", "x" * 200_000])
-
-
-def test_slurm_facts_with_blanks_and_equals_signs_are_read_whole() -> None:
-    facts = parse_facts(SHOWN.format(state="RUNNING", code="0:0", folder="/a b"))
-    assert facts["JobName"] == "a b"
-    assert facts["WorkDir"] == "/a b"
-    assert facts["TRES"] == "cpu=2,node=2"
-    assert facts["Power"] == ""

@@ -53,16 +53,11 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
-def test_slurm_script_gives_ranks_the_words_of_the_command_whatever_they_hold(stubs: Stubs) -> None:
-    code, _ = stubs.run(sbatch_script(JobSpec((*TRAIN, *NASTY), 2)))
+def test_slurm_script_gives_ranks_words_and_variables_whatever_they_hold(stubs: Stubs) -> None:
+    pairs = tuple((f"V{number}", value) for number, value in enumerate(NASTY))
+    code, _ = stubs.run(sbatch_script(JobSpec((*TRAIN, *NASTY), 2, environment=pairs, interface="ib0")))
     assert code == 0
     assert stubs.argv()[-len(NASTY) :] == NASTY
-    assert not (stubs.folder / "x").exists()
-
-
-def test_slurm_script_gives_ranks_the_values_of_variables_whatever_they_hold(stubs: Stubs) -> None:
-    pairs = tuple((f"V{number}", value) for number, value in enumerate(NASTY))
-    stubs.run(sbatch_script(JobSpec(TRAIN, 2, environment=pairs, interface="ib0")))
     given = stubs.variables()
     assert [given[name] for name, _ in pairs] == NASTY
     assert [given[name] for name, _ in interface_variables("ib0")] == ["ib0", "ib0", "=ib0"]
@@ -170,15 +165,11 @@ def test_slurm_script_values_that_cannot_be_are_refused_in_one_line(fields: dict
 
 def test_slurm_script_takes_no_place_of_the_shell_that_submits(stubs: Stubs) -> None:
     outer = {name: value for family in FAMILIES for name, value in left_by(family).items()}
+    outer |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SRUN_DEBUG": "3"}
     stubs.run(SCRIPT, **outer)
     assert not outer.keys() & stubs.variables().keys()
     stubs.run(sbatch_script(JobSpec(TRAIN, 2, environment=(("MASTER_ADDR", "n0"),))), **outer)
     assert stubs.variables()["MASTER_ADDR"] == "n0", "unless the job says so"
-
-
-def test_slurm_script_that_is_submitted_inside_of_a_step_does_not_take_it_for_its_own(stubs: Stubs) -> None:
-    stubs.run(SCRIPT, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="8", SRUN_DEBUG="3")
-    assert not [name for name in stubs.variables() if name.startswith(("SLURM_STEP_", "SRUN_"))]
 
 
 @pytest.mark.long
@@ -212,21 +203,61 @@ def test_slurm_script_shows_output_of_rank_0_in_the_jobs_own(tmp_path: Path) -> 
     assert f"--output=logs/bigbatch-{JOB}/rank-%t.log" in stubs.argv()
 
 
-@pytest.mark.parametrize("code", [0, 3, 137])
-def test_slurm_script_exit_code_is_that_of_the_ranks(stubs: Stubs, code: int) -> None:
-    assert stubs.run(SCRIPT, STUB_CODE=str(code))[0] == code
-    assert not stubs.requeued()
+LIMIT, CANCEL = signal.SIGUSR1, signal.SIGUSR2
+TORCHRUN = (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()
+OWN = sbatch_script(JobSpec(("my train.py", "-m"), 2, is_python=True), python="/py thon")
 
 
-def test_slurm_script_stops_the_ranks_before_the_time_limit_and_requeues(stubs: Stubs) -> None:
-    code, output = stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED="130")
-    assert (code, stubs.requeued()) == (0, True)
-    assert "time limit" in output
+@pytest.mark.parametrize(
+    ("script", "asked", "ranks", "code", "is_requeued", "said"),
+    [
+        *((SCRIPT, (), str(code), code, False, f"exit code {code}") for code in (0, 3, 137)),
+        (SCRIPT, (LIMIT,), "130", 0, True, "time limit"),
+        (SCRIPT, (LIMIT,), None, 0, True, "time limit"),  # the ranks were not yet listening
+        *((SCRIPT, (LIMIT,), str(code), code, False, f"exit code {code}") for code in (0, 1)),  # done, or failed
+        *((SCRIPT, asked, "130", 130, False, "130") for asked in ((CANCEL,), (LIMIT, CANCEL), (CANCEL, LIMIT))),
+        (SCRIPT, (CANCEL,), None, 130, False, "130"),
+        (OWN, (LIMIT,), "130", 0, True, "time limit"),
+        (OWN, (LIMIT,), None, 138, False, "138"),  # it would begin anew at each time limit
+        (TORCHRUN, (LIMIT,), "1", 0, True, ""),
+        (TORCHRUN, (CANCEL,), "1", 130, False, ""),
+        (TORCHRUN, (LIMIT,), "0", 0, False, ""),
+    ],
+)
+def test_slurm_script_ends_with_the_code_of_the_ranks_or_goes_back_into_the_queue(
+    stubs: Stubs,
+    script: str,
+    asked: tuple[signal.Signals, ...],
+    ranks: str | None,
+    code: int,
+    is_requeued: bool,
+    said: str,
+) -> None:
+    """ranks: the code of those that were asked, or that end by themselves; None: the signal ends them."""
+    ends = (
+        {"STUB_CODE": ranks or ""} if not asked else {"STUB_WAITS": "1", **({"STUB_STOPPED": ranks} if ranks else {})}
+    )
+    ended, output = stubs.run(script, *asked, **ends)
+    assert (ended, stubs.requeued()) == (code, is_requeued)
+    assert said in output
+    if script == OWN:
+        assert stubs.argv()[-3:] == ["/py thon", "my train.py", "-m"]
 
 
-def test_slurm_script_requeues_ranks_that_were_not_yet_listening_too(stubs: Stubs) -> None:
-    stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1")
-    assert stubs.requeued()
+def test_slurm_script_names_a_cluster_that_does_not_requeue(stubs: Stubs) -> None:
+    stopped = {"STUB_WAITS": "1", "STUB_STOPPED": "130", "STUB_REQUEUE": "1"}
+    code, output = stubs.run(SCRIPT, LIMIT, **stopped)
+    assert code == 130
+    assert re.search(naming("submit", "checkpoint"), output)
+
+
+@pytest.mark.parametrize(("preempted", "is_requeued"), [("2026-01-01T00:00:00", True), ("None", False)])
+def test_slurm_script_that_is_preempted_is_requeued(stubs: Stubs, preempted: str, is_requeued: bool) -> None:
+    """Its tasks alone get SIGTERM, so that only their exit code tells."""
+    code, output = stubs.run(SCRIPT, STUB_CODE="130", STUB_PREEMPT=preempted)
+    assert stubs.requeued() is is_requeued
+    assert ("preempted" in output) is is_requeued
+    assert code == (0 if is_requeued else 130)
 
 
 RUN = "runs/a 'b"
@@ -336,13 +367,13 @@ def place(stubs: Stubs) -> list[str]:
     return [word for word in stubs.argv() if word.startswith(("--nodes=", "--ntasks=", "--nodelist="))]
 
 
-@pytest.mark.parametrize(("code", "lost"), [("137", ""), ("137", "n1"), ("1", "n1")])
+@pytest.mark.parametrize(("code", "lost"), [("137", ""), ("137", "n1"), ("1", "n1"), ("137", "n0 n1 n2 n3")])
 def test_slurm_script_goes_on_without_the_nodes_that_are_lost(stubs: Stubs, code: str, lost: str) -> None:
-    """With as many of the others as can share the batch: of three, two. Slurm gets back what does not answer alone."""
+    """On as many of the others as can share the batch: of three, two. Where none answers it is Slurm that does not."""
     ended, output = stubs.run(SHRINKING, STUB_CODE=f"{code} 0", STUB_LOST=lost)
     assert (ended, stubs.num_starts(), stubs.requeued()) == (0, 2, False), output
     given_back = f"update JobId={JOB} NodeList=n0,n2,n3" in stubs.scontrol_calls()
-    if lost:
+    if lost == "n1":
         assert place(stubs) == ["--nodes=2", "--ntasks=4", "--nodelist=n0,n2"]
         assert given_back
         assert "starting again; nodes that answer: n0 n2 n3\n" in output
@@ -351,18 +382,10 @@ def test_slurm_script_goes_on_without_the_nodes_that_are_lost(stubs: Stubs, code
         assert not given_back
 
 
-ALL_NODES = ["--nodes=4", "--ntasks=8", "--nodelist=n0,n1,n2,n3"]
-
-
 def test_slurm_script_goes_back_into_the_queue_where_too_few_nodes_are_left(stubs: Stubs) -> None:
     _, output = stubs.run(SHRINKING, STUB_CODE="137", STUB_LOST="n1 n2 n3")
     assert (stubs.num_starts(), stubs.requeued()) == (1, True)
     assert re.search(naming("back into the queue", "too few nodes are left: n0"), output)
-
-
-def test_slurm_script_takes_no_node_for_lost_where_slurm_does_not_answer(stubs: Stubs) -> None:
-    assert stubs.run(SHRINKING, STUB_CODE="137 0", STUB_LOST="n0 n1 n2 n3")[0] == 0
-    assert place(stubs) == ["--nodes=4", "--ntasks=8", "--nodelist=n0,n1,n2,n3"]
 
 
 @pytest.mark.parametrize(("code", "lost"), [("2", "n1"), ("130", "n1"), ("1", ""), ("4", "")])
@@ -395,31 +418,6 @@ def test_slurm_script_of_another_job_of_that_number_counts_for_itself(stubs: Stu
     assert all(goes_back(stubs, script, restart=0)[0] for _ in range(3))
 
 
-@pytest.mark.parametrize("code", ["0", "1"])
-def test_slurm_script_that_is_done_or_fails_at_the_time_limit_is_not_requeued(stubs: Stubs, code: str) -> None:
-    assert stubs.run(SCRIPT, signal.SIGUSR1, STUB_WAITS="1", STUB_STOPPED=code)[0] == int(code)
-    assert not stubs.requeued()
-
-
-def test_slurm_script_names_a_cluster_that_does_not_requeue(stubs: Stubs) -> None:
-    stopped = {"STUB_WAITS": "1", "STUB_STOPPED": "130", "STUB_REQUEUE": "1"}
-    code, output = stubs.run(SCRIPT, signal.SIGUSR1, **stopped)
-    assert code == 130
-    assert re.search(naming("submit", "checkpoint"), output)
-
-
-@pytest.mark.parametrize(
-    "signals", [(signal.SIGUSR2,), (signal.SIGUSR1, signal.SIGUSR2), (signal.SIGUSR2, signal.SIGUSR1)]
-)
-def test_slurm_script_that_is_cancelled_is_not_requeued(stubs: Stubs, signals: tuple[signal.Signals, ...]) -> None:
-    assert stubs.run(SCRIPT, *signals, STUB_WAITS="1", STUB_STOPPED="130")[0] == 130
-    assert not stubs.requeued()
-
-
-def test_slurm_script_that_is_cancelled_before_its_ranks_listened_was_stopped_too(stubs: Stubs) -> None:
-    assert stubs.run(SCRIPT, signal.SIGUSR2, STUB_WAITS="1")[0] == 130
-
-
 def test_slurm_script_leaves_to_slurm_what_slurm_itself_ends(stubs: Stubs) -> None:
     process = stubs.start(SCRIPT, STUB_WAITS="1", STUB_STOPPED="130")
     while not (stubs.folder / "srun.pid").exists():
@@ -429,15 +427,6 @@ def test_slurm_script_leaves_to_slurm_what_slurm_itself_ends(stubs: Stubs) -> No
     process.communicate(timeout=200)
     assert process.returncode == 130
     assert not stubs.requeued()
-
-
-@pytest.mark.parametrize(("preempted", "is_requeued"), [("2026-01-01T00:00:00", True), ("None", False)])
-def test_slurm_script_that_is_preempted_is_requeued(stubs: Stubs, preempted: str, is_requeued: bool) -> None:
-    """Its tasks alone get SIGTERM, so that only their exit code tells."""
-    code, output = stubs.run(SCRIPT, STUB_CODE="130", STUB_PREEMPT=preempted)
-    assert stubs.requeued() is is_requeued
-    assert ("preempted" in output) is is_requeued
-    assert code == (0 if is_requeued else 130)
 
 
 @pytest.mark.parametrize(
@@ -450,13 +439,10 @@ def test_slurm_script_that_is_preempted_is_requeued(stubs: Stubs, preempted: str
         (("comm", "bench"), 300),
     ],
 )
-@pytest.mark.parametrize("image", [None, "bb.sif"])
-def test_slurm_script_gives_ranks_the_time_to_name_a_lost_one(
-    words: tuple[str, ...], seconds: int, image: str | None
-) -> None:
-    script = job_script(JobSpec(words, 2, image=image, preflight="warn"), folder=None)
-    waits = [int(wait) for wait in re.findall(r"srun .*--wait=(\d+)", script)]
-    assert len(waits) == 2
+def test_slurm_script_gives_ranks_the_time_to_name_a_lost_one(words: tuple[str, ...], seconds: int) -> None:
+    scripts = [job_script(JobSpec(words, 2, image=image, preflight="warn"), folder=None) for image in (None, "bb.sif")]
+    waits = [int(wait) for wait in re.findall(r"srun .*--wait=(\d+)", "".join(scripts))]
+    assert len(waits) == 4
     assert all(wait > seconds + ROLL_CALL_SECONDS + LINGER_SECONDS for wait in waits)
 
 
@@ -477,35 +463,6 @@ def test_slurm_script_outside_a_job_says_what_to_do(script: str) -> None:
     )
     assert done.returncode == 2
     assert "sbatch" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("stopped", "code", "is_requeued"),
-    [({"STUB_STOPPED": "130"}, 0, True), ({}, 138, False)],
-    ids=["saved", "did not listen"],
-)
-def test_slurm_script_of_an_own_script_goes_on_only_from_what_it_saved(
-    stubs: Stubs, stopped: dict[str, str], code: int, is_requeued: bool
-) -> None:
-    """One that USR1 ends would begin anew at each time limit."""
-    script = sbatch_script(JobSpec(("my train.py", "-m"), 2, is_python=True), python="/py thon")
-    assert stubs.run(script, signal.SIGUSR1, STUB_WAITS="1", **stopped)[0] == code
-    assert stubs.requeued() is is_requeued
-    assert stubs.argv()[-3:] == ["/py thon", "my train.py", "-m"]
-
-
-TORCHRUN = (ROOT / "launch/scripts/train-torchrun.sbatch").read_text()
-
-
-@pytest.mark.parametrize(
-    ("number", "stopped", "code", "is_requeued"),
-    [(signal.SIGUSR1, "1", 0, True), (signal.SIGUSR2, "1", 130, False), (signal.SIGUSR1, "0", 0, False)],
-)
-def test_slurm_script_of_torchrun_requeues_as_well(
-    stubs: Stubs, number: signal.Signals, stopped: str, code: int, is_requeued: bool
-) -> None:
-    assert stubs.run(TORCHRUN, number, STUB_WAITS="1", STUB_STOPPED=stopped)[0] == code
-    assert stubs.requeued() is is_requeued
 
 
 def test_slurm_script_of_torchrun_does_not_go_back_for_ever_either(stubs: Stubs) -> None:
