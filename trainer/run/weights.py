@@ -51,7 +51,8 @@ def load_weights_(
     Raises: CheckpointError where it is not readable, holds no weights, or those of another model.
     """
     state = _read(path)
-    names, scale = None, _apex_scale(state)
+    scale = _apex_scale(state)
+    names: Sequence[str] | None = None
     if _is_ours(state):
         names = kept_names(state, source=str(path))
         require_same_model(state["config"], config, source=str(path), is_partial=bool(partial))

@@ -85,7 +85,7 @@ class WindowSums:
         numbers = packed_N.tolist()
         scalars, shares = numbers[: len(_SCALARS)], numbers[len(_SCALARS) :]
         num_ranks = len(shares) // len(_SHARES)
-        of_ranks = {name: tuple(shares[k * num_ranks :][:num_ranks]) for k, name in enumerate(_SHARES)}
+        of_ranks: dict[str, Any] = {name: tuple(shares[k * num_ranks :][:num_ranks]) for k, name in enumerate(_SHARES)}
         return cls(**dict(zip(_SCALARS, scalars, strict=True)), **of_ranks)
 
     @property
