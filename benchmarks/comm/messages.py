@@ -3,8 +3,9 @@
     python -m benchmarks.comm.messages --nodes 256 --ranks-per-node 8
 
 The algorithms run as they are, over a transport that counts and sends nothing, on the fusion buffers of each recipe's
-gradients as tensors without memory; the form is that of GPUs, with collectives inside nodes. Recipes with the same
-buffers share a row. What runs in parallel over a node's links is one message here: a time does not follow from it.
+gradients as tensors without memory, with collectives inside nodes. Over NCCL the hierarchical and the sharded form are
+three collectives of its own for each buffer instead, without messages. Recipes with the same buffers share a row. What
+runs in parallel over a node's links is one message here: a time does not follow from it.
 """
 
 import argparse
@@ -116,9 +117,14 @@ def place(rank: int, *, nodes: int, ranks_per_node: int) -> Topology:
     return Topology(rank, tuple(tuple(range(node * k, (node + 1) * k)) for node in range(nodes)))
 
 
-def count(algorithm: str, topology: Topology, buffers: Iterable[Tensor]) -> CountingBackend:
-    """Sum all buffers, tensors of the device meta, as one rank; return what it sent."""
-    backend = CountingBackend(topology.rank, topology.world_size)
+def count(
+    algorithm: str, topology: Topology, buffers: Iterable[Tensor], *, library: str = "counted"
+) -> CountingBackend:
+    """Sum all buffers, tensors of the device meta, as one rank; return what it sent.
+
+    library: "nccl" for the forms that are made of its collectives.
+    """
+    backend = CountingBackend(topology.rank, topology.world_size, library)
     all_reduce_ = make_allreduce(algorithm, backend=backend, topology=topology)
     for buffer_N in buffers:
         all_reduce_(buffer_N)

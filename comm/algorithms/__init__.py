@@ -13,7 +13,7 @@ from bigbatch.comm.algorithms.hybrid import HybridTable
 from bigbatch.comm.algorithms.ring import Announce, ring_allreduce_, ring_order
 from bigbatch.comm.algorithms.shared import Across, Owners, shared_allreduce_
 from bigbatch.comm.algorithms.wire import Staging, Wire
-from bigbatch.comm.backends.base import HALF, Backend
+from bigbatch.comm.backends.base import HALF, Backend, Group
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.rendezvous.topology import Topology
 
@@ -37,8 +37,9 @@ def make_allreduce(
     """Make the named algorithm over the whole job, with the groups it needs. Collective.
 
     native: the backend's own. ring: over all ranks. hierarchical: a leader per node, a ring of leaders (the paper's).
-    sharded: every rank of a node carries a shard of its own across (2D torus). doubling: as hierarchical, but the
-    leaders sum by recursive doubling, for short tensors. hybrid: by the size of the tensor, as table says.
+    sharded: every rank of a node carries a shard of its own across (2D torus). Over NCCL its all-reduce of these ranks
+    replaces the ring in both. doubling: as hierarchical, but the leaders sum by recursive doubling, for short tensors.
+    hybrid: by the size of the tensor, as table says.
     With memory (host tensors) hierarchical and sharded share it inside nodes; else the backend's collectives
     work there.
     Raises: ValueError for an unknown name, or hybrid without a table.
@@ -66,20 +67,22 @@ def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: B
     return torch.float32 if widens and dtype in HALF else dtype
 
 
-def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging) -> None:
+def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging, group: Group | None = None) -> None:
     """Sum by the backend's own all-reduce, in the precision of the wire; the backend chooses how it sums.
+
+    group: the ranks that take part, if not the whole world.
 
     A backend that would round each addition gets fp32 if sums must be in fp32: a narrow wire saves nothing then.
     """
-    dtype = wire.of(buffer_N)
+    dtype, group = wire.of(buffer_N), group or backend.world
     if dtype == buffer_N.dtype or wire.widens(backend):
         with wire.widened(buffer_N, backend) as sum_N:
-            backend.all_reduce_(sum_N, backend.world)
+            backend.all_reduce_(sum_N, group)
         wire.round_(buffer_N)
         return
     packed_N = staging.take("packed", buffer_N.numel(), buffer_N, dtype)
     wire.divide_(buffer_N)
-    backend.all_reduce_(wire.pack(buffer_N, packed_N), backend.world)
+    backend.all_reduce_(wire.pack(buffer_N, packed_N), group)
     wire.unpack_(buffer_N, packed_N)
 
 
@@ -97,8 +100,16 @@ def _make_hierarchical(
 ) -> AllReduce:
     count = 1 if name == "hierarchical" else topology.smallest_node
     place = topology.node.index(topology.rank)
-    column = tuple(group[place] for group in topology.groups) if place < count else (topology.rank,)
-    across = _make_across("ring", column, backend=backend, wire=wire)
+    columns = [tuple(group[k] for group in topology.groups) for k in range(count)]
+    across = _make_across("ring", columns[place] if place < count else (topology.rank,), backend=backend, wire=wire)
+    if backend.name == "nccl":
+        # its own sum in subgroups: it uses every link of a node, and no message is started from Python
+        rest = tuple(rank for group in topology.groups for rank in group[count:])
+        column, staging = backend.new_group([*columns, rest] if rest else columns), Staging()
+
+        def across(own_N: Tensor, _others: Sequence[Tensor], _announce: Announce) -> None:
+            _native(own_N, backend=backend, wire=wire, staging=staging, group=column)
+
     if memory is not None:
         owners = Owners(count, across, ring_order(topology.num_nodes, topology.node_rank))
         ranks = topology.node

@@ -64,6 +64,16 @@ def test_messages_of_doubling_over_six_nodes(rank: int, messages: int) -> None:
     assert count("doubling", topology, [torch.empty(100, device="meta")]).messages == messages
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "collectives"), [("native", 1), ("hierarchical", 3), ("sharded", 3), ("ring", 0), ("doubling", 2)]
+)
+def test_over_nccl_all_but_ring_and_doubling_send_no_message(algorithm: str, collectives: int) -> None:
+    topology = place(0, nodes=NODES, ranks_per_node=RANKS_PER_NODE)
+    found = count(algorithm, topology, [torch.empty(NUM_ELEMENTS, device="meta")], library="nccl")
+    assert found.collectives == collectives
+    assert bool(found.messages) == (algorithm in ("ring", "doubling"))
+
+
 @pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical", "sharded", "doubling"])
 def test_groups_at_2048_ranks_are_the_own_node_alone(algorithm: str) -> None:
     groups = [group.ranks for group in counted(algorithm, 13).groups]
@@ -125,10 +135,13 @@ def test_messages_are_those_that_a_rank_asks_of_torch(recipe: str, rank: int, mo
             all_reduce_ = make_allreduce(algorithm, backend=asked.backend, topology=topology)
             for buffer_N in empty(plan):
                 all_reduce_(torch.empty_like(buffer_N, device="cpu"))
-            expected = count(algorithm, topology, empty(plan))
+            expected = count(algorithm, topology, empty(plan), library="nccl")
             found = (asked.messages, asked.message_bytes, asked.collectives)
             assert found == (expected.messages, expected.message_bytes, expected.collectives), algorithm
-        assert asked.library.of("split") == [[list(range(k, k + 8)) for k in range(0, WORLD_SIZE, 8)]], "once, for all"
+        columns = [list(range(k, WORLD_SIZE, 8)) for k in range(8)]
+        leaders_and_rest = [columns[0], [rank for rank in range(WORLD_SIZE) if rank % 8]]
+        nodes = [list(range(k, k + 8)) for k in range(0, WORLD_SIZE, 8)]
+        assert asked.library.of("split") == [leaders_and_rest, nodes, columns[1:]], "each once, for all"
     finally:
         dist.destroy_process_group()
 
