@@ -45,7 +45,6 @@ class InFlight(Protocol):
 
     def wait(self) -> None:
         """Return once later work on this device may use the result; call it once. Raises: PeerLostError."""
-        ...
 
 
 class Backend(Protocol):
@@ -64,58 +63,45 @@ class Backend(Protocol):
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Split the world into families and return this rank's group. Collective over the world."""
-        ...
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
         """Sum over the group, in place, by the transport's own algorithm."""
-        ...
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
         """Sum over the group into rank root; the others' tensors are undefined afterwards."""
-        ...
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
         """Copy the tensor of rank root to all of the group."""
-        ...
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
         """Sum tensor_N over the group; rank i of the group gets the i-th of equal parts in shard_M."""
-        ...
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
         """Concatenate the group's shards, in the group's order, into tensor_N."""
-        ...
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
         """Start a message to another rank; tensor_N must not change until its wait() returns."""
-        ...
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
         """Start to receive a message of the tensor's size from another rank."""
-        ...
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
         """Start one hop of a ring: sending to one rank while receiving from another."""
-        ...
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
         """Start an operation made of collectives and messages; submitted operations run one after another.
 
         All ranks submit the same operations, in the same order. ranks: the participants, if not the whole world.
         """
-        ...
 
     def oldest(self) -> Pending | None:
         """Return the submitted operation that is under way longest, as far as is known; for other threads."""
-        ...
 
     def close(self) -> None:
         """Release the transport after the last collective; collective itself."""
-        ...
 
     def abandon(self) -> None:
         """Release what this rank holds, without the others: if connect() refuses, and nothing is under way."""
-        ...
 
 
 @dataclass(frozen=True)

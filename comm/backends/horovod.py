@@ -93,7 +93,6 @@ class HorovodBackend:
         return Group(mine, self._process_sets[mine])
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Call hvd.allreduce_ for the sum."""
         name = _name("sum", tensor_N, group)
         self._hvd.allreduce_(tensor_N, op=self._hvd.Sum, name=name, process_set=group.handle)
 
@@ -102,17 +101,14 @@ class HorovodBackend:
         self.all_reduce_(tensor_N, group)
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Call hvd.broadcast_ on the bytes."""
         name = _name("broadcast", tensor_N, group)
         self._hvd.broadcast_(tensor_N.view(torch.uint8), root, name=name, process_set=group.handle)
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """Call hvd.reducescatter for the sum, and copy it."""
         name = _name("reduce-scatter", tensor_N, group)
         shard_M.copy_(self._hvd.reducescatter(tensor_N, op=self._hvd.Sum, name=name, process_set=group.handle))
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """Call hvd.allgather on the bytes, and copy them."""
         name = _name("all-gather", tensor_N, group)
         tensor_N.view(torch.uint8).copy_(
             self._hvd.allgather(shard_M.view(torch.uint8), name=name, process_set=group.handle)
@@ -131,7 +127,6 @@ class HorovodBackend:
         return self._queue.submit(operation, label=label, ranks=ranks)
 
     def close(self) -> None:
-        """Wait for all ranks, then shut Horovod down; the second time, do nothing."""
         if self._queue.is_closed:
             return
         self.submit(self._hvd.barrier, label="the last barrier").wait()

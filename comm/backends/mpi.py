@@ -143,12 +143,10 @@ class MpiBackend:
         return Group(ranks, handle)
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Call MPI_Allreduce in place."""
         with _summable(tensor_N) as buffer:
             group.handle.Allreduce(self._MPI.IN_PLACE, buffer)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Call MPI_Reduce into one rank of the group."""
         place = group.ranks.index(root)
         with _summable(tensor_N) as buffer:
             if group.handle.rank == place:
@@ -157,24 +155,19 @@ class MpiBackend:
                 group.handle.Reduce(buffer, None, root=place)
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Call MPI_Bcast on the bytes."""
         group.handle.Bcast(_bytes(tensor_N), root=group.ranks.index(root))
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """Call MPI_Reduce_scatter_block."""
         with _summable(tensor_N) as buffer, _summable(shard_M) as shard:
             group.handle.Reduce_scatter_block(buffer, shard)
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """Call MPI_Allgather on the bytes."""
         group.handle.Allgather(_bytes(shard_M), _bytes(tensor_N))
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Call MPI_Isend on the bytes."""
         return Started(self.world.handle.Isend(_bytes(tensor_N), to).Wait)
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Call MPI_Irecv for the bytes."""
         data, num_bytes = _bytes(tensor_N), tensor_N.nbytes
         request = self.world.handle.Irecv(data, source)
 
@@ -191,17 +184,14 @@ class MpiBackend:
         return Started(wait)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Call MPI_Irecv and MPI_Isend."""
         return AllOf((self.start_receive(receive, source=source), self.start_send(send, to=to)))
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Start the operation on a thread, beside backward, after the GPU's work so far."""
         if self._gpu is not None:
             operation = behind_kernels(operation, self._gpu)
         return self._queue.submit(operation, label=label, ranks=ranks)
 
     def close(self) -> None:
-        """Wait for all ranks; the second time, do nothing."""
         if self._queue.is_closed:
             return
         self.submit(self.world.handle.Barrier, label="the last barrier").wait()

@@ -18,7 +18,6 @@ class SingleBackend:
     capabilities = Capabilities(("cpu", "cuda"))
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Return the only possible family."""
         return Group(tuple(families[0]))
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
@@ -30,33 +29,26 @@ class SingleBackend:
     broadcast_ = reduce_
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """Copy the whole, which is the shard."""
         shard_M.copy_(tensor_N)
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """Copy the shard, which is the whole."""
         tensor_N.copy_(shard_M)
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Raise: there is no other rank to send to."""
         raise ValueError("a world of one has no rank to send to: exchange with itself is a copy")
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Raise: there is no other rank to receive from."""
         raise ValueError("a world of one has no rank to receive from: exchange with itself is a copy")
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Copy: the hop goes from this rank to itself."""
         receive.copy_(send)
         return Done()
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Run the operation at once."""
         operation()
         return Done()
 
     def oldest(self) -> Pending | None:
-        """Return None: no operation is ever under way."""
         return None
 
     def close(self) -> None:

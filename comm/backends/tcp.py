@@ -53,20 +53,17 @@ class TcpBackend:
             self.start_send(tensor_N, to=root).wait()
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Send from the root to each."""
         if self.rank == root:
             AllOf(tuple(self.start_send(tensor_N, to=rank) for rank in group.ranks if rank != root)).wait()
         else:
             self.start_receive(tensor_N, source=root).wait()
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """Send part i to rank i, which adds."""
         parts = tensor_N.tensor_split(len(group.ranks))
         shard_M.copy_(parts[group.ranks.index(self.rank)])
         self._sum_part(shard_M, parts, group)
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """Send each rank's shard to all."""
         parts = tensor_N.tensor_split(len(group.ranks))
         parts[group.ranks.index(self.rank)].copy_(shard_M)
         self._spread(parts, shard_M, group)
@@ -97,15 +94,12 @@ class TcpBackend:
         AllOf((*(self.start_receive(part, source=rank) for rank, part in others), *sends)).wait()
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
-        """Send into the stream to that rank."""
         return self._links.send(as_bytes(tensor_N), to=to)
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Receive out of the stream from that rank."""
         return self._links.receive(as_bytes(tensor_N), source=source)
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:
-        """Send and receive at once."""
         return AllOf((self.start_send(send, to=to), self.start_receive(receive, source=source)))
 
     def received_bytes(self) -> dict[int, int]:
@@ -113,7 +107,6 @@ class TcpBackend:
         return self._links.received_bytes()
 
     def submit(self, operation: Callable[[], None], *, label: str, ranks: tuple[int, ...] | None = None) -> InFlight:
-        """Start the operation on a thread, beside backward."""
 
         def labelled() -> None:
             self._label = label
@@ -122,7 +115,6 @@ class TcpBackend:
         return self._queue.submit(labelled, label=label, ranks=ranks)
 
     def close(self) -> None:
-        """Wait for all ranks; the second time, do nothing."""
         if self._queue.is_closed:
             return
         self._queue.close()
@@ -131,7 +123,6 @@ class TcpBackend:
         self._links.close()
 
     def abandon(self) -> None:
-        """Stop the thread and close the connections."""
         self._queue.close()
         self._links.close()
 

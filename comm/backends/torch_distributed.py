@@ -142,25 +142,20 @@ class TorchDistributedBackend:
         return split
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
-        """Sum by the library's own all-reduce."""
         dist.all_reduce(tensor_N, group=group.handle)
 
     def reduce_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Sum into one rank of the group."""
         if len(group.ranks) > 1:
             dist.reduce(tensor_N, dst=root, group=group.handle)
 
     def broadcast_(self, tensor_N: Tensor, group: Group, *, root: int) -> None:
-        """Copy from one rank of the group."""
         if len(group.ranks) > 1:
             dist.broadcast(tensor_N, src=root, group=group.handle)
 
     def reduce_scatter(self, shard_M: Tensor, tensor_N: Tensor, group: Group) -> None:
-        """Sum, then keep this rank's part."""
         _reduce_scatter(shard_M, tensor_N, group=group.handle)
 
     def all_gather(self, tensor_N: Tensor, shard_M: Tensor, group: Group) -> None:
-        """Collect all parts."""
         _all_gather(tensor_N, shard_M, group=group.handle)
 
     def start_send(self, tensor_N: Tensor, *, to: int) -> InFlight:
@@ -172,7 +167,6 @@ class TorchDistributedBackend:
         return self._batch(dist.P2POp(dist.isend, tensor_N, to, self.world.handle))
 
     def start_receive(self, tensor_N: Tensor, *, source: int) -> InFlight:
-        """Receive by irecv."""
         return self._batch(dist.P2POp(dist.irecv, tensor_N, source, self.world.handle))
 
     def start_exchange(self, *, send: Tensor, to: int, receive: Tensor, source: int) -> InFlight:

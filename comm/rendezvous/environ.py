@@ -28,44 +28,32 @@ from bigbatch.paths import as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Read by torch.compile, whose own default lies in /tmp, where a reboot or a container's end wipes it out."""
-
 MAX_HOSTS = 100_000
 """Most hosts in a host list: more than any cluster has, and few enough to expand at once."""
-
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
 """Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""
-
 INTERFACE_VARIABLE = "BIGBATCH_INTERFACE"
 """Set by `bigbatch launch --interface` for the ranks: the network interfaces between the nodes, ib0 or ib0,ib1."""
-
 DEVICE_VARIABLE = "BIGBATCH_DEVICE"
 """Set by `bigbatch launch --device` for the ranks: cpu keeps them off the GPUs that their hosts have."""
-
 STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 """Set by `bigbatch launch mpirun` for the ranks: the file in which the first one leaves its exit code."""
-
 IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE)
 """Each launcher of ours defines those of its ranks, and removes all others; * stands for any end of a name."""
-
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
 
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
 """Set by the script of a job in a queue for the ranks: how long before its time limit they are asked to stop."""
-
 SITE_VARIABLE = "BIGBATCH_SITE"
 """Set by `bigbatch launch` for the ranks: what it took from which bigbatch.toml, as JSON."""
-
 SITE_FILE_VARIABLE = "BIGBATCH_SITE_FILE"
 """Set by users: this bigbatch.toml, and no other; empty: none."""
-
 SYSTEM_SITE_FILE = Path("/etc/bigbatch/bigbatch.toml")
 
 FIND_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """Its configuration, and who asks."""
-
 SECRET_VARIABLE = "BIGBATCH_SECRET"
 """Set by `bigbatch launch` for the ranks, anew for each job, or by a user alike for all: see secret.py."""
-
 FIRST_JOB_PORT = 20000
 NUM_JOB_PORTS = 12000
 """Up to 31999: Linux hands out the ports from 32768 on to anyone who connects."""

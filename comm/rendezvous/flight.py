@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,17 @@ def read_flight(text: str) -> Flight:
     collectives = list(read_recording(text.encode()).collectives)
     waiting = next((each for each in collectives if not each.is_over), None)
     return Flight({each.group.name: each.number for each in collectives}, waiting)
+
+
+def record_flight(text: str, *, rank: int) -> tuple[Flight | None, Path | None]:
+    """Write a dump to a file and read it, if there is one; a full disk or an unknown format leaves its part out."""
+    flight = path = None
+    if text:
+        with suppress(OSError):
+            path = keep_flight(text, rank=rank)
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            flight = read_flight(text)
+    return flight, path
 
 
 def keep_flight(text: str, *, rank: int) -> Path:

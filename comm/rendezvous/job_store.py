@@ -106,6 +106,7 @@ _of_torch: list[Store] = []
 class JobStore(Store):
     """Reads and writes keys that begin with a prefix, as torch's own stores do; torch's process groups take it as well.
 
+    Its methods are those of BoundedStore and of torch's Store; reads wait for their keys.
     seconds bounds waits for keys and, unless it is for torch, each request, as in BoundedStore.
     Raises: NoAnswerError; RuntimeError if the holder is gone.
     """
@@ -126,40 +127,32 @@ class JobStore(Store):
         return made
 
     def within(self, seconds: float) -> "JobStore":
-        """Return a view of the same store, whose requests are over in so many seconds, all of them together."""
         deadline = min(self._deadline, awake_seconds() + seconds)
         return JobStore(self.line, self._prefix, seconds=self._seconds, deadline=deadline)
 
     def set(self, key: str, value: Text) -> None:
-        """Write a value."""
         self._ask("set", self._name(key), value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Text]) -> None:
-        """Write several."""
         pairs = zip(map(self._name, keys), values, strict=True)
         self._ask("set", *(part for pair in pairs for part in pair))
 
     def get(self, key: str) -> bytes:
-        """Wait for a value and read it."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for several values and read them."""
         names = [self._name(key) for key in keys]
         while (answer := self._ask("get", *names))[:1] != DONE:
             self.wait(keys)
         return split(answer[1:])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all of these keys are there."""
         return self._ask("check", *map(self._name, keys)) == DONE
 
     def add(self, key: str, count: int) -> int:
-        """Count in a key, from 0; return the sum."""
         return int(split(self._ask("add", self._name(key), str(count))[1:])[0])
 
     def append(self, key: str, value: Text) -> None:
-        """Write behind the value of a key, from "" on."""
         self._ask("append", self._name(key), value)
 
     def compare_set(self, key: str, expected: Text, desired: Text) -> bytes:
@@ -171,7 +164,6 @@ class JobStore(Store):
         return self._ask("delete", self._name(key)) == DONE
 
     def num_keys(self) -> int:
-        """Count the keys of the whole store."""
         return int(split(self._ask("count")[1:])[0])
 
     def gone(self) -> frozenset[int]:
@@ -185,7 +177,6 @@ class JobStore(Store):
             raise RuntimeError(f"wait for {', '.join(keys)} timed out after {seconds:g} s")
 
     def wait_for(self, key: str, seconds: float) -> bool:
-        """Wait about so long for a key; tell whether it is there."""
         return self._wait([key], seconds)
 
     def _wait(self, keys: Sequence[str], seconds: float) -> bool:

@@ -80,21 +80,18 @@ def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
     or started before the step's task: the process numbers are in PMIX_SERVER_TMPDIR and SLURM_TASK_PID. host is this
     one's name. Open MPI before 5 says none of it, and counts.
     """
+    is_step = "SLURM_STEP_ID" in variables
+    others = {LAUNCHER_VARIABLES[name][0] for name in OF_LIBRARIES if name != "srun" or is_step}
     for launcher, names in LAUNCHER_VARIABLES.items():
-        if launcher == "srun" and "SLURM_STEP_ID" not in variables:
+        if launcher == "srun" and not is_step:
             continue  # the batch script itself, not a task that srun started
         if launcher == "openmpi" and _is_stale(variables, host=host):
             continue
-        if launcher == "mpich" and names[2] not in variables and _has_rank_of(OF_LIBRARIES, variables):
+        if launcher == "mpich" and names[2] not in variables and others.intersection(variables):
             continue
         if names[0] in variables and (names[1] in variables or launcher in ("pals", "flux")):
             return launcher
     return None
-
-
-def _has_rank_of(launchers: tuple[str, ...], variables: Mapping[str, str]) -> bool:
-    others = [name for name in launchers if name != "srun" or "SLURM_STEP_ID" in variables]
-    return any(LAUNCHER_VARIABLES[name][0] in variables for name in others)
 
 
 def _is_stale(variables: Mapping[str, str], *, host: str) -> bool:

@@ -33,7 +33,6 @@ class FindMaster(Protocol):
 
     def __call__(self, env: ProcessEnv, *, timeout_seconds: float, interface: str | None) -> tuple[str, int, str]:
         """Agree on an address and free port of rank 0's host and a secret, all ranks on the same. Raises: CommError."""
-        ...
 
 
 _met: dict[Master, tuple[Line, ProcessEnv]] = {}

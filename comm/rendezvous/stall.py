@@ -9,14 +9,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import answer_within
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, keep_flight, read_flight
+from bigbatch.comm.rendezvous.flight import Flight, compare, dump_flight, read_flight, record_flight
 from bigbatch.comm.rendezvous.roll_call import (
     EXPLAIN_SECONDS,
     FLIGHT_SECONDS,
@@ -147,7 +146,8 @@ class StallInspector:
 
     def _last_words(self, pending: Pending) -> str:
         seconds = pending.seconds
-        flight, path = _within(FLIGHT_SECONDS, self._keep_flight) or (None, None)
+        recorded = _within(FLIGHT_SECONDS, lambda: record_flight(dump_flight(), rank=self._control.rank))
+        flight, path = recorded or (None, None)
         text = _within(EXPLAIN_SECONDS, lambda: self._explain(pending, seconds, flight)) or (
             f"{self._control.failed(pending.label, seconds)}; {self._control.roll_call.silence}"
         )
@@ -164,18 +164,6 @@ class StallInspector:
             with suppress(RuntimeError):
                 compared = compare(flight, self._told())
         return f"{error}; {compared}" if compared else str(error)
-
-    def _keep_flight(self) -> tuple[Flight | None, Path | None]:
-        """Write torch's record of collectives to a file, and read it; nothing where there is none."""
-        flight = path = None
-        text = dump_flight()
-        if text:
-            # neither a full disk nor a release that writes otherwise may keep the verdict back
-            with suppress(OSError):
-                path = keep_flight(text, rank=self._control.rank)
-            with suppress(ValueError, LookupError, TypeError, AttributeError):
-                flight = read_flight(text)
-        return flight, path
 
     def _tell(self, flight: Flight | None) -> None:
         """Tell the others, once, what this rank has begun."""

@@ -146,7 +146,7 @@ def test_inspector_ends_the_job_where_the_flight_recorder_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=250)
     assert done.returncode == -signal.SIGALRM, done.stderr
     assert may_go_on(128 + signal.SIGALRM, is_python=False), "nobody has to mend anything first"
-    assert "_keep_flight" in done.stderr, "where each thread is"
+    assert "_last_words" in done.stderr, "where each thread is"
 
 
 def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
