@@ -12,7 +12,7 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Backend
 from bigbatch.comm.backends.horovod import HorovodBackend, sums_on_gpus
 from bigbatch.comm.backends.host_staging import HostStaging
-from bigbatch.comm.backends.mpi import MpiBackend, meet_by_mpi
+from bigbatch.comm.backends.mpi import MpiBackend
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
@@ -164,7 +164,6 @@ def connect(
         meeting_seconds=max(timeout_seconds, meeting_seconds or 0.0),
         warn_seconds=warn_seconds,
         interface=interface,
-        find_master=meet_by_mpi,
     )
     control.library = backend
     nodes = [place.node for place in meet(env, control, gpu=gpu)]

@@ -12,9 +12,9 @@ from torch import Tensor
 from benchmarks.comm import peers
 from benchmarks.comm.job import Job
 from bigbatch.comm.algorithms.hybrid import HybridTable
-from bigbatch.comm.backends.mpi import import_mpi
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect, make_wire
+from bigbatch.comm.rendezvous.by_mpi import import_mpi
 
 CONTESTANTS = (
     "hybrid",

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.arguments import at_least
 from benchmarks.record import conditions, spread, write_record
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
@@ -102,7 +101,7 @@ def live_as(rank: int, num_ranks: int, port: int) -> Rank:
     """Meet the others, and call the roll, unless it is the silent one."""
     start = time.perf_counter()
     store = JobStore(Line("127.0.0.1", port, SECRET, rank=rank, timeout_seconds=LIMIT_SECONDS), seconds=LIMIT_SECONDS)
-    control = Control(ALONE, timeout_seconds=LIMIT_SECONDS, find_master=meet_by_mpi)
+    control = Control(ALONE, timeout_seconds=LIMIT_SECONDS)
     control.rank, control.world_size, control.store = rank, num_ranks, store
     control.store.set(f"bigbatch/host/{rank}", f"host{rank}")
     control.gather_text(f'{{"rank": {rank}, "host": "host{rank}", "local_rank": 0, "local_size": 1}}', what="meeting")

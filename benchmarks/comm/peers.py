@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.comm.job import Job
-from bigbatch.comm.backends.mpi import mpi_world
+from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 
 HOROVOD_ROUND = 5

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, Group, InFlight
 from bigbatch.comm.backends.in_flight import ThreadQueue, behind_kernels
-from bigbatch.comm.backends.mpi import answer_of, mpi_world
+from bigbatch.comm.backends.mpi import answer_of
+from bigbatch.comm.rendezvous.by_mpi import mpi_world
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.errors import CommError, first_line, tell

@@ -8,7 +8,7 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
-from bigbatch.comm.rendezvous.meeting import GRACE_SECONDS, FindMaster, open_store
+from bigbatch.comm.rendezvous.meeting import GRACE_SECONDS, open_store
 from bigbatch.comm.rendezvous.roll_call import (
     HEED_SECONDS,
     HOST,
@@ -36,9 +36,8 @@ class Control:
     Collective: every rank constructs it, in the same order as its other ones. Works beside any backend, and goes
     on working when that one fails. timeout_seconds bounds every wait, and each request to the store, whose holder may
     be out of reach; meeting_seconds (None: as long) that for the ranks to come at all, of which those that are
-    late are named after warn_seconds. find_master is asked where
-    mpirun, which names no meeting point, started the ranks.
-    Raises: CommError where the ranks cannot meet.
+    late are named after warn_seconds.
+    Raises: CommError if the ranks cannot meet.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Control:
         env: ProcessEnv,
         *,
         timeout_seconds: float,
-        find_master: FindMaster,
         meeting_seconds: float | None = None,
         warn_seconds: float = WARN_SECONDS,
         interface: str | None = None,
@@ -66,7 +64,6 @@ class Control:
             meeting_seconds=self.meeting_seconds,
             warn_seconds=warn_seconds,
             interface=interface,
-            find_master=find_master,
         )
         self.master, self.secret = met.master, met.secret
         self._texts = 0

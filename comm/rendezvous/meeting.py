@@ -5,13 +5,13 @@ import uuid
 from dataclasses import replace
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from bigbatch.comm.rendezvous.addresses import addresses_of, own_address
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, answer_within, wait_until
+from bigbatch.comm.rendezvous.by_mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, Line, hold_store
 from bigbatch.comm.rendezvous.late_ranks import name_ranks, telling_late
@@ -28,13 +28,6 @@ Master = tuple[str, int] | None
 """Address and port of the rendezvous; None where there is none of ours."""
 
 
-class FindMaster(Protocol):
-    """Agrees with the other ranks on a meeting point, by other means than the launcher's variables."""
-
-    def __call__(self, env: ProcessEnv, *, timeout_seconds: float, interface: str | None) -> tuple[str, int, str]:
-        """Agree on an address and free port of rank 0's host and a secret, all ranks on the same. Raises: CommError."""
-
-
 _met: dict[Master, tuple[Line, ProcessEnv]] = {}
 """The rendezvous that this process has joined already, by what its launcher says: its port can be opened only once."""
 
@@ -47,7 +40,6 @@ def open_store(
     meeting_seconds: float,
     warn_seconds: float,
     interface: str | None,
-    find_master: FindMaster,
 ) -> tuple[KeyValue, str, ProcessEnv]:
     """Open the store; return it, who holds it, and where and by which secret: under mpirun only now known.
 
@@ -63,7 +55,7 @@ def open_store(
         met = env
         with telling_late(warn_seconds, lambda: _describe_wait(met)):
             if env.master is None and env.launcher in MPI_LAUNCHERS:
-                address, port, secret = find_master(env, timeout_seconds=meeting_seconds, interface=interface)
+                address, port, secret = meet_by_mpi(env, timeout_seconds=meeting_seconds, interface=interface)
                 met = replace(env, master=(address, port), secret=secret.encode())
             line = rendezvous(met, timeout_seconds=meeting_seconds, interface=interface, warn_seconds=warn_seconds)
         _met[env.master] = line, met

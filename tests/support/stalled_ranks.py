@@ -3,7 +3,6 @@
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous import stall
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
@@ -17,7 +16,7 @@ class Rank:
     def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
         self.said: list[str] = []
         self.pending: Pending | None = None
-        self.control = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+        self.control = Control(ALONE, timeout_seconds=60)
         self.control.timeout_seconds = 8
         job = self.control
         job.rank, job.world_size, job.host = rank, world_size, f"node{rank}"

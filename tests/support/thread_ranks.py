@@ -16,7 +16,6 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from bigbatch.comm.algorithms.wire import Staging, Wire
 from bigbatch.comm.backends.base import AllOf, Done, InFlight
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.communicator import Communicator
@@ -96,7 +95,7 @@ def run_over_played_nccl(
 
     def one(rank: int) -> None:
         env = replace(ALONE, rank=rank, world_size=len(hosts), local_rank=rank, local_size=len(hosts))
-        control = Control(ALONE, timeout_seconds=300, find_master=meet_by_mpi)
+        control = Control(ALONE, timeout_seconds=300)
         control.rank, control.world_size = rank, len(hosts)
         control.store = BoundedStore(store, seconds=300)
         control.store.set(f"bigbatch/host/{rank}", env.host)

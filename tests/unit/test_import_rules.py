@@ -66,7 +66,7 @@ FORBIDDEN = (
 DOORS = {
     # dependency: the files that may import it
     "fcntl": ("bigbatch.locks", "bigbatch.comm.rendezvous.addresses"),
-    "mpi4py": ("bigbatch.comm.backends.mpi",),
+    "mpi4py": ("bigbatch.comm.rendezvous.by_mpi",),
     "nvidia.dali": ("bigbatch.trainer.input.loaders.dali",),
     "horovod": ("bigbatch.comm.backends.horovod",),
     "apex": (),
@@ -224,7 +224,7 @@ def test_reader_reads_the_whole_house() -> None:
         "bigbatch.comm.rendezvous.environ",
         "bigbatch.trainer.input.loaders.dali",
     } <= house().keys()
-    assert any(each.name == "mpi4py.MPI" for each in house()["bigbatch.comm.backends.mpi"].imports)
+    assert any(each.name == "mpi4py.MPI" for each in house()["bigbatch.comm.rendezvous.by_mpi"].imports)
     assert house()["bigbatch.comm.rendezvous.environ"].reads_environment
 
 

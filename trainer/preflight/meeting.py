@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, step_hosts
@@ -41,7 +40,7 @@ def meet(env: ProcessEnv, *, interface: str | None) -> tuple[str, Control]:
     """Return this host's address and the control channel. Raises: CommError if rank 0 is not reached."""
     towards = env.master[0] if env.master else None
     address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
-    return address, Control(env, timeout_seconds=MEET_SECONDS, interface=interface, find_master=meet_by_mpi)
+    return address, Control(env, timeout_seconds=MEET_SECONDS, interface=interface)
 
 
 def absent_ranks(control: Control) -> list[int]:

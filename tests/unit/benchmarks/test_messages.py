@@ -17,7 +17,6 @@ from benchmarks.comm.messages import COUNTED, CountingBackend, count, empty, pla
 from bigbatch.comm.algorithms import make_allreduce
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.backends import torch_distributed
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
@@ -96,7 +95,7 @@ class Asked:
         self.library = PlayedNccl(monkeypatch)
         local = rank % RANKS_PER_NODE
         env = ProcessEnv("torchrun", rank, WORLD_SIZE, local, RANKS_PER_NODE, "here", ("127.0.0.1", 0))
-        control = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+        control = Control(ALONE, timeout_seconds=60)
         gpu = torch.device("cuda", local)
         self.backend = TorchDistributedBackend(env, control, library="nccl", device=gpu)
         self.messages = self.message_bytes = self.collectives = 0

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,6 @@ from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends import links, torch_distributed
 from bigbatch.comm.backends.base import Capabilities
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
@@ -108,14 +106,14 @@ def test_places_on_played_hosts_are_not_the_launchers() -> None:
 
 
 def test_meet_tells_ranks_where_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60)
     assert [(place.rank, place.host) for place in meet(ALONE, met)] == [(0, "here")]
 
     def gather_text(text: str, *, what: str, timeout_seconds: float) -> list[str]:
         other = {**json.loads(text), "rank": 1}
         return [text, json.dumps(other)]
 
-    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60)
     monkeypatch.setattr(met, "gather_text", gather_text)
     with pytest.raises(CommError, match=naming("rank 0", "rank 1", "local rank 0", "here")):
         meet(TWO, met)
@@ -126,7 +124,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another bigbatch may describe its place by other words, or say nothing of its release."""
-    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60)
     other = json.dumps({"host": "n1", "release": "bigbatch 0.2.0 (sources 1234abcd), torch 2.14.1", "place": 7})
     monkeypatch.setattr(met, "gather_text", lambda text, **_: [text, other])
     expected = (
@@ -135,7 +133,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
     )
     with pytest.raises(CommError, match=expected):
         meet(TWO, met)
-    untold = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    untold = Control(ALONE, timeout_seconds=60)
     monkeypatch.setattr(untold, "gather_text", lambda text, **_: [text, json.dumps({"host": "n1", "rank": 1})])
     with pytest.raises(CommError, match=naming("n1", "older bigbatch", "here: bigbatch")):
         meet(TWO, untold)
@@ -143,7 +141,7 @@ def test_release_that_differs_between_nodes_is_named_before_anything_else_is_rea
 
 @pytest.mark.parametrize(("launcher", "variable"), [("torchrun", "RANK"), ("srun", "SLURM_PROCID"), ("own", "a rank")])
 def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> None:
-    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60)
     meet(ALONE, met)
     again = replace(ALONE, launcher=launcher, host="n7")
     with pytest.raises(CommError, match=naming("rank 0", "here", "n7", variable)):
@@ -153,15 +151,15 @@ def test_rank_with_a_second_process_is_refused(launcher: str, variable: str) -> 
 # --- where ranks meet ---
 
 
-def test_control_knows_where_the_ranks_met() -> None:
-    assert Control(TWO, timeout_seconds=60, find_master=meet_by_mpi).master == TWO.master
+def test_control_knows_where_the_ranks_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Control(TWO, timeout_seconds=60).master == TWO.master
     with listen("127.0.0.1", 0) as free:
         found = free.getsockname()[:2]
     by_mpi = replace(TWO, launcher="openmpi", master=None)
-    find = partial(Control, by_mpi, timeout_seconds=60, find_master=lambda env, **_: (*found, "drawn"))
-    assert find().master == found
-    assert find().secret == b"drawn"
-    assert find().master == found  # the third connection of this process
+    monkeypatch.setattr(meeting, "meet_by_mpi", lambda env, **_: (*found, "drawn"))
+    for _ in range(2):  # the second connection of this process meets nowhere else
+        met = Control(by_mpi, timeout_seconds=60)
+        assert (met.master, met.secret) == (found, b"drawn")
 
 
 @pytest.mark.parametrize(("local_size", "towards"), [(1, "10.0.0.9"), (2, None)])
@@ -176,7 +174,7 @@ def test_links_lead_to_where_the_ranks_met(
 
     monkeypatch.setattr(links, "own_address", own_address)
     env = replace(TWO, launcher="openmpi", master=None, local_size=local_size)
-    met = Control(TWO, timeout_seconds=60, find_master=meet_by_mpi)
+    met = Control(TWO, timeout_seconds=60)
     met.master = "10.0.0.9", 1  # as MPI told
     links.Links(env, met, interface=None, while_waiting=lambda seconds: None).close()
     assert asked == [{"is_one_host": local_size == 2, "interface": None, "towards": towards}]
@@ -296,7 +294,7 @@ def test_gpu_that_two_ranks_of_a_host_share_is_refused(seen: list[str], named: t
 
 
 def test_gpu_that_two_ranks_share_is_refused_as_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=60)
     second = {"rank": 1, "local_rank": 1}
     monkeypatch.setattr(met, "gather_text", lambda text, **_: [text, json.dumps({**json.loads(text), **second})])
     with pytest.raises(CommError, match=naming("rank 0", "rank 1", "GPU-7")):
@@ -379,7 +377,7 @@ def test_connection_that_loses_a_peer_does_not_give_up_the_transport(monkeypatch
 
 
 def test_tcp_backend_abandoned_listens_no_more() -> None:
-    met = Control(TWO, timeout_seconds=60, find_master=meet_by_mpi)
+    met = Control(TWO, timeout_seconds=60)
     met.store.set("bigbatch/host/1", "node1")
     backend = TcpBackend(TWO, met)
     address, port, _ = met.store.get("bigbatch/tcp/0").decode().split()
@@ -391,7 +389,7 @@ def test_tcp_backend_abandoned_listens_no_more() -> None:
 
 def test_process_group_abandoned_makes_room_for_another() -> None:
     for _ in range(2):
-        met = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+        met = Control(ALONE, timeout_seconds=60)
         met.store = BoundedStore(HashStore(), seconds=60)
         TorchDistributedBackend(ALONE, met, library="gloo", device=CPU).abandon()
         assert not torch.distributed.is_initialized()

@@ -20,7 +20,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import addresses, meeting
+from bigbatch.comm.rendezvous import addresses, by_mpi, meeting
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.meeting import listen
@@ -42,7 +42,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def half_a_job(seconds: float = 1.0) -> Control:
     """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on. seconds: its limit since."""
-    met = Control(TWO, timeout_seconds=60, find_master=mpi.meet_by_mpi)
+    met = Control(TWO, timeout_seconds=60)
     met.timeout_seconds = seconds
     met.store.set("bigbatch/host/1", "node1")
     return met
@@ -141,9 +141,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
         raise RuntimeError("connection closed")
 
     met = half_a_job()
-    backend = TorchDistributedBackend(
-        ALONE, Control(ALONE, timeout_seconds=60, find_master=mpi.meet_by_mpi), library="gloo", device=CPU
-    )
+    backend = TorchDistributedBackend(ALONE, Control(ALONE, timeout_seconds=60), library="gloo", device=CPU)
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
         backend._queue._explain = met.explain  # type: ignore[union-attr]
@@ -159,7 +157,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
 def test_mpi_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(CommError, match=naming("mpi4py", "pip install 'bigbatch[mpi]'")):
-        mpi.import_mpi()
+        by_mpi.import_mpi()
 
 
 @pytest.mark.parametrize("failure", [ImportError, RuntimeError])
@@ -174,7 +172,7 @@ def test_mpi4py_without_a_library_names_the_extra(
     for name in [name for name in sys.modules if name.split(".")[0] == "mpi4py"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(CommError, match=naming("(cannot load MPI library)", "pip install 'bigbatch[mpi]'")):
-        mpi.import_mpi()
+        by_mpi.import_mpi()
     for name in ("mpi4py", "mpi4py.MPI"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -182,7 +180,7 @@ def test_mpi4py_without_a_library_names_the_extra(
 def fake_mpi(monkeypatch: pytest.MonkeyPatch, *, rank: int, size: int) -> None:
     """An MPI world in which a broadcast gives rank 0's answer."""
     world = SimpleNamespace(rank=rank, size=size, bcast=lambda answer, root: answer)
-    monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setattr(by_mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
 
 
 def test_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,9 +191,9 @@ def test_mpi_library_that_sees_another_job_is_refused(monkeypatch: pytest.Monkey
 
 def test_mpi_meeting_point_of_one_host_is_a_free_port_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, rank=0, size=2)
-    address, port, secret = mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)
+    address, port, secret = by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)
     assert len(bytes.fromhex(secret)) == 32
-    assert secret != mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)[2]
+    assert secret != by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=60)[2]
     with listen(address, port):
         assert address == "127.0.0.1"
 
@@ -210,7 +208,7 @@ def test_mpi_meeting_tells_all_ranks_that_rank_0_has_no_address(
     named = naming("127.0.1.1", "/etc/hosts") if interface is None else naming("'ib7'", "lo", "comm.interface")
     env = ProcessEnv("openmpi", 0, 2, 0, 1, "here", None)
     with pytest.raises(CommError, match=named):
-        mpi.meet_by_mpi(env, timeout_seconds=60, interface=interface)
+        by_mpi.meet_by_mpi(env, timeout_seconds=60, interface=interface)
 
 
 def forever(*_: object, **__: object) -> None:
@@ -221,9 +219,9 @@ def forever(*_: object, **__: object) -> None:
 def test_mpi_meeting_ends_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.05)
     world = SimpleNamespace(rank=0, size=2, bcast=forever)
-    monkeypatch.setattr(mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setattr(by_mpi, "import_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
     with pytest.raises(CommError, match=r"rank 0: .*MPI .* 0\.2 s"):
-        mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=0.2)
+        by_mpi.meet_by_mpi(UNLAUNCHED, timeout_seconds=0.2)
 
 
 def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) -> mpi.MpiBackend:
@@ -233,7 +231,8 @@ def mpi_backend(monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., Any]) ->
     world = SimpleNamespace(rank=0, size=2, Dup=lambda: SimpleNamespace(rank=0, size=2, **calls))
     vars(world).update(calls)
     library = SimpleNamespace(COMM_WORLD=world, Status=SimpleNamespace, BYTE="byte")
-    monkeypatch.setattr(mpi, "import_mpi", lambda: library)
+    for module in (mpi, by_mpi):
+        monkeypatch.setattr(module, "import_mpi", lambda: library)
     return mpi.MpiBackend(UNLAUNCHED, half_a_job(0.3))
 
 

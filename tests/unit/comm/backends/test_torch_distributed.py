@@ -20,7 +20,6 @@ from torch.distributed import HashStore
 from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.algorithms.wire import Wire
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
@@ -45,7 +44,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlayedNccl]:
 
 def backend_of(library: str, *, rank: int = 0, world_size: int = 4, **settings: Any) -> TorchDistributedBackend:
     """One rank's backend; no other rank lives."""
-    met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
+    met = Control(ALONE, timeout_seconds=5)
     met.store = BoundedStore(HashStore(), seconds=5)
     env = ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 0))
     return TorchDistributedBackend(

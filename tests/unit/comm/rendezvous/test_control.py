@@ -16,7 +16,6 @@ from error_texts import naming
 from silent_ranks import hurry_roll_call
 from torch.distributed import HashStore, TCPStore
 
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous import control, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control
@@ -47,7 +46,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def half_a_job(seconds: float = 5.0) -> Control:
     """Rank 0 of a job of two; rank 1 has said where it runs, and is silent from now on. seconds: its limit since."""
-    met = Control(rank_of_two(), timeout_seconds=60, find_master=meet_by_mpi)
+    met = Control(rank_of_two(), timeout_seconds=60)
     met.timeout_seconds = seconds
     met.store.set("bigbatch/host/1", "node1")
     return met
@@ -89,7 +88,7 @@ def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.
 
 
 def test_gather_text_of_a_world_of_one() -> None:
-    alone = Control(ALONE, timeout_seconds=1, find_master=meet_by_mpi)
+    alone = Control(ALONE, timeout_seconds=1)
     assert alone.gather_text("x\ny") == ["x\ny"]
     assert alone.host_of(0) == "here"
 
@@ -295,7 +294,7 @@ def test_rendezvous_of_torchrun_names_the_ranks_that_do_not_come() -> None:
 def test_control_of_a_second_connection_shares_the_rendezvous_but_no_keys() -> None:
     first = half_a_job()
     # the port would be in use, were it opened again
-    second = Control(rank_of_two(), timeout_seconds=60, find_master=meet_by_mpi)
+    second = Control(rank_of_two(), timeout_seconds=60)
     first.store.set("bigbatch/failed", "1")
     assert not second.store.check(["bigbatch/failed"])
 
@@ -304,7 +303,7 @@ def test_control_uses_the_store_of_a_default_process_group() -> None:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         env = ProcessEnv("none", 0, 2, 0, 2, "here", None)  # no master: nowhere else to meet
-        met = Control(env, timeout_seconds=60, find_master=meet_by_mpi)
+        met = Control(env, timeout_seconds=60)
         met.timeout_seconds = 0.2
         with pytest.raises(PeerLostError, match=naming("rank 0", "rank 1")):
             met.gather_text("x")
@@ -377,7 +376,7 @@ def test_rank_that_finds_no_first_one_in_time_says_which_limit_that_was() -> Non
         port = taken.getsockname()[1]
     late = replace(rank_of_two(port=port), rank=1)
     with pytest.raises(CommError, match=naming("rank 1", "check that rank 0 runs", "meeting_seconds=0.3")):
-        Control(late, timeout_seconds=60, meeting_seconds=0.3, find_master=meet_by_mpi)
+        Control(late, timeout_seconds=60, meeting_seconds=0.3)
 
 
 def test_meeting_names_the_ranks_that_are_late(capfd: pytest.CaptureFixture[str]) -> None:
@@ -398,7 +397,7 @@ def test_rank_that_finds_no_first_one_says_for_whom_it_waits(capfd: pytest.Captu
         port = taken.getsockname()[1]
     late = replace(rank_of_two(port=port), rank=1)
     with pytest.raises(CommError):
-        Control(late, timeout_seconds=60, meeting_seconds=0.4, warn_seconds=0.05, find_master=meet_by_mpi)
+        Control(late, timeout_seconds=60, meeting_seconds=0.4, warn_seconds=0.05)
     said = f"bigbatch: rank 1 on here waits for rank 0, which has opened no rendezvous at 127.0.0.1:{port}\n"
     assert capfd.readouterr().err.startswith(said)
 

@@ -122,7 +122,6 @@ def test_recorder_is_on_unless_the_user_says_otherwise(monkeypatch: pytest.Monke
 THREE_SUMS = """
 import torch
 import torch.distributed as dist
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
@@ -130,7 +129,7 @@ from bigbatch.comm.rendezvous.environ import ALONE, record_flights
 from bigbatch.comm.rendezvous.flight import dump_flight, read_flight
 
 record_flights()
-met = Control(ALONE, timeout_seconds=5, find_master=meet_by_mpi)
+met = Control(ALONE, timeout_seconds=5)
 met.store = BoundedStore(dist.HashStore(), seconds=5)
 backend = TorchDistributedBackend(ALONE, met, library="gloo", device=torch.device("cpu"))
 for _ in range(3):

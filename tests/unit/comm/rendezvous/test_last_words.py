@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import HashStore
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.in_flight import StreamQueue
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous import roll_call, stall
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
@@ -111,7 +110,7 @@ def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
     monkeypatch.setattr(stall.os, "_exit", ended.put)
     monkeypatch.setattr(stall, "EXPLAIN_SECONDS", 0.2)
     monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
-    job = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    job = Control(ALONE, timeout_seconds=60)
     job.timeout_seconds = 0.2
     gone = GoneStore(hangs=hangs)
     job.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
@@ -125,7 +124,6 @@ def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
 
 HANGS_IN_C = """
 import ctypes, signal, time
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous import stall
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -133,7 +131,7 @@ from bigbatch.comm.rendezvous.environ import ALONE
 signal.signal(signal.SIGALRM, lambda *_: None)  # which no longer runs
 stall.VERDICT_SECONDS = 0.2
 stall.dump_flight = lambda: ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock held
-job = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+job = Control(ALONE, timeout_seconds=60)
 job.timeout_seconds = 0.1
 pending = stall.Pending(1, "buffer 1", stall.awake_seconds())
 stall.StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True)
@@ -151,7 +149,7 @@ def test_inspector_ends_the_job_where_the_flight_recorder_hangs() -> None:
 
 def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
     said: list[str] = []
-    job = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    job = Control(ALONE, timeout_seconds=60)
     job.store = BoundedStore(GoneStore(), seconds=8)  # type: ignore[arg-type]
     inspector = StallInspector(job, lambda: None, warn_seconds=0.04, ends_job=True, say=said.append)
     time.sleep(0.1)

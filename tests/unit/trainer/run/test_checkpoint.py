@@ -21,7 +21,6 @@ from error_texts import naming
 from silent_ranks import hurry_roll_call
 from torch.distributed import HashStore
 
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -338,7 +337,7 @@ def ranks_that_write(write: Callable[[Event], None], *, limit: float) -> list[st
     store, raised, ended = HashStore(), ["", ""], Event()
 
     def run(rank: int) -> None:
-        control = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+        control = Control(ALONE, timeout_seconds=60)
         control.timeout_seconds = 0.2
         control.rank, control.world_size, control.store = rank, 2, BoundedStore(store, seconds=60)
         store.set(f"bigbatch/host/{rank}", f"node{rank}")
@@ -396,7 +395,7 @@ def test_checkpoint_that_fails_as_nobody_expected_names_its_rank_to_the_others()
 
 
 def test_checkpoint_waits_for_no_lost_rank() -> None:
-    control = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    control = Control(ALONE, timeout_seconds=60)
     control.timeout_seconds = 0.2
     control.world_size = 2  # the other one never comes
     written: list[str] = []

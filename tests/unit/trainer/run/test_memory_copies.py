@@ -12,7 +12,6 @@ import torch
 from error_texts import naming
 from torch.distributed import HashStore
 
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
@@ -191,7 +190,7 @@ def test_copies_are_found_alike_by_ranks_that_list_other_checkpoints(tmp_path: P
     save_checkpoint(folder / "node0", state_of(50), step=50, top1=None, keep=1)
 
     def find(rank: int) -> object:
-        control = Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+        control = Control(ALONE, timeout_seconds=60)
         control.rank, control.world_size, control.store = rank, 2, BoundedStore(store, seconds=60)
         topology = SimpleNamespace(leaders=(0,))
         alike: Any = SimpleNamespace(rank=rank, world_size=2, control=control, topology=topology, env=ALONE)

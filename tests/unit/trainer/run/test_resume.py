@@ -12,7 +12,6 @@ import torch
 from error_texts import naming
 from torch.distributed import HashStore
 
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -69,7 +68,7 @@ def test_resume_ranks_can_tell_other_bytes_under_the_same_name(tmp_path: Path) -
 
 
 def alone() -> Control:
-    return Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    return Control(ALONE, timeout_seconds=60)
 
 
 def run_of(folder: Path, *steps: int) -> tuple[Config, list[Path]]:

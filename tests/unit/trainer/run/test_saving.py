@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed import HashStore
 
 from bigbatch import exit_codes
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
@@ -139,7 +138,7 @@ def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, li
     store, parts = HashStore(), make_parts()
 
     def run(rank: int) -> Any:
-        control = Control(ALONE, timeout_seconds=LONG_SECONDS, find_master=meet_by_mpi)
+        control = Control(ALONE, timeout_seconds=LONG_SECONDS)
         control.rank, control.world_size, control.store = rank, 2, BoundedStore(store, seconds=LONG_SECONDS)
         store.set(f"bigbatch/host/{rank}", f"node{rank}")
         communicator: Any = SimpleNamespace(

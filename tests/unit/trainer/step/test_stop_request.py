@@ -11,7 +11,6 @@ from threading import enumerate as enumerate_threads
 
 import pytest
 
-from bigbatch.comm.backends.mpi import meet_by_mpi
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import PeerLostError
@@ -27,7 +26,7 @@ def stop() -> StopRequest:
 
 
 def alone() -> Control:
-    return Control(ALONE, timeout_seconds=60, find_master=meet_by_mpi)
+    return Control(ALONE, timeout_seconds=60)
 
 
 def test_signals_let_a_second_ctrl_c_interrupt_at_once(stop: StopRequest) -> None:

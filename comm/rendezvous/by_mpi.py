@@ -1,0 +1,80 @@
+"""MPI as the meeting point of ranks that mpirun started."""
+
+import socket
+from typing import Any
+
+from bigbatch.comm.rendezvous.addresses import own_address
+from bigbatch.comm.rendezvous.bounded_store import answer_within
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.secret import new_secret
+from bigbatch.errors import CommError, first_line
+
+
+def import_mpi() -> Any:
+    """Import mpi4py's MPI module, initialized for threads, not finalized at exit.
+
+    Without finalize at exit a rank that fails ends at once and mpirun ends the job; with it the rank would wait in
+    MPI_Finalize for peers that wait for it.
+    Raises: CommError naming the extra to install.
+    """
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise CommError("the MPI backend needs mpi4py and an MPI library: pip install 'bigbatch[mpi]'") from error
+    # before the import of MPI, which reads it
+    mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise CommError(
+            f"mpi4py finds no MPI library ({str(error).splitlines()[0]}): pip install 'bigbatch[mpi]'"
+        ) from error
+    return MPI
+
+
+def mpi_world(env: ProcessEnv) -> Any:
+    """Return MPI's communicator of all ranks.
+
+    Raises: CommError if MPI's job differs from the launcher's, as with ranks that do not know of each other.
+    """
+    world = import_mpi().COMM_WORLD
+    if (world.rank, world.size) != (env.rank, env.world_size):
+        raise CommError(
+            f"{env.launcher} started rank {env.rank} of {env.world_size}, but MPI sees rank {world.rank} of "
+            f"{world.size}: start the job with the mpirun of the MPI library that mpi4py uses"
+        )
+    return world
+
+
+def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None) -> tuple[str, int, str]:
+    """Agree on an address and free port of rank 0's host and a new secret. Collective over MPI's world.
+
+    Raises: CommError if rank 0's host name does not resolve or only to its loopback, and after timeout_seconds without
+    the other ranks.
+    """
+    world = mpi_world(env)
+    answer: tuple[str, int, str] | str | None = None
+    if world.rank == 0:
+        answer = _meeting_point(is_one_host=env.is_one_host, interface=interface)
+    try:
+        answer = answer_within(timeout_seconds, lambda: world.bcast(answer, root=0))
+    except Exception as error:  # before there is a control channel that could explain it
+        raise CommError(
+            f"rank {env.rank}: meeting by MPI failed ({first_line(error)}): see that all ranks started"
+        ) from error
+    if isinstance(answer, str):
+        raise CommError(answer)
+    assert answer is not None
+    return answer
+
+
+def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, int, str] | str:
+    """Return an address, a port and a secret, or the error, which the other ranks must hear of too."""
+    try:
+        address = own_address(is_one_host=is_one_host, interface=interface)
+    except CommError as error:
+        return str(error)
+    with socket.socket() as probe:
+        # free now, and closed again: rank 0 opens the rendezvous there right after
+        probe.bind((address, 0))
+        return address, probe.getsockname()[1], new_secret()
