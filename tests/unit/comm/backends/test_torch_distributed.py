@@ -66,8 +66,9 @@ def test_barrier_is_on_the_ranks_own_gpu(is_in_script: bool, library: PlayedNccl
     assert library.of("barrier") == [[2], [2]]
 
 
-def test_barrier_of_gloo_names_no_gpu(library: PlayedNccl) -> None:
+def test_gloo_is_made_as_it_is_and_its_barrier_names_no_gpu(library: PlayedNccl) -> None:
     backend_of("gloo").close()
+    assert library.of("options") == [None, None]
     assert library.of("barrier") == [None]
 
 
@@ -92,11 +93,6 @@ def test_settings_are_those_that_torchs_own_nccl_has() -> None:
     assert isinstance(dist.ProcessGroupNCCL.mem_allocator, property)
     assert "symm: bool" in dist.ProcessGroupNCCL.register_mem_pool.__doc__
     assert dist.ProcessGroupNCCL.deregister_mem_pool.__doc__
-
-
-def test_gloo_is_made_as_it_is(library: PlayedNccl) -> None:
-    backend_of("gloo")
-    assert library.of("options") == [None, None]
 
 
 # --- groups are made once ---

@@ -6,21 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import pytest
+from lost_stores import GoneStore, StoppedStore
 from torch.distributed import HashStore
 
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
-
-
-class StoppedStore(HashStore):
-    """A store whose holder is stopped until it goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.goes_on = Event()
-
-    def check(self, keys: list[str]) -> bool:
-        assert self.goes_on.wait(timeout=60)
-        return super().check(keys)
 
 
 @pytest.fixture
@@ -81,10 +70,6 @@ def test_bounded_stores_view_has_one_limit_for_all_that_it_asks(stopped: Stopped
 
 
 def test_bounded_store_raises_what_a_store_raises_that_is_gone() -> None:
-    class GoneStore(HashStore):
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("connection reset")
-
     with pytest.raises(RuntimeError, match="connection reset") as caught:
         BoundedStore(GoneStore(), seconds=60).check(["key"])
     assert not isinstance(caught.value, NoAnswerError)

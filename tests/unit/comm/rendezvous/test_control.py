@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
 import torch
 from error_texts import naming
+from lost_stores import GoneStore, StoppedStore
 from silent_ranks import hurry_roll_call
 from torch.distributed import HashStore, TCPStore
 
@@ -147,33 +147,12 @@ def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection() -> None:
         job.give_up("buffer 0", 3.1)
 
 
-class GoneStore(HashStore):
-    """A store whose holder has died."""
-
-    def check(self, keys: list[str]) -> bool:
-        raise RuntimeError("connection reset")
-
-
 def test_rendezvous_that_is_gone_is_named() -> None:
     job = half_a_job()
     job.store, job.holder = BoundedStore(GoneStore(), seconds=5), "rank 7"
     job.heed_others("buffer 0", 1.0)  # the operation itself will fail
     message = str(job.explain("buffer 0", 1.0, OSError("broken")))
     assert re.search(naming("buffer 0", "1.0 s", "rank 7", "rendezvous", "control: broken"), message)
-
-
-class StoppedStore(HashStore):
-    """A store whose holder is stopped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.goes_on = Event()
-
-    def check(self, keys: list[str]) -> bool:
-        return self.goes_on.wait(timeout=60)
-
-    def append(self, key: str, value: str) -> None:
-        self.goes_on.wait(timeout=60)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from threading import Event
 import pytest
 import torch
 from error_texts import naming
+from lost_stores import GoneStore, StoppedStore
 from played_gpus import PlayedGpus
 from silent_ranks import hurry_roll_call
 from stalled_ranks import Rank, let_time_pass, look, ranks
@@ -66,20 +67,6 @@ def naming_lost(text: str) -> list[str]:
     return found[1].split(", ")
 
 
-class GoneStore:
-    """A store whose holder has died, or hangs."""
-
-    def __init__(self, *, hangs: bool = False) -> None:
-        self.hangs, self.released = hangs, Event()
-
-    def check(self, *_: object) -> bool:
-        if self.hangs:
-            self.released.wait(timeout=200)
-        raise RuntimeError("connection closed")
-
-    set = get = append = check
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
@@ -92,12 +79,13 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
         let_time_pass(later)
         look(first, late)
     monkeypatch.setattr(stall, "EXPLAIN_SECONDS", 0.5)
-    gone = GoneStore(hangs=hangs)
-    first.control.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
+    lost = StoppedStore() if hangs else GoneStore()
+    first.control.store = BoundedStore(lost, seconds=8)
     first.control.holder = "rank 7"
     first.waits(3, seconds=9)
     assert end_of(first, monkeypatch) == [LOST]
-    gone.released.set()
+    if hangs:
+        lost.goes_on.set()  # type: ignore[attr-defined]
     assert re.search(naming("rank 0", "buffer 3", "rank 7", "rendezvous", "rank 1 on node1 has not"), first.said[-1])
 
 
@@ -112,12 +100,13 @@ def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
     monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
     job = Control(ALONE, timeout_seconds=60)
     job.timeout_seconds = 0.2
-    gone = GoneStore(hangs=hangs)
-    job.store = BoundedStore(gone, seconds=8)  # type: ignore[arg-type]
+    lost = StoppedStore() if hangs else GoneStore()
+    job.store = BoundedStore(lost, seconds=8)
     pending = Pending(1, "buffer 1", awake_seconds())
     inspector = StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True, say=said.append)
     assert ended.get(timeout=200) == LOST
-    gone.released.set()
+    if hangs:
+        lost.goes_on.set()  # type: ignore[attr-defined]
     inspector.close()
     assert re.search(naming("rank 0", "buffer 1", "holds the rendezvous"), said[-1])
 
@@ -150,7 +139,7 @@ def test_inspector_ends_the_job_where_the_flight_recorder_hangs() -> None:
 def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
     said: list[str] = []
     job = Control(ALONE, timeout_seconds=60)
-    job.store = BoundedStore(GoneStore(), seconds=8)  # type: ignore[arg-type]
+    job.store = BoundedStore(GoneStore(), seconds=8)
     inspector = StallInspector(job, lambda: None, warn_seconds=0.04, ends_job=True, say=said.append)
     time.sleep(0.1)
     assert all(thread.is_alive() for thread in inspector._threads)  # an operation may still come
@@ -170,7 +159,7 @@ def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytes
     queue.submit(lambda: None, label="the sums of a replayed step")
     (rank, _) = ranks(2)
     rank.inspector._oldest = queue.oldest
-    rank.control.store = BoundedStore(GoneStore(), seconds=8)  # type: ignore[arg-type]
+    rank.control.store = BoundedStore(GoneStore(), seconds=8)
     monkeypatch.setattr(stall, "awake_seconds", lambda: awake_seconds() + 9)
     assert end_of(rank, monkeypatch) == [LOST]
     assert "the sums of a replayed step" in rank.said[-1]

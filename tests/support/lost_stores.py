@@ -1,0 +1,28 @@
+"""Stores of torch's whose holder is gone or stopped."""
+
+from threading import Event
+
+from torch.distributed import HashStore
+
+
+class GoneStore(HashStore):
+    """A store whose holder has died."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection reset")
+
+
+class StoppedStore(HashStore):
+    """A store whose holder is stopped until it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = Event()
+
+    def check(self, keys: list[str]) -> bool:
+        assert self.goes_on.wait(timeout=60)
+        return super().check(keys)
+
+    def append(self, key: str, value: str) -> None:
+        assert self.goes_on.wait(timeout=60)
+        super().append(key, value)
