@@ -1,16 +1,10 @@
 """Under which address the other ranks can reach this one."""
 
-import fcntl
 import socket
-import struct
 from contextlib import suppress
 from ipaddress import ip_address
-from pathlib import Path
 
 from bigbatch.errors import CommError
-
-SIOCGIFADDR = 0x8915
-"""Linux: ask for an interface's IPv4 address (netdevice(7))."""
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -83,44 +77,30 @@ def _address_of_name() -> str:
 
 
 def interface_address(interface: str) -> str:
-    """Look up the address of a network interface: IPv4 where it has one, else IPv6. Linux.
+    """Look up the address of a network interface: IPv4 if it has one, else IPv6 that is valid beyond its link.
 
-    Raises: CommError where there is none of that name, or it has no address; the message lists those there are.
+    Raises: CommError if there is none of that name, or it has no address; the message lists those there are.
     """
+    import psutil  # commands that start jobs import this file, and must begin at once
+
     names = [name for _, name in socket.if_nameindex()]
     if interface not in names:
         raise CommError(
             f"interface {interface!r}: {socket.gethostname()} has no such network interface; it has "
             f"{', '.join(names)}: name one of them by --interface, or comm.interface"
         )
-    request = struct.pack("256s", interface.encode())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-        except OSError as error:
-            if address := _ipv6_address(interface):
-                return address
-            raise CommError(
-                f"interface {interface!r} of {socket.gethostname()} has no address ({error.strerror})"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
+    found = psutil.net_if_addrs().get(interface, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for each in found:
+            if each.family == family and not (family == socket.AF_INET6 and ip_address(each.address).is_link_local):
+                return str(each.address)
+    raise CommError(f"interface {interface!r} of {socket.gethostname()} has no address")
 
 
 def interface_of(address: str) -> str | None:
-    """Find the network interface that has an address; None where it is nobody's first one."""
+    """Find the network interface that has an address; None if it is the first one of none."""
     for _, name in socket.if_nameindex():
         with suppress(CommError):
             if interface_address(name) == address:
                 return name
     return None
-
-
-def _ipv6_address(interface: str) -> str:
-    """Return an address of the interface that is valid beyond its link, as /proc/net/if_inet6 has it; "" for none."""
-    with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, name = line.split()
-            address = ip_address(bytes.fromhex(digits))
-            if name == interface and not address.is_link_local:
-                return str(address)
-    return ""

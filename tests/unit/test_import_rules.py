@@ -65,7 +65,7 @@ FORBIDDEN = (
 )
 DOORS = {
     # dependency: the files that may import it
-    "fcntl": ("bigbatch.locks", "bigbatch.comm.rendezvous.addresses"),
+    "fcntl": ("bigbatch.locks",),
     "mpi4py": ("bigbatch.comm.rendezvous.by_mpi",),
     "nvidia.dali": ("bigbatch.trainer.input.loaders.dali",),
     "horovod": ("bigbatch.comm.backends.horovod",),

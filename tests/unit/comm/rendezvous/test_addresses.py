@@ -36,7 +36,7 @@ def test_interface_that_does_not_exist_names_those_there_are() -> None:
 
 def test_interface_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "unplugged0")])
-    with pytest.raises(CommError, match=r"'unplugged0' of \S+ has no address \(.+\)"):
+    with pytest.raises(CommError, match=r"'unplugged0' of \S+ has no address"):
         interface_address("unplugged0")
 
 
