@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, BufferPlan, FusionPlan, PlanSizes, TensorSpec, round_up
+from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.grid_sums import GridSums
 from bigbatch.comm.gradients.same_start import Start, begin_alike_
@@ -139,12 +139,12 @@ class GradientReducer:
         self.buffers = self._communicator.allocate_all(sizes)
         if self._grid_sums:
             self._grid_sums.lay_out([count for count, _ in sizes])
-        self._buffer_of = {t.name: index for index, buffer in enumerate(plan.buffers) for t in buffer.tensors}
-        self._homes = {
-            name: view
-            for buffer, buffer_N in zip(plan.buffers, self.buffers, strict=True)
-            for name, view in gradient_views(buffer, buffer_N, self._parameters)
-        }
+        for index, (buffer, buffer_N) in enumerate(zip(plan.buffers, self.buffers, strict=True)):
+            for tensor, first in buffer.places():
+                p = self._parameters[tensor.name]
+                # with the parameter's own strides: channels-last stays so
+                self._homes[tensor.name] = buffer_N[first:].as_strided(p.size(), dense_strides(p))
+                self._buffer_of[tensor.name] = index
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 # a new layout must not lose what was summed: this is between wait() and the optimizer's step
@@ -300,15 +300,6 @@ def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:
 def describe(parameters: Mapping[str, nn.Parameter]) -> str:
     """List names, shapes and dtypes of parameters, a line each, in their order."""
     return "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
-
-
-def gradient_views(
-    buffer: BufferPlan, buffer_N: Tensor, parameters: Mapping[str, Tensor]
-) -> Iterable[tuple[str, Tensor]]:
-    """Yield each tensor of a buffer, by name, as a view with its parameter's own strides: channels-last stays so."""
-    for tensor, first in buffer.places():
-        p = parameters[tensor.name]
-        yield tensor.name, buffer_N[first:].as_strided(p.size(), dense_strides(p))
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:

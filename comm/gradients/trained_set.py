@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterable, Sequence
 from functools import cache
-from weakref import ref
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ REMEDY = (
     "ranks alike"
 )
 
-_watched: list["ref[TrainedSet]"] = []
+_watched: "WeakSet[TrainedSet]" = WeakSet()
 """All watched sets: one optimizer may update the parameters of several."""
 
 
@@ -47,7 +47,7 @@ class TrainedSet:
                     "model.to(communicator.device) before making the reducer"
                 )
         self._names = {id(p): name for name, p in self.parameters.items()}
-        for other in _sets():
+        for other in tuple(_watched):
             if shared := self._names.keys() & other._names.keys():
                 raise ValueError(
                     f"parameter {self._names[shared.pop()]} belongs to another GradientReducer or "
@@ -61,7 +61,7 @@ class TrainedSet:
     def watch(self) -> None:
         """Note modules that are replaced, and refuse optimizers that update other parameters, until close()."""
         _watch_torch()
-        _watched.append(ref(self, _watched.remove))
+        _watched.add(self)
 
     def require_unchanged(self, names: Iterable[str] | None = None) -> None:
         """Compare host attributes of the parameters, or of those named: no collective, and no host sync.
@@ -96,7 +96,7 @@ class TrainedSet:
 
     def close(self) -> None:
         """Stop watching, and drop the gradients of weights frozen since."""
-        _watched[:] = [each for each in _watched if each() is not self]
+        _watched.discard(self)
         _drop_gradients_of_frozen(self.parameters.values())
 
 
@@ -107,16 +107,11 @@ def _watch_torch() -> None:
     register_module_parameter_registration_hook(_note_replaced)
 
 
-def _sets() -> list[TrainedSet]:
-    return [each for each in (reference() for reference in tuple(_watched)) if each is not None]
-
-
 def _note_replaced(module: nn.Module, name: str, new: nn.Module | nn.Parameter | None) -> None:
     """Note parameters that a module no longer holds, until they are put back; they may be used elsewhere."""
-    sets = _sets()
-    if sets:
+    if _watched:
         lost, held = _held_by(module._modules.get(name, module._parameters.get(name))), _held_by(new)
-        for each in sets:
+        for each in tuple(_watched):
             each._replaced |= {each._names[key] for key in lost & each._names.keys()}
             each._replaced -= {each._names[key] for key in held & each._names.keys()}
 
@@ -134,7 +129,7 @@ def _require_summed(optimizer: torch.optim.Optimizer, args: object, options: obj
     if torch.compiler.is_compiling():
         return
     updated = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    sets = [each for each in _sets() if not each._names.keys().isdisjoint(updated)]
+    sets = [each for each in tuple(_watched) if not each._names.keys().isdisjoint(updated)]
     alone = updated.keys() - {key for each in sets for key in each._names}
     if not (sets and alone) or any(each._has_masters(updated) for each in sets):
         return
