@@ -41,7 +41,7 @@ class NativeBackend(SingleBackend):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-@pytest.mark.parametrize("num_elements", [0, 1, 3, 1000])
+@pytest.mark.parametrize("num_elements", [0, 1000])
 def test_sum_over_one_rank_is_exact(algorithm: str, dtype: torch.dtype, num_elements: int) -> None:
     alone = connect(algorithm=algorithm, table=TABLE, env=ALONE, device=CPU)
     values_N = torch.randn(num_elements, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -213,11 +213,6 @@ def test_wire_factor_that_is_not_positive_is_refused(predivide: float) -> None:
         connect(wire_dtype="float16", predivide=predivide, env=ALONE, device=CPU)
 
 
-def test_wire_by_name() -> None:
-    assert make_wire(None) == Wire()
-    assert make_wire("bfloat16", 8.0) == Wire(torch.bfloat16, 8.0)
-
-
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("gloo", "cuda:0"), ("horovod", "cuda:0")])
 def test_backend_for_other_devices_is_refused(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "import_horovod", lambda: SimpleNamespace(nccl_built=lambda: False))
@@ -282,6 +277,12 @@ def test_device_that_is_the_only_one_in_sight_is_this_ranks_own(
     assert only_gpu(choose_device(bound)) == ""
 
 
+def test_device_without_an_index_is_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on it say cuda:1, and are compared with the device on which ranks communicate."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [with_index(torch.device(name)).index for name in ("cuda", "cuda:0", "cpu")] == [1, 0, None]
+
+
 DRIVER = "The NVIDIA driver on your system is too old (found version 12080). Please update your GPU driver"
 
 
@@ -319,14 +320,6 @@ def test_device_without_any_gpu_is_no_error(error: Exception, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", fail)
     assert choose_device(ALONE) == CPU
-
-
-def test_device_gpu_without_a_number_is_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors on it say cuda:1, and are compared with where ranks communicate."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert with_index(torch.device("cuda")) == torch.device("cuda", 1)
-    assert with_index(torch.device("cuda", 0)) == torch.device("cuda", 0)
-    assert with_index(CPU) == CPU
 
 
 # --- texts ---

@@ -189,11 +189,6 @@ def test_warn_seconds_that_warn_never_or_always_are_refused(warn_seconds: float)
         connect(warn_seconds=warn_seconds, timeout_seconds=60, env=ALONE, device=CPU)
 
 
-@pytest.mark.parametrize(("warn_seconds", "timeout_seconds"), [(None, 2), (None, 60), (2, 2), (1, 60)])
-def test_warn_seconds_up_to_the_time_limit(warn_seconds: float | None, timeout_seconds: float) -> None:
-    connect(warn_seconds=warn_seconds, timeout_seconds=timeout_seconds, env=ALONE, device=CPU).close()
-
-
 @pytest.mark.parametrize("backend", ["mpi", "horovod"])
 def test_interface_that_would_have_no_effect_is_refused(backend: str) -> None:
     with pytest.raises(ValueError, match=naming("'eth0'", f"'{backend}'", "OMPI_MCA_btl_tcp_if_include")):

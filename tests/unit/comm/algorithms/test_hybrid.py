@@ -31,11 +31,7 @@ def test_table_as_text_and_json() -> None:
     assert str(HybridTable((HybridRow(None, "ring"),))) == "ring at any size"
     assert TABLE.to_json() == '[[1000, "doubling"], [50000, "native"], [null, "ring"]]'
     assert HybridTable.from_json(TABLE.to_json()) == TABLE
-
-
-def test_table_names_its_algorithms_once() -> None:
-    rows = (HybridRow(1, "ring"), HybridRow(2, "native"), HybridRow(None, "ring"))
-    assert HybridTable(rows).algorithms == ("ring", "native")
+    assert HybridTable((*TABLE.rows[1:2], HybridRow(None, "native"))).algorithms == ("native",)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +70,8 @@ def test_table_limits_lie_where_both_take_equally_long() -> None:
 def test_table_limit_is_the_geometric_mean_where_times_do_not_tell() -> None:
     times = {4096: exact(doubling=1.0), 65_536: exact(doubling=20.0, ring=10.0)}
     assert make_hybrid(times).rows == (HybridRow(16_384, "doubling"), HybridRow(None, "ring"))
+    unmeasured = {4096: exact(b=3.0), 1024: exact(a=1.0, b=3.0)}  # in any order
+    assert make_hybrid(unmeasured).rows == (HybridRow(2048, "a"), HybridRow(None, "b"))
     equal = {1000: exact(a=1.0, b=9.0), 4000: exact(a=1.0, b=1.0), 16_000: exact(a=2.0, b=1.0)}
     assert make_hybrid(equal).rows == (HybridRow(8000, "a"), HybridRow(None, "b"))
 
@@ -88,27 +86,13 @@ def test_table_makes_no_switch_for_less_than_the_noise() -> None:
     assert make_hybrid(quiet).algorithms == ("b", "a")  # 1.5% counts where nothing wavers
 
 
-def test_noise_has_no_stray_repetition() -> None:
-    assert Measured((1.0,) * 19 + (50.0,)).noise == 0.0
-
-
-def test_table_sorts_sizes_whatever_the_order() -> None:
-    times = {4096: exact(a=2.0, b=1.0), 1024: exact(a=1.0, b=2.0)}
-    assert make_hybrid(times).rows == (HybridRow(2048, "a"), HybridRow(None, "b"))
-
-
-def test_table_has_no_algorithm_at_a_size_where_it_was_not_measured() -> None:
-    times = {1024: exact(a=1.0, b=3.0), 4096: exact(b=3.0)}
-    assert make_hybrid(times).rows == (HybridRow(2048, "a"), HybridRow(None, "b"))
-
-
 @pytest.mark.parametrize("times", [{}, {1024: {}}])
 def test_table_of_nothing_measured(times: Mapping[int, Mapping[str, Measured]]) -> None:
     with pytest.raises(ValueError, match=naming("hybrid table", "time", "every size")):
         make_hybrid(times)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_table_is_never_five_percent_behind_and_has_no_needless_switch(seed: int) -> None:
     """Against all sequences of choices: within 5% of the best everywhere, and fewest switches of those within 1%."""
     draw = random.Random(seed)
@@ -133,5 +117,6 @@ def test_table_is_never_five_percent_behind_and_has_no_needless_switch(seed: int
 def test_quartiles_and_median() -> None:
     measured = Measured((4.0, 1.0, 2.0, 3.0))
     assert (measured.min, measured.median, measured.max) == (1.0, 2.5, 4.0)
+    assert Measured((1.0,) * 19 + (50.0,)).noise == 0.0  # a stray repetition
     # quartiles 1.75 and 3.25, by linear interpolation
     assert measured.noise == pytest.approx(2 * 1.253 * 1.5 / 1.349 / 2 / 2.5, rel=1e-12)

@@ -87,27 +87,10 @@ def test_sweep_counts() -> None:
     assert bench.sweep_counts(min_bytes=10, max_bytes=10, factor=2, dtype="float64") == (1,)
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"factor": 1}, ("--factor 1 ", "at least 2")),
-        ({"min_bytes": 8192}, ("--min-bytes 8K ", "--max-bytes 4K")),
-        ({"min_bytes": 3}, ("--min-bytes 3 ", "float32", "at least 4")),
-    ],
-)
-def test_sweep_counts_refuses_impossible_sweeps(changed: dict[str, Any], named: tuple[str, ...]) -> None:
-    with pytest.raises(CommError, match=naming(*named)):
-        bench.sweep_counts(**{"min_bytes": 4, "max_bytes": 4096, "factor": 4, "dtype": "float32", **changed})
-
-
 def test_choose_algorithms() -> None:
     available = ("native", "ring")
     assert bench.choose_algorithms("all", available=available, where="") == available
     assert bench.choose_algorithms("ring,native,ring", available=available, where="") == ("ring", "native")
-    with pytest.raises(CommError, match=naming("--algorithms", "'torus'", "on gloo", "native, ring, or all")):
-        bench.choose_algorithms("ring,torus", available=available, where="on gloo")
-    with pytest.raises(CommError, match=naming("--algorithms hybrid", "--table", "bigbatch comm tune")):
-        bench.choose_algorithms("hybrid", available=available, where="on gloo")
 
 
 # --- figures ---
@@ -122,15 +105,6 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert (r.time_us, r.min_us, r.max_us) == pytest.approx((100_000, 50_000, 200_000), rel=1e-12)
     assert r.repetitions_us == pytest.approx((100_000, 50_000, 200_000), rel=1e-12)
     assert r.limit_share is None
-
-
-def test_limit_and_the_share_of_it() -> None:
-    """4 nodes at 200 Mbit/s: 10 MB take at least 1.5 * 80 Mbit / 200 Mbit/s = 0.6 s; half of it on an fp16 wire."""
-    limit = Limit(num_nodes=4, bytes_per_second=25e6)
-    assert limit.seconds(10_000_000) == pytest.approx(0.6, rel=1e-12)
-    assert row(count=2_500_000, seconds=0.75, limit=limit).limit_share == pytest.approx(0.8, rel=1e-12)
-    narrow = dataclasses.replace(limit, wire_bytes_per_byte=0.5)
-    assert row(count=2_500_000, seconds=0.75, limit=narrow).limit_share == pytest.approx(0.4, rel=1e-12)
 
 
 def test_table() -> None:
@@ -195,6 +169,7 @@ def test_page_states_the_columns_and_formulas_of_the_code() -> None:
     sides = dict(re.findall(r"^    (algbw|busbw|least time) = (.*)$", page, re.M))
     limit = Limit(num_nodes=4, bytes_per_second=25e6, wire_bytes_per_byte=0.5)
     r = row(limit=limit)
+    assert r.limit_share == pytest.approx(limit.seconds(r.size) / (r.time_us / 1e6), rel=1e-12)
     values = {"size": r.size, "time": r.time_us / 1e6, "n": 8, "m": 4, "link": 25e6, "wire": 0.5}
     algbw = eval(sides["algbw"], values)
     assert algbw / 1e9 == pytest.approx(r.algbw_gb_per_s, rel=1e-12)
@@ -222,7 +197,7 @@ def test_plot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 100, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [1, 8, pytest.param(300, marks=pytest.mark.long)])
 def test_sums_are_exact_in_every_dtype_and_order(dtype: str, world_size: int) -> None:
     """Added one by one, forwards and backwards, in the dtype itself, against integers."""
     limit = limit_of(getattr(torch, dtype))
@@ -480,6 +455,7 @@ def test_progress_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capsys: py
     ("options", "message"),
     [
         (["--min-bytes", "x"], "--min-bytes 'x' is no size"),
+        (["--min-bytes", "3"], "--min-bytes 3 holds no float32 element; give at least 4"),
         (["--max-bytes", "512"], "--min-bytes 1K exceeds --max-bytes 512"),
         (["--factor", "1"], "--factor 1 leads from no size to a larger one"),
         (["--repetitions", "1"], "--repetitions 1 is too few; give at least 2"),

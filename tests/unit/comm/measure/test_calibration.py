@@ -27,7 +27,6 @@ from bigbatch.comm.measure.sizes import make_table, sizes_below
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CommError
-from bigbatch.files import MOST_OWN_BYTES
 from bigbatch.trainer.build.job import stated_sizes
 from bigbatch.trainer.config.file import load_config
 
@@ -208,16 +207,6 @@ def test_calibration_of_another_user_is_not_read(
     assert (len(measured), path.read_bytes()) == (2, before)
 
 
-def test_calibration_that_is_huge_is_not_read(tmp_path: Path, measured: list[float]) -> None:
-    calibrate(one_rank(), folder=tmp_path)
-    path = only_file(tmp_path)
-    with path.open("ab") as file:
-        file.truncate(MOST_OWN_BYTES + 1)  # takes no space
-    found = calibrate(one_rank(), folder=tmp_path)
-    assert naming_all(found.source, f"{path} is not read (", "too long", "stored in")
-    assert path.stat().st_size < 10_000
-
-
 def test_calibration_of_jobs_that_start_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs measure and store, each its own table, 40 times; a third always finds a whole file, of one of them."""
     winners, barrier = ("ring", "doubling"), threading.Barrier(3)
@@ -372,8 +361,8 @@ def test_calibration_of_2048_ranks_covers_the_buffers_of_imagenet(
         assert seconds_of(found.table.choose(size), size) <= 1.05 * best
 
 
-@pytest.mark.parametrize("gather_seconds", [0.0, 0.05, 0.4, 0.6, 0.8, 1.2, 1.6])
-@pytest.mark.parametrize("seconds_per_mb", [1e-5, 1e-3, 0.01, 0.05, 0.5, 2.0, 20.0])
+@pytest.mark.parametrize("gather_seconds", [0.0, 0.4, 0.8, 1.6])
+@pytest.mark.parametrize("seconds_per_mb", [1e-5, 1e-3, 0.05, 0.5, 20.0])
 def test_calibration_keeps_to_its_time(
     seconds_per_mb: float, gather_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

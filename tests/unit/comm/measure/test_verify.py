@@ -82,8 +82,8 @@ def test_drawn_numbers_have_the_range_of_gradients() -> None:
     assert not torch.equal(numbers_N, draw(0, 100_000, rank=3, seed=1, device=CPU))
 
 
-def test_reference_is_exact_for_a_thousand_ranks() -> None:
-    num_ranks, start, stop = 1000, 5, 9
+def test_reference_is_exact_for_hundreds_of_ranks() -> None:
+    num_ranks, start, stop = 300, 5, 9
     reference = make_reference(start, stop, num_ranks=num_ranks, seed=2, device=CPU)
     numbers = [draw(start, stop, rank=rank, seed=2, device=CPU).tolist() for rank in range(num_ranks)]
     for i, terms in enumerate(zip(*numbers, strict=True)):
@@ -294,24 +294,20 @@ def test_errors_over_ranks_and_portions_are_those_of_one_comparison(
     assert got.total_ulp == pytest.approx(expected.total_ulp, rel=1e-12)
 
 
-@pytest.mark.parametrize("element", [0, 77, 4999])
-def test_rank_with_another_bit_is_named(element: int) -> None:
+@pytest.mark.parametrize(("odd", "like", "element"), [(1, 0, 0), (1, 0, 77), (2, 0, 4999), (0, 1, 5)])
+def test_rank_with_another_bit_is_named(odd: int, like: int, element: int) -> None:
     def spoil(sums_N: Tensor, rank: int, number: int) -> None:
-        if rank == 1:
+        if rank == odd:
             flip(sums_N, element)
 
     outcome = play(spoil)
     assert not outcome.ranks_agree
     assert outcome.num_repeated == 3
     assert re.search(
-        naming("rank 1 held other bits than rank 0", f"element {element} rank 1 held "), outcome.findings[0]
+        naming(f"rank {odd} held other bits than rank {like}", f"element {element} rank {odd} held "),
+        outcome.findings[0],
     )
     assert outcome.digest == play().digest  # of most ranks
-
-
-def test_rank_0_is_named_where_it_is_the_odd_one() -> None:
-    outcome = play(lambda sums_N, rank, number: flip(sums_N, 5) if rank == 0 else None)
-    assert outcome.findings[0].startswith("rank 0 held other bits than rank 1 after the first sum; in element 5 ")
 
 
 @pytest.mark.parametrize(
@@ -449,15 +445,6 @@ def test_verify_fails_by_a_sum_that_does_not_repeat(
     assert lines[-2].endswith("element 9")
 
 
-@pytest.mark.usefixtures("alone")
-def test_verify_shows_progress_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("BIGBATCH_TERMINAL_COLUMNS", "80")
-    assert main(["comm", "bench", "--verify", *SMALL, "--precisions", "fp32"]) == 0
-    assert "\r\x1b[K4K in fp32 by ring" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -470,9 +457,6 @@ def test_verify_shows_progress_on_a_terminal(
         (["--precisions", "fp8"], "--precisions: 'fp8' is unknown; choose of fp32, bf16-wire, fp16-wire, grid, or all"),
         (["--pieces", "1,0"], "--pieces '1,0' are no numbers of pieces; give such as 1 or 1,3"),
         (["--pieces", "x"], "--pieces 'x' are no numbers of pieces"),
-        (["--repetitions", "1"], "--repetitions 1 is too few; give at least 2"),
-        (["--min-bytes", "32M"], "--min-bytes 32M exceeds --max-bytes 16M"),
-        (["--timeout-seconds", "0"], "--timeout-seconds 0 is no length of time"),
         (["--dtype", "float16"], "--dtype has no effect with --verify: leave one of the two out"),
     ],
 )
