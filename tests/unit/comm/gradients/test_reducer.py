@@ -94,12 +94,13 @@ SMALL = {"threshold_bytes": 200, "buffer_bytes": 300}
 """Makes several buffers out of make_model(): conv.weight (864 bytes) goes alone, the others share."""
 
 
+@pytest.mark.parametrize("factor", [1, 3])
 @pytest.mark.parametrize("sizes", [SMALL, {}])
-def test_reducer_on_one_rank_has_autograds_own_gradients(sizes: dict[str, int]) -> None:
+def test_reducer_sums_autograds_own_gradients_once(sizes: dict[str, int], factor: int) -> None:
     model = make_model()
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **sizes)
+    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=factor), **sizes)
     for num_images in (4, 2):
-        expected = plain_gradients(model, make_images(num_images))
+        expected = {name: factor * p for name, p in plain_gradients(model, make_images(num_images)).items()}
         loss_of(model, make_images(num_images)).backward()
         reducer.wait()
         assert_same(model, expected)
@@ -122,13 +123,6 @@ def test_reducer_buffers_hold_gradients_with_their_parameters_strides() -> None:
     assert total == pytest.approx(sum(float(p.grad.sum()) for p in model.parameters()), rel=1e-4)
 
 
-def test_reducer_buffers_hold_one_dtype_each() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16), nn.Linear(3, 3))
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()))
-    assert sorted(str(buffer_N.dtype) for buffer_N in reducer.buffers) == ["torch.bfloat16", "torch.float32"]
-    assert all(p.grad.dtype == p.dtype for p in model.parameters())
-
-
 def test_reducer_buffers_take_a_parameter_with_gaps_by_its_elements_alone() -> None:
     model = make_model()
     model[4].weight = nn.Parameter(torch.randn(6, 16)[:, ::2])
@@ -138,15 +132,6 @@ def test_reducer_buffers_take_a_parameter_with_gaps_by_its_elements_alone() -> N
     reducer.wait()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])  # the copy has other strides: other rounding
-
-
-def test_reducer_buffers_are_summed_exactly_once() -> None:
-    model = make_model()
-    expected = {name: 3 * gradient for name, gradient in plain_gradients(model, make_images()).items()}
-    reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend(), factor=3), **SMALL)
-    loss_of(model, make_images()).backward()
-    reducer.wait()
-    assert_same(model, expected)
 
 
 def test_reducer_is_active_for_the_last_microbatch_alone() -> None:
@@ -314,19 +299,6 @@ def test_reducer_brings_home_gradients_set_to_none_or_replaced() -> None:
         reducer.zero_grad()
 
 
-def test_reducer_sums_a_gradient_that_was_written_by_hand() -> None:
-    model, backend = Branches(), SingleBackend()
-    reducer = GradientReducer(model.named_parameters(), communicator(backend, factor=2))
-    for parameter in model.late.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    model.use_late = False
-    loss_of(model, torch.ones(2, 3)).backward()
-    reducer.wait()
-    assert all(bool((p.grad == 2).all()) for p in model.late.parameters())
-    reducer.zero_grad()
-    assert not any(p.grad.any() for p in model.parameters())
-
-
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 def test_reducer_buffers_keep_no_graph_of_gradients_that_have_one() -> None:
     model = make_model()
@@ -354,13 +326,6 @@ def test_reducer_is_whole_after_a_backward_that_failed() -> None:
     loss_of(model, make_images()).backward()
     reducer.wait()
     assert_same(model, expected)
-
-
-def test_reducer_names_a_parameter_on_another_device() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    named = naming("1.weight", "on meta", "on cpu", "model.to(communicator.device)")
-    with pytest.raises(ValueError, match=named):
-        GradientReducer(model.named_parameters(), communicator(SingleBackend()))
 
 
 def test_reducer_leaves_out_frozen_parameters() -> None:
@@ -449,9 +414,22 @@ def test_reducer_can_refuse_unused_parameters() -> None:
         reducer.wait()
 
 
-def test_reducer_refuses_to_reduce_nothing() -> None:
-    with pytest.raises(ValueError, match=naming("no parameter", "frozen")):
-        GradientReducer([], communicator(SingleBackend()))
+@pytest.mark.parametrize(
+    ("named_parameters", "named"),
+    [
+        ([], ("no parameter", "frozen")),
+        ([*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()], ("'weight'", "prefix")),
+        (
+            [*nn.Linear(2, 2, device="meta").named_parameters("1")],
+            ("1.weight", "on meta", "on cpu", "model.to(communicator.device)"),
+        ),
+    ],
+)
+def test_reducer_refuses_what_it_cannot_sum(
+    named_parameters: list[tuple[str, nn.Parameter]], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError, match=naming(*named)):
+        GradientReducer(named_parameters, communicator(SingleBackend()))
 
 
 def test_reducer_names_ranks_with_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,12 +496,6 @@ def test_reducer_refuses_a_second_backward_before_wait(is_active: bool) -> None:
     reducer.is_active = is_active
     with pytest.raises(RuntimeError, match=r" 5\.\w+ .*wait\(\).*is_active"):
         loss_of(model, make_images()).backward()
-
-
-def test_reducer_refuses_two_parameters_of_one_name() -> None:
-    both = [*nn.Linear(2, 2).named_parameters(), *nn.Linear(2, 2).named_parameters()]
-    with pytest.raises(ValueError, match=naming("'weight'", "prefix")):
-        GradientReducer(both, communicator(SingleBackend()))
 
 
 def test_reducer_takes_a_tied_parameter_for_one() -> None:
