@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -10,10 +11,9 @@ import torch
 
 from bigbatch.comm.algorithms import ALGORITHMS, travelling_dtype
 from bigbatch.comm.communicator import Communicator
-from bigbatch.comm.connection import WIRE_DTYPES
+from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYPES, connect
 from bigbatch.comm.measure import figures
 from bigbatch.comm.measure.exactness import PRECISIONS
-from bigbatch.comm.measure.job import add_connection_options, connect_as_told, require_memory, require_numbers
 from bigbatch.comm.measure.plot import plot_sweep
 from bigbatch.comm.measure.report import Report, groups_text
 from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
@@ -69,7 +69,19 @@ def main(argv: Sequence[str]) -> int:
             "--ranks 4 -- comm bench --verify"
         )
     tuned = read_tuned(arguments.table) if arguments.table else None
-    communicator = connect_as_told(arguments)
+    try:
+        communicator = connect(
+            backend=arguments.backend,
+            group_size=arguments.group_size,
+            warn_seconds=arguments.timeout_seconds,  # a large sum may take long
+            timeout_seconds=arguments.timeout_seconds,
+            interface=arguments.interface,
+            buffers=arguments.buffers,
+            wire_dtype=arguments.wire_dtype,
+            reduce_dtype=arguments.reduce_dtype,
+        )
+    except ValueError as error:
+        raise CommError(str(error)) from error
     command = shlex.join(["bigbatch", "comm", "bench", *argv])
     communicator.agree("the command line", command)
     conditions = gather_conditions(communicator)
@@ -170,8 +182,13 @@ def check_options(arguments: argparse.Namespace) -> tuple[int, ...]:
         factor=arguments.factor,
         dtype=arguments.dtype,
     )
-    least = {"--repetitions": 2, "--group-size": 1}
-    require_numbers(arguments, least=least, seconds=("--seconds-per-size", "--timeout-seconds"))
+    for option, value, least in (("repetitions", arguments.repetitions, 2), ("group-size", arguments.group_size, 1)):
+        if value is not None and value < least:
+            raise CommError(f"--{option} {value} is too few; give at least {least}")
+    lengths = {"seconds-per-size": arguments.seconds_per_size, "timeout-seconds": arguments.timeout_seconds}
+    for option, value in lengths.items():
+        if not 0 < value < float("inf"):
+            raise CommError(f"--{option} {value:g} is no length of time; give a positive number of seconds")
     if arguments.plot and arguments.plot.suffix not in PLOT_SUFFIXES:
         raise CommError(f"--plot {arguments.plot}: the name must end in one of {', '.join(PLOT_SUFFIXES)}")
     arguments.link_gbit = _parse_gbit(arguments.link_gbit)
@@ -212,6 +229,22 @@ def _parse_gbit(text: str) -> float | None:
         if 0 < float(text) < float("inf"):
             return float(text)
     raise CommError(f"--link-gbit {text!r} is no bandwidth; give a link's Gbit/s, such as 100, or measured")
+
+
+def require_memory(num_bytes: int, communicator: Communicator, *, copies: int) -> None:
+    """Refuse a --max-bytes if that many copies do not fit into the machine. Raises: CommError."""
+    if communicator.device.type == "cuda":
+        memory, share = torch.cuda.mem_get_info(communicator.device)[1], 1
+    else:
+        memory, share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), communicator.env.local_size
+    room = memory // (share * copies)
+    if num_bytes > room:
+        times = "twice" if copies == 3 else f"{copies - 1} times"
+        raise CommError(
+            f"--max-bytes: {figures.show_bytes(num_bytes)} bytes for each of {share} ranks, and as much again {times} "
+            f"to work with, do not fit into the {memory / 2**30:.0f} GiB of {communicator.env.host}; give at most "
+            f"{figures.show_bytes(1 << (room.bit_length() - 1))}"
+        )
 
 
 def wire_share(communicator: Communicator, tensor_N: torch.Tensor) -> float:
@@ -272,7 +305,12 @@ is 1.""",
     add_option("--factor", "ratio of each size to the one before", type=whole)
     add("--algorithms", default="all", help="names such as ring,native (default: %(default)s that run here)")
     add_option("--repetitions", "repetitions of each algorithm and size, at most", type=whole)
-    add_connection_options(parser)
+    add("--backend", choices=BACKENDS, default="auto", help="transport (default: %(default)s)")
+    add("--reduce-dtype", choices=REDUCE_DTYPES, default="fp32", help="half-precision sums (default: %(default)s)")
+    add("--group-size", type=whole, help="ranks per node group (default: all of a host)")
+    add("--buffers", choices=BUFFERS, default="torch", help="memory of the tensors, with NCCL (default: %(default)s)")
+    add("--interface", help="network interface, such as eth0 (default: the one that leads to the others)")
+    add("--timeout-seconds", type=decimal, default=60.0, help="limit for a silent peer (default: %(default)s)")
     add("--output", type=as_path, metavar="FILE.jsonl", help="a line of conditions, then a line per row")
     timing = parser.add_argument_group("of times")
     add = timing.add_argument

@@ -25,7 +25,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.measure import bench as command
 from bigbatch.comm.measure import figures as bench
-from bigbatch.comm.measure import job, timing
+from bigbatch.comm.measure import timing
 from bigbatch.comm.measure.figures import Limit, Row
 from bigbatch.comm.measure.plot import plot_sweep
 from bigbatch.comm.measure.report import table_head
@@ -425,7 +425,7 @@ def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_bench_measures_the_sums_that_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[Communicator] = []
-    monkeypatch.setattr(job, "connect", lambda **settings: met.append(connect(**settings)) or met[-1])
+    monkeypatch.setattr(command, "connect", lambda **settings: met.append(connect(**settings)) or met[-1])
     options = ["--max-bytes", "1K", "--repetitions", "2", "--wire-dtype", "bfloat16", "--reduce-dtype", "wire"]
     assert main(["comm", "bench", *options]) == 0
     assert met[0].wire == Wire(torch.bfloat16, in_fp32=False)

@@ -35,7 +35,6 @@ from bigbatch.comm.measure.exactness import (
     make_reference,
     ulps,
 )
-from bigbatch.comm.measure.job import require_memory
 from bigbatch.comm.measure.report import table_head
 from bigbatch.comm.measure.verify import COLUMNS, VerifyRow, make_rows, make_sums, show_row, verdict
 from bigbatch.errors import CommError
@@ -493,9 +492,9 @@ def test_memory_is_shared_by_the_ranks_of_a_host() -> None:
     def host(local_size: int) -> Any:
         return SimpleNamespace(device=CPU, env=SimpleNamespace(local_size=local_size, host="h"))
 
-    require_memory(1 << 20, host(2), copies=17)
+    bench.require_memory(1 << 20, host(2), copies=17)
     with pytest.raises(CommError, match=naming("--max-bytes", "each of 1048576 ranks", "of h", "give at most")):
-        require_memory(1 << 20, host(1 << 20), copies=17)
+        bench.require_memory(1 << 20, host(1 << 20), copies=17)
 
 
 def test_verify_leaves_out_what_the_backend_cannot_sum() -> None:
