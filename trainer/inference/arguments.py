@@ -2,7 +2,7 @@
 
 import argparse
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bigbatch.errors import CheckpointError
@@ -44,9 +44,14 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
     """
     arguments, overrides = parser.parse_known_args(join_values(argv))
     if arguments.images is not None:
-        overrides = _take_images(arguments, overrides)
+        # argparse has no positional for them: of two it would give the second what stands before the first option
+        arguments.images = [as_path(word) for word in overrides if not word.startswith("--")]
+        overrides = [word for word in overrides if word.startswith("--")]
+        if arguments.config is not None and arguments.run is not None:
+            arguments.images.insert(0, arguments.run)
+            arguments.run = None
     # ours come first: of a key that is stated twice the last word counts
-    overrides = [*_batch_alone(overrides), *_precision_alone(overrides), *overrides]
+    overrides = [*_without_limits_of_training(overrides), *overrides]
     if arguments.run is None:
         if arguments.config is None or arguments.weights is None:
             parser.error("name a run folder, or --config and --weights")
@@ -59,47 +64,20 @@ def read_trained(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace
         parser.error(f"{arguments.run} has a config and weights: leave out --config and --weights, or the run folder")
     rundir = RunDir(arguments.run)
     config = load_run_config(rundir, overrides, prog=parser.prog)
-    return arguments, config, arguments.checkpoint or _best_path(rundir)
-
-
-def _take_images(arguments: Namespace, words: Sequence[str]) -> list[str]:
-    """Put the images among words where they belong; return the other words.
-
-    argparse has no positional for them: of two it would give the second what stands before the first option.
-    """
-    arguments.images = [as_path(word) for word in words if not word.startswith("--")]
-    if arguments.config is not None and arguments.run is not None:
-        arguments.images.insert(0, arguments.run)
-        arguments.run = None
-    return [word for word in words if word.startswith("--")]
-
-
-def _batch_alone(overrides: Sequence[str]) -> list[str]:
-    """Set the batch to fit a given microbatch, so that limits of training do not refuse it."""
-    given = [word.partition("=")[2] for word in overrides if word.startswith("--batch.microbatch_size=")]
-    if not given:
-        return []
-    return [
-        f"--batch.global_batch_size={given[-1]}",
-        f"--batch.bn_span={given[-1]}",
-        "--batch.virtual_ranks=null",
-        "--augment.mixup_alpha=0",
-        "--augment.cutmix_alpha=0",
-    ]
-
-
-def _precision_alone(overrides: Sequence[str]) -> list[str]:
-    """Set the loss scale to fit a given precision: only training needs a loss scale."""
-    given = [word.partition("=")[2] for word in overrides if word.startswith("--optimizer.precision=")]
-    if not given:
-        return []
-    scale = 1 if given[-1] in SCALED else "null"
-    return [f"--optimizer.loss_scale={scale}", "--optimizer.loss_scale_growth_steps=null"]
-
-
-def _best_path(rundir: RunDir) -> Path:
+    if arguments.checkpoint is not None:
+        return arguments, config, arguments.checkpoint
     found = list_checkpoints(rundir.checkpoints)
-    best = best_checkpoint(found) or (found[-1] if found else None)
-    if best is None:
+    if not found:
         raise CheckpointError(f"{rundir.checkpoints} holds no checkpoint: train the run first, or give --checkpoint")
-    return best.path
+    return arguments, config, (best_checkpoint(found) or found[-1]).path
+
+
+def _without_limits_of_training(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield words that fit batch and loss scale, which training alone needs, to a given microbatch and precision."""
+    given = dict(word.partition("=")[::2] for word in overrides)
+    if size := given.get("--batch.microbatch_size"):
+        yield from (f"--batch.global_batch_size={size}", f"--batch.bn_span={size}", "--batch.virtual_ranks=null")
+        yield from ("--augment.mixup_alpha=0", "--augment.cutmix_alpha=0")
+    if precision := given.get("--optimizer.precision"):
+        yield f"--optimizer.loss_scale={1 if precision in SCALED else 'null'}"
+        yield "--optimizer.loss_scale_growth_steps=null"

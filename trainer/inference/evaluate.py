@@ -28,7 +28,6 @@ from bigbatch.trainer.run.class_names import describe
 from bigbatch.trainer.run.progress import describe_evaluation
 from bigbatch.trainer.run.weights import digest
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward
-from bigbatch.trainer.step.score import Score
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,9 +63,22 @@ def main(argv: Sequence[str]) -> int:
         "num_folded": num_norms(plain) - num_norms(model),
         "compiled": arguments.compile,
     }
-    record, skipped = _evaluate(model, config, communicator, split, score=score)
+    skipped: dict[int, str] = {}
+    record = evaluate(
+        model,
+        build_input.eval_batches(config, communicator, split),
+        normalize=build_input.make_normalize(config, communicator),
+        communicator=communicator,
+        num_samples=split.num_samples,
+        forward=partial(in_forward, precision, device=communicator.device),
+        flip=config.data.eval_flip,
+        score=score,
+        skipped=skipped.update,
+    )
+    split.loader.close()
+    require_few(list(skipped.values()), max_skipped=config.data.max_skipped)
     if communicator.rank == 0:
-        for reason in skipped:
+        for reason in skipped.values():
             print_line(f"skipped: {reason}")
         record |= {"images_per_second": record["count"] / record["seconds"], **speed}
         size = config.data.image_size
@@ -76,27 +88,6 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps({"checkpoint": str(path), **record}))
     communicator.close()
     return 0
-
-
-def _evaluate(
-    model: nn.Module, config: Config, communicator: Communicator, split: build_input.Split, *, score: Score
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the record, and the reasons for skipped images. Collective. Raises: DataError."""
-    skipped: dict[int, str] = {}
-    record = evaluate(
-        model,
-        build_input.eval_batches(config, communicator, split),
-        normalize=build_input.make_normalize(config, communicator),
-        communicator=communicator,
-        num_samples=split.num_samples,
-        forward=partial(in_forward, config.optimizer.precision, device=communicator.device),
-        flip=config.data.eval_flip,
-        score=score,
-        skipped=skipped.update,
-    )
-    split.loader.close()
-    require_few(list(skipped.values()), max_skipped=config.data.max_skipped)
-    return record, list(skipped.values())
 
 
 def _model_rate(model: nn.Module, config: Config, communicator: Communicator, *, is_compiled: bool) -> float:

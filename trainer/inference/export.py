@@ -45,20 +45,19 @@ def main(argv: Sequence[str]) -> int:
     except ExportError:
         raise
     except (OSError, RuntimeError) as error:
-        raise ExportError(_explain(error, out, form=arguments.format)) from error
+        reason = why_unwritten(out, error)
+        if find_os_error(error):
+            raise ExportError(f"cannot write {out}: {reason}; free some disk or name another --out") from error
+        raise ExportError(
+            f"this model cannot be written as {arguments.format}: {reason}; choose another --format, and please report "
+            "it"
+        ) from error
     if arguments.fold:
         print_line(f"{facts['num_folded']} of {facts['num_norms']} norms folded")
     if classes is None:
         print_line(f"{weights} keeps no class names, so {out} has none")
     print_line(f"{out}: {weights} for {arguments.format}; {out}.json describes its input and output")
     return 0
-
-
-def _explain(error: OSError | RuntimeError, out: Path, *, form: str) -> str:
-    reason = why_unwritten(out, error)
-    if find_os_error(error):
-        return f"cannot write {out}: {reason}; free some disk or name another --out"
-    return f"this model cannot be written as {form}: {reason}; choose another --format, and please report it"
 
 
 def _parser() -> ArgumentParser:

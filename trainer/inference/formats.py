@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +66,13 @@ def _write_state(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mappi
         torch.save(plain_tensors(model.state_dict()), file)
 
 
-def _read_torchvision(path: Path, config: Config) -> Classify:
-    import torchvision
-
-    return _with_state(torchvision.models.get_model(config.model.name, num_classes=config.data.num_classes), path)
-
-
-def _read_timm(path: Path, config: Config) -> Classify:
-    import timm
-
-    return _with_state(timm.create_model(config.model.name, num_classes=config.data.num_classes), path)
-
-
-def _with_state(model: nn.Module, path: Path) -> Classify:
+def _read_state(path: Path, config: Config, *, library: str) -> Classify:
+    """Load the file into the library's own model."""
+    if library == "timm":
+        from timm import create_model as make
+    else:
+        from torchvision.models import get_model as make
+    model: nn.Module = make(config.model.name, num_classes=config.data.num_classes)
     model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     return model.eval()
 
@@ -134,8 +129,12 @@ def _any_batch() -> tuple[dict[int, torch.export.Dim]]:
 
 
 FORMATS = {
-    "torchvision": Format(None, _write_state, _read_torchvision, only_resnets=True, takes_folded=False),
-    "timm": Format(None, _write_state, _read_timm, only_resnets=True, takes_folded=False),
+    **{
+        library: Format(
+            None, _write_state, partial(_read_state, library=library), only_resnets=True, takes_folded=False
+        )
+        for library in ("torchvision", "timm")
+    },
     "safetensors": Format(".safetensors", _write_safetensors, _read_safetensors, takes_folded=False),
     "onnx": Format(".onnx", _write_onnx, _read_onnx),
     "torch_export": Format(".pt2", _write_program, _read_program),

@@ -74,8 +74,20 @@ class Classifier:
 
     @torch.no_grad()
     def _predict(self, paths: list[Path], *, top: int) -> Iterator[Prediction]:
-        config = _with_microbatch(self._config, min(self._config.batch.microbatch_size, len(paths)))
-        split = build_input.split_of(config, self._communicator, _index(paths))
+        config = self._config
+        size = min(config.batch.microbatch_size, len(paths))  # no padding is decoded
+        config = replace(
+            config,
+            batch=replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size),
+            augment=replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0),  # an image alone has none to mix with
+        )
+        index = ImageIndex(  # of single images: below the root of all files, without known class
+            root="",
+            classes=(),
+            paths=[str(path.absolute()).lstrip("/") for path in paths],
+            labels_N=np.zeros(len(paths), np.int64),
+        )
+        split = build_input.split_of(config, self._communicator, index)
         normalize, found = build_input.make_normalize(config, self._communicator), iter(paths)
         with closing(split.loader):
             for batch in build_input.eval_batches(config, self._communicator, split):
@@ -131,20 +143,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top", type=whole, default=5, help="classes to print of each image (default 5)")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each image")
     return parser
-
-
-def _with_microbatch(config: Config, size: int) -> Config:
-    """Return the config with a microbatch so small that no padding is decoded."""
-    batch = replace(config.batch, microbatch_size=size, global_batch_size=size, bn_span=size)
-    augment = replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0)  # an image alone has no other to mix with
-    return replace(config, batch=batch, augment=augment)
-
-
-def _index(paths: list[Path]) -> ImageIndex:
-    """Return an index of single images: below the root of all files, without known class."""
-    return ImageIndex(
-        root="",
-        classes=(),
-        paths=[str(path.absolute()).lstrip("/") for path in paths],
-        labels_N=np.zeros(len(paths), np.int64),
-    )

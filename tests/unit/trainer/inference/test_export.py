@@ -283,21 +283,14 @@ def test_export_missing_extra_is_named(
 
 
 def test_export_a_place_that_takes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.pth").mkdir()
-    assert export("resnet18", "torchvision", tmp_path / "a.pth")[1] == 1
-    assert re.search(naming(f"--out {tmp_path / 'a.pth'} ", "folder"), refusal(capsys))
-    out = tmp_path / "weights.pt" / "a.pth"
-    command = ["--config", "quickstart", *MODELS["resnet18"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]
-    assert main(["export", *command, "--format", "timm", "--out", str(out)]) == 1
-    assert f" {out}: " in refusal(capsys)
-
-
-@pytest.mark.parametrize(("out", "form"), [(".", "torchvision"), ("./", "timm"), ("..", "onnx"), ("/", "torch_export")])
-def test_export_a_folder_is_no_file(out: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(trained("resnet18").state_dict(), tmp_path / "weights.pt")
-    command = ["--config", "quickstart", *MODELS["resnet18"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]
-    assert main(["export", *command, "--format", form, "--out", out]) == 1
-    assert re.search(naming(f"--out {Path(out)} ", "folder"), refusal(capsys))
+    torch.save(trained("resnet9").state_dict(), tmp_path / "weights.pt")
+    command = ["--config", "quickstart", *MODELS["resnet9"][1], *SMALL, "--weights", str(tmp_path / "weights.pt")]
+    for out in (".", "..", str(tmp_path)):
+        assert main(["export", *command, "--format", "onnx", "--out", out]) == 1
+        assert re.search(naming(f"--out {Path(out)} ", "folder"), refusal(capsys))
+    below = tmp_path / "weights.pt" / "a.safetensors"
+    assert main(["export", *command, "--format", "safetensors", "--out", str(below)]) == 1
+    assert f" {below}: " in refusal(capsys)
 
 
 def fail(error: Exception) -> None:
