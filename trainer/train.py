@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import OutOfMemory, ReplicasDiffer
 from bigbatch.trainer.build.job import bind_rank, join_job
@@ -71,7 +70,15 @@ def lead(
     try:
         with ExitStack() as stack:
             stack.enter_context(using_staged(config, communicator))
-            owner = None if is_dry_run else own_folder(config, communicator, stack)
+            owners: list[Owner] = []
+            if not is_dry_run:  # lock the run folder on the first rank; the others wait for that
+                write_on_first(
+                    lambda: owners.append(stack.enter_context(owning(Path(config.run.directory)))),
+                    communicator.control,
+                    what="claim of the run folder",
+                    timeout_seconds=config.run.checkpoint_timeout_seconds,
+                )
+            owner = next(iter(owners), None)
             make_run = partial(TrainingRun, job=job, owner=owner, hooks=hooks or TrainingHooks(), is_quiet=is_quiet)
             summary = make_run(config).describe() if is_dry_run else _run_agreed(make_run, config)
     except (RuntimeError, MemoryError) as error:
@@ -83,21 +90,6 @@ def lead(
         return summary
     # outside of the except block: the error's frames hold the run's tensors
     raise OutOfMemory(explain(config, reason, world_size=communicator.world_size, device=communicator.device))
-
-
-def own_folder(config: Config, communicator: Communicator, stack: ExitStack) -> Owner | None:
-    """Lock the run folder on the first rank until stack ends; the other ranks wait for that. Collective.
-
-    Raises: RunFolderError on the first rank where another job owns it, CheckpointError elsewhere.
-    """
-    owners: list[Owner] = []
-    write_on_first(
-        lambda: owners.append(stack.enter_context(owning(Path(config.run.directory)))),
-        communicator.control,
-        what="claim of the run folder",
-        timeout_seconds=config.run.checkpoint_timeout_seconds,
-    )
-    return next(iter(owners), None)
 
 
 def _run_agreed(make_run: Callable[[Config], TrainingRun], config: Config) -> dict[str, Any] | None:

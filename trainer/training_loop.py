@@ -23,7 +23,7 @@ from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.timeline import TimelineRecorder
 from bigbatch.trainer.step.loop import InputLost, Steps
-from bigbatch.trainer.step.plan import Parts, Plan
+from bigbatch.trainer.step.plan import Parts, Plan, is_passed
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.window import Totals
 
@@ -81,10 +81,10 @@ class TrainingLoop:
         for step in range(plan.first_step, plan.num_steps):
             self.timeline.before_step(step)
             self.digests.before_step(step)
-            self.noise.before_step(step)
+            self.noise.probe.before_step(step)
             steps(step)
             done = step + 1
-            self.noise.after_step(done)
+            self.noise.probe.after_step(done)
             if record := self.digests.record(done):
                 self.output.log("digests", record)
             self.hooks.on_step(done)
@@ -108,7 +108,7 @@ class TrainingLoop:
                     parts.model.train()
             elif plan.is_checkpoint(done):
                 self.save(done, None)
-            elif self.copies and plan.is_memory_copy(done, since=done - steps.train_step.window.steps):
+            elif self.copies and is_passed(plan.memory_every_steps, done, since=done - steps.train_step.window.steps):
                 self.saver.keep(self.copies, done=done, evaluations=self.evaluator.found, skipped=self.skipped)
             if is_stop:
                 totals.stopped_by = parts.stop.asked_by

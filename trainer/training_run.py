@@ -203,22 +203,18 @@ class TrainingRun:
                 f"{sum(map(self.plan.is_evaluation, steps))} evaluations, would go to {self.rundir.path}; nothing is "
                 "trained, staged or written"
             )
-            for line in self._costs():
-                self.output.say(line)
+            rates = [r["images_per_second"] for r in read_curves(self.rundir.metrics) if r["kind"] == "train"]
+            per_epoch = self.plan.steps_per_epoch * self.plan.global_batch_size
+            known = f"{per_epoch / statistics.median(rates):.3g} s, by its reports so far" if rates else ""
+            self.output.say(
+                f"memory of a rank: {rank_bytes(self.config, self.parts) / 1e6:.3g} MB of weights, gradients and "
+                "optimizer state, and activations; of a checkpoint: "
+                f"{checkpoint_bytes(self.config, self.parts) / 1e6:.3g} MB"
+            )
+            self.output.say(f"time of an epoch's steps: {known or 'not known yet'}")
         finally:
             self._close()
         return {}
-
-    def _costs(self) -> list[str]:
-        """Return lines on a run's expected memory without activations, and its time if it has reports."""
-        rates = [r["images_per_second"] for r in read_curves(self.rundir.metrics) if r["kind"] == "train"]
-        per_epoch = self.plan.steps_per_epoch * self.plan.global_batch_size
-        seconds = f"{per_epoch / statistics.median(rates):.3g} s, by its reports so far" if rates else "not known yet"
-        return [
-            f"memory of a rank: {rank_bytes(self.config, self.parts) / 1e6:.3g} MB of weights, gradients and optimizer "
-            f"state, and activations; of a checkpoint: {checkpoint_bytes(self.config, self.parts) / 1e6:.3g} MB",
-            f"time of an epoch's steps: {seconds}",
-        ]
 
     def _introduce(self) -> None:
         for line in introduction(

@@ -10,6 +10,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,13 +212,18 @@ def open_copies(config: Config, communicator: Communicator, *, memory: Path = Pa
 
     def name() -> str:
         path = rundir.memory_name
-        if config.run.resume == "auto" and (known := _known(path)):
-            return known
+        if config.run.resume == "auto":
+            with suppress(OSError, ValueError):  # none yet, or what cannot be one
+                if NAME.fullmatch(known := read_plain(path).decode().strip()):
+                    return known
         # drawn, as checkpoints may be removed, and written anew, while what a node kept of them is still there; the
         # digest is of the folder, which may have another's path elsewhere
         with writing(path):
             make_folder(path.parent, within=rundir.path)
-            drawn = f"bigbatch-{_digest(rundir.path)}-{secrets.token_hex(8)}"
+            found = rundir.path.stat()
+            facts = (os.fsencode(rundir.path.resolve()), str(found.st_dev).encode(), str(found.st_ino).encode())
+            digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
+            drawn = f"bigbatch-{digest}-{secrets.token_hex(8)}"
             write_whole(path, f"{drawn}\n".encode())
         return drawn
 
@@ -228,22 +234,6 @@ def open_copies(config: Config, communicator: Communicator, *, memory: Path = Pa
         timeout_seconds=config.run.checkpoint_timeout_seconds,
     )
     return MemoryCopies(memory / told, communicator)
-
-
-def _known(path: Path) -> str:
-    """Return the name that the run's copies have; empty where it has none, or what cannot be one."""
-    try:
-        name = read_plain(path).decode().strip()
-    except (OSError, ValueError):
-        return ""
-    return name if NAME.fullmatch(name) else ""
-
-
-def _digest(path: Path) -> str:
-    """Tell a run folder from others: containers and hosts may have several of the same path."""
-    found = path.stat()
-    facts = (os.fsencode(path.resolve()), str(found.st_dev).encode(), str(found.st_ino).encode())
-    return hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
 
 
 def _is_own(folder: Path) -> bool:

@@ -16,7 +16,8 @@ class NoiseRecorder:
 
     def __init__(self, plan: Plan, parts: Parts, *, every_steps: int, microbatch_size: int) -> None:
         self._plan, self._every_steps, self._microbatch_size = plan, every_steps, microbatch_size
-        self._probe = GradientNoise(plan, parts, every_steps=every_steps)
+        self.probe = GradientNoise(plan, parts, every_steps=every_steps)
+        """Is told before and after each step."""
         self._moments = Moments()
 
     def go_on(self, rundir: RunDir, communicator: Communicator, *, timeout_seconds: float) -> None:
@@ -29,17 +30,9 @@ class NoiseRecorder:
         )
         self._moments = Moments(**json.loads(told))
 
-    def before_step(self, step: int) -> None:
-        """Look on in a step that is measured."""
-        self._probe.before_step(step)
-
-    def after_step(self, done: int) -> None:
-        """Note what that step showed. Collective where the update is sharded."""
-        self._probe.after_step(done)
-
     def take(self) -> list[dict[str, Any]]:
         """Return the records of all measurements since the last call. Collective; waits for the device."""
-        records = [self._record(norms) for norms in self._probe.take()]
+        records = [self._record(norms) for norms in self.probe.take()]
         self._moments = running(records, start=self._moments)
         return records
 

@@ -74,12 +74,18 @@ class Claim:
 def own_claim() -> Claim:
     """Return this process's."""
     job, restart = slurm_job() or ("", 0)
+    user, kernel = str(os.getuid()), ""
+    with suppress(KeyError, OSError):  # a container has no entry for this number
+        user = getpass.getuser()
+    with suppress(OSError):
+        if boot := boot_id():
+            kernel = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return Claim(
-        user=_user(),
+        user=user,
         host=socket.gethostname(),
         pid=os.getpid(),
         born=_born(os.getpid()) or "",
-        kernel=_kernel(),
+        kernel=kernel,
         job=job,
         restart=restart,
         start=start_of_launcher(),
@@ -268,21 +274,6 @@ def _create(path: Path, text: bytes) -> bool:
         return False
     finally:
         aside.unlink()
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container without an entry for this number
-        return str(os.getuid())
-
-
-def _kernel() -> str:
-    """Name this boot of this machine, and what numbers its processes."""
-    with suppress(OSError):
-        if boot := boot_id():
-            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
 
 
 def _born(pid: int) -> str | None:

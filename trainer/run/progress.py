@@ -44,7 +44,6 @@ class Lines:
         """Step and time of the first report: what came before was slower, to warm up."""
 
     def say(self, text: str) -> None:
-        """Print and flush."""
         print_line(text)
 
     def advance(self, record: dict[str, Any]) -> None:
@@ -85,15 +84,12 @@ class Bar:
         self._progress.start()
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         self._progress.console.print(printable(text), highlight=False, markup=False)
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Move the bar."""
         self._progress.update(self._task, completed=record["step"], description=describe_briefly(record))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Print the summary as a table."""
         self.close()
         table = Table("result", "value", title="Summary")
         for name, text in rows(summary):
@@ -101,7 +97,6 @@ class Bar:
         self._console.print(table)
 
     def close(self) -> None:
-        """Stop drawing."""
         self._progress.stop()
 
 

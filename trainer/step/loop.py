@@ -14,7 +14,7 @@ from bigbatch.trainer.input.order import rank_microbatches
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
 from bigbatch.trainer.step.divergence import require_finite, require_on_grid, require_statistics
-from bigbatch.trainer.step.plan import Parts, Plan
+from bigbatch.trainer.step.plan import Parts, Plan, is_passed
 from bigbatch.trainer.step.replicas import digest, replicas, require_same
 from bigbatch.trainer.step.seeding import seed_forward
 from bigbatch.trainer.step.window import Totals, Window, WindowSums
@@ -164,7 +164,7 @@ class Steps:
         """Start digests of replicated state on the device, if due; return names, and digests to read later."""
         plan, parts = self.plan, self.parts
         since = done - self.train_step.window.steps
-        if parts.communicator.world_size == 1 or not plan.is_comparison(done, since=since):
+        if parts.communicator.world_size == 1 or not is_passed(plan.compare_every_steps, done, since=since):
             return None
         found = replicas(parts, done=done)
         return found.keys(), digest(found.values())

@@ -51,14 +51,6 @@ class Plan:
         """Tell whether a report is due after so many steps; a stop makes one that is not."""
         return self.is_evaluation(done) or self.is_checkpoint(done) or done % self.log_every_steps == 0
 
-    def is_comparison(self, done: int, *, since: int) -> bool:
-        """Tell whether a report after so many steps compares the ranks' weights; since: those of the report before."""
-        return _is_passed(self.compare_every_steps, done, since)
-
-    def is_memory_copy(self, done: int, *, since: int) -> bool:
-        """Tell whether a report after so many steps keeps a copy in memory; since: steps at the report before."""
-        return _is_passed(self.memory_every_steps, done, since)
-
     def ending_at_once(self) -> "Plan":
         """Return the plan of a run that its evaluations have ended before: no step is left."""
         return replace(self, num_steps=self.first_step)
@@ -109,6 +101,6 @@ class Parts:
         self.execution.close()
 
 
-def _is_passed(every: int, done: int, since: int) -> bool:
-    """Tell whether a multiple of every, where there is one, lies after since and up to done."""
+def is_passed(every: int, done: int, *, since: int) -> bool:
+    """Tell whether a multiple of every, unless that is 0, lies after since, the last report, and up to done."""
     return every > 0 and done // every > since // every
