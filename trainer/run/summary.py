@@ -1,6 +1,6 @@
 """What a run says of itself: its introduction, what came out, and hints on what would make it faster."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -24,6 +24,8 @@ from bigbatch.trainer.run.rank_memory import sharded_notes
 from bigbatch.trainer.run.sums import summing_algorithms
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, straggler_hint
+
+NO_WAITS = "steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"
 
 
 def introduction(
@@ -51,11 +53,10 @@ def introduction(
         *schedule_notes(config.schedule, epochs=config.run.epochs),
         *parts.notes,
         *reproducible_notes(parts),
-        *graph_notes(parts),
+        *([] if parts.execution.measures_waits else [NO_WAITS]),
         *placement,
         *([notice] if notice else []),
-        *_how_it_starts(config, plan, parts.model),
-        *_frozen(parts.model),
+        *_notes_on_weights(config, plan, parts.model),
     ]
 
 
@@ -98,13 +99,6 @@ def reproducible_notes(parts: Parts) -> list[str]:
     ]
 
 
-def graph_notes(parts: Parts) -> list[str]:
-    """Return what the log says of steps that are replayed."""
-    if parts.execution.measures_waits:
-        return []
-    return ["steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"]
-
-
 def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
     """Return what the log says of gradients that are rounded on their way around the ranks."""
     communicator = parts.communicator
@@ -118,17 +112,15 @@ def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
     return [note] if note else []
 
 
-def _how_it_starts(config: Config, plan: Plan, model: nn.Module) -> list[str]:
+def _notes_on_weights(config: Config, plan: Plan, model: nn.Module) -> Iterator[str]:
     if plan.first_step:
-        return [f"resumed after step {plan.first_step}"]
-    head = f", with a new last layer, {head_of(model)}" if config.model.new_head else ""
-    return [f"starts from the weights in {config.model.weights}{head}"] if config.model.weights else []
-
-
-def _frozen(model: nn.Module) -> list[str]:
-    counts = [p.numel() for p in model.parameters() if not p.requires_grad]
-    num_all = sum(p.numel() for p in model.parameters())
-    return [f"frozen: {sum(counts):,} of {num_all:,} weights, in {len(counts)} tensors"] if counts else []
+        yield f"resumed after step {plan.first_step}"
+    elif config.model.weights:
+        head = f", with a new last layer, {head_of(model)}" if config.model.new_head else ""
+        yield f"starts from the weights in {config.model.weights}{head}"
+    if counts := [p.numel() for p in model.parameters() if not p.requires_grad]:
+        num_all = sum(p.numel() for p in model.parameters())
+        yield f"frozen: {sum(counts):,} of {num_all:,} weights, in {len(counts)} tensors"
 
 
 def make_summary(

@@ -17,16 +17,6 @@ CLOSE_SECONDS = 60.0
 """How long the end of a run waits for what is still to be sent."""
 
 
-def _import_wandb() -> Any:
-    """Import it. Raises: ImportError that names what to install."""
-    try:
-        import wandb
-        from wandb import init  # noqa: F401  a folder named wandb, such as it leaves behind, imports, and has none
-    except Exception as error:  # what it imports in turn may raise anything, as an older protobuf does
-        raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
-    return wandb
-
-
 class WeightsAndBiases:
     """Sends figures to a run of Weights & Biases, or keeps them on disk for `wandb sync`; a resumed run goes on in it.
 
@@ -42,8 +32,13 @@ class WeightsAndBiases:
         from_step: int,
         say: Callable[[str], None],
     ) -> None:
-        """Start the thread. Raises: ImportError."""
-        self._wandb = _import_wandb()
+        """Start the thread. Raises: ImportError that names what to install."""
+        try:
+            import wandb
+            from wandb import init  # noqa: F401  a folder named wandb, such as it leaves behind, imports, and has none
+        except Exception as error:  # what it imports in turn may raise anything, as an older protobuf does
+            raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
+        self._wandb: Any = wandb
         self._rundir = rundir
         rundir.make_folder(rundir.path / "wandb")  # in which wandb keeps its own files
         self._arguments = {

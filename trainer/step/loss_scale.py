@@ -3,7 +3,7 @@
 Source: Micikevicius et al. 2018, arXiv 1710.03740.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -37,22 +37,6 @@ class ScaleState:
     overflows_in_a_row: Tensor
 
 
-def after_step(state: ScaleState, *, overflow: Tensor, growth_steps: int | None) -> ScaleState:
-    """Return the state after a step with or without overflow (bool). No host sync."""
-    scale, clean_steps = state.scale, torch.where(overflow, 0, state.clean_steps + 1)
-    if growth_steps is not None:
-        grows = clean_steps >= growth_steps
-        scale = torch.where(overflow, scale / 2, torch.where(grows, scale * 2, scale))
-        scale = scale.clamp(SMALLEST_SCALE, LARGEST_SCALE)
-        clean_steps = torch.where(grows, 0, clean_steps)
-    return ScaleState(
-        scale=scale,
-        clean_steps=clean_steps,
-        overflow_steps=state.overflow_steps + overflow,
-        overflows_in_a_row=torch.where(overflow, state.overflows_in_a_row + 1, 0),
-    )
-
-
 class LossScale:
     """Keeps a scale: doubled after so many steps without overflow, halved at each overflow; or static."""
 
@@ -79,12 +63,21 @@ class LossScale:
 
         A step that failed (bool) is to be skipped as if it had never been.
         """
-        old, overflow = self.state, ~norm.isfinite()
-        new = after_step(old, overflow=overflow, growth_steps=self._scaling.growth_steps)
-        for field in fields(new):
-            value = getattr(old, field.name)
+        state, overflow = self.state, ~norm.isfinite()
+        scale, clean_steps = state.scale, torch.where(overflow, 0, state.clean_steps + 1)
+        if self._scaling.growth_steps is not None:
+            grows = clean_steps >= self._scaling.growth_steps
+            scale = torch.where(overflow, scale / 2, torch.where(grows, scale * 2, scale))
+            scale = scale.clamp(SMALLEST_SCALE, LARGEST_SCALE)
+            clean_steps = torch.where(grows, 0, clean_steps)
+        for value, new in (
+            (state.scale, scale),
+            (state.clean_steps, clean_steps),
+            (state.overflow_steps, state.overflow_steps + overflow),
+            (state.overflows_in_a_row, torch.where(overflow, state.overflows_in_a_row + 1, 0)),
+        ):
             # in place, as a captured step reads and writes these very tensors
-            value.copy_(torch.where(failed, value, getattr(new, field.name)))
+            value.copy_(torch.where(failed, value, new))
         return overflow | failed
 
     def figures(self) -> dict[str, float | None]:

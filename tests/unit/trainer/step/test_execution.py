@@ -26,7 +26,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
-from bigbatch.trainer.run.summary import graph_notes, speed
+from bigbatch.trainer.run.summary import speed
 from bigbatch.trainer.step.execution import WARM_UP_STEPS, CudaGraphExecution, Cut, EagerExecution
 from bigbatch.trainer.step.plan import Parts, Plan
 
@@ -149,6 +149,7 @@ def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) ->
     """Warm-up and decay of the rate, label smoothing, ghost batches, loss scale, clipping, the average of weights."""
     at_once, replayed, capture = run_both(tmp_path, CASES[name])
     require_same_bits(replayed, at_once)
+    assert {type(rate) for rate in replayed.rates} == {float}, "as checkpoints keep them"
     assert len({record["loss"] for record in at_once.records}) == len(at_once.records) > 3
     assert (capture.num_warm_ups, capture.num_captures) == (WARM_UP_STEPS, 1)
     assert capture.num_replays == NUM_STEPS - WARM_UP_STEPS, "the capture counts as no step"
@@ -157,7 +158,7 @@ def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("num_microbatches", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["lars fp32", "lars outside bf16", "lars fp16", "sgd fp16"])
+@pytest.mark.parametrize("name", ["lars outside bf16", "sgd fp16"])
 def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
     name: str, num_microbatches: int, tmp_path: Path
 ) -> None:
@@ -173,9 +174,8 @@ def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
     assert capture.num_replays == num_microbatches * (NUM_STEPS - WARM_UP_STEPS)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_cuda_graph_skips_an_overflow_like_any(num_microbatches: int, tmp_path: Path) -> None:
-    settings = CASES["sgd fp16"] | {"loss_scale": str(2**23)}
+def test_cuda_graph_skips_an_overflow_like_any(tmp_path: Path) -> None:
+    settings, num_microbatches = CASES["sgd fp16"] | {"loss_scale": str(2**23)}, 2
 
     def source() -> Iterator[Batch]:
         return batches((16,) * NUM_STEPS * num_microbatches)
@@ -226,7 +226,7 @@ def test_cuda_graph_is_captured_for_each_size_of_images(tmp_path: Path) -> None:
     assert capture.num_replays == len(sizes) - 2 * WARM_UP_STEPS
 
 
-@pytest.mark.parametrize(("num_good", "num_microbatches", "num_more"), [(4, 1, 0), (5, 1, 0), (4, 2, 1)])
+@pytest.mark.parametrize(("num_good", "num_microbatches", "num_more"), [(4, 1, 0), (4, 2, 1)])
 def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(
     num_good: int, num_microbatches: int, num_more: int, tmp_path: Path
 ) -> None:
@@ -238,12 +238,6 @@ def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(
     require_same_bits(replayed, at_once)
     assert capture.num_captures == num_microbatches
     assert at_once.error == f"the disk is gone. The run stopped after step {num_good} and goes on from there."
-
-
-def test_cuda_graph_leaves_the_rates_of_the_optimizer_as_numbers(tmp_path: Path) -> None:
-    """As checkpoints keep them, whether or not steps are replayed."""
-    _, replayed, _ = run_both(tmp_path, CASES["adamw fp32"])
-    assert [type(rate) for rate in replayed.rates] == [float, float]
 
 
 @pytest.mark.long
@@ -329,14 +323,6 @@ def test_cuda_graph_replays_are_all_watched(tmp_path: Path) -> None:
     assert len(calls) == NUM_STEPS - WARM_UP_STEPS
 
 
-def test_graph_notes_say_what_is_not_measured(tmp_path: Path) -> None:
-    _, parts = make_run(tmp_path, {})
-    assert graph_notes(parts) == []
-    execution = captured(RecordedCapture(), parts)
-    [note] = graph_notes(replace(parts, execution=execution))
-    assert note.endswith("what ranks wait for each other: not measured")
-
-
 class Place:
     """What require_capturable looks at of a communicator."""
 
@@ -355,12 +341,9 @@ class Place:
 def test_require_capturable_refuses_what_cannot_be(place: Any, named: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=naming("compute.cuda_graph=True ", *named)):
         require_capturable(place)
-
-
-@pytest.mark.parametrize("backend", ["single", "nccl"])
-def test_require_capturable_takes_what_can_be(backend: str) -> None:
-    place: Any = Place("cuda", backend)
-    require_capturable(place)
+    for backend in ("single", "nccl"):
+        taken: Any = Place("cuda", backend)
+        require_capturable(taken)
 
 
 @pytest.mark.parametrize(

@@ -59,16 +59,13 @@ def test_loss_scale_that_is_dynamic_is_that_of_torch(growth_steps: int) -> None:
 def test_loss_scale_that_is_dynamic_stays_within_its_bounds() -> None:
     assert run(make_scale(LARGEST_SCALE / 2, growth_steps=1), [False] * 3) == [LARGEST_SCALE] * 3
     assert run(make_scale(2 * SMALLEST_SCALE), [True] * 3) == [SMALLEST_SCALE] * 3
+    assert step(make_scale(), NAN) == 2.0**15
 
 
 def test_loss_scale_that_is_static_stays() -> None:
     scale = make_scale(8.0, growth_steps=None)
     assert run(scale, [False] * 5 + [True] * 5) == [8.0] * 10
     assert scale.figures() == {"loss_scale": 8.0, "overflow_steps": 5}
-
-
-def test_loss_scale_counts_nan_as_overflow() -> None:
-    assert step(make_scale(), NAN) == 2.0**15
 
 
 @pytest.mark.parametrize("norm", [FINITE, INFINITE, NAN])
@@ -103,12 +100,8 @@ def test_loss_scale_takes_no_state_of_another_precision() -> None:
     scale.load_state_dict({})
     Precision(nn.Linear(1, 1), name="fp32", device=CPU).load_state_dict(scale.state_dict())
     assert scale.figures()["loss_scale"] == 2.0**16
-
-
-def test_loss_scale_refuses_the_state_of_torchs_scaler() -> None:
-    scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match=naming("_growth_tracker", "backoff_factor")):
-        make_scale().load_state_dict(scaler.state_dict())
+        scale.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
 
 
 @pytest.mark.parametrize(
