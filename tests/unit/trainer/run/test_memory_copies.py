@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
-from torch.distributed import HashStore
+from thread_controls import on_ranks
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import CheckpointError
@@ -185,19 +183,16 @@ def test_copies_stand_in_for_checkpoints_that_are_all_damaged(
 
 def test_copies_are_found_alike_by_ranks_that_list_other_checkpoints(tmp_path: Path) -> None:
     """As where nodes share no disk, or a listing comes late: rank 0 lists step 100, rank 1 none."""
-    folder, store = tmp_path / "copies", HashStore()
+    folder = tmp_path / "copies"
     folder.mkdir(mode=0o700)
     save_checkpoint(folder / "node0", state_of(50), step=50, top1=None, keep=1)
 
-    def find(rank: int) -> object:
-        control = Control(ALONE, timeout_seconds=60)
-        control.rank, control.world_size, control.store = rank, 2, BoundedStore(store, seconds=60)
+    def find(control: Control) -> object:
         topology = SimpleNamespace(leaders=(0,))
-        alike: Any = SimpleNamespace(rank=rank, world_size=2, control=control, topology=topology, env=ALONE)
-        return MemoryCopies(folder, alike).find(above=100 if rank == 0 else 0)
+        alike: Any = SimpleNamespace(rank=control.rank, world_size=2, control=control, topology=topology, env=ALONE)
+        return MemoryCopies(folder, alike).find(above=100 if control.rank == 0 else 0)
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(find, range(2))) == [None, None]
+    assert on_ranks(2, find) == [None, None]
 
 
 def test_copies_go_on_without_once_one_fails(

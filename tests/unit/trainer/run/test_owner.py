@@ -93,13 +93,6 @@ def test_owner_that_lives_here_is_named_to_the_second_job(clock: Clock, tmp_path
     may_take(tmp_path)
 
 
-def test_owner_of_a_slurm_job_is_named_by_its_number(clock: Clock, tmp_path: Path) -> None:
-    clock.events.append(beating(lay(tmp_path, replace(ELSEWHERE, job="12 of big"))))
-    named = naming("Slurm job 12 of big, process 4711 of ann on n7", "bigbatch launch cancel 12)")
-    with pytest.raises(RunFolderError, match=named):
-        take(tmp_path, HERE)
-
-
 def test_owner_that_is_dead_here_is_replaced_at_once(clock: Clock, tmp_path: Path) -> None:
     lay(tmp_path, dead_here())
     may_take(tmp_path)
@@ -156,8 +149,9 @@ def test_owner_of_a_folder_does_not_own_its_copy(clock: Clock, tmp_path: Path) -
 
 
 def test_owner_elsewhere_that_beats_is_refused_to_others(clock: Clock, tmp_path: Path) -> None:
-    clock.events.append(beating(lay(tmp_path, ELSEWHERE)))
-    with pytest.raises(RunFolderError, match=naming(tmp_path, "process 4711 of ann on n7")):
+    clock.events.append(beating(lay(tmp_path, replace(ELSEWHERE, job="12 of big"))))
+    named = naming(tmp_path, "Slurm job 12 of big, process 4711 of ann on n7", "bigbatch launch cancel 12)")
+    with pytest.raises(RunFolderError, match=named):
         take(tmp_path, HERE)
     assert clock.now < 112
 
@@ -181,14 +175,11 @@ def test_owner_whose_file_is_no_claim_is_judged_by_its_beats(clock: Clock, tmp_p
     with pytest.raises(RunFolderError, match=naming(tmp_path, "another job")):
         take(tmp_path, HERE)
     clock.events.clear()
+    path.unlink()
+    os.mkfifo(path)  # nobody writes to it: it is not waited for without end
+    before = clock.now
     may_take(tmp_path)
-    assert clock.now > 130
-
-
-def test_owner_whose_file_is_a_pipe_is_not_waited_for_without_end(clock: Clock, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".owner-1")
-    may_take(tmp_path)
-    assert clock.now > 30
+    assert clock.now >= before + 30
 
 
 def test_owner_of_the_same_slurm_job_is_replaced_by_its_restart_alone(clock: Clock, tmp_path: Path) -> None:
@@ -305,7 +296,7 @@ def test_owner_whose_link_was_made_and_whose_answer_was_lost_owns(
     assert clock.now == 100
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EXDEV])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EXDEV])
 def test_owner_whose_claim_cannot_be_made_says_so_and_leaves_nothing(
     code: int, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,9 +308,3 @@ def test_owner_whose_claim_cannot_be_made_says_so_and_leaves_nothing(
     with pytest.raises(RunFolderError, match=naming("cannot write", tmp_path, os.strerror(code))):
         take(tmp_path, HERE)
     assert not list(tmp_path.iterdir())
-
-
-def test_owner_of_a_folder_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=naming("cannot write", tmp_path / "file/run")):
-        take(tmp_path / "file/run", HERE)

@@ -29,7 +29,7 @@ from bigbatch.trainer.run import folder, metrics, summary
 from bigbatch.trainer.run.cost import Spent, spent_in_all
 from bigbatch.trainer.run.folder import RunDir, read_curves, read_records, read_summary, writing
 from bigbatch.trainer.run.metrics import MetricsLog, draw_run, plot_run
-from bigbatch.trainer.run.progress import Bar, Lines, describe, describe_evaluation, make_reporter, rows, show
+from bigbatch.trainer.run.progress import Bar, Lines, describe, describe_evaluation, make_reporter, rows
 from bigbatch.trainer.run.resume import changes
 from bigbatch.trainer.run.summary import make_hints, speed
 from bigbatch.trainer.step.loop import Steps
@@ -47,29 +47,6 @@ TRAIN_RECORD = {
     "exposed_communication_fraction": 0.02,
 }
 EVAL_RECORD = {"step": 3, "epoch": 0.5, "loss": 1.0, "top1": 0.25, "top5": 0.75, "count": 8, "seconds": 0.5}
-
-
-def test_report_resumed_log_drops_what_comes_after_its_step(tmp_path: Path) -> None:
-    rundir = RunDir(tmp_path)
-    log = MetricsLog(rundir, from_step=0)
-    for step in (1, 2, 3):
-        log.write("train", {**TRAIN_RECORD, "step": step})
-    log.close()
-    with rundir.metrics.open("a") as file:
-        file.write('{"step": 4, "cut sho')
-    log = MetricsLog(rundir, from_step=2)
-    log.write("eval", {**EVAL_RECORD, "step": 3})
-    log.close()
-    assert [(r["kind"], r["step"]) for r in read_records(rundir.metrics)] == [("train", 1), ("train", 2), ("eval", 3)]
-
-
-def test_report_records_say_when_they_were_written(tmp_path: Path) -> None:
-    before = time.time()
-    log = MetricsLog(RunDir(tmp_path), from_step=0)
-    log.write("train", TRAIN_RECORD)
-    log.close()
-    (record,) = read_records(RunDir(tmp_path).metrics)
-    assert before <= record["time"] <= time.time()
 
 
 def test_report_durations_do_not_follow_a_time_of_day_that_is_set(
@@ -104,6 +81,9 @@ def test_report_curves_of_a_long_run_are_of_reports_evenly_spread_and_of_all_eva
 def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     for from_step in (0, 2, 2):
+        with rundir.metrics.open("a") as file:
+            file.write('{"step": 4, "cut sho')
+        before = time.time()
         log = MetricsLog(rundir, from_step=from_step)
         log.write("start", {"step": from_step, "job": {}})
         log.write("input", {"step": from_step})
@@ -112,7 +92,9 @@ def test_report_two_starts_from_one_step_leave_one_record_of_each(tmp_path: Path
         log.write("skipped", {"step": from_step + 2, "pictures": {}})
         log.write("hint", {"step": from_step + 2, "hint": "x"})
         log.close()
-    kept = [(r["kind"], r["step"]) for r in read_records(rundir.metrics)]
+    records = list(read_records(rundir.metrics))
+    assert before <= records[-1]["time"] <= time.time()
+    kept = [(record["kind"], record["step"]) for record in records]
     first = [("start", 0), ("input", 0), ("train", 1), ("train", 2), ("skipped", 2), ("hint", 2)]
     assert kept == [*first, ("start", 2), ("input", 2), ("train", 3), ("train", 4), ("skipped", 4), ("hint", 4)]
 
@@ -303,6 +285,20 @@ def test_report_a_summary_says_what_summed_and_why(
     assert (found["algorithm"], found["algorithm_why"]) == expected
 
 
+def test_report_a_summary_tells_of_all_starts_hosts_the_site_and_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
+    a_run = partial(summary_of, algorithm="ring", why="")
+    found = a_run()
+    assert not {"site", "grid_underflow_fraction"} & found.keys()
+    assert (found["gpu_hours"], found["energy_joules"], found["seconds"]) == (7.0, 3.6e6, 36.0)
+    assert (found["world_size"], found["num_nodes"]) == (4, 2)
+    monkeypatch.setenv("BIGBATCH_SITE", '{"/etc/bigbatch/bigbatch.toml": {"env": {"NCCL_IB_HCA": "mlx5"}}}')
+    found = a_run("--run.reproducible=true", num_lost=1.0, num_nonzero=4.0)
+    assert found["site"] == {"/etc/bigbatch/bigbatch.toml": {"env": {"NCCL_IB_HCA": "mlx5"}}}
+    assert found["grid_underflow_fraction"] == 0.25
+    assert a_run("--run.reproducible=true")["grid_underflow_fraction"] is None
+
+
 def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
     assert "noise_scale" not in summary_of(algorithm="native", why="one rank")
@@ -326,36 +322,6 @@ def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatc
     assert list(curve.get_ydata()) == [100, 200, 300]
     assert set(batch.get_ydata()) == {512}
     assert axes.get_ylabel() == "pictures"
-
-
-def test_report_of_one_evaluation_tells_its_two_accuracies_apart() -> None:
-    evaluation = {"kind": "eval", "epoch": 2.0, "loss": 1.5, "top1": 0.3, "top5": 0.9}
-    _, accuracy_axes, _ = draw_run([evaluation], title="a run", label_smoothing=0.0).axes
-    assert [line.get_marker() for line in accuracy_axes.get_lines()] == ["o", "s"]
-
-
-def test_report_a_summary_says_what_the_grid_lost_of_a_reproducible_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
-    a_run = partial(summary_of, algorithm="ring", why="")
-    found = a_run("--run.reproducible=true", num_lost=1.0, num_nonzero=4.0)
-    assert found["grid_underflow_fraction"] == 0.25
-    assert a_run("--run.reproducible=true")["grid_underflow_fraction"] is None
-    assert "grid_underflow_fraction" not in a_run()
-
-
-def test_report_a_summary_says_what_the_sites_file_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
-    assert "site" not in summary_of(algorithm="ring", why="")
-    monkeypatch.setenv("BIGBATCH_SITE", '{"/etc/bigbatch/bigbatch.toml": {"env": {"NCCL_IB_HCA": "mlx5"}}}')
-    found = summary_of(algorithm="ring", why="")
-    assert found["site"] == {"/etc/bigbatch/bigbatch.toml": {"env": {"NCCL_IB_HCA": "mlx5"}}}
-
-
-def test_report_a_summary_counts_all_starts_and_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "device_name", lambda device: "NVIDIA H100")
-    found = summary_of(algorithm="ring", why="")
-    assert (found["gpu_hours"], found["energy_joules"], found["seconds"]) == (7.0, 3.6e6, 36.0)
-    assert (found["world_size"], found["num_nodes"]) == (4, 2)
 
 
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
@@ -481,6 +447,7 @@ def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> No
         {"kind": "train", **TRAIN_RECORD, "lr": 10**400},
         {"kind": "train", **TRAIN_RECORD, "loss": None},
         {"kind": "train", **TRAIN_RECORD, "epoch": math.nan},
+        {"kind": "noise", **TRAIN_RECORD, "noise_scale": 30.0},  # without its band
     ],
 )
 def test_report_record_that_no_run_writes_is_left_out_of_the_plot(odd: dict[str, Any]) -> None:
@@ -492,12 +459,6 @@ def test_report_record_that_no_run_writes_is_left_out_of_the_plot(odd: dict[str,
         [[0.5], [0.5]],
         [[0.5]],
     ]
-
-
-def test_report_noise_scale_without_its_band_is_left_out_of_the_plot() -> None:
-    record = {"kind": "train", **TRAIN_RECORD, "noise_scale": 30.0}
-    figure = draw_run([record], title="a run", label_smoothing=0.0)
-    assert [len(panel.get_lines()) for panel in figure.axes] == [1, 0, 1]
 
 
 @pytest.mark.slow
@@ -568,11 +529,12 @@ def test_report_plot_has_no_legend_over_a_curve(records: list[dict[str, Any]]) -
 def test_report_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(num_steps=3)
     lines.advance(TRAIN_RECORD)
-    lines.finish({"top1": 0.98765, "images_per_second": 1234.56, "steps": 3, "input_wait_fraction": 0.015})
+    summary = {"top1": 0.98765, "images_per_second": 1234.56, "steps": 3, "input_wait_fraction": 0.015}
+    lines.finish({**summary, "seconds": 12.34, "device": "cpu", "straggler_fraction": None})
     lines.close()
     printed = capsys.readouterr().out
     assert "step 3  loss 1.250  top-1 50.0%  lr 0.1  1,234 images/s  input wait 1.0%" in printed
-    for line in ("98.77 %", "1,234.6 images/s", "1.50 %"):
+    for line in ("98.77 %", "1,234.6 images/s", "1.50 %", "12.3 s", " cpu\n", "not measured"):
         assert line in printed
     assert "\x1b" not in printed
     expected = "evaluation: top-1 25.00%  top-5 75.00%  loss 1.000  (8 images in 0.5 s)"
@@ -610,11 +572,3 @@ def test_report_who_shows_what() -> None:
     bar = make_reporter(terminal_columns=80, first_step=0, num_steps=1)
     bar.close()
     assert isinstance(bar, Bar)
-
-
-def test_report_units() -> None:
-    assert show("seconds", 12.34) == "12.3 s"
-    assert show("global_batch_size", 512) == "512 images"
-    assert show("best_top1", 0.5) == "50.00 %"
-    assert show("device", "cpu") == "cpu"
-    assert show("input_wait_fraction", None) == "not measured"

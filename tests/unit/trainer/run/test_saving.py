@@ -2,7 +2,6 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -13,13 +12,11 @@ import pytest
 import torch
 from error_texts import naming
 from small_run import PLAN, make_batches, make_parts
+from thread_controls import on_ranks
 from torch import nn
-from torch.distributed import HashStore
 
 from bigbatch import exit_codes
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.errors import CheckpointError, RunFolderError, TrainingDiverged
 from bigbatch.trainer.build.optimizer import make_native
@@ -135,12 +132,10 @@ def steps(folder: Path) -> list[int]:
 
 def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, limit: float = LONG_SECONDS) -> list[Any]:
     """What a job returns on each of two ranks, which are threads; or the words of the CheckpointError that ends it."""
-    store, parts = HashStore(), make_parts()
+    parts = make_parts()
 
-    def run(rank: int) -> Any:
-        control = Control(ALONE, timeout_seconds=LONG_SECONDS)
-        control.rank, control.world_size, control.store = rank, 2, BoundedStore(store, seconds=LONG_SECONDS)
-        store.set(f"bigbatch/host/{rank}", f"node{rank}")
+    def run(control: Control) -> Any:
+        rank = control.rank
         communicator: Any = SimpleNamespace(
             rank=rank, world_size=2, control=control, algorithm="doubling", topology=Topology(rank, ((0, 1),))
         )
@@ -149,8 +144,7 @@ def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, li
         except CheckpointError as error:
             return str(error)
 
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, range(2)))
+    return on_ranks(2, run)
 
 
 def test_saving_tells_all_ranks_of_a_checkpoint_once_it_is_on_disk(tmp_path: Path, storage: Storage) -> None:

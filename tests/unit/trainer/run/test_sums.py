@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from error_texts import naming
 from small_run import PLAN, make_parts
+from thread_controls import alone
 
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
-from bigbatch.comm.rendezvous.control import Control
-from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.rendezvous.topology import Topology, make_topology
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.config.file import load_config
@@ -144,7 +143,7 @@ def test_sums_are_kept_in_checkpoints_and_found_there(tmp_path: Path) -> None:
     saver.start(done=3, top1=None, evaluations=[], skipped={})
     saved = saver.settle(wait=True)
     assert saved is not None
-    control = Control(ALONE, timeout_seconds=60)
+    control = alone()
     assert find_start(config, RunDir(tmp_path), samples=None, control=control)[0].sums == {"ranks": "1"}
     older = {key: value for key, value in load_checkpoint(saved.path).items() if key != "sums"}
     save_checkpoint(RunDir(tmp_path).checkpoints, {**older, "step": 4}, step=4, top1=None, keep=9)

@@ -139,20 +139,11 @@ def test_weights_half_precision_weights_become_whole(tmp_path: Path) -> None:
     assert torch.equal(found["prep.0.weight"], halves["prep.0.weight"].float())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("there", "here", "named"),
-    [
-        (("model.options.width=2",), ("model.options.width=4",), ("model.options.width ", " 2 there", " 4 here")),
-        (RESNET, ("model.options.width=2",), ("model.name ", " resnet18 there", " resnet9 here")),
-        (RESNET, (*RESNET, "model.options.blurpool=true"), ("model.options.blurpool ", " false there", " true here")),
-    ],
-)
-def test_weights_checkpoint_of_another_model(
-    there: tuple[str, ...], here: tuple[str, ...], named: tuple[str, ...], tmp_path: Path
-) -> None:
-    path, _ = checkpoint_of(config_of(*there), tmp_path)
-    assert re.search(naming(path, *named), refusal(path, config_of(*here)))
+def test_weights_checkpoint_of_another_model(tmp_path: Path) -> None:
+    path, _ = checkpoint_of(small(), tmp_path)
+    said = refusal(path, config_of("model.options.width=4"))
+    assert re.search(naming(path, "model.options.width ", " 2 there", " 4 here"), said)
+    assert re.search(naming(path, "model.name ", " resnet9 there", " resnet18 here"), refusal(path, config_of(*RESNET)))
 
 
 @pytest.mark.long
@@ -235,20 +226,10 @@ class Opening:
         return open, (str(self.path), "w")
 
 
-class Trap:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.path,)
-
-
 @pytest.mark.long
 def test_weights_code_is_refused_and_not_executed(tmp_path: Path) -> None:
     config, path, mark = small(), tmp_path / "trap.pt", tmp_path / "executed"
-    torch.save({**random_model(config).state_dict(), "trap": Trap(mark)}, path)
+    torch.save({**random_model(config).state_dict(), "trap": Opening(mark)}, path)
     message = refusal(path, config)
     assert re.search(naming(f"{path}: ", "code (", "executed", "torch.save(model.state_dict(), FILE)"), message)
     assert not mark.exists()

@@ -113,10 +113,6 @@ def test_average_of_a_run_that_had_none_starts_from_its_weights() -> None:
     weights.fill_(5.0)
     average.load_state_dict({})
     assert average.state_dict(7)["w"].tolist() == [5.0] * 3
-
-
-def test_average_of_another_model_is_refused() -> None:
-    average, _ = make_average({"w": torch.ones(3)})
     with pytest.raises(ValueError, match="weights"):
         average.load_state_dict({"v": torch.ones(3)})
 

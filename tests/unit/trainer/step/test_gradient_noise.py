@@ -108,7 +108,6 @@ def measure(parts: Parts, *, steps: int, every_steps: int = 1, accumulation: int
     [
         ("fp32", {}, 1e-5),
         ("fp32", {"clip_norm": 1e-3}, 1e-5),
-        ("bf16_autocast", {}, 2**-6),
         ("bf16", {}, 2**-6),
         ("fp16", {"scaling": Scaling(initial=1024.0, growth_steps=1)}, 2**-8),
     ],

@@ -26,6 +26,15 @@ from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.sharded import Piece, ShardedWeights, cut, shard_update
 
 
+def sharded_linear(name: str = "fp32", **options: bool) -> tuple[nn.Module, GradientReducer, ShardedWeights]:
+    """Six weights and two biases on one rank."""
+    communicator = connect(env=ALONE, backend="gloo")
+    model = nn.Linear(3, 2)
+    precision = Precision(model, name=name, device=communicator.device)
+    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
+    return model, reducer, ShardedWeights(model, precision.masters, reducer, communicator, **options)
+
+
 def plan_of(*buffers: list[int]) -> FusionPlan:
     return FusionPlan(
         tuple(
@@ -73,21 +82,13 @@ def test_own_part_is_one_of_equal_parts() -> None:
 
 
 def test_sharded_weights_refuse_a_rank_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    communicator = connect(env=ALONE, backend="gloo")
-    model = nn.Linear(1, 1, bias=False)
-    precision = Precision(model, name="fp32", device=communicator.device)
-    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
     monkeypatch.setattr(sharded, "cut", lambda plan, **place: {"weight": Piece(0, 0, 0, 0, 0)})
     with pytest.raises(ConfigError, match=naming("optimizer.sharded=True ", " 1 ranks", "false")):
-        ShardedWeights(model, precision.masters, reducer, communicator)
+        sharded_linear()
 
 
 def test_sharded_weights_measure_what_an_update_waits_for() -> None:
-    communicator = connect(env=ALONE, backend="gloo")
-    model = nn.Linear(3, 2)
-    precision = Precision(model, name="bf16", device=communicator.device)
-    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
-    weights = ShardedWeights(model, precision.masters, reducer, communicator)
+    _, reducer, weights = sharded_linear("bf16")
     reducer.exposed.take_seconds()
     for wait in (weights.publish_, lambda: weights.norms(list(weights.masters.values()))):
         wait()
@@ -170,11 +171,7 @@ def test_sharded_update_waits_for_weights_that_no_forward_has_read(late_gathers:
 
 
 def test_sharded_forward_names_the_gather_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    communicator = connect(env=ALONE, backend="gloo")
-    model = nn.Linear(3, 2)
-    precision = Precision(model, name="fp32", device=communicator.device)
-    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
-    weights = ShardedWeights(model, precision.masters, reducer, communicator, behind_forward=True)
+    model, _, weights = sharded_linear(behind_forward=True)
 
     def start(self: ScatterGather, buffer_N: Tensor, *, label: str) -> SimpleNamespace:
         return SimpleNamespace(wait=Mock(side_effect=PeerLostError(f"{label} failed")))
@@ -187,11 +184,7 @@ def test_sharded_forward_names_the_gather_that_failed(monkeypatch: pytest.Monkey
 
 
 def test_sharded_weights_refuse_an_optimizer_that_would_adapt_by_norms_of_shares() -> None:
-    communicator = connect(env=ALONE, backend="gloo")
-    model = nn.Linear(3, 2)
-    precision = Precision(model, name="fp32", device=communicator.device)
-    reducer = GradientReducer(model.named_parameters(), communicator, learn_order=False, scatter=True)
-    weights = ShardedWeights(model, precision.masters, reducer, communicator)
+    _, _, weights = sharded_linear()
     masters = list(weights.masters.values())
     for adapting in (LARS(masters, lr=1.0), LAMB(masters, lr=1.0)):
         weights.attach(adapting)

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 from threading import enumerate as enumerate_threads
 
 import pytest
+from thread_controls import alone
 
-from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import PeerLostError
 from bigbatch.trainer.step import stop_request
@@ -23,10 +23,6 @@ ASKING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 @pytest.fixture
 def stop() -> StopRequest:
     return StopRequest()
-
-
-def alone() -> Control:
-    return Control(ALONE, timeout_seconds=60)
 
 
 def test_signals_let_a_second_ctrl_c_interrupt_at_once(stop: StopRequest) -> None:

@@ -1,0 +1,34 @@
+"""Control channels of ranks that are threads of this process and share a store."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from torch.distributed import HashStore
+
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.environ import ALONE
+
+SECONDS = 60.0
+"""Longer than any wait of a slow machine."""
+Result = TypeVar("Result")
+
+
+def alone() -> Control:
+    """The control channel of a single rank."""
+    return Control(ALONE, timeout_seconds=SECONDS)
+
+
+def on_ranks(num_ranks: int, job: Callable[[Control], Result]) -> list[Result]:
+    """What a job returns on each rank, of which the hosts are node0, node1 and so on."""
+    store = HashStore()
+
+    def run(rank: int) -> Result:
+        control = alone()
+        control.rank, control.world_size, control.store = rank, num_ranks, BoundedStore(store, seconds=SECONDS)
+        store.set(f"bigbatch/host/{rank}", f"node{rank}")
+        return job(control)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
