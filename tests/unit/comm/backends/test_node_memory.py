@@ -199,13 +199,13 @@ def test_memory_scratch_that_is_outgrown_is_given_back() -> None:
     memory = NodeMemory(make_topology(["a"] * 4, rank=0), Echo(4))  # type: ignore[arg-type]
     finished: list[int] = []
     before = mapped_pieces()
-    for doubling in range(5):
+    for doubling in range(3):
         size = SMALLEST_SCRATCH_BYTES << doubling
         lent_N = memory.scratch(size, torch.uint8, finish=lambda scratch_N: finished.append(scratch_N.numel()))
         lent_N.fill_(1)
         assert memory.views(lent_N) is not None
         assert mapped_pieces() - before == 4
-    assert finished == [SMALLEST_SCRATCH_BYTES << doubling for doubling in range(4)]
+    assert finished == [SMALLEST_SCRATCH_BYTES << doubling for doubling in range(2)]
 
 
 def test_memory_scratch_grows_and_is_used_again() -> None:
