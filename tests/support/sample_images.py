@@ -2,6 +2,8 @@
 
 import io
 import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,19 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def with_bad_tables(jpeg: bytes) -> bytes:
+    """Impossible Huffman code lengths: the frame header and the end marker stay, only decoding can tell."""
+    at = jpeg.index(b"\xff\xc4") + 5
+    return jpeg[:at] + b"\xff" * 16 + jpeg[at + 16 :]
+
+
+def png_of(*parts: tuple[bytes, bytes]) -> bytes:
+    """A PNG of (kind, content), which may state anything."""
+    framed = (struct.pack(">I", len(body)) + kind + body for kind, body in parts)
+    sums = (struct.pack(">I", zlib.crc32(kind + body)) for kind, body in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(part + total for part, total in zip(framed, sums, strict=True))
 
 
 def exif(orientation: int) -> bytes:

@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import os
 import subprocess
 import sys
 import tarfile
@@ -21,6 +20,7 @@ from archive_writer import (
     write_imagenette,
     write_official,
 )
+from benchmark_process import from_checkout
 
 from bigbatch.cli import main
 from bigbatch.trainer.datasets import prepare
@@ -66,9 +66,8 @@ def test_prepare_a_member_that_inflates_is_refused_by_name_in_little_memory(tmp_
     with_bomb(official / "imagenette2-160.tgz", imagenette_files(), BOMB, 300 << 20)
     assert (official / "imagenette2-160.tgz").stat().st_size < 2 << 20
     command = ["data", "prepare", "imagenette", str(root), "--size", "160px", "--archives", str(official)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *command], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", MEASURED, *command], env=from_checkout(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()

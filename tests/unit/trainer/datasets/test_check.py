@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from image_loaders import COMMON_SETTINGS, made_loaders
 from PIL import Image
 from rich.console import Console
-from sample_images import REAL_DATA, encoded, exif, write
+from sample_images import REAL_DATA, encoded, exif, png_of, with_bad_tables, write
 
 from bigbatch.cli import main
 from bigbatch.errors import DataError
@@ -48,23 +48,13 @@ def image(seed, width=60, height=40):
 
 def png(width, height, pixels, *, depth):
     """An RGB PNG written by hand; Pillow writes none of 16 bits."""
-
-    def chunk(name, body):
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+    header = struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
+    return png_of((b"IHDR", header), (b"IDAT", zlib.compress(pixels)), (b"IEND", b""))
 
 
 def deep_png():
     values = np.random.default_rng(0).integers(0, 65536, (3, 4, 3), dtype=np.uint16)
     return values, png(4, 3, b"".join(b"\0" + row.astype(">u2").tobytes() for row in values), depth=16)
-
-
-def with_bad_tables(data):
-    """Impossible Huffman code lengths: only decoding can tell."""
-    at = data.index(b"\xff\xc4") + 5
-    return data[:at] + b"\xff" * 16 + data[at + 16 :]
 
 
 def damaged_png(data):

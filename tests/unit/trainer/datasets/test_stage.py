@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import sample_images
+from benchmark_process import from_checkout
 from error_texts import naming
 
 from bigbatch import files
@@ -81,10 +82,6 @@ def looks_whole(folder):
     except DataError:
         return False
     return True
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
@@ -222,7 +219,7 @@ module.stage(Path(sys.argv[1]), Path(sys.argv[2]))
 
 def test_stage_a_killed_copy_goes_on_where_it_was(source, target, read):
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, source, target, "train/shard-000002.tar"], env=environment(), timeout=60
+        [sys.executable, "-c", KILLED, source, target, "train/shard-000002.tar"], env=from_checkout(), timeout=60
     )
     assert killed.returncode == -signal.SIGKILL
     assert len(list(target.rglob(".*.unfinished"))) == 1, "it was killed in the middle of a shard"
@@ -442,7 +439,7 @@ def test_stage_of_two_processes_one_copies_and_both_find_it_whole(source, target
     with open(target / ".stage.lock", "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes = [subprocess.Popen(command, env=environment(), **pipes) for _ in range(2)]
+        processes = [subprocess.Popen(command, env=from_checkout(), **pipes) for _ in range(2)]
         for process in processes:
             assert re.search(naming("waiting", target), process.stderr.readline())
         assert [p.name for p in target.iterdir()] == [".stage.lock"]

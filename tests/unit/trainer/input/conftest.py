@@ -1,11 +1,22 @@
 """Shared by the tests of the input."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
+from image_loaders import made_loaders
 
 from bigbatch.trainer.input import retry
+from bigbatch.trainer.input.loaders.encoded import ImageLoader
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take no read for stuck because the machine stood still; who tests what becomes of those says how long one may."""
     monkeypatch.setattr(retry, "GRACE_SECONDS", 60.0)
+
+
+@pytest.fixture(params=["torchvision", "dali"])
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., ImageLoader]]:
+    """A maker of each loader of images, with the SETTINGS of the test's file."""
+    with made_loaders(request.param, request.module.SETTINGS) as make:
+        yield make

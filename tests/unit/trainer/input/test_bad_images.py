@@ -2,17 +2,15 @@
 
 import errno
 import os
-import struct
 import time
-import zlib
 
 import numpy as np
 import pytest
 import torch
 from error_texts import naming
-from image_loaders import COMMON_SETTINGS, made_loaders
+from image_loaders import COMMON_SETTINGS
 from PIL import Image
-from sample_images import encoded, resized_crop, smooth_image, write
+from sample_images import encoded, png_of, resized_crop, smooth_image, with_bad_tables, write
 from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import DataError, StorageError
@@ -24,7 +22,7 @@ from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.dali import DaliDecoder
 from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
 from bigbatch.trainer.input.shards import open_split
-from tests.unit.trainer.input.loaders.test_loaders import BAD, with_bad_tables
+from tests.unit.trainer.input.loaders.test_loaders import BAD
 
 SIZE = 48
 CROP = random_resized_crop(seed=3)
@@ -41,12 +39,6 @@ def split(root, bad, *, num_images=8):
     """Two classes; bad gives what lies at some positions instead of an image."""
     names = [f"train/{'a' if n < num_images // 2 else 'b'}/{n:02d}.jpg" for n in range(num_images)]
     return read_index(write(root, {name: bad.get(n, whole(n)) for n, name in enumerate(names)}), "train")
-
-
-@pytest.fixture(params=["torchvision", "dali"])
-def make(request):
-    with made_loaders(request.param, SETTINGS) as make:
-        yield make
 
 
 def ask(*positions, epoch=0):
@@ -290,11 +282,6 @@ def chunks(png):
     return found
 
 
-def png_of(parts):
-    body = b"".join(struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
-    return b"\x89PNG\r\n\x1a\n" + body
-
-
 def with_bad_sum(png):
     """One bit of the checksum of its pixels is wrong."""
     at = png.index(b"IDAT")
@@ -306,8 +293,8 @@ PNG = encoded(smooth_image(3, 120, 100), "PNG")
 PALETTE = encoded(smooth_image(3, 120, 100).convert("P"), "PNG")
 PILLOW_ALONE = {
     "wrong checksum": with_bad_sum(PNG),
-    "unknown part": png_of([chunks(PNG)[0], (b"ABCD", b"?"), *chunks(PNG)[1:]]),
-    "no palette": png_of([part for part in chunks(PALETTE) if part[0] != b"PLTE"]),
+    "unknown part": png_of(chunks(PNG)[0], (b"ABCD", b"?"), *chunks(PNG)[1:]),
+    "no palette": png_of(*(part for part in chunks(PALETTE) if part[0] != b"PLTE")),
 }
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmark_process import from_checkout
 from error_texts import naming
 from image_loaders import COMMON_SETTINGS, bigbatch_threads, made_loaders
-from sample_images import encoded, smooth_image, write
+from sample_images import encoded, smooth_image, with_bad_tables, write
 
 from bigbatch import cli
 from bigbatch.errors import StorageError
@@ -28,7 +29,6 @@ from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import read_index
 from bigbatch.trainer.input.shards import open_split
-from tests.unit.trainer.input.loaders.test_loaders import with_bad_tables
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 60.0}
 STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -500,13 +500,12 @@ def test_reading_a_run_ends_though_a_file_never_opens(tmp_path, split):
     silent = as_pipe(sorted((root / split / "disk").iterdir())[0])
     settings = {**TINY, "data.root": root, "run.directory": tmp_path / "run"}
     command = ["train", "--config", "quickstart", *(f"--{key}={value}" for key, value in settings.items())]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         [sys.executable, "-m", "bigbatch", *command],
         capture_output=True,
         text=True,
         timeout=120,
-        env=environment,
+        env=from_checkout(),
         cwd=Path(cli.__file__).parents[1],
         check=False,
     )

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import sample_images
 import torch
+from benchmark_process import from_checkout
 from error_texts import naming
-from image_loaders import COMMON_SETTINGS, made_loaders
+from image_loaders import COMMON_SETTINGS
 from PIL import Image
 from sample_images import exif, write
 
@@ -99,12 +100,6 @@ def test_shards_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
     images = [Image.open(io.BytesIO(expected[position][0])) for position in positions_B]
     assert index.sizes(positions_B).tolist() == [[image.height, image.width] for image in images]
     index.close()
-
-
-@pytest.fixture(params=["torchvision", "dali"])
-def make(request):
-    with made_loaders(request.param, SETTINGS) as make:
-        yield make
 
 
 def assert_same_batches(ours, theirs, *, num_batches):
@@ -433,8 +428,7 @@ def test_shards_two_splits_of_many_shards_share_what_may_be_open(tmp_path):
     """Also when others hold most of it: 13 for each split, 3 for the process and 20 are more than 40."""
     small = {f"{split}/a/{n}.jpg": encoded(n, 20, 20) for split in ("train", "val") for n in range(30)}
     pack(write(tmp_path / "many", small), tmp_path / "packed", recipe=PackRecipe(shard_bytes=1))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "packed"], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "packed"], env=from_checkout(), check=True)
 
 
 def test_shards_a_third_of_the_files_that_may_be_open_is_for_a_split(packed, monkeypatch):
@@ -464,5 +458,4 @@ def test_shards_it_travels_to_another_process(packed):
 def test_shards_processes_that_only_pack_do_without_torch():
     modules = "bigbatch.trainer.datasets.generated, bigbatch.trainer.datasets.pack, bigbatch.trainer.input.shards"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", code], env=from_checkout(), check=True)

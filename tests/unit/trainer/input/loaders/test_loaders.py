@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from error_texts import naming
-from image_loaders import COMMON_SETTINGS, bigbatch_threads, made_loaders
+from image_loaders import COMMON_SETTINGS, bigbatch_threads
 from PIL import Image
-from sample_images import REAL_DATA, encoded, exif, resized_crop, smooth_image, write
+from sample_images import REAL_DATA, encoded, exif, resized_crop, smooth_image, with_bad_tables, write
 from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import ConfigError, DataError
@@ -58,12 +58,6 @@ def index(tmp_path_factory):
     root = tmp_path_factory.mktemp("pictures")
     files = {f"train/{number % 3}/{name}.JPEG": data for number, (name, data) in enumerate(every_kind().items())}
     return read_index(write(root, files), "train")
-
-
-@pytest.fixture(params=["torchvision", "dali"])
-def make(request):
-    with made_loaders(request.param, SETTINGS) as make:
-        yield make
 
 
 def requests(index, *, microbatch_size=4):
@@ -184,12 +178,6 @@ def test_loaders_a_loader_serves_load_after_load(make, index, prefetch_batches):
 def test_loaders_requests_of_another_size_are_refused(make, index):
     with pytest.raises(ValueError, match=naming("3 samples", "microbatch_size is 4")):
         list(make(index).load(requests(index, microbatch_size=3)))
-
-
-def with_bad_tables(data):
-    """Impossible Huffman code lengths: the frame header and the end marker stay, only decoding can tell."""
-    at = data.index(b"\xff\xc4") + 5
-    return data[:at] + b"\xff" * 16 + data[at + 16 :]
 
 
 BAD = {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sample_images import encoded, smooth_image, write
+from sample_images import encoded, smooth_image, with_bad_tables, write
 
 from bigbatch.errors import DataError
 from bigbatch.trainer import train
@@ -254,7 +254,7 @@ def test_probe_a_probed_loader_is_as_before(index: Any) -> None:
 @pytest.mark.parametrize("damage", [b"hello", None])  # seen by its header, or only by the decoder
 def test_probe_bad_images_are_left_to_training(damage: bytes | None, index: Any) -> None:
     path = Path(index.name(5))
-    path.write_bytes(damage or corrupt(path.read_bytes()))
+    path.write_bytes(damage or with_bad_tables(path.read_bytes()))
     assert probed(image_loader(index)) is None
     skipping = image_loader(index, max_skipped=1)
     assert probed(skipping) is not None
@@ -264,12 +264,6 @@ def test_probe_bad_images_are_left_to_training(damage: bytes | None, index: Any)
     assert probed(too_few) is None
     with pytest.raises(DataError, match=r"data\.max_skipped=0"):
         list(too_few.load(epoch()))
-
-
-def corrupt(data: bytes) -> bytes:
-    """Whole by its header and its end, but not decodable."""
-    start = data.index(b"\xff\xc4")  # the first Huffman table
-    return data[: start + 4] + b"\xff" * 16 + data[start + 20 :]
 
 
 TINY = {
