@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bigbatch.errors import DataError
-from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, Fault, examine_all
+from bigbatch.trainer.datasets.examine import IMAGE, TRAITS, examine_all
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, list_below, list_split, spelled_twice
@@ -112,20 +112,19 @@ def check_dataset(
     total, num_done = sum(map(len, splits.values())), 0
     # an empty part, so that a split without images can be concatenated, too
     rows: dict[str, list[np.ndarray]] = {split: [np.empty(0, IMAGE)] for split in splits}
-    faults: dict[str, list[Fault]] = {split: [] for split in splits}
-    for part in examine_all(splits, decode=decode, num_workers=num_workers, max_pixels=max_pixels):
-        rows[part.split].append(part.rows_N)
-        faults[part.split] += part.faults
-        num_done += len(part.rows_N)
+    faults: dict[str, dict[str, list[str]]] = {split: {} for split in splits}
+    for split, rows_N, found in examine_all(splits, decode=decode, num_workers=num_workers, max_pixels=max_pixels):
+        rows[split].append(rows_N)
+        for kind, reason in found:
+            faults[split].setdefault(kind, []).append(reason)
+        num_done += len(rows_N)
         if on_progress:
             on_progress(num_done, total)
     tables = {split: np.concatenate(parts) for split, parts in rows.items()}
     findings = class_findings(root, splits)
     for split, images in splits.items():
         findings += listing_findings(split, listings[split])
-        for kind in dict.fromkeys(fault.kind for fault in faults[split]):
-            reasons = tuple(fault.reason for fault in faults[split] if fault.kind == kind)
-            findings.append(Finding(kind, split, reasons, is_problem=True))
+        findings += [Finding(kind, split, tuple(each), is_problem=True) for kind, each in faults[split].items()]
         for bit, (trait, meaning) in enumerate(TRAITS.items()):
             cases = tuple(map(images.name, np.flatnonzero(tables[split]["traits"] >> bit & 1).tolist()))
             findings.append(Finding(trait, split, cases, is_problem=False, meaning=meaning))

@@ -4,7 +4,6 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -50,24 +49,10 @@ IMAGE = np.dtype(
 sides, form and traits are zero unless fit. 47 bytes, so that a million images take little."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """An image that would end a training."""
+Part = tuple[str, np.ndarray, list[tuple[str, str]]]
+"""A split, a row of dtype IMAGE for each of some of its images, in order, and (kind, reason) of each bad one.
 
-    path: str
-    kind: str
-    reason: str
-    """One line, which begins with path."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Holds some images of a split, in order."""
-
-    split: str
-    rows_N: np.ndarray
-    """Array of dtype IMAGE."""
-    faults: tuple[Fault, ...]
+A reason is one line, which begins with the image's path."""
 
 
 def kind_of_fault(data: bytes, error: Exception) -> str:
@@ -126,7 +111,8 @@ def _is_rotated(image: Image.Image) -> bool:
 def _examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: int, task: tuple[str, range]) -> Part:
     """Read and examine the images at the positions of a split; a bad one becomes a fault."""
     split, positions = task
-    images, rows_N, faults = splits[split], np.zeros(len(positions), IMAGE), []
+    images, rows_N = splits[split], np.zeros(len(positions), IMAGE)
+    faults: list[tuple[str, str]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pillow, about EXIF and very large images
         for row, position in enumerate(positions):
@@ -134,7 +120,7 @@ def _examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: i
             try:
                 data = images.read(position)
             except (OSError, DataError) as error:
-                faults.append(Fault(path, "unreadable file", reason_of(path, error)))
+                faults.append(("unreadable file", reason_of(path, error)))
                 continue
             rows_N[row]["num_bytes"] = len(data)
             try:
@@ -142,8 +128,8 @@ def _examine_part(splits: Mapping[str, ImageSource], decode: bool, max_pixels: i
                 digest = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), np.uint64)
                 rows_N[row] = (digest, len(data), *found, True)
             except Exception as error:  # one bad file must not end the check, whatever a decoder makes of it
-                faults.append(Fault(path, kind_of_fault(data, error), reason_of(path, error)))
-    return Part(split, rows_N, tuple(faults))
+                faults.append((kind_of_fault(data, error), reason_of(path, error)))
+    return split, rows_N, faults
 
 
 def reason_of(path: str, error: Exception) -> str:
