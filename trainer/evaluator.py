@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.config.checks import METRICS
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import RunConfig
-from bigbatch.trainer.config.stopping import METRICS
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES, evaluate
 from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.score import Score

@@ -30,7 +30,7 @@ from benchmarks.record import conditions, spread, write_record, write_record_and
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.precision import require_hardware
+from bigbatch.trainer.config.optimizer import require_hardware
 from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.summary import device_name

@@ -25,7 +25,7 @@ from benchmarks.arguments import run as run_main
 from benchmarks.record import conditions, spread, write_record
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.machine.host import wait_for
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics

@@ -16,7 +16,7 @@ from bigbatch.comm.tuning.tuned import Tuned, parse_tuned, read_text
 from bigbatch.errors import ConfigError, TunedError, UserError
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import dump_config
-from bigbatch.trainer.config.precision import require_hardware
+from bigbatch.trainer.config.optimizer import require_hardware
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.host import set_up_process
 from bigbatch.trainer.machine.numa import bind

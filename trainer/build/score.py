@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError, or_nearest
 from bigbatch.trainer.config.dotted import import_owner, is_of_library, words_of
+from bigbatch.trainer.config.optimizer import CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.score import CROSS_ENTROPY, metric_entries
 from bigbatch.trainer.step.score import Metric, PerPicture, Score, cross_entropies
 
 FUNCTIONS = ("torch.nn.functional", "torchvision.ops")

@@ -19,15 +19,17 @@ def is_dotted(name: str) -> bool:
 
 
 def import_owner(name: str) -> tuple[ModuleType, str]:
-    """Import the module of an import path; return the module and the name within it.
+    """Import the module of an import path, also from the work folder; return the module and the name within it.
 
     Raises: ValueError saying what is missing, and how to get it.
     """
     module_name, _, own_name = name.rpartition(".")
     package = module_name.partition(".")[0]
     try:
-        if package not in LIBRARIES:
-            _find_in_work_folder(package)
+        folder = os.getcwd()
+        is_unknown = package not in LIBRARIES and folder not in sys.path and find_spec(package) is None
+        if is_unknown and PathFinder.find_spec(package, [folder]) is not None:
+            sys.path.append(folder)  # at the end: it cannot replace an installed package
         return import_module(module_name), own_name
     except ImportError as error:  # of this module, or of one that it imports in turn
         package = (error.name or package).partition(".")[0]
@@ -51,13 +53,6 @@ def is_of_library(found: object, *, name: str) -> bool:
     home = str(getattr(found, "__module__", None)) if inspect.isroutine(found) or inspect.isclass(found) else ""
     packages = {name.partition(".")[0], home.partition(".")[0]}
     return not packages.isdisjoint((*LIBRARIES, *sys.stdlib_module_names))
-
-
-def _find_in_work_folder(package: str) -> None:
-    """Add the work folder to the end of the import path: it cannot replace an installed package."""
-    folder = os.getcwd()
-    if folder not in sys.path and find_spec(package) is None and PathFinder.find_spec(package, [folder]) is not None:
-        sys.path.append(folder)
 
 
 def words_of(error: Exception) -> str:

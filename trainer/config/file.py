@@ -52,12 +52,25 @@ def packaged_configs() -> list[str]:
     return [name for name in _packaged() if name.split("/")[0] != BASES]
 
 
-def find_config(name: str, *, what: str = "--config") -> Path:
+def find_config(name: str, *, below: Path = Path(), what: str = "--config") -> Path:
     """Return the file of that path, else the packaged experiment or base of that name, else a run folder's config.
 
     what: how an error calls the name. Raises: ConfigError naming the nearest.
     """
-    return _find(name, below=Path(), what=what)
+    try:
+        name = expand_path(name)
+    except PathError as error:
+        raise ConfigError(f"{what} {error}") from None
+    if (below / name).is_file():
+        return below / name
+    if name in (known := _packaged()):
+        return PACKAGED / f"{name}.yaml"
+    run_config = below / name / RUN_CONFIG
+    if name and run_config.is_file():  # without a name it would be the config of below
+        return run_config
+    near = nearest(name, known)
+    hint = f"; the nearest packaged one is {near}" if near else "; bigbatch config list names those" if known else ""
+    raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
 
 
 def load_config(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool = False) -> Config:
@@ -76,7 +89,11 @@ def resolve(argv: Sequence[str], *, prog: str = "bigbatch train", is_run: bool =
     refusals = Refusals()
     names, overrides = _parse(argv, refusals, prog=prog)
     with refusals.finally_of():
-        path = _only(names)
+        if not names:
+            raise ConfigError("--config is missing: name a YAML file or one of " + ", ".join(packaged_configs()))
+        if len(names) > 1:
+            raise ConfigError(f"--config is given {len(names)} times: keep one, and override its keys by --section.key")
+        path = find_config(names[0])
         is_run = is_run or path == Path(names[0]) / RUN_CONFIG
         return Experiment(path, *read_stated(path, refusals, is_run=is_run)).with_values(overrides)
 
@@ -147,14 +164,6 @@ def read_experiment(name: str) -> Experiment:
     return found
 
 
-def _only(names: Sequence[str]) -> Path:
-    if not names:
-        raise ConfigError("--config is missing: name a YAML file or one of " + ", ".join(packaged_configs()))
-    if len(names) > 1:
-        raise ConfigError(f"--config is given {len(names)} times: keep one, and override its keys by --section.key")
-    return find_config(names[0])
-
-
 def read_stated(
     path: Path, refusals: Refusals, *, is_run: bool = False
 ) -> tuple[dict[str, Any], dict[str, str], dict[str, Path]]:
@@ -179,7 +188,7 @@ def read_stated(
         if base is None:
             break
         below = following.parent
-        following = _find(str(base), below=below, what=f"{following}: base")
+        following = find_config(str(base), below=below, what=f"{following}: base")
         is_run = is_run or following == below / str(base) / RUN_CONFIG
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -188,8 +197,9 @@ def read_stated(
     for each, content, is_each_run in reversed(chain):
         stated = _flatten_checked(content, path=each, refusals=refusals)
         values = overlay(values, stated)
+        short = each.relative_to(PACKAGED) if each.is_relative_to(PACKAGED) else each
         for key in stated:
-            origins[key] = f"{'recipe' if each is path else 'base'} {_short(each)}"
+            origins[key] = f"{'recipe' if each is path else 'base'} {short}"
             of_runs.pop(key, None)
             if is_each_run:
                 of_runs[key] = each
@@ -227,27 +237,6 @@ def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def _packaged() -> list[str]:
     names = (p.relative_to(PACKAGED).with_suffix("") for p in PACKAGED.rglob("*.yaml"))
     return sorted(str(name) for name in names if name.parts[0] not in ("clusters", "sweeps"))
-
-
-def _find(name: str, *, below: Path, what: str) -> Path:
-    try:
-        name = expand_path(name)
-    except PathError as error:
-        raise ConfigError(f"{what} {error}") from None
-    if (below / name).is_file():
-        return below / name
-    if name in (known := _packaged()):
-        return PACKAGED / f"{name}.yaml"
-    run_config = below / name / RUN_CONFIG
-    if name and run_config.is_file():  # without a name it would be the config of below
-        return run_config
-    near = nearest(name, known)
-    hint = f"; the nearest packaged one is {near}" if near else "; bigbatch config list names those" if known else ""
-    raise ConfigError(f"{what} '{name}': there is no such file or packaged experiment{hint}")
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(PACKAGED)) if path.is_relative_to(PACKAGED) else str(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

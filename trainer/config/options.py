@@ -54,7 +54,10 @@ def parse_options(
             require_known(name, known=known, where="command line", refusals=refusals, prog=prog)
     # words between unknown options may be their values
     if others and not others[0].startswith("--"):
-        raise ConfigError(_stray(others, is_named="config" in parsed))
+        how = "state a key as --run.epochs 3"
+        if "config" not in parsed:
+            how = f"name an experiment with --config {others[0]}"
+        raise ConfigError(f"{' '.join(others)} is no option: {how}")
     words = {name: word for name, word in vars(parsed).items() if name in ("config", *KEYS, *options)}
     for old, new in MOVED.items():
         if hasattr(parsed, old):
@@ -63,12 +66,6 @@ def parse_options(
             if stated != "null" or not says_nothing(new, name=owner):
                 words.setdefault(new, stated)
     return words.pop("config", []), words
-
-
-def _stray(words: Sequence[str], *, is_named: bool) -> str:
-    """Return an error that shows how to type such words. is_named: the command line has --config."""
-    how = "state a key as --run.epochs 3" if is_named else f"name an experiment with --config {words[0]}"
-    return f"{' '.join(words)} is no option: {how}"
 
 
 def join_values(argv: Sequence[str]) -> list[str]:
@@ -112,14 +109,12 @@ def _make_parser(
     texts = _docstrings() if for_help else {}
     for section, holder in SECTIONS.items():
         group = parser.add_argument_group(str(holder.__doc__).removesuffix("."))
-        for key in (key for key in KEYS.values() if key.section == section):
-            text = f"{texts.get((holder.__name__, key.name), '')} ({_facts(key)})"
-            group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
+        described = [("", holder, key) for key in KEYS.values() if key.section == section]
         for key in (key for key in OPTION_KEYS.values() if key.section == f"{section}.options"):
             owners = [name for name, own in KINDS[section].items() if key.name in own]
-            text = (
-                f"{' '.join(owners)}: {texts.get((HOLDERS[section][owners[0]].__name__, key.name), '')} ({_facts(key)})"
-            )
+            described.append((f"{' '.join(owners)}: ", HOLDERS[section][owners[0]], key))
+        for start, owner, key in described:
+            text = f"{start}{texts.get((owner.__name__, key.name), '')} ({_facts(key)})"
             group.add_argument(f"--{key}", metavar=key.name.upper(), help=text.replace("%", "%%"))
     for option in options:
         if option not in OPTION_KEYS:

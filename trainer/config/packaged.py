@@ -17,12 +17,8 @@ def main(argv: Sequence[str]) -> int:
         epilog="example: bigbatch config list",
     ).parse_args(argv)
     for name in packaged_configs():
-        print_line(f"{name:32} {_first_sentence(find_config(name).read_text())}")
+        comment = takewhile(lambda line: line.startswith("#"), find_config(name).read_text().splitlines())
+        words = " ".join(line.removeprefix("#").strip() for line in comment)
+        first_sentence = re.split(r"(?<! al)\.(?: |$)", words)[0]
+        print_line(f"{name:32} {first_sentence}")
     return 0
-
-
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of the comment with which a config begins."""
-    comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
-    words = " ".join(line.removeprefix("#").strip() for line in comment)
-    return re.split(r"(?<! al)\.(?: |$)", words)[0]

@@ -45,7 +45,8 @@ def suggested_rate(
         why = "there is no such file" if isinstance(error, FileNotFoundError) else "it is not a range test"
         raise ConfigError(f"{stated}: {why}; name a {FILE} that bigbatch tune range has written") from error
     keys = dict.fromkeys((*values, *filter(is_option, recipe)))
-    if others := [key for key in keys if _decides(key) and _plain(values.get(key)) != recipe.get(key)]:
+    deciding = [key for key in keys if key.startswith(OF_A_RECIPE) and key not in WHEREVER]
+    if others := [key for key in deciding if _plain(values.get(key)) != recipe.get(key)]:
         named = ", ".join(f"{key}={recipe.get(key)} there and {_plain(values.get(key))} here" for key in others)
         raise ConfigError(f"{stated} is of another recipe, with {named}: repeat bigbatch tune range with this one")
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= sys.float_info.max:
@@ -53,10 +54,6 @@ def suggested_rate(
             f"{stated} found no rate, as the loss never fell: repeat it with a larger --to, or more --steps"
         )
     return float(rate)
-
-
-def _decides(key: str) -> bool:
-    return key.startswith(OF_A_RECIPE) and key not in WHEREVER
 
 
 def _plain(value: Any) -> Any:

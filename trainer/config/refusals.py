@@ -30,9 +30,7 @@ class Refusals:
         try:
             yield
         except ConfigError as error:
-            self._lines += [line for line in map(str, error.args) if not self._doubts(line)]
+            doubtful = [re.compile(rf"(?<![\w.]){re.escape(key)}(?!\w)") for key in self._doubtful]
+            self._lines += [line for line in map(str, error.args) if not any(key.search(line) for key in doubtful)]
         if self._lines:
             raise ConfigError(*self._lines) from None
-
-    def _doubts(self, line: str) -> bool:
-        return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", line) for key in self._doubtful)

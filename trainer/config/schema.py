@@ -7,25 +7,38 @@ from typing import Any, get_type_hints
 
 from bigbatch.errors import ConfigError
 from bigbatch.paths import PathError, expand_path
-from bigbatch.trainer.config.augment import check_augment, check_image_size
 from bigbatch.trainer.config.batch import check_batch
-from bigbatch.trainer.config.comm import check_comm
-from bigbatch.trainer.config.compute import check_compute, check_cuda_graph
-from bigbatch.trainer.config.data import check_loader, check_patience, check_train_sizes
-from bigbatch.trainer.config.digests import check_digests
+from bigbatch.trainer.config.checks import (
+    check_augment,
+    check_comm,
+    check_compute,
+    check_cuda_graph,
+    check_digests,
+    check_image_size,
+    check_loader,
+    check_loggers,
+    check_noise_scale,
+    check_patience,
+    check_reproducible,
+    check_stopping,
+    check_train_sizes,
+)
 from bigbatch.trainer.config.fields import Key, ambiguous, conform, describe, read_keys
 from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, check_ranges, complete, fold
-from bigbatch.trainer.config.loggers import check_loggers
 from bigbatch.trainer.config.model import check_model, check_model_name
 from bigbatch.trainer.config.names import ELSEWHERE, meant_name
-from bigbatch.trainer.config.noise_scale import check_noise_scale
 from bigbatch.trainer.config.older import MOVED, REMOVED
-from bigbatch.trainer.config.optimizer import check_optimizer, check_optimizer_name, check_sharded
-from bigbatch.trainer.config.precision import check_average, check_precision
+from bigbatch.trainer.config.optimizer import (
+    check_average,
+    check_loss,
+    check_metrics,
+    check_optimizer,
+    check_optimizer_name,
+    check_precision,
+    check_sharded,
+)
 from bigbatch.trainer.config.refusals import Refusals
-from bigbatch.trainer.config.reproducible import check_reproducible
 from bigbatch.trainer.config.schedule import check_evaluations, check_momentum, check_schedule
-from bigbatch.trainer.config.score import check_loss, check_metrics
 from bigbatch.trainer.config.sections import (
     AugmentConfig,
     BatchConfig,
@@ -37,7 +50,6 @@ from bigbatch.trainer.config.sections import (
     RunConfig,
     ScheduleConfig,
 )
-from bigbatch.trainer.config.stopping import check_stopping
 from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml, plain_form
 
 
@@ -57,7 +69,8 @@ class Config:
 
     def __post_init__(self) -> None:
         # first each value alone: the other checks divide by these numbers and compare them
-        if refusals := list(_check_values(self)) or list(_check_together(self)):
+        alone = [refusal for name in KEYS for refusal in _check_value(name, lookup(self, name))]
+        if refusals := alone or list(_check_together(self)):
             raise ConfigError(*refusals)
 
 
@@ -140,7 +153,8 @@ def typed(name: str, value: Any) -> Any:
     try:
         held = conform(value, kind)
     except TypeError:
-        raise ConfigError(f"{name}={_shown(value)} must be {describe(kind)}{_or_plain(value, kind)}") from None
+        shown = value if isinstance(value, str) else as_yaml(value)
+        raise ConfigError(f"{name}={shown} must be {describe(kind)}{_or_plain(value, kind)}") from None
     if key.is_path and isinstance(held, str):
         if not held:
             raise ConfigError(f"{name}='' is an empty path: a variable behind it may have no value")
@@ -171,10 +185,6 @@ def key_of(name: str) -> Key | None:
     return KEYS.get(name) or OPTION_KEYS.get(name)
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else as_yaml(value)
-
-
 def _or_plain(value: Any, kind: Any) -> str:
     """Return the end of an error, such as '; write 10 for 010'; empty if another form does not help."""
     if isinstance(value, dict) and (odd := next(ambiguous(value), None)):
@@ -189,11 +199,6 @@ def _or_plain(value: Any, kind: Any) -> str:
 def _is_idle(key: Key, values: Mapping[str, Any]) -> bool:
     """Tell whether the key has no meaning with the values of the others."""
     return key.only_for is not None and values[key.decider] not in key.only_for.values
-
-
-def _check_values(config: Config) -> Iterator[str]:
-    for name in KEYS:
-        yield from _check_value(name, lookup(config, name))
 
 
 def _check_value(name: str, value: Any) -> Iterator[str]:

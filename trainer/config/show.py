@@ -16,9 +16,20 @@ COLUMN = 50
 
 def main(argv: Sequence[str]) -> int:
     """Print an experiment. Raises: ConfigError."""
+    parser = argparse.ArgumentParser(
+        prog="bigbatch config show",
+        usage="bigbatch config show NAME [--section.key VALUE ...]",
+        description="Print the complete experiment as YAML, which --config takes, and where each value comes from: "
+        "default, base FILE, recipe FILE or command line.",
+        epilog="example: bigbatch config show imagenet/resnet50_8k --run.epochs 100",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "name", type=expand_path, metavar="NAME", help="a packaged experiment, a YAML file or a run folder"
+    )
     # NAME may come as it does to the other commands
     words = [word.removeprefix("--config=") for word in argv if word != "--config"]
-    arguments, overrides = _make_parser().parse_known_args(join_values(words))
+    arguments, overrides = parser.parse_known_args(join_values(words))
     path = find_config(arguments.name, what="NAME")
     for line in lines(resolve([f"--config={path}", *overrides], prog="bigbatch config show")):
         print_line(line)
@@ -35,18 +46,3 @@ def lines(resolved: Resolved) -> list[str]:
                 stated = f"  {key.name}: {as_yaml(lookup(resolved.config, name))}"
                 found.append(f"{stated:{COLUMN}} # {resolved.origins[name]}")
     return found
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bigbatch config show",
-        usage="bigbatch config show NAME [--section.key VALUE ...]",
-        description="Print the complete experiment as YAML, which --config takes, and where each value comes from: "
-        "default, base FILE, recipe FILE or command line.",
-        epilog="example: bigbatch config show imagenet/resnet50_8k --run.epochs 100",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "name", type=expand_path, metavar="NAME", help="a packaged experiment, a YAML file or a run folder"
-    )
-    return parser

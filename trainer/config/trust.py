@@ -6,8 +6,8 @@ from pathlib import Path
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.dotted import is_dotted
+from bigbatch.trainer.config.optimizer import metric_entries
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.score import metric_entries
 
 TRUST = "--trust-code"
 """Option of the commands that take --section.key."""
@@ -28,18 +28,12 @@ caller checks the kind of each object that it calls (docs/decisions/127)."""
 
 def is_of_run(path: Path) -> bool:
     """Tell whether a file lies in or below a run folder, by its path or by the path that its links resolve to."""
-    return any(
-        any(map(_is_run_folder, place.parents)) or (place.name == RUN_CONFIG and _holds_weights(place.parent))
-        for place in (Path(os.path.abspath(path)), path.resolve())
-    )
-
-
-def _holds_weights(folder: Path) -> bool:
-    return any(any(folder.glob(f"*{suffix}")) for suffix in WEIGHTS)
-
-
-def _is_run_folder(folder: Path) -> bool:
-    return any(any(folder.glob(name)) for name in BESIDE)
+    for place in (Path(os.path.abspath(path)), path.resolve()):
+        if any(any(folder.glob(name)) for folder in place.parents for name in BESIDE):
+            return True
+        if place.name == RUN_CONFIG and any(any(place.parent.glob(f"*{suffix}")) for suffix in WEIGHTS):
+            return True
+    return False
 
 
 def import_paths(config: Config) -> Iterator[tuple[str, str]]:

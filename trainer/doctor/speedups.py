@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
-from bigbatch.trainer.config.precision import CAPABILITY
+from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
+from bigbatch.trainer.config.optimizer import CAPABILITY
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import READERS, SCALED
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change

@@ -7,7 +7,7 @@ import torch
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.batch import accumulation_steps
-from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.optimizer import WHOLE
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.memory.largest_batch import Found, fits_memory, free_memory, largest_fitting, sizes_within

@@ -11,8 +11,8 @@ from typing import Any
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import tell
 from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.optimizer import CROSS_ENTROPY
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.score import CROSS_ENTROPY
 from bigbatch.trainer.input.report import MeasuredInput
 from bigbatch.trainer.run.checkpoint import (
     best_checkpoint,

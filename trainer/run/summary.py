@@ -11,8 +11,7 @@ from bigbatch.comm.algorithms.rounding import rounding_note
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import site_settings
 from bigbatch.comm.tuning.conditions import source_commit
-from bigbatch.trainer.config.optimizer import optimizer_notes
-from bigbatch.trainer.config.precision import precision_notice
+from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
 from bigbatch.trainer.config.schedule import schedule_notes
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.report import MeasuredInput, Waited, hints, slowest_stage

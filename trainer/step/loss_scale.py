@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import TrainingDiverged
-from bigbatch.trainer.config.precision import LARGEST_SCALE, SMALLEST_SCALE
+from bigbatch.trainer.config.optimizer import LARGEST_SCALE, SMALLEST_SCALE
 
 MOST_OVERFLOWS_IN_A_ROW = 32
 """Enough to halve the largest scale to the smallest, 24, and some more. A skipped update leaves the weights as they

@@ -98,11 +98,6 @@ def test_load_config_takes_a_run_folder_from_before_algorithms_were_chosen(tmp_p
     assert load_config(["--config", "quickstart"]).comm.algorithm == "auto"
 
 
-def test_load_config_takes_a_run_folder_by_another_algorithm(tmp_path):
-    write(tmp_path / config_file.RUN_CONFIG, dump_config(load_config(["--config", "quickstart"])))
-    assert load_config(["--config", str(tmp_path), "--comm.algorithm=ring"]).comm.algorithm == "ring"
-
-
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
@@ -205,12 +200,6 @@ def test_load_config_of_an_older_run_folder(tmp_path, capsys):
 def test_load_config_asks_for_a_key_that_a_choice_needs_and_that_has_no_default(tmp_path):
     message = refusal("--config", write(tmp_path / "recipe.yaml", "data:\n  loader: synthetic\n"))
     assert re.search(naming("data.num_synthetic_samples ", "data.loader=synthetic"), message)
-
-
-def test_dump_config_keeps_text_that_looks_like_a_number(tmp_path):
-    config = load_config(["--config", "quickstart", "--run.directory", "1e-4"])
-    path = write(tmp_path / "recipe.yaml", config_file.dump_config(config))
-    assert load_config(["--config", path]) == config
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(PACKAGED)))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
+from bigbatch.trainer.config.batch import accumulation_steps
 from tests.unit.trainer.config.test_schema import make_config, refusal
 
 Batch = dict[str, int | None]
@@ -192,8 +192,3 @@ def test_batch_remedy_that_is_the_second_is_legal_too(span, microbatch_size, glo
         if second := re.search(r"or, without mixup and cutmix, (batch\.\w+) to (\d+)$", str(error)):
             batch[second.group(1)] = int(second.group(2))
             assert accumulation_steps(make_config(batch).batch, world_size=world_size) >= 1
-
-
-@pytest.mark.parametrize(("number", "limit", "expected"), [(128, 7, 4), (12, 100, 12), (13, 12, 1), (100, 50, 50)])
-def test_largest_divisor(number, limit, expected):
-    assert largest_divisor(number, limit) == expected

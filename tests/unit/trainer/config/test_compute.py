@@ -5,7 +5,7 @@ import re
 import pytest
 from error_texts import naming
 
-from bigbatch.trainer.config.compute import RESIDUAL_BLOCKS
+from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from tests.unit.trainer.config.test_schema import make_config, refusal
 
 ALEXNET = {"model.name": "alexnet_bn", "data.image_size": 63}

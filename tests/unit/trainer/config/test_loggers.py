@@ -6,8 +6,6 @@ from error_texts import naming
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.file import load_config
 
-WANDB = "--run.loggers=[wandb]"
-
 
 @pytest.mark.parametrize(
     ("words", "named"),
@@ -20,8 +18,3 @@ WANDB = "--run.loggers=[wandb]"
 def test_settings_of_loggers_that_say_nothing_are_refused(words: list[str], named: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=naming(*named)):
         load_config(["--config", "quickstart", *words])
-
-
-@pytest.mark.parametrize("words", [["--run.loggers=[]"], [WANDB]])
-def test_settings_of_loggers_that_go_together(words: list[str]) -> None:
-    load_config(["--config", "quickstart", *words])

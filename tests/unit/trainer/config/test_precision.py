@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.precision import LARGEST_SCALE, nearest_scale, precision_notice, require_hardware
+from bigbatch.trainer.config.optimizer import LARGEST_SCALE, nearest_scale, precision_notice, require_hardware
 from tests.unit.trainer.config.test_schema import make_config, refusal
 
 FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024.0}
@@ -121,20 +121,3 @@ def test_precision_notice_tells_of_another_speed_where_it_is_to_be_expected(
     if notice and named:
         assert notice.startswith(f"optimizer.precision={precision} ")
         assert re.search(naming(*named), notice)
-
-
-@pytest.mark.parametrize("key", ["optimizer.clip_norm", "optimizer.ema_every_steps", "run.divergence_steps"])
-def test_config_counts_and_lengths_are_positive(key: str) -> None:
-    assert refusal({key: 0}).startswith(f"{key}=0 must be positive and ")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "legal"),
-    [
-        ("optimizer.ema_decay", 1.0, "at least 0 and below 1"),
-        ("run.target_top1", 0.0, "above 0 and at most 1"),
-        ("run.target_top1", 76.1, "above 0 and at most 1"),
-    ],
-)
-def test_config_shares_of_training(key: str, value: float, legal: str) -> None:
-    assert refusal({key: value}) == f"{key}={value} must be {legal}"

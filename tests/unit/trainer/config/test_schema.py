@@ -1,8 +1,6 @@
 """The config's checks, and that each remedy they name is legal: the catalogue of this room's messages."""
 
 import ast
-import dataclasses
-import inspect
 import re
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -17,7 +15,7 @@ from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config import sections as config_sections
-from bigbatch.trainer.config.augment import SMALLEST_IMAGE
+from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.config.kinds import KINDS, complete, fold
 from bigbatch.trainer.config.schema import KEYS, Config, all_keys, lookup, with_defaults
 from bigbatch.trainer.models import MODELS
@@ -102,12 +100,6 @@ def refusal(changes: dict[str, object]) -> str:
     return only
 
 
-def test_all_keys_are_those_of_a_complete_config():
-    assert all_keys() == tuple(BASE)
-    config = make_config()
-    assert {key: lookup(config, key) for key in all_keys()} == BASE
-
-
 @pytest.mark.parametrize(
     "changes", [STEP, RESIDENT, TUNED, HALF_WIRE, {"schedule.warmup_epochs": 10}, {"schedule.end_lr": 1.0}]
 )
@@ -116,83 +108,36 @@ def test_config_is_legal_at_the_edge(changes):
     assert {key: lookup(config, key) for key in changes} == changes
 
 
-POSITIVE = [
-    ("run.epochs", 0),
-    ("run.log_every_steps", 0),
-    ("run.eval_every_epochs", -1),
-    ("run.keep_checkpoints", 0),
-    ("data.num_classes", 0),
-    ("data.image_size", 0),
-    ("data.std", (0.25, 0.0, 0.25)),
-    ("data.num_threads", 0),
-    ("data.prefetch_batches", 0),
-    ("data.patience_seconds", 0.0),
-    ("data.patience_seconds", float("inf")),
-    ("model.options.width", 0),
-    ("model.options.celu_alpha", 0.0),
-    ("model.options.norm_scale", -0.25),
-    ("model.options.logit_scale", 0.0),
-    ("model.options.whitening_eps", 0.0),
-    ("batch.global_batch_size", 0),
-    ("batch.microbatch_size", 0),
-    ("batch.bn_span", 0),
-    ("optimizer.bias_lr_factor", 0.0),
-    ("optimizer.trust_coefficient", 0.0),
-    ("schedule.base_lr", 0.0),
-    ("schedule.base_lr", float("inf")),
-    ("schedule.base_lr", float("nan")),
-    ("schedule.decay_epochs", 0.0),
-    ("schedule.options.power", 0.0),
-    ("comm.group_size", 0),
-    ("comm.threshold_bytes", 0),
-    ("comm.buffer_bytes", 0),
-    ("comm.first_buffer_bytes", 0),
-    ("comm.predivide", 0.0),
-    ("comm.warn_seconds", 0.0),
-    ("comm.timeout_seconds", float("inf")),
-]
-NOT_NEGATIVE = [
-    ("compute.recomputed_blocks", -1),
-    ("run.seed", -1),
-    ("run.checkpoint_every_steps", -1),
-    ("run.eval_offset_epochs", -1),
-    ("data.max_skipped", -1),
-    ("data.probe_seconds", -1.0),
-    ("data.probe_seconds", float("inf")),
-    ("augment.color_jitter", -0.1),
-    ("augment.randaugment_ops", -1),
-    ("augment.randaugment_magnitude", -1),
-    ("augment.cutout_size", -2),
-    ("augment.mixup_alpha", -0.2),
-    ("augment.mixup_alpha", float("nan")),
-    ("augment.cutmix_alpha", float("inf")),
-    ("optimizer.weight_decay", -1e-4),
-    ("optimizer.weight_decay", float("nan")),
-    ("optimizer.eps", -1e-9),
-    ("schedule.warmup_epochs", -1.0),
-    ("schedule.end_lr", -1e-4),
-    ("comm.timeline_steps", (-1, 3)),
-]
-SHARES = [
-    ("data.mean", (0.5, 0.5, -0.5), "at least 0 and at most 1"),
-    ("data.crop_area_min", 0.0, "above 0 and at most 1"),
-    ("data.crop_area_min", 1.5, "above 0 and at most 1"),
-    ("data.eval_crop_fraction", 0.0, "above 0 and at most 1"),
-    ("optimizer.momentum", 1.0, "at least 0 and below 1"),
-    ("optimizer.momentum", -0.1, "at least 0 and below 1"),
-    ("optimizer.label_smoothing", 1.0, "at least 0 and below 1"),
-    ("run.seed", 2**63, "below 2**63"),
-]
-
-
 @pytest.mark.parametrize(
     ("key", "value", "legal"),
-    [(*case, "positive and ") for case in POSITIVE]
-    + [(*case, "0 or more, and finite") for case in NOT_NEGATIVE]
-    + SHARES,
+    [
+        ("run.epochs", 0, "positive and at most 1e9"),
+        ("data.image_size", 0, "positive and at most 1e9"),
+        ("data.std", (0.25, 0.0, 0.25), "positive and finite"),
+        ("data.patience_seconds", float("inf"), "positive and at most 1e9"),
+        ("model.options.width", 0, "positive and at most 1e9"),
+        ("model.options.celu_alpha", 0.0, "positive and at most 3.4e38"),
+        ("batch.bn_span", 0, "positive and at most 1e9"),
+        ("optimizer.clip_norm", 0.0, "positive and finite"),
+        ("schedule.base_lr", float("nan"), "positive and finite"),
+        ("schedule.options.power", 0.0, "positive and finite"),
+        ("comm.buffer_bytes", 0, "positive and finite"),
+        ("run.checkpoint_every_steps", -1, "0 or more, and finite"),
+        ("data.probe_seconds", float("inf"), "0 or more, and finite"),
+        ("augment.mixup_alpha", float("nan"), "0 or more, and finite"),
+        ("optimizer.weight_decay", -1e-4, "0 or more, and finite"),
+        ("comm.timeline_steps", (-1, 3), "0 or more, and finite"),
+        ("compute.recomputed_blocks", -1, "0 or more, and finite"),
+        ("data.mean", (123.7, 116.3, 103.5), "at least 0 and at most 1"),
+        ("data.crop_area_min", 0.0, "above 0 and at most 1"),
+        ("run.target_top1", 76.1, "above 0 and at most 1"),
+        ("optimizer.momentum", 1.0, "at least 0 and below 1"),
+        ("optimizer.ema_decay", -0.1, "at least 0 and below 1"),
+        ("run.seed", 2**63, "below 2**63"),
+    ],
 )
 def test_config_ranges(key, value, legal):
-    assert refusal({key: value}).startswith(f"{key}={value} must be {legal}")
+    assert refusal({key: value}) == f"{key}={value} must be {legal}"
 
 
 @pytest.mark.parametrize("key", ["data.patience_seconds", "comm.timeout_seconds", "data.image_size", "run.epochs"])
@@ -495,14 +440,6 @@ def test_randaugment_needs_a_few_pixels():
     )
 
 
-def test_stage_has_a_name():
-    assert refusal({"data.stage": ""}) == "data.stage is empty: name a folder of each node, or set it to null"
-
-
-def test_mean_is_of_shares():
-    assert refusal({"data.mean": (123.7, 116.3, 103.5)}).endswith("must be at least 0 and at most 1")
-
-
 @pytest.mark.parametrize(
     ("section", "key", "known"),
     [
@@ -517,20 +454,6 @@ def test_config_choices_are_those_that_the_code_knows(section, key, known):
     type_ = get_type_hints(SECTIONS[section])[key]
     literal = next((t for t in get_args(type_) if get_args(t)), type_)
     assert set(get_args(literal)) == set(known)
-
-
-def test_config_keys_have_a_docstring_each():
-    tree = ast.parse(inspect.getsource(config_sections))
-    documented = []
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name != "Config":  # its fields are the sections
-            assert ast.get_docstring(node), node.name
-            for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
-                if isinstance(statement, ast.AnnAssign):
-                    is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-                    assert is_text, f"{node.name}.{statement.target.id} has no docstring under it"
-                    documented.append(statement.target.id)
-    assert documented == [key.partition(".")[2] for key in BASE]
 
 
 def keys_read(tree: ast.AST) -> set[str]:
@@ -560,9 +483,5 @@ def test_config_keys_are_all_read_outside_of_the_config():
     room = Path(bigbatch.trainer.__file__).parent
     sources = [path for path in room.rglob("*.py") if not re.match(r"config(_\w+)?\.py", path.name)]
     found = set().union(*(keys_read(ast.parse(path.read_text())) for path in sources))
-    assert set(all_keys()) - found == set()
-
-
-def test_config_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        make_config().run.epochs = 3
+    handed_on = {name for name, key in KEYS.items() if key.decider == "optimizer.name"}  # by build/optimizer.py
+    assert set(all_keys()) - found - handed_on == set()

@@ -31,12 +31,6 @@ def test_short_run_shrinks_what_is_stated_in_epochs(tmp_path):
     assert shorten(long, epochs=4, evaluate_each=False, directory=tmp_path).run.eval_every_epochs == 4
 
 
-def test_decay_shrinks_too(tmp_path):
-    long = load_config(["--config", "quickstart", "--schedule.decay_epochs", "9"])
-    short = shorten(long, epochs=4, evaluate_each=False, directory=tmp_path)
-    assert short.schedule.decay_epochs == pytest.approx(3)
-
-
 @pytest.mark.parametrize("name", packaged_configs())
 def test_short_run_of_every_recipe_at_any_length(name, tmp_path):
     long = load_config(["--config", name])
@@ -95,6 +89,3 @@ def test_options_of_a_trial_make_its_config(name, tmp_path):
     assert load_config(["--config", str(path), *options]) == short
     assert options[:4] == ["--run.directory", str(tmp_path), "--run.epochs", "2"]
     assert differences(base, base) == []
-
-
-# its command

@@ -13,7 +13,7 @@ from error_texts import naming
 from torch import nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.augment import SMALLEST_IMAGE
+from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.models import MODELS, build_model
 from bigbatch.trainer.models.alexnet import alexnet_bn
 from bigbatch.trainer.models.norm import GhostBatchNorm2d

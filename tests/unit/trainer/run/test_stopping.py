@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from error_texts import naming
 
+from bigbatch.trainer.config.checks import METRICS
 from bigbatch.trainer.config.sections import RunConfig
-from bigbatch.trainer.config.stopping import METRICS
 from bigbatch.trainer.evaluator import reason_to_end
 from tests.unit.trainer.config.test_schema import make_config, refusal
 

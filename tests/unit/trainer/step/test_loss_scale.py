@@ -6,7 +6,7 @@ from error_texts import naming
 from torch import nn
 
 from bigbatch.errors import TrainingDiverged
-from bigbatch.trainer.config.precision import LARGEST_SCALE, SMALLEST_SCALE
+from bigbatch.trainer.config.optimizer import LARGEST_SCALE, SMALLEST_SCALE
 from bigbatch.trainer.step.loss_scale import MOST_OVERFLOWS_IN_A_ROW, LossScale, Scaling
 from bigbatch.trainer.step.precision import Precision
 

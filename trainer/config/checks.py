@@ -1,0 +1,274 @@
+"""Checks that the settings of run, data, augment, compute and comm fit each other: an error for each that does not."""
+
+import math
+from collections.abc import Iterator
+
+from bigbatch.trainer.config.batch import ranks_per_ghost
+from bigbatch.trainer.config.optimizer import is_foreign
+from bigbatch.trainer.config.sections import (
+    AugmentConfig,
+    BatchConfig,
+    CommConfig,
+    ComputeConfig,
+    DataConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+
+SMALLEST_SHARPENED = 3
+"""Smallest side, in pixels, for one of RandAugment's operations."""
+
+SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
+"""Smallest side, in pixels, that reaches a model's last pooling; the ResNets take any."""
+RESIDUAL_BLOCKS = {
+    "resnet18": 8,
+    "resnet34": 16,
+    "resnet50": 16,
+    "resnet101": 33,
+    "resnet152": 50,
+    "resnet9": 2,
+    "alexnet_bn": 0,
+}
+METRICS = {"top1": 1, "top5": 1, "loss": -1}
+"""Metric of an evaluation -> sign of an improvement."""
+
+
+def check_loader(data: DataConfig) -> Iterator[str]:
+    """Yield an error if crop or sizes do not fit the loader."""
+    if (data.loader == "resident") != (data.crop == "padded"):
+        yield (
+            f"data.crop={data.crop} does not go with data.loader={data.loader}: resident takes padded crops, the "
+            "other loaders take resized ones"
+        )
+    if data.loader == "resident" and data.eval_crop_fraction != 1:
+        yield (
+            f"data.eval_crop_fraction={data.eval_crop_fraction} does not go with data.loader=resident, which does "
+            "not resize: set it to 1.0"
+        )
+    if data.loader == "resident" and data.train_sizes is not None:
+        yield f"data.train_sizes={_plain(data.train_sizes)} has no meaning with data.loader=resident: set it to null"
+
+
+def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:
+    """Yield an error if twice the patience (input/retry.py) is longer than other ranks wait."""
+    patience, timeout = data.patience_seconds, comm.timeout_seconds
+    if data.loader == "synthetic" or 2 * (patience + 1) <= timeout:
+        return
+    longest = math.floor(100 * (timeout / 2 - 1)) / 100
+    shorter = f", or data.patience_seconds to at most {longest:g}" if longest > 0 else ""
+    yield (
+        f"data.patience_seconds={patience:g} is too long: the other ranks give up after comm.timeout_seconds="
+        f"{timeout:g}: set that to at least {math.ceil(2 * (patience + 1))}{shorter}"
+    )
+
+
+def check_train_sizes(data: DataConfig, *, epochs: int) -> Iterator[str]:
+    """Yield an error if train_sizes do not fit a run of that many epochs."""
+    if data.train_sizes is None:
+        return
+    firsts = [first for first, _ in data.train_sizes]
+    if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)):
+        yield f"data.train_sizes={_plain(data.train_sizes)} must give epochs that rise from 0"
+        return
+    if firsts[-1] >= epochs:
+        yield (
+            f"data.train_sizes={_plain(data.train_sizes)} changes at epoch {firsts[-1]}, but run.epochs={epochs}: the "
+            f"last epoch is {epochs - 1}"
+        )
+    if min(size for _, size in data.train_sizes) <= 0:
+        yield f"data.train_sizes={_plain(data.train_sizes)} must give sizes of 1 pixel or more"
+
+
+def _plain(pairs: tuple[tuple[int, int], ...]) -> list[list[int]]:
+    return [list(pair) for pair in pairs]
+
+
+def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:
+    """Yield an error for each augmentation that contradicts another or the batch."""
+    if (augment.randaugment_ops == 0) != (augment.randaugment_magnitude is None):
+        remedy = "give one, 9 is usual" if augment.randaugment_ops else "set it to null"
+        yield (
+            f"augment.randaugment_magnitude={augment.randaugment_magnitude} does not go with "
+            f"augment.randaugment_ops={augment.randaugment_ops}: {remedy}"
+        )
+    if (augment.randaugment_magnitude or 0) > 30:
+        yield f"augment.randaugment_magnitude={augment.randaugment_magnitude} must be at most 30"
+    if augment.cutout_size % 2:
+        yield f"augment.cutout_size={augment.cutout_size} must be even: {augment.cutout_size + 1} is"
+    if (augment.mixup_alpha or augment.cutmix_alpha) and batch.bn_span < 2:
+        yield "augment.mixup_alpha and augment.cutmix_alpha mix within a ghost batch: batch.bn_span=1 leaves none"
+    if (augment.mixup_alpha or augment.cutmix_alpha) and ranks_per_ghost(batch) > 1:
+        yield (
+            f"augment.mixup_alpha={augment.mixup_alpha} and augment.cutmix_alpha={augment.cutmix_alpha} mix within a "
+            f"ghost batch, which batch.bn_span={batch.bn_span} spreads over ranks of "
+            f"batch.microbatch_size={batch.microbatch_size}: set both to 0"
+        )
+
+
+def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) -> Iterator[str]:
+    """Yield an error for each image size that is too small for the model or an augmentation."""
+    needs = [(SMALLEST_IMAGE.get(model, 1), f"model.name={model}")]
+    if augment.randaugment_ops:
+        needs.append((SMALLEST_SHARPENED, f"augment.randaugment_ops={augment.randaugment_ops}"))
+    train_sizes = [("train_sizes", size) for _, size in data.train_sizes or () if size > 0]
+    for key, size in [("image_size", data.image_size), *train_sizes]:
+        for smallest, who in needs:
+            if size < smallest:
+                yield f"data.{key}={size} is too small for {who}: give at least {smallest}"
+
+
+def check_compute(compute: ComputeConfig, batch: BatchConfig, *, model: str) -> Iterator[str]:
+    """Yield an error for each setting that compilation or recomputation cannot have."""
+    if compute.compile is None and compute.compile_fallback:
+        yield "compute.compile_fallback=True has no meaning without compute.compile: set it to false"
+    if compute.compile is not None and ranks_per_ghost(batch) > 1:
+        yield (
+            f"compute.compile={compute.compile} cannot have ranks exchange statistics within a graph, which "
+            f"batch.bn_span={batch.bn_span} over ranks of batch.microbatch_size={batch.microbatch_size} needs: set "
+            f"compute.compile to null, or batch.bn_span to at most {batch.microbatch_size}"
+        )
+    num_blocks = RESIDUAL_BLOCKS.get(model, 0)
+    if compute.recomputed_blocks > num_blocks:
+        has = f"{num_blocks} residual blocks: give at most {num_blocks}" if num_blocks else "none: set it to 0"
+        yield f"compute.recomputed_blocks={compute.recomputed_blocks}, but model.name={model} has {has}"
+
+
+def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: CommConfig) -> Iterator[str]:
+    """Yield an error for each setting that a captured step cannot have."""
+    if not compute.cuda_graph:
+        return
+    if is_foreign(optimizer.name):
+        yield (
+            f"compute.cuda_graph=True cannot capture optimizer.name={optimizer.name}: the host waits for it every "
+            "step: set compute.cuda_graph to false"
+        )
+    if optimizer.name == "shampoo":
+        yield (
+            "compute.cuda_graph=True cannot capture optimizer.name=shampoo, which computes roots in some steps only: "
+            "set it to false"
+        )
+    if comm.timeline_steps is not None:
+        yield (
+            f"comm.timeline_steps={list(comm.timeline_steps)} cannot record the steps of compute.cuda_graph=True: "
+            "set one of them to null or false"
+        )
+
+
+def check_stopping(run: RunConfig, data: DataConfig) -> Iterator[str]:
+    """Yield an error for each setting of early stopping that contradicts another."""
+    metric, evaluations = run.stop_metric, run.stop_after_evaluations
+    if metric is not None and metric not in METRICS:
+        yield f"run.stop_metric={metric} is not a metric of an evaluation: choose one of {', '.join(METRICS)}"
+    if metric is not None and evaluations is None:
+        yield f"run.stop_after_evaluations is null, but run.stop_metric={metric} needs it: give a number"
+    if metric is None and evaluations is not None:
+        yield f"run.stop_after_evaluations={evaluations} has no meaning without run.stop_metric: set it to null"
+    elif evaluations is not None and evaluations >= _num_evaluations(run):
+        yield (
+            f"run.stop_after_evaluations={evaluations} would have no effect on a run of {_num_evaluations(run)} "
+            f"evaluations: give less, or set it and run.stop_metric to null"
+        )
+    if run.divergence_steps is not None and data.num_classes < 2:
+        yield (
+            f"run.divergence_steps={run.divergence_steps} has no meaning with data.num_classes={data.num_classes}, "
+            "where a guess is always right: set it to null"
+        )
+
+
+def _num_evaluations(run: RunConfig) -> int:
+    """Return the number of evaluations: after each epoch that is due, and after the last one."""
+    due = range(1, run.epochs)
+    # the last epoch is evaluated in any case: hence the 1
+    return 1 + sum(epoch % run.eval_every_epochs == run.eval_offset_epochs for epoch in due)
+
+
+def check_digests(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
+    """Yield an error for layers and values that no digest would record."""
+    for name, patterns in (("digest_layers", run.digest_layers), ("digest_values", run.digest_values)):
+        if patterns is not None and not run.digest_every_steps:
+            yield (
+                f"run.{name}={list(patterns)} has no meaning with run.digest_every_steps=0: give the steps between two "
+                "records, such as 1"
+            )
+    if run.digest_layers is None:
+        return
+    layers = f"run.digest_layers={list(run.digest_layers)}"
+    for key, value, remedy in (
+        ("compute.compile", compute.compile, "null"),
+        ("compute.cuda_graph", compute.cuda_graph or None, "false"),
+    ):
+        if value is not None:
+            yield f"{layers} cannot look into a forward of {key}={value}: set {key} to {remedy}, or the layers to null"
+
+
+def check_noise_scale(run: RunConfig, batch: BatchConfig, compute: ComputeConfig) -> Iterator[str]:
+    """Yield an error if the run has no gradients of two batch sizes, or hides them in a CUDA graph."""
+    if not run.noise_scale_every_steps:
+        return
+    key = f"run.noise_scale_every_steps={run.noise_scale_every_steps}"
+    if batch.bn_span > batch.microbatch_size:
+        yield (
+            f"{key} needs microbatches of whole ghost batches, as their parts are not independent: set batch.bn_span "
+            f"to {batch.microbatch_size}, or batch.microbatch_size to {batch.bn_span}"
+        )
+    elif batch.global_batch_size < 2 * batch.microbatch_size:
+        half = batch.microbatch_size // 2
+        yield (
+            f"{key} compares microbatches with the global batch, and batch.global_batch_size="
+            f"{batch.global_batch_size} is one microbatch: set batch.microbatch_size (and a batch.bn_span above it) to "
+            f"{half} or less"
+            if half
+            else f"{key} compares microbatches with the global batch, which is one image: raise it"
+        )
+    if compute.cuda_graph:
+        yield (
+            f"{key} cannot read gradients of replayed steps: set compute.cuda_graph to false, or "
+            "run.noise_scale_every_steps to 0"
+        )
+
+
+def check_reproducible(run: RunConfig, batch: BatchConfig, compute: ComputeConfig, comm: CommConfig) -> Iterator[str]:
+    """Yield an error for each setting that gives other bits on another number of ranks."""
+    if not run.reproducible:
+        return
+    if ranks_per_ghost(batch) > 1:
+        yield (
+            f"run.reproducible=True needs each ghost batch on one rank: set batch.bn_span={batch.bn_span} to at most "
+            f"batch.microbatch_size={batch.microbatch_size}"
+        )
+    refused = (
+        ("compute.compile", compute.compile, "null", "chooses kernels by the machine"),
+        ("compute.cuda_graph", compute.cuda_graph or None, "false", "has not been tried with sums on a grid"),
+        ("comm.wire_dtype", comm.wire_dtype, "null", "rounds gradients, and sums of integers must not be rounded"),
+    )
+    for key, value, remedy, why in refused:
+        if value is not None:
+            yield f"run.reproducible=True cannot keep {key}={value}, which {why}: set it to {remedy}"
+
+
+def check_loggers(run: RunConfig) -> Iterator[str]:
+    """Yield an error for a logger that is listed twice."""
+    for name in sorted({name for name in run.loggers if run.loggers.count(name) > 1}):
+        yield f"run.loggers={list(run.loggers)} has {name} twice: once is enough"
+
+
+def check_comm(comm: CommConfig) -> Iterator[str]:
+    """Yield an error for each pair of settings that contradict each other."""
+    if comm.table is None:
+        for key, value in (("threshold_bytes", comm.threshold_bytes), ("buffer_bytes", comm.buffer_bytes)):
+            if value is None:
+                yield f"comm.{key} is null, so comm.table must give it, but comm.table is null: set one of them"
+        if comm.algorithm == "hybrid":
+            yield "comm.algorithm=hybrid needs comm.table, which is null: make one with bigbatch comm tune"
+    if comm.wire_dtype is None and comm.predivide != 1:
+        yield (
+            f"comm.predivide={comm.predivide} has no meaning without comm.wire_dtype: set it to 1.0, or wire_dtype "
+            "to float16"
+        )
+    if comm.warn_seconds > comm.timeout_seconds:
+        yield (
+            f"comm.warn_seconds={comm.warn_seconds:g} is longer than comm.timeout_seconds={comm.timeout_seconds:g}, "
+            f"after which the job has ended: set it to {comm.timeout_seconds / 4:g}"
+        )
+    if comm.timeline_steps and comm.timeline_steps[0] > comm.timeline_steps[1]:
+        yield f"comm.timeline_steps={list(comm.timeline_steps)} must be the first and the last step"
