@@ -25,10 +25,6 @@ class FinishedRun:
     """The record of the first start."""
     evaluations: tuple[dict[str, Any], ...]
 
-    def epochs_to(self, top1: float) -> float | None:
-        """Return the epochs after which an evaluation first reached that top-1; None if none did."""
-        return next((e["epoch"] for e in self.evaluations if e["top1"] >= top1), None)
-
     @cached_property
     def job(self) -> dict[str, Any]:
         """Return facts that the config lacks: ranks, device, steps per epoch, images."""

@@ -51,7 +51,11 @@ def read_reference(global_batch_size: int) -> Reference | None:
     Below the smallest batch it is that of the smallest; None above the largest, where MLPerf asks for a new record.
     Raises: UserError where mlperf-logging is not installed.
     """
-    records = _read_records()
+    _require()
+    from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
+
+    checker = RCP_Checker("training", RULESET, "resnet", False)
+    records = [(int(record["BS"]), record) for record in checker.rcp_data.values()]  # batch sizes rise
     larger = [record for size, record in records if size >= global_batch_size]
     smaller = [record for size, record in records if size <= global_batch_size]
     if not larger:
@@ -96,15 +100,6 @@ def _require() -> None:
         import scipy  # noqa: F401
     except ImportError as error:
         raise UserError("bigbatch verify needs MLPerf's tools: pip install 'bigbatch[verify]'") from error
-
-
-def _read_records() -> list[tuple[int, dict[str, Any]]]:
-    """Read batch sizes and records, in order."""
-    _require()
-    from mlperf_logging.rcp_checker.rcp_checker import RCP_Checker
-
-    checker = RCP_Checker("training", RULESET, "resnet", False)
-    return [(int(record["BS"]), record) for record in checker.rcp_data.values()]
 
 
 def _make_reference(record: dict[str, Any], *, is_smallest: bool) -> Reference:

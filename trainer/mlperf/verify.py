@@ -9,12 +9,14 @@ from statistics import mean
 from bigbatch.errors import ConfigError, print_line, print_lines
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.schema import KEYS
 from bigbatch.trainer.mlperf.finished_run import FinishedRun, mlperf_events, read_run
 from bigbatch.trainer.mlperf.reference import Reference, as_log, fewest_epochs, read_reference
 from bigbatch.trainer.mlperf.rules import TARGET_TOP1, Verdict, check_rules
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.resume import changes
 
+OF_THE_WIRE = ("comm.wire_dtype", "comm.predivide", "comm.reduce_dtype")
 MAY_DIFFER = (
     "run.seed",
     "run.log_every_steps",
@@ -37,20 +39,7 @@ MAY_DIFFER = (
     "data.keep_staged",
     "data.bind_numa",
     "data.probe_seconds",
-    "comm.backend",
-    "comm.interface",
-    "comm.algorithm",
-    "comm.calibrate",
-    "comm.table",
-    "comm.group_size",
-    "comm.threshold_bytes",
-    "comm.buffer_bytes",
-    "comm.first_buffer_bytes",
-    "comm.buffers",
-    "comm.warn_seconds",
-    "comm.timeout_seconds",
-    "comm.meeting_seconds",
-    "comm.timeline_steps",
+    *(key for key in KEYS if key.startswith("comm.") and key not in OF_THE_WIRE),
 )
 """Keys in which the runs of one recipe may differ, since they say where and how it runs, and move numbers by the order
 of sums at most; and run.directory, run.resume."""
@@ -134,7 +123,10 @@ def warn_of_early(runs: Sequence[FinishedRun], reference: Reference | None) -> s
 
 
 def _epochs_to_target(runs: Sequence[FinishedRun]) -> list[float]:
-    return sorted(math.inf if (e := run.epochs_to(TARGET_TOP1)) is None else e for run in runs)
+    """Return the epochs after which each run first reached the target, infinity if never; sorted."""
+    return sorted(
+        next((each["epoch"] for each in run.evaluations if each["top1"] >= TARGET_TOP1), math.inf) for run in runs
+    )
 
 
 def table(verdicts: Sequence[Verdict]) -> str:

@@ -190,7 +190,7 @@ def test_fused_memory_format_changes_nothing(make, state_names):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("unscale_first", [False, True])
-@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
 @pytest.mark.parametrize("first", [0, 3])
 @FUSED
 @BOTH_WAYS

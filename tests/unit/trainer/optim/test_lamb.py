@@ -11,7 +11,6 @@ from optimizer_steps import (
     set_random_grads,
 )
 
-import bigbatch
 from bigbatch.trainer.optim import lamb
 from bigbatch.trainer.optim.fused import scaled, scaled_on_gpu
 from bigbatch.trainer.optim.lamb import LAMB
@@ -111,7 +110,3 @@ def test_lamb_refuses_betas_that_keep_everything(betas):
 def test_lamb_refuses_to_divide_by_zero():
     with pytest.raises(ValueError, match=r"^eps "):
         LAMB(random_weights(), lr=1.0, eps=0.0)
-
-
-def test_lamb_is_public():
-    assert bigbatch.LAMB is LAMB

@@ -139,7 +139,3 @@ def test_muon_without_matrices_is_nesterovs():
             set_random_grads(weights, seed=seed)
             optimizer.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_muon_is_public():
-    assert bigbatch.Muon is Muon

@@ -14,7 +14,6 @@ from optimizer_steps import (
     set_random_grads,
 )
 
-import bigbatch
 from bigbatch.trainer.optim.shampoo import Shampoo, block_shapes, inverse_fourth_root, inverse_fourth_roots
 
 torch.set_num_threads(1)
@@ -214,7 +213,3 @@ def test_shampoo_on_a_vector_is_refused_by_name():
 def test_shampoo_refuses_a_setting_that_is_out_of_range(key, value):
     with pytest.raises(ValueError, match=rf"^{key} must be "):
         Shampoo(random_weights()[:1], lr=0.1, **{key: value})
-
-
-def test_shampoo_is_public():
-    assert bigbatch.Shampoo is Shampoo
