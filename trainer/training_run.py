@@ -13,7 +13,7 @@ from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import ReplicasDiffer, exit_code_of
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.input_rates import measure_input
+from bigbatch.trainer.build.input import measure_input
 from bigbatch.trainer.build.optimizer import stated_settings
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan

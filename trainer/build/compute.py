@@ -46,9 +46,12 @@ def set_up_compute_(
         if communicator.rank == 0:
             print("compiling the model: minutes at first, less with what is kept of it", file=sys.stderr, flush=True)
         compile_regions_(model, mode=MODES[config.compute.compile])
-        failure = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
+        own = compile_failure(lambda: _run_once(config, model, communicator.device, normalize, forward))
         # if one rank fails, all do: all ranks must train by the same code
-        failure = _common_failure(failure, communicator)
+        failures = [(rank, text) for rank, text in enumerate(communicator.gather_text(own)) if text]
+        failure = ""
+        if failures:
+            failure = f"rank {failures[0][0]}: {failures[0][1]}" if communicator.world_size > 1 else failures[0][1]
         if failure and not config.compute.compile_fallback:
             raise ComputeError(
                 f"compute.compile={config.compute.compile}: {failure}; set compute.compile=null, or "
@@ -118,11 +121,3 @@ def _run_once(
         with torch.no_grad():
             logits(data.image_size)
         model.train()
-
-
-def _common_failure(own: str, communicator: Communicator) -> str:
-    """Return the failure of the first rank that has one, with the rank if there are several. Collective."""
-    for rank, failure in enumerate(communicator.gather_text(own)):
-        if failure:
-            return f"rank {rank}: {failure}" if communicator.world_size > 1 else failure
-    return ""

@@ -1,8 +1,10 @@
 """Build the input of a run from its config: splits, loaders, batches and their preparation for the model."""
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +20,14 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input import order as imagenet
 from bigbatch.trainer.input.base import Batch, Crop, ImageSize, ImageSource, Loader, Request
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
+from bigbatch.trainer.input.loaders.probe import ProbedInput, probe_input
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.loaders.synthetic import SyntheticLoader
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
+from bigbatch.trainer.input.remedies import input_settings
+from bigbatch.trainer.input.report import MeasuredInput, Rates
 from bigbatch.trainer.input.shards import open_split, read_classes
+from bigbatch.trainer.machine.host import cores_per_rank
 from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.step.plan import Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES
@@ -42,7 +48,13 @@ def make_splits(config: Config, communicator: Communicator) -> tuple[Split, Spli
         train = _synthetic_split(config, communicator, image_size=_train_size(config))
         return train, _synthetic_split(config, communicator, image_size=_eval_size(config))
     train_index, val_index = _read_indices(config, communicator)
-    train = _image_split(config, communicator, train_index, crop=_train_crop(config), image_size=_train_size(config))
+    data, seed = config.data, config.run.seed
+    if data.crop == "padded":
+        crop = padded_crop(seed=seed, size=data.image_size, flip=data.flip)
+    else:
+        assert data.crop_area_min is not None
+        crop = random_resized_crop(seed=seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
+    train = _image_split(config, communicator, train_index, crop=crop, image_size=_train_size(config))
     return train, split_of(config, communicator, val_index)
 
 
@@ -138,14 +150,6 @@ def _synthetic_split(config: Config, communicator: Communicator, *, image_size: 
     )
     assert config.data.num_synthetic_samples is not None
     return Split(config.data.num_synthetic_samples, loader, None)
-
-
-def _train_crop(config: Config) -> Crop:
-    data = config.data
-    if data.crop == "padded":
-        return padded_crop(seed=config.run.seed, size=data.image_size, flip=data.flip)
-    assert data.crop_area_min is not None
-    return random_resized_crop(seed=config.run.seed, scale=(data.crop_area_min, 1.0), flip=data.flip)
 
 
 def split_of(config: Config, communicator: Communicator, index: ImageSource) -> Split:
@@ -246,3 +250,31 @@ def eval_batches(config: Config, communicator: Communicator, split: Split) -> It
             world_size=communicator.world_size,
         )
     )
+
+
+def measure_input(
+    config: Config, communicator: Communicator, split: Split, *, plan: Plan, prepare: PrepareBatch
+) -> MeasuredInput | None:
+    """Return the input rate without training, measured on all ranks; None if no step follows. Collective."""
+    if config.data.probe_seconds == 0 or plan.first_step == plan.num_steps:
+        return None
+    num_cores = cores_per_rank(communicator)  # after which all ranks start together
+    probe = probe_input(
+        split.loader,
+        partial(train_requests, config, communicator, split, plan=plan),
+        prepare=prepare,
+        seconds=config.data.probe_seconds,
+        num_fill=2 * config.data.prefetch_batches,
+    )
+    # also where this rank has nothing: the others wait for it here
+    ranks = gather_rates(probe, communicator)
+    if probe is None or ranks is None:
+        return None
+    is_on_gpu = communicator.device.type == "cuda"
+    return MeasuredInput(ranks, input_settings(config, sizes=probe.sizes, num_cores=num_cores, is_on_gpu=is_on_gpu))
+
+
+def gather_rates(probe: ProbedInput | None, communicator: Communicator) -> tuple[Rates, ...] | None:
+    """Return the rates of every rank, in rank order; None if a rank could not measure. Collective."""
+    texts = communicator.gather_text(json.dumps(probe.rates) if probe else "")
+    return tuple(json.loads(text) for text in texts) if all(texts) else None

@@ -33,7 +33,11 @@ def join_job(
     """
     # for its ConfigError, before any rank is connected to
     accumulation_steps(config.batch, world_size=env.world_size)
-    _settle_arithmetic(config, choose_device(env, backend=config.comm.backend))
+    device = choose_device(env, backend=config.comm.backend)
+    if device.type == "cuda":
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        require_hardware(config.optimizer.precision, capability=capability, device=name)
+        set_tf32(config.optimizer.precision == "tf32")
     tuned: Tuned | None = None
 
     def choose(met: Communicator) -> Communicator:
@@ -104,13 +108,6 @@ def _calibrates(config: Config, communicator: Communicator, *, is_kept: bool = F
     return least[config.comm.calibrate] > 1
 
 
-def _settle_arithmetic(config: Config, device: torch.device) -> None:
-    if device.type == "cuda":
-        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        require_hardware(config.optimizer.precision, capability=capability, device=name)
-        set_tf32(config.optimizer.precision == "tf32")
-
-
 def bind_rank(config: Config, env: ProcessEnv) -> str | None:
     """Bind this process to cores near its GPU or its memory if data.bind_numa is set; return a line for the log.
 
@@ -153,12 +150,7 @@ def without_choices(config: Config, *, world_size: int) -> Config:
         bn_span=min(config.batch.bn_span, microbatch_size),
         virtual_ranks=None,
     )
-    comm = replace(
-        config.comm,
-        algorithm="native",
-        table=None,
-        **asdict(stated_sizes(config)),
-    )
+    comm = replace(config.comm, algorithm="native", table=None, **asdict(stated_sizes(config)))
     return replace(config, batch=batch, comm=comm)
 
 

@@ -1,30 +1,33 @@
 """Build the classifier of a config, for training or evaluation."""
 
+import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime
+from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.build.compute import memory_format
-from bigbatch.trainer.build.refusal import explain_refusal_
 from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
+from bigbatch.trainer.config.dotted import words_of
 from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.config.sections import BatchConfig
+from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.foreign import make_foreign, require_logits_
-from bigbatch.trainer.models.freezing import freeze_
 from bigbatch.trainer.models.initialization import initialize_
-from bigbatch.trainer.models.norm import (
-    GhostBatchNorm2d,
-    NormFactory,
-)
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, NormFactory, freeze_
 from bigbatch.trainer.models.spread_norm import RankGroup
 from bigbatch.trainer.run.weights import load_weights_
 from bigbatch.trainer.step.seeding import seed_weights
+
+OF_A_DEVICE = re.compile(r"\b(CUDA|CUDNN|cuDNN|CUBLAS|NCCL|HIP)")
+"""What torch names in a RuntimeError that may not come again: a device or its driver has failed."""
 
 
 def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTime | None = None) -> nn.Module:
@@ -34,11 +37,16 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     """
     seed_weights(config.run.seed)
     accumulation = accumulation_steps(config.batch, world_size=communicator.world_size)
+    group, num_ranks = None, ranks_per_ghost(config.batch)
+    if num_ranks > 1:
+        exposed, what = exposed or ExposedTime(), "batch-norm statistics"
+        gather = make_group_gather(communicator, group_size=num_ranks, exposed=exposed, what=what)
+        group = RankGroup(num_ranks, gather)
     norm = partial(
         GhostBatchNorm2d,
         bn_span=config.batch.bn_span,
         ghosts_per_step=accumulation * ghosts_per_microbatch(config.batch),
-        group=_rank_group(config.batch, communicator, exposed=exposed or ExposedTime()),
+        group=group,
     )
     # drawn on the CPU: its generator gives the same weights on every device
     model = _build_model(config, norm)
@@ -49,15 +57,6 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
         explain_refusal_(model, name=config.model.name)
     freeze_(model, config.model.frozen or ())
     return model.to(device=communicator.device, memory_format=memory_format(config.compute))  # type: ignore[call-overload]
-
-
-def _rank_group(batch: BatchConfig, communicator: Communicator, *, exposed: ExposedTime) -> RankGroup | None:
-    """Return the group of ranks that share a ghost batch with this one; None if it holds whole ones. Collective."""
-    num_ranks = ranks_per_ghost(batch)
-    if num_ranks == 1:
-        return None
-    gather = make_group_gather(communicator, group_size=num_ranks, exposed=exposed, what="batch-norm statistics")
-    return RankGroup(num_ranks, gather)
 
 
 def make_plain_model(config: Config, *, weights: Path) -> tuple[nn.Module, tuple[str, ...] | None]:
@@ -81,3 +80,31 @@ def _build_model(config: Config, norm: NormFactory) -> nn.Module:
     if "zero_gamma" in options:
         options["zero_init_residual"] = options.pop("zero_gamma")
     return build_model(model.name, num_classes=config.data.num_classes, norm=norm, **options)
+
+
+def explain_refusal_(model: nn.Module, *, name: str) -> None:
+    """Let the first model(...) raise ConfigError if the forward fails, and then be as before. In place.
+
+    Errors that are for a user already, of a lack of memory, or of a device stay as they are. model.forward must not be
+    compiled yet, and the model not be copied before.
+    """
+    forward = model.forward
+
+    def first(images_BCHW: Tensor) -> Any:
+        try:
+            logits_BK = forward(images_BCHW)
+        except Exception as error:  # others' code may raise anything, and is to be told of it here
+            is_of_device = isinstance(error, torch.AcceleratorError) or (
+                isinstance(error, RuntimeError) and OF_A_DEVICE.search(str(error)) is not None
+            )
+            if isinstance(error, UserError) or is_out_of_memory(error) or is_of_device:
+                raise
+            count, _, height, width = images_BCHW.shape
+            raise ConfigError(
+                f"model.name={name} cannot compute {count} images of {height} x {width}: {words_of(error)}; choose "
+                "another data.image_size, batch.microbatch_size or batch.bn_span, or model.options that go with them"
+            ) from error
+        del model.forward
+        return logits_BK
+
+    model.forward = first

@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +23,8 @@ from bigbatch.trainer.build.score import make_loss
 from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
-from bigbatch.trainer.models.norm import (
-    MicrobatchStatistics,
-    flatten_running_statistics,
-)
-from bigbatch.trainer.models.own_state import refuse_own_state
+from bigbatch.trainer.models.foreign import refuse_own_state
+from bigbatch.trainer.models.norm import MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.optim.matrices import MatrixOptimizer
 from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.run.weights import digest, load_weights_
@@ -68,7 +64,11 @@ def make_parts(
         notes += _take_weights_(config, model, classes)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
-    grid = make_grid(config) if config.run.reproducible else None
+    grid = None
+    if config.run.reproducible:  # with room for the step's microbatches and its loss scale
+        num_terms = config.batch.global_batch_size // config.batch.microbatch_size
+        scale_bits = round(math.log2(config.optimizer.loss_scale or 1.0))
+        grid = Grid(num_terms, fraction_bits=FRACTION_BITS - scale_bits)
     flat_N = flatten_running_statistics(model, num_spare=NUM_FLAGS)
     statistics = GridStatistics(flat_N, microbatches=grid.num_terms) if grid else StepStatistics(flat_N)
     # before compiling, which takes the norms as it finds them
@@ -85,6 +85,9 @@ def make_parts(
     # before the reducer: its hooks come first
     adds_up = plan.accumulation_steps > 1 and not grid  # which does it exactly
     accumulation = WideAccumulation(half_parameters(model) if adds_up else [])
+    if tuned is not None:
+        tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        tuned.require_model(tensors, path=Path(str(config.comm.table)))
     is_sharded = config.optimizer.sharded
     reducer = GradientReducer(
         model.named_parameters(),
@@ -94,7 +97,7 @@ def make_parts(
         scatter=is_sharded,
         grid=grid,
         exposed=exposed,
-        **_fusion_sizes(config, model, tuned),
+        **asdict(stated_sizes(config, tuned)),
     )
     try:
         optimizer = _make_optimizer(config, model, precision, reducer=reducer, communicator=communicator)
@@ -145,12 +148,6 @@ def _take_weights_(config: Config, model: nn.Module, classes: Sequence[str] | No
     return told
 
 
-def make_grid(config: Config) -> Grid:
-    """Return the grid for a run's gradient sums, with room for its microbatches and its loss scale."""
-    num_terms = config.batch.global_batch_size // config.batch.microbatch_size
-    return Grid(num_terms, fraction_bits=FRACTION_BITS - round(math.log2(config.optimizer.loss_scale or 1.0)))
-
-
 def _make_optimizer(
     config: Config, model: nn.Module, precision: Precision, *, reducer: GradientReducer, communicator: Communicator
 ) -> torch.optim.Optimizer:
@@ -188,11 +185,3 @@ def _make_average(config: Config, model: nn.Module, precision: Precision) -> Wei
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     tensors = {name: t for name, t in precision.model_state().items() if t.is_floating_point() and name not in frozen}
     return MovingAverage(tensors, decay=decay, every_steps=every_steps, on_change=precision.write_half_)
-
-
-def _fusion_sizes(config: Config, model: nn.Module, tuned: Tuned | None) -> dict[str, Any]:
-    """Return the config's fusion sizes, or tuned ones where it has null. Raises: TunedError."""
-    if tuned is not None:
-        tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        tuned.require_model(tensors, path=Path(str(config.comm.table)))
-    return asdict(stated_sizes(config, tuned))

@@ -22,11 +22,16 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
             f"run.epochs={config.run.epochs} end at step {steps_per_epoch * config.run.epochs}, but the checkpoint is "
             f"of step {first_step}: give at least {-(-first_step // steps_per_epoch)}, or choose another run.directory"
         )
-    _require_reach(config, steps_per_epoch=steps_per_epoch)
+    every_steps, num_steps = config.optimizer.ema_every_steps, steps_per_epoch * config.run.epochs
+    if every_steps is not None and every_steps > num_steps:
+        raise ConfigError(
+            f"optimizer.ema_every_steps={every_steps} exceeds the {num_steps} steps of the run, and would have no "
+            f"effect: set it to at most {num_steps}"
+        )
     return Plan(
         seed=config.run.seed,
         first_step=first_step,
-        num_steps=steps_per_epoch * config.run.epochs,
+        num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
         accumulation_steps=accumulation_steps(config.batch, world_size=communicator.world_size),
         global_batch_size=config.batch.global_batch_size,
@@ -41,31 +46,23 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
     )
 
 
-def _require_reach(config: Config, *, steps_per_epoch: int) -> None:
-    """Raise ConfigError for an average that never starts."""
-    every_steps, num_steps = config.optimizer.ema_every_steps, steps_per_epoch * config.run.epochs
-    if every_steps is not None and every_steps > num_steps:
-        raise ConfigError(
-            f"optimizer.ema_every_steps={every_steps} exceeds the {num_steps} steps of the run, and would have no "
-            f"effect: set it to at most {num_steps}"
-        )
-
-
 def make_schedule_of(config: Config, plan: Plan) -> Schedule:
     """Make the schedule of the rate, in steps. Raises: ConfigError."""
     schedule = config.schedule
     steps = plan.steps_per_epoch
     options = schedule.options or {}
     milestones, cycle_epochs = options.get("milestone_epochs"), options.get("cycle_epochs")
+    # not plan.num_steps, which is less where a run was ended before
+    epochs = schedule.warmup_epochs + decay_epochs(schedule, epochs=config.run.epochs)
     optional = {
         "end_lr": schedule.end_lr,
         "power": options.get("power"),
         "gamma": options.get("gamma"),
         "milestones": None if milestones is None else [round(epoch * steps) for epoch in milestones],
-        "total_steps": None if schedule.name in ("step", "cyclic") else _schedule_steps(config, plan),
+        "total_steps": None if schedule.name in ("step", "cyclic") else round(epochs * steps),
         "cycle_steps": None if cycle_epochs is None else cycle_epochs * steps,
         "factor": options.get("cycle_factor"),
-        "warmup_steps": None if schedule.name == "cyclic" else _warmup_steps(config, steps_per_epoch=steps),
+        "warmup_steps": None if schedule.name == "cyclic" else round(schedule.warmup_epochs * steps),
     }
     try:
         return make_schedule(
@@ -88,18 +85,6 @@ def make_momentum_of(config: Config, rate: Schedule) -> Schedule | None:
     )
 
 
-def _schedule_steps(config: Config, plan: Plan) -> int:
-    """Count the steps of warm-up and decay together."""
-    schedule = config.schedule
-    # not plan.num_steps, which is less where a run was ended before
-    epochs = schedule.warmup_epochs + decay_epochs(schedule, epochs=config.run.epochs)
-    return round(epochs * plan.steps_per_epoch)
-
-
-def _warmup_steps(config: Config, *, steps_per_epoch: int) -> int:
-    return round(config.schedule.warmup_epochs * steps_per_epoch)
-
-
 def make_guess_watch(config: Config, plan: Plan) -> GuessWatch | None:
     """Return the watch that ends a run with a loss no better than a guess; None without divergence_steps."""
     if config.run.divergence_steps is None:
@@ -107,6 +92,6 @@ def make_guess_watch(config: Config, plan: Plan) -> GuessWatch | None:
     return GuessWatch(
         steps=config.run.divergence_steps,
         num_classes=config.data.num_classes,
-        warmup_steps=_warmup_steps(config, steps_per_epoch=plan.steps_per_epoch),
+        warmup_steps=round(config.schedule.warmup_epochs * plan.steps_per_epoch),
         first_step=plan.first_step,
     )

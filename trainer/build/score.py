@@ -25,7 +25,7 @@ def make_loss(config: Config, device: torch.device) -> Callable[[Tensor, Tensor]
     """Return the training loss: a sum over a microbatch's images. Raises: ConfigError for an unfit loss."""
     optimizer = config.optimizer
     if optimizer.loss == CROSS_ENTROPY:
-        return partial(_sum_of_cross_entropies, label_smoothing=optimizer.label_smoothing)
+        return partial(F.cross_entropy, label_smoothing=optimizer.label_smoothing, reduction="sum")
     own = _own_loss(config, device)
     return lambda logits_BK, targets: own(logits_BK, targets).sum()
 
@@ -38,10 +38,6 @@ def make_score(config: Config, device: torch.device) -> Score:
         for name, dotted, options in metric_entries(config.run.metrics)
     }
     return Score(losses, metrics)
-
-
-def _sum_of_cross_entropies(logits_BK: Tensor, targets: Tensor, *, label_smoothing: float) -> Tensor:
-    return F.cross_entropy(logits_BK, targets, label_smoothing=label_smoothing, reduction="sum")
 
 
 def _own_loss(config: Config, device: torch.device) -> PerPicture:

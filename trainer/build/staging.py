@@ -102,33 +102,27 @@ class _Copy:
         # also the beat's pace: ranks with nothing to copy wait in the gather for this one
         wait([self._copy], timeout=BEAT_SECONDS)
         if not self._copy.done():
-            return {"failure": self._stuck()} if self._is_stuck() else self._under_way()
+            # files grow before they count as done, and another process's copy shows on the disk alone
+            seen = self._done_bytes, bytes_in(self._target)
+            if seen != self._seen:
+                self._seen, self._seen_at = seen, awake_seconds()
+            if awake_seconds() - self._seen_at > self._timeout_seconds:
+                failure = (
+                    f"{self._target}: no byte came from {self._source} for comm.timeout_seconds="
+                    f"{self._timeout_seconds:g} on {self._host}; see what holds it up and start again: what is copied "
+                    "is kept"
+                )
+                return {"failure": failure}
+            progress = f"{self._done_bytes / 1e9:.4g} of {self._total_bytes / 1e9:.4g} GB on {self._host}"
+            if self._waits:
+                progress = f"waiting for another process, which stages into {self._target} on {self._host}"
+            return {"share": self._done_bytes / max(self._total_bytes, 1), "progress": progress}
         error = self._copy.exception()
         if error is None:
             return {"seconds": self._copy.result().seconds, "summary": str(self._copy.result())}
         if not isinstance(error, DataError):
             raise error
         return {"failure": str(error)}
-
-    def _is_stuck(self) -> bool:
-        """Tell whether neither this process nor the one it waits for made progress for too long."""
-        # files grow before they count as done, and another process's copy shows on the disk alone
-        seen = self._done_bytes, bytes_in(self._target)
-        if seen != self._seen:
-            self._seen, self._seen_at = seen, awake_seconds()
-        return awake_seconds() - self._seen_at > self._timeout_seconds
-
-    def _stuck(self) -> str:
-        return (
-            f"{self._target}: no byte came from {self._source} for comm.timeout_seconds={self._timeout_seconds:g} on "
-            f"{self._host}; see what holds it up and start again: what is copied is kept"
-        )
-
-    def _under_way(self) -> State:
-        text = f"{self._done_bytes / 1e9:.4g} of {self._total_bytes / 1e9:.4g} GB on {self._host}"
-        if self._waits:
-            text = f"waiting for another process, which stages into {self._target} on {self._host}"
-        return {"share": self._done_bytes / max(self._total_bytes, 1), "progress": text}
 
 
 def bytes_in(folder: Path) -> int:

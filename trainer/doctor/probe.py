@@ -19,7 +19,7 @@ from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.errors import DataError, DoctorError, UserError
 from bigbatch.trainer.build import input as build_input
-from bigbatch.trainer.build.input_rates import measure_input
+from bigbatch.trainer.build.input import measure_input
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan

@@ -14,8 +14,7 @@ from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.errors import print_line, print_lines, tell
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import bind_rank, join_job, without_choices
-from bigbatch.trainer.build.model import make_plain_model
-from bigbatch.trainer.build.refusal import explain_refusal_
+from bigbatch.trainer.build.model import explain_refusal_, make_plain_model
 from bigbatch.trainer.build.score import make_score
 from bigbatch.trainer.build.staging import stage_data
 from bigbatch.trainer.config.schema import Config

@@ -17,8 +17,7 @@ from bigbatch.errors import ConfigError, DataError, print_line, tell
 from bigbatch.numbers import whole
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.job import join_job, without_choices
-from bigbatch.trainer.build.model import make_plain_model
-from bigbatch.trainer.build.refusal import explain_refusal_
+from bigbatch.trainer.build.model import explain_refusal_, make_plain_model
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.inference import accuracy as evaluation
 from bigbatch.trainer.inference.arguments import read_trained, trained_parser

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.trainer.build.job import without_choices
@@ -100,7 +99,7 @@ def run_steps(
     A size below batch.bn_span is a ghost batch of its own. No collectives. The optimizer's state is there from the
     second step on, beside all else. Raises: RuntimeError; MemoryError.
     """
-    config, communicator = _alone(config, size, num_microbatches=num_microbatches), _no_others(device)
+    config, communicator = _alone(config, size, num_microbatches=num_microbatches), connect(env=ALONE, device=device)
     plan = make_plan(config, communicator, num_samples=MANY * config.batch.global_batch_size, first_step=0)
     batch = _generated(config, device)  # may not fit, and nothing would close the parts
     parts = make_parts(config, communicator, plan=plan, tuned=None)
@@ -147,10 +146,6 @@ def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
         optimizer=replace(config.optimizer, ema_every_steps=1 if config.optimizer.ema_decay is not None else None),
         augment=config.augment if is_mixable else replace(config.augment, mixup_alpha=0.0, cutmix_alpha=0.0),
     )
-
-
-def _no_others(device: torch.device) -> Communicator:
-    return connect(env=ALONE, device=device)
 
 
 def _generated(config: Config, device: torch.device) -> Batch:

@@ -33,18 +33,14 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
         is_last_near=True,
         seconds=min(SEARCH_SECONDS, config.comm.timeout_seconds / 2),
     )
-    start = f"out of memory: batch.microbatch_size={batch.microbatch_size} does not fit on {device}{_amounts(reason)}: "
+    wanted, free = WANTED.search(reason), FREE.search(reason)
+    amounts = ""
+    if wanted:
+        amounts = f" ({wanted[1]} more were wanted" + (f", {free[2]} of {free[1]} were free)" if free else ")")
+    start = f"out of memory: batch.microbatch_size={batch.microbatch_size} does not fit on {device}{amounts}: "
     # what a CPU's run leaves is in pieces, so that more may fit from the start
     at_least = "at least " if device.type == "cpu" else ""
     return start + _remedy(config, found, world_size=world_size, at_least=at_least)
-
-
-def _amounts(reason: str) -> str:
-    """Return the amounts that torch reports."""
-    wanted, free = WANTED.search(reason), FREE.search(reason)
-    if wanted is None:
-        return ""
-    return f" ({wanted[1]} more were wanted" + (f", {free[2]} of {free[1]} were free)" if free else ")")
 
 
 def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> str:
@@ -90,6 +86,7 @@ def _accumulation_steps(config: Config, size: int, *, bn_span: int, world_size: 
     """Return the accumulation steps; None if that microbatch is not legal."""
     try:
         batch = replace(config.batch, microbatch_size=size, bn_span=bn_span)
-        return accumulation_steps(replace(config, batch=batch).batch, world_size=world_size)
+        replace(config, batch=batch)  # checks it
+        return accumulation_steps(batch, world_size=world_size)
     except ConfigError:
         return None

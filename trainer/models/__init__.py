@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from bigbatch.errors import ConfigError, or_nearest
 from bigbatch.trainer.models.alexnet import alexnet_bn
 from bigbatch.trainer.models.norm import NormFactory
 from bigbatch.trainer.models.resnet import resnet18, resnet34, resnet50, resnet101, resnet152
@@ -23,10 +22,5 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_model(name: str, *, num_classes: int, norm: NormFactory, **options: Any) -> nn.Module:
-    """Build the model of that name; options go to its own function, such as width to resnet9.
-
-    Raises: ConfigError for an unknown name.
-    """
-    if name not in MODELS:
-        raise ConfigError(f"model {name!r} is none of {', '.join(MODELS)}{or_nearest(name, MODELS)}")
+    """Build the model of that name; options go to its own function, such as width to resnet9."""
     return MODELS[name](num_classes=num_classes, norm=norm, **options)

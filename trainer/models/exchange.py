@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from fnmatch import filter as matching
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +114,10 @@ def _unwrapped(state: object) -> object:
         seen.add(id(state))
         state = state[nest]
     # a loop: a compiled model within DistributedDataParallel has both, in either order
-    while isinstance(state, Mapping) and (prefix := next((w for w in WRAPPERS if _all_start_with(w, state)), None)):
+    while isinstance(state, Mapping) and state:
+        prefix = next((w for w in WRAPPERS if all(isinstance(n, str) and n.startswith(w) for n in state)), None)
+        if prefix is None:
+            break
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return state
 
@@ -124,10 +126,6 @@ def holds_weights(state: object) -> bool:
     """Tell whether there are tensors alone in state, behind what training scripts put around weights."""
     found = _unwrapped(state)
     return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
-
-
-def _all_start_with(prefix: str, state: Mapping[Any, object]) -> bool:
-    return bool(state) and all(isinstance(name, str) and name.startswith(prefix) for name in state)
 
 
 def _require_tensors(state: object, *, source: str) -> dict[str, Tensor]:
@@ -161,7 +159,7 @@ def _require_names(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, 
         why = f"{len(foreign)} of {len(tensors)} tensors are foreign ({_first(foreign)})"
     else:
         return
-    if _is_plain_alexnet(tensors):
+    if {"features.0.bias", "classifier.6.weight"} <= tensors.keys() and "features.1.running_mean" not in tensors:
         why += "; torchvision's AlexNet has biases where alexnet_bn has batch norm, and gives it no start"
     raise CheckpointError(
         f"{source} is of another model: {why}. To start from a part of it, list what to take in model.partial_weights"
@@ -170,10 +168,6 @@ def _require_names(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, 
 
 def _first(names: Sequence[str]) -> str:
     return ", ".join([*names[:NUM_NAMED], *(["..."] if len(names) > NUM_NAMED else [])])
-
-
-def _is_plain_alexnet(tensors: Mapping[str, Tensor]) -> bool:
-    return {"features.0.bias", "classifier.6.weight"} <= tensors.keys() and "features.1.running_mean" not in tensors
 
 
 def _require_shapes(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], *, source: str) -> None:

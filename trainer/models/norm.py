@@ -1,6 +1,7 @@
-"""Ghost batch norm: the same running statistics however a step is spread over ranks and microbatches."""
+"""Ghost batch norm: the same running statistics however a step is spread over ranks and microbatches; freezing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import filter as matching
 from typing import TypeAlias
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bigbatch.errors import ConfigError
 from bigbatch.trainer.models.spread_norm import RankGroup, SpreadNormalize, moments
 
 NormFactory: TypeAlias = Callable[[int], nn.Module]
@@ -71,54 +73,47 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         """
         if not self.training:
             return super().forward(images_BCHW)
-        self._check_ghosts(images_BCHW.shape[0])
-        ghosts = [self._normalize_ghost(ghost_BCHW) for ghost_BCHW in images_BCHW.split(self.part_size)]
-        return ghosts[0] if len(ghosts) == 1 else torch.cat(ghosts)
-
-    def _check_ghosts(self, num_samples: int) -> None:
-        num_ghosts, rest = divmod(num_samples, self.part_size)
+        num_ghosts, rest = divmod(len(images_BCHW), self.part_size)
         if num_ghosts == 0 or rest:
             shared = f" / {self.group.num_ranks} ranks" if self.group else ""
-            raise ValueError(f"batch of {num_samples} samples is not a multiple of bn_span {self.bn_span}{shared}")
+            raise ValueError(f"batch of {len(images_BCHW)} samples is not a multiple of bn_span {self.bn_span}{shared}")
         if self.ghost_index + num_ghosts > self.ghosts_per_step:
             raise ValueError(
                 f"{num_ghosts} ghost batches after {self.ghost_index} do not fit into a step of "
                 f"ghosts_per_step {self.ghosts_per_step}"
             )
+        ghosts = [self._normalize_ghost(ghost_BCHW) for ghost_BCHW in images_BCHW.split(self.part_size)]
+        return ghosts[0] if len(ghosts) == 1 else torch.cat(ghosts)
 
     def _normalize_ghost(self, ghost_BCHW: Tensor) -> Tensor:
         assert self.momentum is not None
         momentum = ghost_momentum(self.ghost_index, momentum=self.momentum, ghosts_per_step=self.ghosts_per_step)
         # counted on the host: the momentum is a Python number, for which nothing waits
         self.ghost_index = (self.ghost_index + 1) % self.ghosts_per_step
-        if self.group:
-            return self._normalize_shared(ghost_BCHW, self.group, momentum=momentum)
         running_mean, running_var = self.gathered or (self.running_mean, self.running_var)
-        return F.batch_norm(
-            ghost_BCHW,
-            running_mean,
-            running_var,
-            self.weight,
-            self.bias,
-            training=True,
-            momentum=momentum,
-            eps=self.eps,
-        )
-
-    def _normalize_shared(self, part_BCHW: Tensor, group: RankGroup, *, momentum: float) -> Tensor:
-        running_mean, running_var = self.gathered or (self.running_mean, self.running_var)
+        if self.group is None:
+            return F.batch_norm(
+                ghost_BCHW,
+                running_mean,
+                running_var,
+                self.weight,
+                self.bias,
+                training=True,
+                momentum=momentum,
+                eps=self.eps,
+            )
         assert running_mean is not None
         assert running_var is not None
         with torch.no_grad():  # SpreadNormalize knows the gradient through the moments
             mean_C, inverse_C = moments(
-                part_BCHW,
-                group,
+                ghost_BCHW,
+                self.group,
                 running_mean_C=running_mean,
                 running_var_C=running_var,
                 momentum=momentum,
                 eps=self.eps,
             )
-        normalized: Tensor = SpreadNormalize.apply(part_BCHW, self.weight, self.bias, mean_C, inverse_C, group)
+        normalized: Tensor = SpreadNormalize.apply(ghost_BCHW, self.weight, self.bias, mean_C, inverse_C, self.group)
         return normalized
 
     def extra_repr(self) -> str:
@@ -223,3 +218,30 @@ class MicrobatchStatistics:
             momentum = ghost_momentum(self._microbatch, momentum=self._momentum, ghosts_per_step=count)
             self._microbatch = (self._microbatch + 1) % count
             self._statistics_N.lerp_(self._gathered_N, momentum)
+
+
+def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Disable gradients of weights that match patterns, and fix running statistics of norms that match them.
+
+    Such a norm normalises by these, in training as in evaluation: statistics of new images would change a part that
+    is to stay as it is (so do Keras, timm's freeze and Detectron2's FrozenBatchNorm).
+    Raises: ConfigError for a pattern that matches nothing, and if nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
+    frozen: set[str] = set()
+    for pattern in patterns:
+        if not (found := matching(names, pattern)):
+            raise ConfigError(
+                f"model.frozen: {pattern!r} matches nothing in this model; its weights are {names[0]} to "
+                f"{[*parameters][-1]}: correct it, or leave it out"
+            )
+        frozen.update(found)
+    for name in frozen & parameters.keys():
+        parameters[name].requires_grad_(False)
+    for name, module in model.named_modules():
+        if isinstance(module, GhostBatchNorm2d) and f"{name}.running_mean" in frozen:
+            module.is_frozen = True
+            module.eval()
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"model.frozen={list(patterns)} leaves nothing to train: name less")

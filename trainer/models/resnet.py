@@ -3,14 +3,43 @@
 He et al. 2015 (arXiv 1512.03385); v1.5 strides in the 3x3 convolution of a bottleneck, not in its first 1x1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch.trainer.models.blurpool import BlurConv2d
 from bigbatch.trainer.models.norm import NormFactory
 from bigbatch.trainer.models.regions import Region
+
+
+class BlurConv2d(nn.Conv2d):
+    """Convolves with a stride, after it blurred each channel of its input by [1, 2, 1] / 4 along both sides.
+
+    Source: Zhang 2019, arXiv 1904.11486. Zeros surround the image. The kernel is exact in half precision and in no
+    state_dict; the one parameter has the plain convolution's name and shape. FFCV and Mosaic blur before the
+    convolution, as here. Zhang blurs after it, with the stride in the blur: the convolution then does four times the
+    work.
+    """
+
+    blur_kernel_C1HW: Tensor
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, *, stride: int, padding: int, bias: bool
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=bias)
+        row_W = torch.tensor([1.0, 2.0, 1.0]) / 4
+        kernel_C1HW = torch.outer(row_W, row_W).repeat(in_channels, 1, 1, 1)
+        self.register_buffer("blur_kernel_C1HW", kernel_C1HW, persistent=False)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        blur = partial(
+            F.conv2d, images_BCHW, self.blur_kernel_C1HW.to(images_BCHW.dtype), padding=1, groups=self.in_channels
+        )
+        if self.kernel_size == (1, 1):  # reads every stride-th pixel only: the blur need not make the others
+            return F.conv2d(blur(stride=self.stride), self.weight, self.bias)
+        return super().forward(blur())
 
 
 def conv(
@@ -21,76 +50,49 @@ def conv(
     return convolution(in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2, bias=False)
 
 
-def shortcut(
-    in_channels: int, out_channels: int, *, stride: int, norm: NormFactory, blurpool: bool
-) -> nn.Sequential | None:
-    """Make a 1x1 projection where the block changes the shape, else None: the identity."""
-    if stride == 1 and in_channels == out_channels:
-        return None
-    projection = conv(in_channels, out_channels, kernel_size=1, stride=stride, blurpool=blurpool)
-    return nn.Sequential(projection, norm(out_channels))
+class ResidualBlock(nn.Module):
+    """Adds convolutions, each with its norm, to its input: conv1, bn1, conv2, bn2 and so on.
 
+    layers: output channels, kernel size and stride of each.
+    """
 
-class BasicBlock(nn.Module):
-    """Adds two 3x3 convolutions to its input: the block of ResNet-18 and 34."""
-
-    expansion = 1
-    last_norm = "bn2"
-
-    def __init__(self, in_channels: int, channels: int, *, stride: int, norm: NormFactory, blurpool: bool) -> None:
+    def __init__(
+        self, in_channels: int, layers: Sequence[tuple[int, int, int]], *, norm: NormFactory, blurpool: bool
+    ) -> None:
         super().__init__()
-        self.conv1 = conv(in_channels, channels, kernel_size=3, stride=stride, blurpool=blurpool)
-        self.bn1 = norm(channels)
+        channels = in_channels
+        for number, (out_channels, kernel_size, stride) in enumerate(layers, 1):
+            convolution = conv(channels, out_channels, kernel_size=kernel_size, stride=stride, blurpool=blurpool)
+            self.add_module(f"conv{number}", convolution)
+            self.add_module(f"bn{number}", norm(out_channels))
+            channels = out_channels
+        self.num_layers = len(layers)
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = conv(channels, channels, kernel_size=3)
-        self.bn2 = norm(channels)
-        self.downsample = shortcut(in_channels, channels, stride=stride, norm=norm, blurpool=blurpool)
+        self.downsample: nn.Module | None = None
+        stride = max(stride for _, _, stride in layers)
+        if stride > 1 or in_channels != channels:  # the block changes the shape: no identity
+            projection = conv(in_channels, channels, kernel_size=1, stride=stride, blurpool=blurpool)
+            self.downsample = nn.Sequential(projection, norm(channels))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         identity = images_BCHW if self.downsample is None else self.downsample(images_BCHW)
-        branch = self.relu(self.bn1(self.conv1(images_BCHW)))
-        branch = self.bn2(self.conv2(branch))
-        return self.relu(branch + identity)
+        branch = images_BCHW
+        for number in range(1, self.num_layers + 1):
+            branch = getattr(self, f"bn{number}")(getattr(self, f"conv{number}")(branch))
+            if number < self.num_layers:
+                branch = self.relu(branch)
+        summed: Tensor = self.relu(branch + identity)
+        return summed
 
 
-class Bottleneck(nn.Module):
-    """Adds 1x1, 3x3 and 1x1 convolutions to its input, the last four times as wide: for ResNet-50, 101 and 152."""
-
-    expansion = 4
-    last_norm = "bn3"
-
-    def __init__(self, in_channels: int, channels: int, *, stride: int, norm: NormFactory, blurpool: bool) -> None:
-        super().__init__()
-        out_channels = channels * self.expansion
-        self.conv1 = conv(in_channels, channels, kernel_size=1)
-        self.bn1 = norm(channels)
-        self.conv2 = conv(channels, channels, kernel_size=3, stride=stride, blurpool=blurpool)
-        self.bn2 = norm(channels)
-        self.conv3 = conv(channels, out_channels, kernel_size=1)
-        self.bn3 = norm(out_channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = shortcut(in_channels, out_channels, stride=stride, norm=norm, blurpool=blurpool)
-
-    def forward(self, images_BCHW: Tensor) -> Tensor:
-        identity = images_BCHW if self.downsample is None else self.downsample(images_BCHW)
-        branch = self.relu(self.bn1(self.conv1(images_BCHW)))
-        branch = self.relu(self.bn2(self.conv2(branch)))
-        branch = self.bn3(self.conv3(branch))
-        return self.relu(branch + identity)
+def basic(channels: int, stride: int) -> list[tuple[int, int, int]]:
+    """Return the layers of a block of ResNet-18 and 34: two 3x3 convolutions."""
+    return [(channels, 3, stride), (channels, 3, 1)]
 
 
-Block = type[BasicBlock] | type[Bottleneck]
-
-
-def stage(
-    block: Block, in_channels: int, *, channels: int, num_blocks: int, norm: NormFactory, blurpool: bool
-) -> nn.Sequential:
-    """Make the blocks of one resolution; the first halves it, except in the stage that follows the max-pool."""
-    stride = 1 if channels == 64 else 2
-    out_channels = channels * block.expansion
-    blocks = [block(in_channels, channels, stride=stride, norm=norm, blurpool=blurpool)]
-    blocks += [block(out_channels, channels, stride=1, norm=norm, blurpool=blurpool) for _ in range(num_blocks - 1)]
-    return nn.Sequential(*blocks)
+def bottleneck(channels: int, stride: int) -> list[tuple[int, int, int]]:
+    """Return the layers of a block of ResNet-50, 101 and 152: 1x1, 3x3 and 1x1, the last four times as wide."""
+    return [(channels, 1, 1), (channels, 3, stride), (4 * channels, 1, 1)]
 
 
 class ResNet(nn.Module):
@@ -105,7 +107,7 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        block: Block,
+        layers: Callable[[int, int], list[tuple[int, int, int]]],
         num_blocks: Sequence[int],
         *,
         num_classes: int = 1000,
@@ -114,23 +116,32 @@ class ResNet(nn.Module):
         blurpool: bool = False,
     ) -> None:
         super().__init__()
-        wide = block.expansion
-        make_stage = partial(stage, block, norm=norm, blurpool=blurpool)
         self.conv1 = nn.Conv2d(3, 64, kernel_size=7, stride=2, padding=3, bias=False)
         self.bn1 = norm(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
-        self.layer1 = make_stage(64, channels=64, num_blocks=num_blocks[0])
-        self.layer2 = make_stage(64 * wide, channels=128, num_blocks=num_blocks[1])
-        self.layer3 = make_stage(128 * wide, channels=256, num_blocks=num_blocks[2])
-        self.layer4 = make_stage(256 * wide, channels=512, num_blocks=num_blocks[3])
+        in_channels = 64
+        for number, count in enumerate(num_blocks, 1):
+            channels, blocks = 32 * 2**number, []
+            for index in range(count):
+                # the first block halves the resolution, except behind the max-pool
+                of_block = layers(channels, 2 if index == 0 and number > 1 else 1)
+                blocks.append(ResidualBlock(in_channels, of_block, norm=norm, blurpool=blurpool))
+                in_channels = of_block[-1][0]
+            self.add_module(f"layer{number}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512 * wide, num_classes)
-        init_(self, zero_init_residual=zero_init_residual)
+        self.fc = nn.Linear(in_channels, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):  # as He did, by fan-out: torchvision's
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif zero_init_residual and isinstance(module, ResidualBlock):
+                nn.init.zeros_(module.get_parameter(f"bn{module.num_layers}.weight"))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         features_BCHW = self.stem(images_BCHW)
-        logits_BK: Tensor = self.head(self.layer4(self.layer3(self.layer2(self.layer1(features_BCHW)))))
+        for number in range(1, 5):
+            features_BCHW = getattr(self, f"layer{number}")(features_BCHW)
+        logits_BK: Tensor = self.head(features_BCHW)
         return logits_BK
 
     def stem(self, images_BCHW: Tensor) -> Tensor:
@@ -145,25 +156,16 @@ class ResNet(nn.Module):
 
     def residual_blocks(self) -> list[nn.Module]:
         """List the blocks from the input on."""
-        return [*self.layer1, *self.layer2, *self.layer3, *self.layer4]
+        return [block for number in range(1, 5) for block in getattr(self, f"layer{number}")]
 
     def regions(self) -> list[Region]:
         """List stem, blocks and head."""
         return [(self, "stem"), *((block, "forward") for block in self.residual_blocks()), (self, "head")]
 
 
-def init_(model: ResNet, *, zero_init_residual: bool) -> None:
-    """Initialize convolutions as He did, by fan-out (torchvision's); the norms keep their own 1 and 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
-            nn.init.zeros_(module.get_parameter(f"{module.last_norm}.weight"))
-
-
 # Each takes num_classes, norm, zero_init_residual and blurpool.
-resnet18 = partial(ResNet, BasicBlock, (2, 2, 2, 2))
-resnet34 = partial(ResNet, BasicBlock, (3, 4, 6, 3))
-resnet50 = partial(ResNet, Bottleneck, (3, 4, 6, 3))
-resnet101 = partial(ResNet, Bottleneck, (3, 4, 23, 3))
-resnet152 = partial(ResNet, Bottleneck, (3, 8, 36, 3))
+resnet18 = partial(ResNet, basic, (2, 2, 2, 2))
+resnet34 = partial(ResNet, basic, (3, 4, 6, 3))
+resnet50 = partial(ResNet, bottleneck, (3, 4, 6, 3))
+resnet101 = partial(ResNet, bottleneck, (3, 4, 23, 3))
+resnet152 = partial(ResNet, bottleneck, (3, 8, 36, 3))

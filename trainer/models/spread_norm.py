@@ -76,69 +76,29 @@ class SpreadNormalize(torch.autograd.Function):
         """Compute the gradients of images, and of this rank's share of weight and bias. Collective over the group."""
         images_BCHW, weight_C, mean_C, inverse_C = ctx.saved_tensors
         group: RankGroup = ctx.group
-        reduce, apply = (_reduce_gpu, _apply_gpu) if images_BCHW.is_cuda else (_reduce_cpu, _apply_cpu)
-        grad_BCHW = grad_BCHW.contiguous(memory_format=_memory_format(images_BCHW))
-        sums_2C = reduce(grad_BCHW, images_BCHW, mean_C, inverse_C)
-        # this rank's share alone: the reducer sums gradients of weights over all ranks anyway
-        grad_bias_C, grad_weight_C = sums_2C[0], sums_2C[1] * inverse_C
+        is_last = images_BCHW.is_contiguous(memory_format=torch.channels_last)
+        grad_BCHW = grad_BCHW.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+        count = images_BCHW.numel() // len(mean_C)
+        # this rank's sums of the gradient, and of the gradient times (images - mean)
+        if images_BCHW.is_cuda:
+            sum_C, product_C, *_ = torch.batch_norm_backward_reduce(
+                grad_BCHW, images_BCHW, mean_C, inverse_C, None, True, False, False
+            )
+        else:
+            centred_BCHW, wide_BCHW = images_BCHW - mean_C[:, None, None], grad_BCHW.to(mean_C.dtype)
+            sum_C, product_C = wide_BCHW.sum(PIXELS), (wide_BCHW * centred_BCHW).sum(PIXELS)
+        sums_2C = torch.stack([sum_C, product_C])
         total_2C = group.gather(sums_2C.view(-1)).sum(0).view_as(sums_2C)
-        grad_images_BCHW = apply(
-            grad_BCHW, images_BCHW, mean_C, inverse_C, weight_C, total_2C, num_ranks=group.num_ranks
-        )
-        return grad_images_BCHW, grad_weight_C, grad_bias_C, None, None, None
-
-
-def _memory_format(images_BCHW: Tensor) -> torch.memory_format:
-    is_last = images_BCHW.is_contiguous(memory_format=torch.channels_last)
-    return torch.channels_last if is_last else torch.contiguous_format
-
-
-def _reduce_gpu(grad_BCHW: Tensor, images_BCHW: Tensor, mean_C: Tensor, inverse_C: Tensor) -> Tensor:
-    """Compute this rank's sums of the gradient, and of the gradient times (images - mean), stacked."""
-    sum_C, product_C, *_ = torch.batch_norm_backward_reduce(
-        grad_BCHW, images_BCHW, mean_C, inverse_C, None, True, False, False
-    )
-    return torch.stack([sum_C, product_C])
-
-
-def _reduce_cpu(grad_BCHW: Tensor, images_BCHW: Tensor, mean_C: Tensor, inverse_C: Tensor) -> Tensor:
-    grad_BCHW = grad_BCHW.to(mean_C.dtype)
-    centred_BCHW = images_BCHW - mean_C[:, None, None]
-    return torch.stack([grad_BCHW.sum(PIXELS), (grad_BCHW * centred_BCHW).sum(PIXELS)])
-
-
-def _apply_gpu(
-    grad_BCHW: Tensor,
-    images_BCHW: Tensor,
-    mean_C: Tensor,
-    inverse_C: Tensor,
-    weight_C: Tensor,
-    total_2C: Tensor,
-    *,
-    num_ranks: int,
-) -> Tensor:
-    """Compute the gradient of images from the sums of the whole group."""
-    count = images_BCHW.numel() // len(mean_C)
-    counts_R = torch.full((num_ranks,), count, dtype=torch.int32, device=images_BCHW.device)
-    grad_images_BCHW: Tensor = torch.batch_norm_backward_elemt(
-        grad_BCHW, images_BCHW, mean_C, inverse_C, weight_C, total_2C[0], total_2C[1], counts_R
-    )
-    return grad_images_BCHW
-
-
-def _apply_cpu(
-    grad_BCHW: Tensor,
-    images_BCHW: Tensor,
-    mean_C: Tensor,
-    inverse_C: Tensor,
-    weight_C: Tensor,
-    total_2C: Tensor,
-    *,
-    num_ranks: int,
-) -> Tensor:
-    count = num_ranks * images_BCHW.numel() / len(mean_C)
-    # what moves with the mean, and with the variance, is taken out of the gradient
-    mean_grad_C, slope_C = total_2C[0] / count, total_2C[1] / count * inverse_C.square()
-    centred_BCHW = images_BCHW - mean_C[:, None, None]
-    pulled_BCHW = grad_BCHW - mean_grad_C[:, None, None] - centred_BCHW * slope_C[:, None, None]
-    return (pulled_BCHW * (weight_C * inverse_C)[:, None, None]).to(images_BCHW.dtype)
+        if images_BCHW.is_cuda:
+            counts_R = torch.full((group.num_ranks,), count, dtype=torch.int32, device=images_BCHW.device)
+            grad_images_BCHW = torch.batch_norm_backward_elemt(
+                grad_BCHW, images_BCHW, mean_C, inverse_C, weight_C, total_2C[0], total_2C[1], counts_R
+            )
+        else:
+            # what moves with the mean, and with the variance, is taken out of the gradient
+            mean_grad_C, product_mean_C = total_2C / (group.num_ranks * count)
+            slope_C = product_mean_C * inverse_C.square()
+            pulled_BCHW = grad_BCHW - mean_grad_C[:, None, None] - centred_BCHW * slope_C[:, None, None]
+            grad_images_BCHW = (pulled_BCHW * (weight_C * inverse_C)[:, None, None]).to(images_BCHW.dtype)
+        # of weight and bias this rank's share alone: the reducer sums their gradients over all ranks anyway
+        return grad_images_BCHW, product_C * inverse_C, sum_C, None, None, None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import CheckpointError
 from bigbatch.trainer.build.model import _build_model
-from bigbatch.trainer.build.optimizer import make_optimizer, stated_settings
+from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
@@ -141,16 +141,6 @@ def test_lars_does_not_adapt_raised_biases() -> None:
         (8, False, None),
         (8, False, 2.0),
     ]
-
-
-def test_lr_factor_of_a_resumed_run_is_that_of_its_config() -> None:
-    foreign = load_config(
-        [
-            *("--config", "cifar10", "--optimizer.name=torch.optim.Adagrad", "--optimizer.options={}"),
-            *("--optimizer.momentum=null", "--optimizer.nesterov=null"),
-        ]
-    )
-    assert "lr_factor" in (stated_settings(foreign.optimizer) or ())
 
 
 @pytest.mark.parametrize(

@@ -81,13 +81,10 @@ def test_make_optimizer_makes_every_name_of_the_config() -> None:
     assert types == {"lars": LARS, "lamb": LAMB, "muon": Muon, "shampoo": Shampoo, **others}
 
 
-def test_make_optimizer_hands_shampoos_settings_on() -> None:
+def test_make_optimizer_hands_options_on() -> None:
     optimizer: Any = make("shampoo")[0]
     assert (optimizer._block_size, optimizer._every, optimizer._factor_decay, optimizer._eps) == (3, 2, 0.9, 1e-4)
-
-
-def test_make_optimizer_hands_muons_settings_on() -> None:
-    optimizer: Any = make("muon", nesterov=False, options={**MUON, "newton_schulz_precision": "bf16"})[0]
+    optimizer = make("muon", nesterov=False, options={**MUON, "newton_schulz_precision": "bf16"})[0]
     assert (optimizer._steps, optimizer._precision) == (3, "bf16")
     assert [group["nesterov"] for group in optimizer.param_groups] == [False, False]
 
@@ -236,6 +233,7 @@ def test_load_optimizer_state_leaves_what_is_stated_and_brings_what_is_counted()
     second, _ = make(name, options=options)
     load_optimizer_state(second, first.state_dict(), stated=stated_settings(settings_of(name, options=options)))
     assert [(g["momentum"], g["k"]) for g in second.param_groups] == [(0.7, 4)] * 2
+    assert "lr_factor" in stated_settings(settings_of(name))
     assert stated_settings(settings_of("lars")) is None
 
 

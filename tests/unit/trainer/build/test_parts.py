@@ -28,8 +28,8 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.models.blurpool import BlurConv2d
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
+from bigbatch.trainer.models.resnet import BlurConv2d
 from bigbatch.trainer.run.summary import replayed
 
 

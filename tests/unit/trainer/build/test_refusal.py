@@ -6,7 +6,7 @@ from error_texts import naming
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError, PeerLostError
-from bigbatch.trainer.build.refusal import explain_refusal_
+from bigbatch.trainer.build.model import explain_refusal_
 
 
 class Raising(nn.Module):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bigbatch.trainer.build import input_rates as measure_input
+from bigbatch.trainer.build import input as measure_input
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.loaders.probe import ProbedInput
 from bigbatch.trainer.input.remedies import InputSettings, input_settings, pixels_left

@@ -9,8 +9,7 @@ from torch import nn
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.freezing import freeze_
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics, freeze_
 
 
 def make_model() -> nn.Module:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.models.own_state import refuse_own_state
+from bigbatch.trainer.models.foreign import refuse_own_state
 
 
 class Centered(nn.Module):
