@@ -27,7 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedGpu]:
         yield played
 
 
-@pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical", "sharded", "doubling"])
+@pytest.mark.parametrize("algorithm", ["native", "ring", "sharded", "doubling"])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_reducer_waits_for_what_it_must(gpu: RecordedGpu, library: str, algorithm: str) -> None:
     with first_rank(algorithm=algorithm, library=library) as communicator:
