@@ -144,3 +144,16 @@ def test_a_noise_scale_that_cannot_be_measured_is_refused(options: list[str], na
     assert len(found) == 1
     assert "run.noise_scale_every_steps=5" in found[0]
     assert named in found[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("--run.loggers=[wandb,wandb]", ("run.loggers", "wandb", "twice")),
+        ("--run.loggers=[mlflow]", ("run.loggers", "mlflow", "'tensorboard', 'wandb'")),
+        ("--run.wandb_options={project: p}", ("run.wandb_options", "WANDB_PROJECT")),
+    ],
+)
+def test_loggers_that_say_nothing_are_refused(option: str, named: tuple[str, ...]) -> None:
+    (line,) = refusals(option)
+    assert re.search(naming(*named), line)
