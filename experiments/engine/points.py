@@ -149,9 +149,10 @@ class _Maker:
         if self._plan.epochs is None or self._plan.epochs == config.run.epochs:
             return config
         ends: dict[str, Any] = {key.partition(".")[2]: lookup(config, key) for key in EARLY}
-        each = self._plan.target_top1 is not None or any(ends.values())
+        ends_early = any(ends.values())
+        each = self._plan.target_top1 is not None or ends_early
         short = shorten(config, epochs=self._plan.epochs, evaluate_each=each, directory=Path(config.run.directory))
-        return dataclasses.replace(short, run=dataclasses.replace(short.run, **ends))
+        return dataclasses.replace(short, run=dataclasses.replace(short.run, **ends)) if ends_early else short
 
 
 ONE_HOST = ("local", "mpirun", "torchrun")
