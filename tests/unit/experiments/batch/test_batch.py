@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from error_texts import naming
 from matplotlib.figure import Figure
+from tiny_training import TINY_OPTIONS, bigbatch
 
 from bigbatch.errors import ConfigError, RunFolderError, TuneError
 from bigbatch.experiments.batch import recommend
@@ -260,27 +261,6 @@ def test_run_whose_metrics_cannot_be_read_is_named(tmp_path: Path) -> None:
         recommend.main([str(run.path)])
 
 
-def test_tune_batch_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(TuneError, match=naming("one process, not 2")):
-        recommend.main(["runs/one"])
-
-
-TINY = {
-    "data.loader": "synthetic",
-    "data.num_synthetic_samples": 96,
-    "data.image_size": 16,
-    "data.probe_seconds": 0,
-    "model.options.width": 2,
-    "batch.global_batch_size": 16,
-    "batch.microbatch_size": 4,
-    "batch.bn_span": 4,
-}
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_tune_batch_passes_on_what_asks_it_to_stop(number: signal.Signals, tmp_path: Path) -> None:
     """A training does not outlive its command, and says by 130 that it stopped, which is the command's code, too."""
@@ -313,23 +293,13 @@ def stop_the_training(number: signal.Signals, *, answer: str, mark: Path) -> tup
 
 @pytest.mark.long
 def test_tune_batch_trains_a_short_run_that_measures(tmp_path: Path) -> None:
-    settings = [f"--{key}={value}" for key, value in TINY.items()]
-    out = tmp_path / "out"
-    words = ["tune", "batch", "quickstart", "--epochs", "2", "--out", str(out), "--launch", "mpirun --ranks 2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "bigbatch", *words, *settings], capture_output=True, text=True, timeout=200, check=False
-    )
+    smaller = ["--batch.microbatch_size=4", "--batch.bn_span=4"]  # the noise needs two microbatches of each rank
+    words = ["tune", "batch", "quickstart", "--epochs", "2", "--launch", "mpirun --ranks 2", *TINY_OPTIONS, *smaller]
+    done = bigbatch(*words, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((out / "batch.json").read_text())
-    assert (found["measurements"], found["global_batch_size"], found["microbatch_size"]) == (12, 16, 4)
+    found = json.loads((tmp_path / "out/batch.json").read_text())
+    assert (found["measurements"], found["global_batch_size"], found["microbatch_size"]) == (8, 16, 4)
     assert "critical batch " in done.stdout
-    words[words.index(str(out))] = str(tmp_path / "other")
-    failed = subprocess.run(
-        [sys.executable, "-m", "bigbatch", *words, *settings, "--schedule.base_lr=1e30"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    failed = bigbatch(*words, "--out", str(tmp_path / "other"), "--schedule.base_lr=1e30")
     assert failed.returncode == 1
     assert "the training ended with exit code" in failed.stderr

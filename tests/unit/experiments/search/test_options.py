@@ -8,12 +8,16 @@ import time
 import pytest
 from error_texts import naming
 from fake_searches import SPACE, stated, states
+from tiny_training import TINY_OPTIONS, bigbatch
 
 from bigbatch.cli import main
-from bigbatch.errors import ConfigError, TuneError
+from bigbatch.errors import ConfigError, UserError
+from bigbatch.experiments.batch import recommend
 from bigbatch.experiments.launching import Launch
+from bigbatch.experiments.search import options
 from bigbatch.experiments.search.options import parse_search
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.doctor import consult
 
 WORDS = ("tune", "search", "--config", "quickstart", "--space", SPACE, "--trials", "4", "--epochs", "2", "--study")
 
@@ -47,37 +51,28 @@ def test_tune_search_dry_run_shows_commands_and_writes_nothing(tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tune_search_refuses_to_be_a_rank_of_a_job(tmp_path, monkeypatch):
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+@pytest.mark.parametrize(
+    ("command", "words", "named"),
+    [
+        (options.main, [*WORDS[2:], "runs/search"], (" 2: ", "--launch")),
+        (recommend.main, ["runs/one"], ("one process, not 2",)),
+        (consult.main, ["--config", "quickstart"], ("bigbatch doctor ", "bigbatch launch")),
+    ],
+)
+def test_command_that_starts_ranks_refuses_to_be_one(command, words, named, monkeypatch):
+    job = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "::1", "MASTER_PORT": 1}
+    for name, value in job.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    from bigbatch.experiments.search import options as search_command
-
-    with pytest.raises(TuneError, match=naming(" 2: ", "--launch")):
-        search_command.main([*WORDS[2:], str(tmp_path)])
-
-
-SYNTHETIC = {
-    "data.loader": "synthetic",
-    "data.num_synthetic_samples": 32,
-    "data.image_size": 16,
-    "data.probe_seconds": 0,
-    "model.options.width": 2,
-    "batch.global_batch_size": 16,
-    "batch.microbatch_size": 8,
-    "batch.bn_span": 8,
-    "run.log_every_steps": 1,
-    "run.checkpoint_every_steps": 1,
-}
+    with pytest.raises(UserError, match=naming(*named)):
+        command(words)
 
 
 @pytest.mark.long
 def test_tune_search_of_real_runs_and_a_kill(tmp_path):
     """Two ranks a trial; the search is killed while its second trial trains, and started again."""
     folder = tmp_path / "study"
-    settings = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
-    words = [*WORDS, str(folder), "--trials", "3", "--launch", "mpirun --ranks 2", *settings]
+    often = ["--run.log_every_steps=1", "--run.checkpoint_every_steps=1"]
+    words = [*WORDS, str(folder), "--trials", "3", "--launch", "mpirun --ranks 2", *TINY_OPTIONS, *often]
     first = subprocess.Popen([sys.executable, "-m", "bigbatch", *words], stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 200
     while not (folder / "points/2/run/metrics.jsonl").exists():
@@ -87,9 +82,7 @@ def test_tune_search_of_real_runs_and_a_kill(tmp_path):
     first.kill()
     first.communicate()
     kept = (folder / "points/1/run/summary.json").stat().st_mtime_ns
-    done = subprocess.run(
-        [sys.executable, "-m", "bigbatch", *words], capture_output=True, text=True, timeout=280, check=False
-    )
+    done = bigbatch(*words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / "points/1/run/summary.json").stat().st_mtime_ns == kept
     assert states(folder) == ["done"] * 3

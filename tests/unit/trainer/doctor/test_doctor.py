@@ -474,15 +474,6 @@ def test_doctor_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [path.name for path in tmp_path.iterdir()] == ["there.json"]
 
 
-def test_job_of_doctors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ConfigError, match=naming("bigbatch doctor ", "bigbatch launch")):
-        main(["--config", "quickstart"])
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_doctor_that_is_asked_to_stop_leaves_neither_folder_nor_probe(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

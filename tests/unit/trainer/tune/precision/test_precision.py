@@ -3,8 +3,6 @@
 import json
 import math
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from error_texts import naming
+from tiny_training import TINY_OPTIONS, bigbatch
 from torch import nn
 
 from bigbatch.comm.communicator import Communicator
@@ -131,29 +130,10 @@ def test_dry_run_says_what_would_be_trained(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "out").exists()
 
 
-SYNTHETIC = {
-    "data.loader": "synthetic",
-    "data.num_synthetic_samples": 64,
-    "data.image_size": 16,
-    "data.probe_seconds": 0,
-    "model.options.width": 2,
-    "batch.global_batch_size": 16,
-    "batch.microbatch_size": 8,
-    "batch.bn_span": 8,
-}
-OPTIONS = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bigbatch", *words], capture_output=True, text=True, timeout=200, check=False
-    )
-
-
 @pytest.mark.long
 def test_tune_precision_predicts_what_training_so_reports(tmp_path: Path) -> None:
-    tuned = run(
-        *["tune", "precision", "--config", "quickstart", "--steps", "3", *OPTIONS],
+    tuned = bigbatch(
+        *["tune", "precision", "--config", "quickstart", "--steps", "3", *TINY_OPTIONS],
         *["--optimizer.precision=fp16", "--out", str(tmp_path / "out")],
     )
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
@@ -161,9 +141,9 @@ def test_tune_precision_predicts_what_training_so_reports(tmp_path: Path) -> Non
     scale = found["recommended"]["optimizer.loss_scale"]
     row = next(each for each in found["loss_scales"] if each["loss_scale"] == scale)
 
-    bigbatch, *words = shlex.split(tuned.stdout.splitlines()[-1])
-    assert bigbatch == "bigbatch"
-    trained = run(
+    program, *words = shlex.split(tuned.stdout.splitlines()[-1])
+    assert program == "bigbatch"
+    trained = bigbatch(
         *words,
         *["--run.epochs=1", "--schedule.warmup_epochs=0", "--run.log_every_steps=1"],
         *["--run.directory", str(tmp_path / "run")],

@@ -4,8 +4,6 @@ import argparse
 import json
 import math
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from error_texts import naming
 from matplotlib.figure import Figure
+from tiny_training import TINY_OPTIONS, bigbatch
 
 from bigbatch.errors import ConfigError, RunFolderError
 from bigbatch.experiments.search.options import parse_search
@@ -154,25 +153,13 @@ def test_tune_range_refuses_options(options, named, tmp_path):
         range_test.main(["--config", "quickstart", "--out", str(tmp_path), *options])
 
 
-SYNTHETIC = {
-    "data.loader": "synthetic",
-    "data.num_synthetic_samples": 64,
-    "data.image_size": 16,
-    "data.probe_seconds": 0,
-    "model.options.width": 2,
-    "batch.global_batch_size": 16,
-    "batch.microbatch_size": 8,
-    "batch.bn_span": 8,
-    "run.divergence_steps": 1,  # does not end the test
-}
-
-
 def test_folder_that_takes_nothing_is_refused_before_training(monkeypatch):
     trained = []
     monkeypatch.setattr(range_test, "few_steps", lambda *_, **__: trained.append(0))
-    options = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
     with pytest.raises(RunFolderError, match=naming(" /proc/none: ")):
-        range_test.main(["--config", "quickstart", "--from=1", "--to=2", "--steps=20", "--out=/proc/none", *options])
+        range_test.main(
+            ["--config", "quickstart", "--from=1", "--to=2", "--steps=20", "--out=/proc/none", *TINY_OPTIONS]
+        )
     assert not trained
 
 
@@ -191,11 +178,8 @@ def test_reading_is_told_where_it_cannot_be_written(capsys):
 
 def run_range(*options, ranks=0):
     launch = ["launch", "mpirun", "--ranks", str(ranks), "--"] if ranks else []
-    settings = [f"--{key}={value}" for key, value in SYNTHETIC.items()]
-    words = [*launch, "tune", "range", "--config", "quickstart", *settings, *options]
-    return subprocess.run(
-        [sys.executable, "-m", "bigbatch", *words], capture_output=True, text=True, timeout=200, check=False
-    )
+    settings = [*TINY_OPTIONS, "--run.divergence_steps=1"]  # does not end the test
+    return bigbatch(*launch, "tune", "range", "--config", "quickstart", *settings, *options)
 
 
 @pytest.mark.long

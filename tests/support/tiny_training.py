@@ -1,0 +1,23 @@
+"""Settings of a training that takes seconds, and the command itself in a process of its own."""
+
+import subprocess
+import sys
+
+TINY = {
+    "data.loader": "synthetic",
+    "data.num_synthetic_samples": 64,
+    "data.image_size": 16,
+    "data.probe_seconds": 0,
+    "model.options.width": 2,
+    "batch.global_batch_size": 16,
+    "batch.microbatch_size": 8,
+    "batch.bn_span": 8,
+}
+"""Of the quick start: four steps an epoch."""
+TINY_OPTIONS = [f"--{key}={value}" for key, value in TINY.items()]
+
+
+def bigbatch(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run the command, and return its code and what it printed."""
+    argv = [sys.executable, "-m", "bigbatch", *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
