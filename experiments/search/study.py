@@ -30,7 +30,7 @@ class TrialRecord:
     values: dict[str, str]
     state: State
     result: float | None
-    """Of its last evaluation; a fraction or nats. A trial that failed has none."""
+    """Result of the last evaluation, a fraction or nats; None for a trial that failed."""
     reason: str
     """Why it failed, or was stopped."""
 
