@@ -113,13 +113,18 @@ def parse_axis(text: str) -> Axis:
     """Parse one --space option. Raises: ConfigError naming the option and a legal form."""
     key, _, rest = text.partition("=")
     kind, _, values = rest.partition(":")
-    _check_key(key, text)
+    with (refusals := Refusals()).finally_of():
+        if not is_option(key):
+            require_known(key, known=all_keys(), where=f"--space {text}", refusals=refusals)
+    if key in SET_BY_SEARCH:
+        raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
     if kind == "choice":
         return Grid(key, _choices(values, text), is_ordered=False)
     if kind not in ("log", "linear", "log2"):
         raise ConfigError(f"--space {text}: {kind!r} is no kind of range; the forms are {FORMS}")
     low, high = _limits(values, text)
-    numbers = _number_types(key)
+    known = key_of(key)
+    numbers = set() if known is None else {int, float} & {known.kind, *get_args(known.kind)}
     if not numbers:
         raise ConfigError(f"--space {text}: {key} is not a number; list its values as {key}=choice:A,B")
     if kind != "linear" and low <= 0:
@@ -144,15 +149,6 @@ def flags(values: dict[str, str]) -> list[str]:
     return [word for key, value in values.items() for word in (f"--{key}", value)]
 
 
-def _check_key(key: str, text: str) -> None:
-    refusals = Refusals()
-    with refusals.finally_of():
-        if not is_option(key):
-            require_known(key, known=all_keys(), where=f"--space {text}", refusals=refusals)
-    if key in SET_BY_SEARCH:
-        raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
-
-
 def _choices(values: str, text: str) -> tuple[str, ...]:
     try:
         parsed = parse_yaml(f"[{values}]")
@@ -172,8 +168,3 @@ def _limits(values: str, text: str) -> tuple[float, float]:
     if not -math.inf < low < high < math.inf:
         raise ConfigError(f"--space {text}: a range must go from a number to a larger one; swap or change them")
     return low, high
-
-
-def _number_types(key: str) -> set[type]:
-    known = key_of(key)
-    return set() if known is None else {int, float} & {known.kind, *get_args(known.kind)}
