@@ -4,12 +4,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.launch.jobs.foreground import Ended, Stopper, shell_code
+from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
 
 LOOK_SECONDS = 0.05
@@ -36,18 +38,20 @@ def run_together(
     environ: Mapping[str, str],
     enter: Callable[[int], None] | None = None,
     asks_to_stop: signal.Signals,
-    watch: Callable[[int], None] = lambda pid: None,
 ) -> Ended:
     """Start all and wait; the code is 0 where all ended well, else that of the first that failed, which is named.
 
-    enter(node) is called in each new process, watch in this one with its id. Every process gets a session of its own,
-    so that Ctrl-C reaches only this one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL.
+    enter(node) is called in each new process. Every process gets a session of its own, so that Ctrl-C reaches only this
+    one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL. If this process is killed, they
+    get asks_to_stop; in an emulated cluster, where their numbers are not those seen here, its own watcher ends them.
     Before all are there, the first one ends those that are: none can have done anything that is worth saving.
     Raises: LaunchOptionError when a program is not installed; SubprocessError when a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
     stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
-    with handling_stops(stopper):
+    watching: AbstractContextManager[Callable[[int], None]]
+    watching = ending_orphans(asks_to_stop) if enter is None else nullcontext(lambda pid: None)
+    with handling_stops(stopper), watching as watch:
         try:
             for number, start in enumerate(starts):
                 running[number] = _start(start, environ=environ, enter=enter)

@@ -18,7 +18,6 @@ from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
 from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.jobs.together import NodeProcess, run_together
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
-from bigbatch.orphans import ending_orphans
 
 REFUSED = {
     **dict.fromkeys(SCHEDULED, "this host has no queue: use bigbatch launch slurm"),
@@ -107,13 +106,8 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
     def start(job: JobSpec) -> Ended:
         starts = local_starts(job, port=free_port())
-        with ending_orphans(signal.SIGTERM) as watch:
-            return run_together(
-                starts,
-                environ=shared_cores(job) | own_environment(job, environ),
-                asks_to_stop=signal.SIGTERM,
-                watch=watch,
-            )
+        variables = shared_cores(job) | own_environment(job, environ)
+        return run_together(starts, environ=variables, asks_to_stop=signal.SIGTERM)
 
     return run_healing(start, job).code
 
