@@ -41,10 +41,14 @@ def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> End
 
     An own script that never connected records nothing, nor does a host that does not see the file: mpirun is believed.
     """
-    record = None if path is None or (ended.code and not ended.has_left) else read_record(path)
+    if path is None:
+        return ended
+    here = socket.gethostname()
+    begins_here = not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])
+    record = None if ended.code and not ended.has_left else read_record(path)
     if isinstance(record, int):
         return replace(ended, code=record)
-    if record is None or not (record or (_begins_here(job) and not job.is_python)):
+    if record is None or not (record or (begins_here and not job.is_python)):
         if ended.code == 0 and not job.is_python:
             tell("mpirun ended with 0, and the first rank left no record: its host does not see a file of this folder")
         return ended
@@ -52,8 +56,3 @@ def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> End
         return replace(ended, code=INTERRUPTED)
     tell("mpirun ended before the job's first rank did: a node or its connection to mpirun was lost")
     return replace(ended, code=LOST)
-
-
-def _begins_here(job: JobSpec) -> bool:
-    here = socket.gethostname()
-    return not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])
