@@ -3,7 +3,6 @@
 import html
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -31,12 +30,8 @@ class Table:
     @property
     def is_number(self) -> tuple[bool, ...]:
         """Say of each column whether it holds numbers, which are aligned to the right."""
-        return tuple(_holds_numbers([row[column] for row in self.rows]) for column in range(len(self.head)))
-
-
-def _holds_numbers(cells: Sequence[str]) -> bool:
-    told = [cell for cell in cells if cell not in BLANKS]
-    return bool(told) and all(map(NUMBER.match, told))
+        columns = [[row[column] for row in self.rows if row[column] not in BLANKS] for column in range(len(self.head))]
+        return tuple(bool(told) and all(map(NUMBER.match, told)) for told in columns)
 
 
 def stdout_console() -> Console:

@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> None:
         if os.fork() == 0:
             _keep(plan, folder, is_once=argv[2:] == ["once"])
     except OSError as error:
-        _report(f"{error.filename}: {error.strerror}")
+        print(f"{error.filename}: {error.strerror}", flush=True)
     except subprocess.CalledProcessError as error:
-        _report(f"{' '.join(error.cmd)}: {error.stderr.strip()}")
+        print(f"{' '.join(error.cmd)}: {error.stderr.strip()}", flush=True)
 
 
 def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
@@ -62,7 +62,7 @@ def _keep(plan: ClusterPlan, folder: Path, *, is_once: bool) -> NoReturn:
     ports = [open_port(port(node)) for node in range(plan.num_nodes)] if plan.delay_us else []
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans of the cluster are reaped silently
     save(folder, EmulatedCluster(plan, pid, start_ticks("self") or 0, boot_id()))
-    _report("ok")  # fails, and ends the cluster, if no process waits for it any more
+    print("ok", flush=True)  # fails, and ends the cluster, if no process waits for it any more
     # the starting process reads until all ends of the pipe are closed
     os.dup2(os.open("/dev/null", os.O_RDWR), sys.stdout.fileno())
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
@@ -110,10 +110,6 @@ def _build(plan: ClusterPlan) -> None:
     for place, argv in build_commands(plan):
         enter = partial(namespaces.enter, f"/proc/1/fd/{nodes[place]}") if place in nodes else None
         subprocess.run(argv, preexec_fn=enter, check=True, capture_output=True, text=True)
-
-
-def _report(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -142,14 +142,8 @@ def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
         return
     fitting = _most_sharing(batch, limit=job.num_ranks)
     instead = "" if fitting is None else f"; or start {fitting} rank(s)"
-    raise LaunchOptionError(f"{_counted(job)}: {refusal}{instead}") from refusal
-
-
-def _counted(job: JobSpec) -> str:
-    counted = f"{job.num_ranks} rank(s)"
-    if job.num_nodes is None:
-        return counted
-    return f"--nodes {job.num_nodes} with {job.ranks_per_node} rank(s) each are {counted}"
+    nodes = "" if job.num_nodes is None else f"--nodes {job.num_nodes} with {job.ranks_per_node} rank(s) each are "
+    raise LaunchOptionError(f"{nodes}{job.num_ranks} rank(s): {refusal}{instead}") from refusal
 
 
 def most_ranks(job: JobSpec, *, limit: int) -> int | None:

@@ -33,11 +33,6 @@ def choose_launcher(job: JobSpec) -> str:
     return "slurm" if any(getattr(job, field.name) != field.default for field in asked) else "mpirun"
 
 
-def read_bad_nodes(path: Path) -> list[str]:
-    """Read them as a preflight wrote them; none where it did not come so far."""
-    return path.read_text().split() if path.exists() else []
-
-
 def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
     """Return the job on its other hosts. Raises: LaunchOptionError where they have too few slots, or cannot be told."""
     hosts = fit_hosts(job.hosts, bad=bad)

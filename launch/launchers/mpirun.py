@@ -14,7 +14,7 @@ from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, TERMINAL_VARIABLE,
 from bigbatch.errors import UserError, tell
 from bigbatch.exit_codes import INTERRUPTED
 from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
-from bigbatch.launch.jobs.fit_hosts import on_hosts_left, preflight_of, read_bad_nodes, without
+from bigbatch.launch.jobs.fit_hosts import on_hosts_left, preflight_of, without
 from bigbatch.launch.jobs.foreground import Ended, run_in_foreground
 from bigbatch.launch.jobs.installed import find_mpirun, require_interface
 from bigbatch.launch.jobs.restarts import describe_restarts, run_healing
@@ -83,7 +83,8 @@ def look_at_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, l
     """Run a preflight on all slots of all hosts; return how it ended, and the hosts that are unfit."""
     bad = _bad_nodes_path()
     try:
-        return _run(_looking(job), environ=environ, leaves=(bad,)), read_bad_nodes(bad)
+        looked = _run(_looking(job), environ=environ, leaves=(bad,))
+        return looked, bad.read_text().split() if bad.exists() else []
     finally:
         bad.unlink(missing_ok=True)
 

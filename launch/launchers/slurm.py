@@ -110,7 +110,7 @@ def _status(numbers: Sequence[str]) -> None:
         for job in slurm_queue.find_jobs(number):
             print_lines(slurm_queue.describe(job))
 
-    found = numbers or slurm_queue.jobs_of_user()
+    found = numbers or slurm_queue.run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
     _for_each(found, show)
     if not found:
         print_line("no job of yours waits or runs")

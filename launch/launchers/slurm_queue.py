@@ -130,11 +130,6 @@ def _not_installed(program: str) -> SchedulerError:
     )
 
 
-def jobs_of_user() -> list[str]:
-    """Return the numbers of all jobs that wait or run. Raises: SchedulerError."""
-    return run_slurm(["squeue", "--me", "--noheader", "--array", "--format=%i"]).split()
-
-
 def find_jobs(number: str) -> list[QueuedJob]:
     """Return the job of that number, or all of an array.
 

@@ -34,8 +34,11 @@ def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> lis
     Raises: LaunchOptionError for what torchrun cannot do, and for several nodes without --node-rank and --master.
     """
     refuse(job, launcher="torchrun", refused=REFUSED)
+    node_rank, (address, port) = find_node(job, port=port)
     return [
-        *(*python_argv(), "-m", "torch.distributed.run", *_rendezvous(job, port=port)),
+        *(*python_argv(), "-m", "torch.distributed.run"),
+        *(f"--nnodes={job.num_nodes or 1}", f"--node-rank={node_rank}"),
+        *(f"--master-addr={address}", f"--master-port={port}"),
         f"--nproc-per-node={job.ranks_per_node}",
         *([] if log_dir is None else [f"--log-dir={log_dir}"]),
         *([] if job.restarts is None else [f"--max-restarts={job.restarts}"]),
@@ -48,14 +51,6 @@ def _kept(words: tuple[str, ...]) -> list[str]:
     name_at = 1 if words[0] == "-m" else 0
     twice = ("--",) if words[name_at + 1 : name_at + 2] == ("--",) else ()
     return [*words[: name_at + 1], *twice, *words[name_at + 1 :]]
-
-
-def _rendezvous(job: JobSpec, *, port: int) -> list[str]:
-    node_rank, (address, port) = find_node(job, port=port)
-    return [
-        *(f"--nnodes={job.num_nodes or 1}", f"--node-rank={node_rank}"),
-        *(f"--master-addr={address}", f"--master-port={port}"),
-    ]
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:

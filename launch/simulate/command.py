@@ -53,8 +53,11 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     counts = read_counts(arguments.gpus, per_node=question.cluster.network.devices_per_node)
     hours = None if arguments.deadline is None else read_hours(arguments.deadline)
     points, refused = simulate_scaling(question, counts)
+    price = question.cluster.price_per_device_hour
+    if arguments.price is not None:
+        price = _above_0("--price", arguments.price)
     tables = [
-        show.scaling_table(points, price=_price(arguments, question)),
+        show.scaling_table(points, price=price),
         show.loss_table(points),
         show.run_table(points),
         show.sent_table(points),
@@ -149,12 +152,6 @@ def _write(
         written.append(arguments.plot)
     if written:
         print_line(f"written: {', '.join(written)}")
-
-
-def _price(arguments: argparse.Namespace, question: Question) -> float | None:
-    if arguments.price is not None:
-        return _above_0("--price", arguments.price)
-    return question.cluster.price_per_device_hour
 
 
 def _above_0(option: str, value: float) -> float:

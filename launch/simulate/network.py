@@ -61,7 +61,9 @@ class Network:
         if algorithm != "native":
             return MODELS[algorithm](num_bytes, self.cluster())
         if self.carrier == "servers":
-            return self._servers(num_bytes)
+            # each of s servers receives its part of all other nodes' gradients: (m-1) * M/s
+            servers = min(self.num_nodes, self.num_servers or self.constants.most_servers)
+            return (self.num_nodes - 1) * num_bytes / servers / self.across_bytes_per_second
         if self.carrier == "host":
             P = self.num_devices
             return 2 * (P - 1) / P * num_bytes / self.constants.host_bytes_per_second
@@ -86,8 +88,3 @@ class Network:
         ring = 2 * (P - m) * near + (2 * m * far if m > 1 else 0.0)
         tree = 2 * (k - 1) * near + 2 * math.log2(m) * far
         return max(inside, across) + min(ring, tree)
-
-    def _servers(self, num_bytes: float) -> float:
-        """Compute how long each of s servers receives its part of all other nodes' gradients: (m-1) * M/s."""
-        servers = min(self.num_nodes, self.num_servers or self.constants.most_servers)
-        return (self.num_nodes - 1) * num_bytes / servers / self.across_bytes_per_second

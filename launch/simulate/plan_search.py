@@ -76,7 +76,10 @@ def search_plan(
     """
     if not tensors:
         raise ValueError("there is no gradient to plan for")
-    buffer_sizes = _thin(_sums_of_neighbours(tensors), NUM_BUFFER_SIZES)
+    sizes_from = [[t.num_bytes for t in tensors[first:]] for first in range(len(tensors))]
+    # the bytes of all runs of neighbours: the only sizes at which a buffer's limit changes a plan
+    runs = itertools.chain.from_iterable(map(itertools.accumulate, sizes_from))
+    buffer_sizes = _thin(runs, NUM_BUFFER_SIZES)
     first_sizes = [None, *_thin(itertools.accumulate(t.num_bytes for t in tensors), NUM_FIRST_SIZES)]
     thresholds = _thin((t.num_bytes for t in tensors), NUM_THRESHOLDS)
     candidates = [
@@ -96,12 +99,6 @@ def search_plan(
         # among equals the largest threshold: it sends the fewest gradients alone
         key=lambda c: (len(c.plan.buffers), c.exposed_seconds, -c.sizes.threshold_bytes),
     )
-
-
-def _sums_of_neighbours(tensors: Sequence[TensorSpec]) -> Iterable[int]:
-    """List the bytes of all runs of neighbouring gradients: the only sizes at which a buffer's limit changes a plan."""
-    for first in range(len(tensors)):
-        yield from itertools.accumulate(t.num_bytes for t in tensors[first:])
 
 
 def _thin(values: Iterable[int], count: int) -> list[int]:

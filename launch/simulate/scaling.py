@@ -176,7 +176,8 @@ def simulate_point(question: Question, count: int) -> Point:
         num_nodes=network.num_nodes,
         failures=question.failures,
     )
-    to_759 = epochs_to_759(batch.global_batch_size) if is_imagenet_resnet50(question) else None
+    has_records = config.model.name == "resnet50" and question.num_images == IMAGES
+    to_759 = epochs_to_759(batch.global_batch_size) if has_records else None
     return Point(
         count,
         network.num_nodes,
@@ -199,11 +200,6 @@ def input_rate(question: Question) -> float | None:
         return None
     stated = question.input_images_per_second or question.cluster.input_images_per_second
     return None if stated is None else stated * question.factors.input
-
-
-def is_imagenet_resnet50(question: Question) -> bool:
-    """Tell whether MLPerf's records of epochs apply."""
-    return question.config.model.name == "resnet50" and question.num_images == IMAGES
 
 
 @dataclass(frozen=True)
@@ -297,11 +293,6 @@ def _algorithms(question: Question) -> tuple[str, ...]:
     return ALGORITHMS if is_open else (stated,)
 
 
-def _wire_of(config: Config) -> str | None:
-    """Return the narrower precision in which fp32 gradients travel; None if they travel in their own."""
-    return None if config.optimizer.precision in HALF else config.comm.wire_dtype
-
-
 def _sizes(config: Config) -> PlanSizes:
     comm = config.comm
     return PlanSizes(
@@ -313,12 +304,14 @@ def _sizes(config: Config) -> PlanSizes:
 
 def _job(question: Question, network: Network, *, algorithm: str = "native") -> Job:
     config = question.config
-    wire = _wire_of(config)
+    is_half = config.optimizer.precision in HALF
+    # fp32 gradients alone travel in a narrower precision
+    wire = None if is_half else config.comm.wire_dtype
     return Job(
         shape_of(config.model),
         network,
         _sizes(config),
-        element_bytes=2 if config.optimizer.precision in HALF else 4,
+        element_bytes=2 if is_half else 4,
         wire_share=WIRE_SHARES[wire] if wire else 1.0,
         sums_in_fp32=config.comm.reduce_dtype == "fp32",
         algorithm=algorithm,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bigbatch.comm.connection import choose_device, connect
+from bigbatch.comm.connection import choose_device, connect, gpu_uuid, only_gpu
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.places import require_own_gpus
@@ -22,7 +23,7 @@ from bigbatch.trainer.machine.gpu_driver import Clock
 from bigbatch.trainer.preflight.check import Host
 from bigbatch.trainer.preflight.checks import links_are_broken
 from bigbatch.trainer.preflight.facts import gather_facts, machine_id
-from bigbatch.trainer.preflight.host import Seat, own_seat, report, start_looking
+from bigbatch.trainer.preflight.host import Seat, report, start_looking
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.trainer.preflight.meeting import Attendee, absent_ranks, leave_together, meet, misfits, silent
 from bigbatch.trainer.preflight.node import Node, NodeFinding
@@ -92,7 +93,8 @@ def examine(
             return [], early
         if device is None:
             raise CommError(str(complaint))
-        texts = control.gather_text(json.dumps(asdict(own_seat(env.host, device))), what="comparison of GPUs")
+        seat = Seat(env.host, os.getpid(), gpu_uuid(device), only_gpu(device))
+        texts = control.gather_text(json.dumps(asdict(seat)), what="comparison of GPUs")
         seats = [Seat(**each) for each in map(json.loads, texts)]
         try:
             require_own_gpus([(seat.host, seat.only_gpu) for seat in seats])

@@ -37,10 +37,6 @@ def _health(
     return find
 
 
-def _is_positive(value: str, row: Mapping[str, str]) -> bool:
-    return (leading_number(value) or 0) > 0
-
-
 def _is_true(value: str, row: Mapping[str, str]) -> bool:
     return value in ("1", "Yes")
 
@@ -101,7 +97,11 @@ GPU_CHECKS = (
         "uncorrected memory errors since the driver started",
         "any",
         "have its administrator reset the GPU, and replace it where they come back",
-        _health("ecc.errors.uncorrected.volatile.total", _is_positive, "{value} uncorrected memory errors"),
+        _health(
+            "ecc.errors.uncorrected.volatile.total",
+            lambda value, _: (leading_number(value) or 0) > 0,
+            "{value} uncorrected memory errors",
+        ),
     ),
     Check(
         "row remapping",

@@ -1,15 +1,11 @@
 """Gather on a node's first rank, in bounded time, the facts that checks.py judges."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bigbatch.comm.connection import gpu_uuid, only_gpu
 from bigbatch.comm.rendezvous.addresses import interface_of
 from bigbatch.trainer.machine.kernel_files import leading_number, read_text
 from bigbatch.trainer.machine.limits import read_limits
@@ -36,11 +32,6 @@ class Seat:
     """Its UUID; "" for a CPU."""
     only_gpu: str
     """The same, where the rank sees no other."""
-
-
-def own_seat(host: str, device: torch.device) -> Seat:
-    """Return this rank's seat."""
-    return Seat(host, os.getpid(), gpu_uuid(device), only_gpu(device))
 
 
 def start_looking(host: Host, *, seats: Sequence[Seat], address: str, root: Path = Path("/")) -> Callable[[], Host]:
