@@ -40,19 +40,6 @@ class Option:
         """Return it as it stands on the command line."""
         return "--" + self.name.replace("_", "-")
 
-    def read(self, value: object) -> Any:
-        """Return the value as the command line reads the word. Raises: LaunchOptionError, in argparse's words."""
-        if value is True:
-            raise LaunchOptionError(f"argument {self.flag}: expected one argument")
-        try:
-            read = self.kind(str(value))
-        except argparse.ArgumentTypeError as error:
-            raise LaunchOptionError(f"argument {self.flag}: {error}") from error
-        if self.choices is not None and read not in self.choices:
-            legal = ", ".join(map(repr, self.choices))
-            raise LaunchOptionError(f"argument {self.flag}: invalid choice: {read!r} (choose from {legal})")
-        return read
-
 
 RESTARTS = Option(
     "restarts",
@@ -180,15 +167,19 @@ def add_options(parser: "argparse._ActionsContainer", options: Iterable[Option])
 def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argparse.Namespace:
     """Return what a command line would give that states these values, by option; of a list, one value each.
 
-    Raises: LaunchOptionError for a value that the option does not take.
+    Raises: LaunchOptionError for a value that the option does not take, in argparse's words.
     """
-    read = argparse.Namespace()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_options(parser, options)
+    words = []
     for each in options:
         given = stated.get(each.name, [])
-        values = [each.read(value) for value in (given if isinstance(given, list) else [given])]
-        last = values[-1] if values else each.default  # as on a command line that states it twice
-        setattr(read, each.name, values if each.repeats else last)
-    return read
+        for value in given if isinstance(given, list) else [given]:
+            words.append(each.flag if value is True else f"{each.flag}={value}")
+    try:
+        return parser.parse_args(words)
+    except argparse.ArgumentError as error:
+        raise LaunchOptionError(str(error)) from error
 
 
 def read_job(

@@ -10,7 +10,7 @@ from typing import Any
 
 from bigbatch.comm.rendezvous.environ import SITE_VARIABLE, site_files
 from bigbatch.errors import LaunchOptionError, or_nearest, printable
-from bigbatch.launch.jobs.options import JOB_OPTIONS, Option
+from bigbatch.launch.jobs.options import JOB_OPTIONS, Option, read_options
 from bigbatch.launch.jobs.words import OPTIONS
 
 if sys.version_info >= (3, 11):
@@ -88,8 +88,8 @@ def _read_value(option: Option, value: object) -> Any:
         form = "a table of names and values" if is_table else "a list of words" if is_list else "one word or number"
         raise LaunchOptionError(f"{option.name} = {value!r} must be {form}")
     if isinstance(value, dict):
-        return {name: option.read(word) for name, word in value.items()}
-    return [option.read(word) for word in value] if isinstance(value, list) else option.read(value)
+        return {name: str(word) for name, word in value.items()}
+    return getattr(read_options({option.name: value}, [option]), option.name)
 
 
 def apply_site(
