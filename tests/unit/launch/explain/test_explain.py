@@ -218,13 +218,6 @@ def test_batch_of_messages_names_the_peer_at_the_end_of_the_chain(explain: Expla
     assert "(of_7, 4 ranks)" in said.headline
 
 
-def test_messages_of_unlike_sizes_are_named(explain: Explain) -> None:
-    ranks = play(2)
-    ranks[0].message("send", 1, "started", size=8)
-    ranks[1].message("recv", 0, "started", size=9)
-    assert explain(ranks).headline.startswith("rank 0 and rank 1 disagree on the size or type of message 1")
-
-
 def test_rank_without_a_dump_is_named_first(explain: Explain) -> None:
     ranks = play(4)
     for each in ranks:
@@ -302,26 +295,24 @@ def test_gpu_late_for_a_rank_behind_in_another_group(explain: Explain) -> None:
     assert explain(ranks).headline.startswith("rank 5 has not begun collective 1 (nccl:all_reduce [1024] Float)")
 
 
-def test_message_that_the_peer_has_received(explain: Explain) -> None:
+def test_messages_of_two_ranks(explain: Explain) -> None:
+    """Received by the peer; posted by both; sent by both before they receive; of other sizes."""
     ranks = play(2)
     ranks[0].message("send", 1, "started")
     ranks[1].message("recv", 0)
     assert explain(ranks).headline.endswith("(default_pg, 2 ranks), which its peer has completed")
-
-
-def test_messages_that_both_have_posted(explain: Explain) -> None:
     ranks = play(2)
     ranks[0].batch(("send", 1), ("recv", 1), state="started")
     ranks[1].batch(("recv", 0), ("send", 0), state="started")
     assert explain(ranks).headline.startswith("no rank is behind: both ranks have started message 1 (nccl:coalesced")
-
-
-def test_messages_that_cross_are_a_circle(explain: Explain) -> None:
-    """Both send before they receive."""
     ranks = play(2)
     for each in ranks:
         each.message("send", 1 - each.rank, "started")
     assert explain(ranks).headline.startswith("rank 0 and rank 1 wait for each other: rank 0 in message 1")
+    ranks = play(2)
+    ranks[0].message("send", 1, "started", size=8)
+    ranks[1].message("recv", 0, "started", size=9)
+    assert explain(ranks).headline.startswith("rank 0 and rank 1 disagree on the size or type of message 1")
 
 
 def test_group_whose_ranks_are_not_told_has_those_that_used_it(explain: Explain) -> None:
@@ -446,23 +437,16 @@ def test_ring_that_ran_over(explain: Explain) -> None:
     assert said.headline.startswith("rank 3 has not begun collective 42 (nccl:all_reduce [1024] Float)")
 
 
-def test_rank_still_in_what_others_completed_is_named(explain: Explain) -> None:
+@pytest.mark.parametrize("forgets", [False, True])
+def test_rank_still_in_what_others_completed_is_named(explain: Explain, forgets: bool) -> None:
+    """Also where the others' recorders have overwritten it."""
     ranks = play(4)
     for each in ranks:
         each.call(times=6).call(state="started" if each.rank == 2 else "completed")
-        if each.rank != 2:
-            each.call(state="started")
-    said = explain(ranks)
-    assert said.headline.startswith("rank 2 is still in collective 7 (nccl:all_reduce [1024] Float)")
-    assert said.headline.endswith("which 3 others have completed")
-
-
-def test_rank_still_in_what_others_recorders_forgot_is_named(explain: Explain) -> None:
-    ranks = play(4)
-    for each in ranks:
-        each.call(times=6).call(state="started" if each.rank == 2 else "completed")
-        if each.rank != 2:
+        if each.rank != 2 and forgets:
             each.call(times=3).forget(8)
+        elif each.rank != 2:
+            each.call(state="started")
     said = explain(ranks)
     assert said.headline.startswith("rank 2 is still in collective 7 (nccl:all_reduce [1024] Float)")
     assert said.headline.endswith("which 3 others have completed")
