@@ -66,7 +66,7 @@ def _simulate(arguments: argparse.Namespace, overrides: Sequence[str], *, asked:
     tables += [show.comparison_table(name, columns) for name, columns in compared.items()]
     findings = show.findings(points, model=question.config.model.name, deadline_hours=hours)
     findings += [line for point in points if arguments.advise for line in show.advice(question, point)]
-    findings += [f"left out: {each.num_devices:,} GPUs: {each.why}" for each in refused]
+    findings += [f"left out: {count:,} GPUs: {why}" for count, why in refused.items()]
     console = stdout_console()
     for line in show.assumptions(question):
         print_line(line)

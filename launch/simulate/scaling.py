@@ -116,24 +116,19 @@ class Point:
         )
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A number of devices that the recipe or the cluster cannot have, and why."""
+def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Point], dict[int, str]]:
+    """Predict each number of devices, in order; and for those that recipe or cluster cannot have, why.
 
-    num_devices: int
-    why: str
-
-
-def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Point], list[Refused]]:
-    """Predict each number of devices, in order. Raises: SimulationError if none of them is possible."""
-    points, refused = [], []
+    Raises: SimulationError if none of them is possible.
+    """
+    points, refused = [], {}
     for count in sorted(set(counts)):
         try:
             points.append(simulate_point(question, count))
         except (ConfigError, SimulationError) as error:
-            refused.append(Refused(count, str(error).splitlines()[0]))
+            refused[count] = str(error).splitlines()[0]
     if not points:
-        raise SimulationError(refused[0].why)
+        raise SimulationError(next(iter(refused.values())))
     return points, refused
 
 

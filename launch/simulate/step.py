@@ -109,10 +109,19 @@ class Job:
         computing = num_microbatches * each
         backward = backward_of(self.shape, BACKWARD_SHARE * each)
         transfers = self._transfers(backward)
-        exposed, stragglers = self._exposed(backward, transfers, computing), self._stragglers(computing)
-        waits = self._input(local_batch, busy_seconds=computing + exposed + stragglers)
+        exposed = self._exposed(backward, transfers, computing)
+        network, constants = self.network, self.network.constants
+        late = constants.server_straggler_share if network.carrier == "servers" else constants.straggler_share
+        share = late * math.log2(network.num_nodes)
+        if self.reads_pictures and network.num_nodes > 1:
+            share += constants.input_share
+        stragglers, waits = share * computing, 0.0
+        if self.input_images_per_second is not None:
+            # loaders work ahead, so the slower side sets the pace
+            loading = local_batch * network.devices_per_node / self.input_images_per_second
+            waits = max(0.0, loading - (computing + exposed + stragglers))
         seconds = computing + exposed + stragglers + waits
-        slow = seconds + self._straggler_share / math.log(2) * lateness(self.network.num_nodes) * computing
+        slow = seconds + late / math.log(2) * lateness(network.num_nodes) * computing
         return SimulatedStep(computing, exposed, stragglers, waits, slow, backward, transfers)
 
     def sum_seconds(self, num_bytes: float) -> float:
@@ -167,26 +176,6 @@ class Job:
         if network.carrier == "host":
             return exposed + constants.host_node_seconds * doublings
         return exposed + (0.0 if isinstance(self.fusion, InCycles) else constants.launch_seconds * len(transfers))
-
-    def _stragglers(self, computing: float) -> float:
-        network, constants = self.network, self.network.constants
-        share = self._straggler_share * math.log2(network.num_nodes)
-        if self.reads_pictures and network.num_nodes > 1:
-            share += constants.input_share
-        return share * computing
-
-    @property
-    def _straggler_share(self) -> float:
-        constants = self.network.constants
-        is_shared = self.network.carrier == "servers"
-        return constants.server_straggler_share if is_shared else constants.straggler_share
-
-    def _input(self, local_batch: float, *, busy_seconds: float) -> float:
-        """Return the seconds that a step waits for images: loaders work ahead, so the slower side sets the pace."""
-        if self.input_images_per_second is None:
-            return 0.0
-        node_pictures = local_batch * self.network.devices_per_node
-        return max(0.0, node_pictures / self.input_images_per_second - busy_seconds)
 
 
 def lateness(num_nodes: int) -> float:

@@ -63,8 +63,8 @@ def test_paper_s_run_of_2048_gpus_lies_in_the_band():
 def test_losses_add_up_and_more_devices_never_make_a_step_cheaper():
     points, refused = simulate_scaling(ask(), [8, 64, 512, 1024])
     assert [point.num_devices for point in points] == [8, 64, 512]
-    assert [each.num_devices for each in refused] == [1024]
-    assert "microbatch_size" in refused[0].why
+    assert list(refused) == [1024]
+    assert "microbatch_size" in refused[1024]
     for each in efficiencies(points):
         assert sum(each.losses.values()) == pytest.approx(1 - each.efficiency)
     hours = [point.device_hours for point in points]
