@@ -40,20 +40,17 @@ def test_emulate_state_without_one_goes_to_the_temporary_folder(
         assert state_root(environ) == tmp_path / f"bigbatch-emulate-{os.geteuid()}"
 
 
-@pytest.mark.parametrize("trap", ["open", "link"])
-def test_emulate_state_folder_that_others_can_reach_is_not_trusted(trap: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("trap", "told"), [("open", "chmod 700"), ("link", "chmod 700"), ("file", "File exists")])
+def test_emulate_state_folder_that_others_can_reach_is_not_trusted(trap: str, told: str, tmp_path: Path) -> None:
+    folder = tmp_path / "bigbatch-emulate"
     if trap == "open":
-        (tmp_path / "bigbatch-emulate").mkdir(mode=0o755)
-    else:
+        folder.mkdir(mode=0o755)
+    elif trap == "link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
-        (tmp_path / "bigbatch-emulate").symlink_to("elsewhere")
-    with pytest.raises(EmulationError, match=naming(tmp_path / "bigbatch-emulate", "chmod 700")):
-        state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
-
-
-def test_emulate_state_names_a_file_in_the_place_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "bigbatch-emulate").touch()
-    with pytest.raises(EmulationError, match=naming(tmp_path / "bigbatch-emulate", "File exists")):
+        folder.symlink_to("elsewhere")
+    else:
+        folder.touch()
+    with pytest.raises(EmulationError, match=naming(folder, told)):
         state_root({"XDG_RUNTIME_DIR": str(tmp_path)})
 
 

@@ -12,7 +12,6 @@ from slurm_stubs import Stubs
 from bigbatch.errors import JobRefused
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.k8s import manifest
-from bigbatch.launch.launchers.mpirun import mpirun_argv
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm_script import sbatch_script
 from bigbatch.launch.start import main
@@ -53,14 +52,6 @@ def test_env_that_is_not_set_is_told_before_anything_starts(
     monkeypatch.setenv("TOKEN", VALUE)
     assert main([*words, "--dry-run", "--", *TRAIN]) == 0
     assert VALUE not in capsys.readouterr().out
-
-
-def test_env_of_mpirun_is_named_and_not_stated() -> None:
-    job = JobSpec(TRAIN, 2, environment=(("STATED", VALUE),), taken=(("TOKEN", None),))
-    argv = mpirun_argv(job)
-    assert VALUE not in " ".join(argv)
-    for name in ("STATED", "TOKEN"):
-        assert argv[argv.index(name) - 1] == "-x"
 
 
 def test_env_of_a_slurm_script_is_that_of_the_shell_that_submits(tmp_path: Path) -> None:
