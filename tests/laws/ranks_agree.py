@@ -21,11 +21,21 @@ from bigbatch.trainer.step.precision import Precision
 OVERFLOW_STEP, OVERFLOW_RANK = 3, 1
 
 
-def main(precision_name: str, foreign: str = "") -> int:
-    """Train; the process fails when the ranks disagree."""
+def main(*cases: str) -> int:
+    """Train each case, PRECISION or PRECISION:MODEL; the process fails when the ranks disagree."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     communicator = connect(backend="gloo", algorithm="ring")
+    for case in cases:
+        precision_name, _, foreign = case.partition(":")
+        train(communicator, precision_name, foreign)
+        print(f"rank {communicator.rank} agreed on 6 steps of {case}", flush=True)
+    communicator.close()
+    return 0
+
+
+def train(communicator: Communicator, precision_name: str, foreign: str) -> None:
+    """Compare weights and loss scale after each of six steps."""
+    torch.manual_seed(0)
     norm = partial(GhostBatchNorm2d, bn_span=8, ghosts_per_step=1)
     if foreign:
         model = make_foreign(foreign, num_classes=4, norm=norm, options={})
@@ -56,9 +66,6 @@ def main(precision_name: str, foreign: str = "") -> int:
         communicator.agree("the weights", after + hashlib.sha256(statistics_N.numpy().tobytes()).hexdigest())
         communicator.agree("the loss scale", str(precision.state_dict()))
         assert (after == before) == is_overflow, f"step {step} was skipped or not skipped wrongly"
-    print(f"rank {communicator.rank} agreed on 6 steps", flush=True)
-    communicator.close()
-    return 0
 
 
 def overflow_on_one_rank(reducer: GradientReducer, communicator: Communicator) -> None:

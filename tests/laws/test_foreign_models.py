@@ -10,7 +10,6 @@ from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint
 from tests.laws.jobs import (
     ROUNDING,
     SGD,
-    Forked,
     alone,
     assert_identical,
     cut_back,
@@ -95,9 +94,3 @@ def test_foreign_model_resumes_with_the_same_bits(one_rank: tuple[str, Path], da
     done = run(alone(train_command(data, tmp_path / "resumed", settings(name))))
     assert "resumed after step 7" in done.stdout
     assert_identical(final_state(tmp_path / "resumed"), final_state(whole))
-
-
-@pytest.mark.parametrize("name", [NORMED, ATTENTION], ids=["batch-norm", "attention"])
-def test_foreign_model_has_the_same_bits_on_all_ranks(name: str) -> None:
-    done = run(Forked(("fp32", name), ranks=3, target="tests.laws.ranks_agree:main"))
-    assert done.stdout.count("agreed on 6 steps") == 3, done.stdout

@@ -3,12 +3,11 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from forked_ranks import places
+from forked_ranks import exit_codes, places, start_rank
 
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
@@ -19,6 +18,7 @@ from tests.laws.jobs import (
     alone,
     copy_of,
     fails,
+    forked,
     kill_rank,
     mpirun,
     newest_step,
@@ -30,7 +30,21 @@ from tests.laws.jobs import (
     wait_until,
 )
 
+KEPT = {"run.checkpoint_every_steps": 5}
 LONG = {"run.epochs": 400, "run.checkpoint_every_steps": 3, "run.eval_every_epochs": 400}
+
+
+@pytest.fixture(scope="module")
+def first(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return a run of two epochs, of which the checkpoints of steps 5 and 10 are kept, and what it printed."""
+    folder = tmp_path_factory.mktemp("first")
+    return folder, run(alone(train_command(data, folder, KEPT))).stdout
+
+
+@pytest.fixture
+def finished(first: tuple[Path, str], tmp_path: Path) -> Path:
+    """Return a copy of that run, to go on with."""
+    return Path(shutil.copytree(first[0], tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -69,9 +83,8 @@ def test_nan_of_one_rank_names_rank_and_step_and_is_not_saved(precision: str, da
 
 
 def test_ranks_that_do_not_divide_the_batch(data: Path, tmp_path: Path) -> None:
-    done = run(mpirun(train_command(data, tmp_path / "run", {}), ranks=3), expect=1)
-    assert "batch.global_batch_size=32 is not a multiple of batch.microbatch_size=8 x 3 rank(s)" in done.stderr
-    assert "Traceback" not in done.stderr
+    line = fails(forked(train_command(data, tmp_path / "run", {}), ranks=3))
+    assert "batch.global_batch_size=32 is not a multiple of batch.microbatch_size=8 x 3 rank(s)" in line
 
 
 def test_class_missing_in_validation(data: Path, tmp_path: Path) -> None:
@@ -80,13 +93,11 @@ def test_class_missing_in_validation(data: Path, tmp_path: Path) -> None:
     assert "ring" in fails(alone(train_command(broken, tmp_path / "run", {})))
 
 
-@pytest.mark.parametrize("loader", ["dali", "torchvision"])
-@pytest.mark.parametrize("damage", ["text", "truncated", "empty"])
-def test_file_that_is_no_image_is_named(loader: str, damage: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loader", "num_bytes"), [("dali", 600), ("torchvision", 0)], ids=["truncated", "empty"])
+def test_file_that_is_no_image_is_named(loader: str, num_bytes: int, data: Path, tmp_path: Path) -> None:
     broken = copy_of(data, tmp_path)
     victim = sorted((broken / "train" / "disk").iterdir())[0]
-    content = {"text": b"hello", "truncated": victim.read_bytes()[:600], "empty": b""}[damage]
-    victim.write_bytes(content)
+    victim.write_bytes(victim.read_bytes()[:num_bytes])
     assert str(victim) in fails(alone(train_command(broken, tmp_path / "run", {"data.loader": loader})))
 
 
@@ -101,19 +112,20 @@ def test_missing_mpi_names_the_extra(data: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_that_disagree_on_the_config(data: Path, tmp_path: Path) -> None:
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     ranks = [
-        subprocess.Popen(
-            process(train_command(data, tmp_path / "run", {"run.seed": rank})),
-            env={**os.environ, **place},
-            stderr=subprocess.PIPE,
-            text=True,
+        start_rank(
+            "forked_ranks:bigbatch",
+            train_command(data, tmp_path / "run", {"run.seed": rank}),
+            environ=place,
+            stdout=logs[rank],
+            stderr=logs[rank],
         )
         for rank, place in enumerate(places(2))
     ]
-    for rank in ranks:
-        _, stderr = rank.communicate(timeout=TIMEOUT_SECONDS)
-        assert rank.returncode == 1
-        assert "rank 1 and rank 0 disagree on the config: 'seed: 1' against 'seed: 0'" in stderr
+    assert exit_codes(ranks, timeout_seconds=TIMEOUT_SECONDS) == [1, 1]
+    for log in logs:
+        assert "rank 1 and rank 0 disagree on the config: 'seed: 1' against 'seed: 0'" in log.read_text()
 
 
 @pytest.mark.long
@@ -135,13 +147,11 @@ LIMIT = (
 )
 
 
-def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(alone(train_command(data, folder, {"run.checkpoint_every_steps": 5})))
-    older, newest = (c.path for c in list_checkpoints(folder / "checkpoints"))
+def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, finished: Path) -> None:
+    older, newest = (c.path for c in list_checkpoints(finished / "checkpoints"))
     state = newest / "state.pt"
     state.write_bytes(state.read_bytes()[:-1000])
-    command = train_command(data, folder, {"run.epochs": 3, "run.keep_checkpoints": 9})
+    command = train_command(data, finished, {**KEPT, "run.epochs": 3, "run.keep_checkpoints": 9})
     line = fails(alone([*command, f"--run.resume={newest}"]))
     assert f"{newest} is truncated" in line
     assert str(older) in line
@@ -149,9 +159,9 @@ def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, tmp_pat
     assert f"{newest} is truncated" in said
     assert f"goes on from {older}" in said
     assert "resumed after step 5" in said
-    (aside,) = (folder / "checkpoints").glob("damaged-*")
+    (aside,) = (finished / "checkpoints").glob("damaged-*")
     assert str(aside) in said
-    (record,) = (r for r in read_records(RunDir(folder).metrics) if r["kind"] == "damaged")
+    (record,) = (r for r in read_records(RunDir(finished).metrics) if r["kind"] == "damaged")
     assert (record["step"], record["set_aside"]) == (5, str(aside))
     done = run(alone([*command, f"--run.resume={older}"]))
     assert "resumed after step 5" in done.stdout
@@ -159,13 +169,12 @@ def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, tmp_pat
     assert "resumed after step 15" in run(alone([*command, "--run.epochs=4"])).stdout, "auto goes on where that ended"
 
 
-def test_used_folder_is_not_overwritten(data: Path, tmp_path: Path) -> None:
-    run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
-    assert "holds a run already" in fails(alone(train_command(data, tmp_path, {"run.resume": "never"})))
+def test_used_folder_is_not_overwritten(data: Path, finished: Path) -> None:
+    never = {**KEPT, "run.resume": "never"}
+    assert "holds a run already" in fails(alone(train_command(data, finished, never)))
 
 
-def test_checkpoint_of_another_experiment_is_refused(data: Path, tmp_path: Path) -> None:
-    run(alone(train_command(data, tmp_path, {"run.epochs": 2})))
+def test_checkpoint_of_another_experiment_is_refused(data: Path, finished: Path) -> None:
     for overrides, words in (
         ({"model.options.width": 8}, "is of another model: "),
         ({**SGD, "run.epochs": 3}, "holds the state of optimizer.name=lars, which is not that of sgd"),
@@ -173,18 +182,19 @@ def test_checkpoint_of_another_experiment_is_refused(data: Path, tmp_path: Path)
             {"run.epochs": 1, "schedule.warmup_epochs": 0},
             "run.epochs=1 end at step 5, but the checkpoint is of step 10",
         ),
+        ({"run.epochs": 3, "run.seed": 5}, "another run.seed"),
+        ({"run.epochs": 3, "batch.global_batch_size": 16}, "another batch.global_batch_size"),
     ):
-        assert words in fails(alone(train_command(data, tmp_path, overrides)))
-    assert "is of another model" in fails(alone(["evaluate", str(tmp_path), "--model.options.width=8"]))
-    assert "no run folder" in fails(alone(["evaluate", str(tmp_path / "nowhere")]))
+        assert words in fails(alone(train_command(data, finished, {**KEPT, **overrides})))
+    assert "is of another model" in fails(alone(["evaluate", str(finished), "--model.options.width=8"]))
+    assert "no run folder" in fails(alone(["evaluate", str(finished / "nowhere")]))
 
 
-def test_changed_setting_takes_effect_and_is_said(data: Path, tmp_path: Path) -> None:
-    run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
-    done = run(alone(train_command(data, tmp_path, {"run.epochs": 2, "optimizer.momentum": 0.5})))
-    changed = "resuming with a changed config: run.epochs=2 (was 1), optimizer.momentum=0.5 (was 0.9)\n"
+def test_changed_setting_takes_effect_and_is_said(data: Path, finished: Path) -> None:
+    done = run(alone(train_command(data, finished, {**KEPT, "run.epochs": 3, "optimizer.momentum": 0.5})))
+    changed = "resuming with a changed config: run.epochs=3 (was 2), optimizer.momentum=0.5 (was 0.9)\n"
     assert changed in done.stdout
-    state = load_checkpoint(list_checkpoints(tmp_path / "checkpoints")[-1].path)
+    state = load_checkpoint(list_checkpoints(finished / "checkpoints")[-1].path)
     assert {group["momentum"] for group in state["optimizer"]["param_groups"]} == {0.5}
 
 
@@ -203,13 +213,11 @@ def test_slow_plot_fails_no_run(data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "summary.json").exists()
 
 
-def test_finished_run_says_so_again(data: Path, tmp_path: Path) -> None:
-    first = run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
-    again = run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
-    top1 = next(line for line in first.stdout.splitlines() if line.startswith("top1"))
-    rate = next(line for line in first.stdout.splitlines() if line.startswith("images_per_second"))
-    assert top1 in again.stdout
-    assert rate in again.stdout, "the summary is the one of the run that trained"
+def test_finished_run_says_so_again(data: Path, first: tuple[Path, str], finished: Path) -> None:
+    again = run(alone(train_command(data, finished, KEPT))).stdout
+    for name in ("top1", "images_per_second"):
+        line = next(line for line in first[1].splitlines() if line.startswith(name))
+        assert line in again, "the summary is the one of the run that trained"
 
 
 @pytest.mark.long
@@ -247,14 +255,6 @@ def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> N
     text = log.read_text()
     assert "no answer from rank 1" in text, text
     assert "all-reduce of" in text or "sums" in text or "report" in text, text
-
-
-@pytest.mark.parametrize(("key", "value"), [("run.seed", 5), ("batch.global_batch_size", 16)])
-def test_steps_of_other_samples_are_not_gone_on_with(key: str, value: int, data: Path, tmp_path: Path) -> None:
-    run(alone(train_command(data, tmp_path, {"run.epochs": 1})))
-    line = fails(alone(train_command(data, tmp_path, {"run.epochs": 2, key: value})))
-    assert f"another {key}" in line
-    assert "--run.resume" in line
 
 
 @pytest.mark.long

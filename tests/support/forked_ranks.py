@@ -23,12 +23,10 @@ PRELOAD = (
     "torch._dynamo",
     "torchvision.models",
     "torch.utils.tensorboard",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "nvidia.dali.plugin.pytorch",
     "bigbatch.comm.backends.tcp",
 )
-"""Half of the work of a tiny job is to import these."""
+"""Half of the work of a tiny job is to import these. A run's plot, which would be most of the rest, is not drawn."""
 LAUNCHED = (
     "RANK",
     "WORLD_SIZE",
@@ -109,6 +107,9 @@ def _live(target: str, arguments: list[str], environ: dict[str, str], stdout: Pa
     for stream in (sys.stdout, sys.stderr):  # of the fork server, whose variables may be PYTHONUNBUFFERED
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
+    from bigbatch.trainer.run import output
+
+    output.plot_run = lambda *arguments, **options: None  # type: ignore[attr-defined]
     sys.argv = [target, *arguments]
     module, _, name = target.partition(":")
     function: Callable[..., int] = getattr(import_module(module), name)
