@@ -1,4 +1,4 @@
-"""Starts a benchmark as its page says, `python -m benchmarks...`, wherever the test's folder is."""
+"""Starts a benchmark or a page's code as the page says, wherever the test's folder is."""
 
 import os
 import runpy
@@ -34,19 +34,39 @@ def fork_benchmark(module: str, *options: object, cwd: Path, timeout_seconds: fl
 
     Its working folder is cwd, where its output stays. Returns its exit code and output; None: it had no end in time.
     """
-    log = cwd / "output.txt"
-    words = (str(cwd), module, *map(str, options))
+    return _fork("live_as_module", f"benchmarks.{module}", *map(str, options), cwd=cwd, timeout_seconds=timeout_seconds)
+
+
+def fork_code(code: str, *, cwd: Path, timeout_seconds: float) -> tuple[int | None, str]:
+    """Run Python code as `python -c` does in cwd, forked and ended as fork_benchmark does it."""
+    return _fork("live_as_code", code, cwd=cwd, timeout_seconds=timeout_seconds)
+
+
+def _fork(function: str, *words: str, cwd: Path, timeout_seconds: float) -> tuple[int | None, str]:
+    log, target = cwd / "output.txt", f"benchmark_process:{function}"
     environ = from_checkout()
-    target = "benchmark_process:live_as_module"
-    process = start_rank(target, words, environ=environ, stdout=log, stderr=log, has_children=True)
+    process = start_rank(target, (str(cwd), *words), environ=environ, stdout=log, stderr=log, has_children=True)
     codes = exit_codes([process], timeout_seconds=timeout_seconds)
     return codes[0] if codes else None, log.read_text()
 
 
 def live_as_module(cwd: str, module: str, *options: str) -> int:
-    """What `python -m benchmarks.MODULE OPTIONS` does in cwd: Python's path is that of a new process there."""
+    """What `python -m MODULE OPTIONS` does in cwd."""
+    _enter(cwd)
+    sys.argv = ["-m", *options]  # runpy sets the first
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def live_as_code(cwd: str, code: str) -> int:
+    """What `python -c CODE` does in cwd."""
+    _enter(cwd)
+    sys.argv = ["-c"]
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+    return 0
+
+
+def _enter(cwd: str) -> None:
+    """Have cwd, and Python's path of a new process there."""
     os.chdir(cwd)
     sys.path = [cwd, str(ROOT), *(path for path in sys.path if not Path(path).resolve().is_relative_to(ROOT / "tests"))]
-    sys.argv = ["-m", *options]  # runpy sets the first
-    runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=True)
-    return 0

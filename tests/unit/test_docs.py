@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from benchmark_process import fork_benchmark
+from benchmark_process import fork_benchmark, fork_code
 from faults.table import format_campaign, read_records
 from sample_images import encoded, smooth_image, write
 from torch import nn
@@ -529,11 +529,16 @@ def test_failure_model_shows_the_recorded_campaign() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("code", [code for page in PAGES for code in blocks(page, "python")])
+@pytest.mark.parametrize(
+    "code",
+    # tests/parallel/test_other_scripts.py runs those of from-horovod.md, alone and in a job
+    [code for page in PAGES if page != "docs/from-horovod.md" for code in blocks(page, "python")],
+)
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:
     write_shapes(code, below=tmp_path)
     write_quickstart(code, below=tmp_path)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=280)
+    exit_code, output = fork_code(code, cwd=tmp_path, timeout_seconds=280)
+    assert exit_code == 0, output
 
 
 @pytest.mark.parametrize("page", PAGES)
