@@ -121,8 +121,7 @@ def one_rank_wide(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("ranks", "overrides"),
     [
         pytest.param(2, {"batch.microbatch_size": 16}, marks=pytest.mark.long),  # 1 group x 2 ranks x 2 microbatches
-        pytest.param(2, {"batch.microbatch_size": 16, "comm.backend": "mpi"}, marks=pytest.mark.long),
-        # 2 groups of 2 ranks
+        # 2 groups of 2 ranks; tests/parallel checks norms over several ranks with each backend
         pytest.param(4, {"batch.microbatch_size": 16, "comm.backend": "gloo"}, marks=pytest.mark.long),
         (4, {"batch.microbatch_size": 8, "comm.group_size": 2}),  # one group of 4 ranks, over 2 node groups
     ],
@@ -130,8 +129,7 @@ def one_rank_wide(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_ghost_batch_may_lie_on_several_ranks(
     ranks: int, overrides: dict[str, object], data: Path, one_rank_wide: Path, tmp_path: Path
 ) -> None:
-    start = mpirun if overrides.get("comm.backend") == "mpi" else forked
-    done = run(start(train_command(data, tmp_path, {**WIDE, **overrides}), ranks=ranks))
+    done = run(forked(train_command(data, tmp_path, {**WIDE, **overrides}), ranks=ranks))
     assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank_wide)) < ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank_wide)) < ROUNDING
     assert f"batch-norm span 32 over {32 // int(str(overrides['batch.microbatch_size']))} ranks" in done.stdout

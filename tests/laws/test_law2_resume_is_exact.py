@@ -119,6 +119,7 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
 
     run(launch)
     assert_identical(final_state(stopped), final_state(not_stopped))
+    assert RunDir(stopped).plot.stat().st_size > 1000, "which forked ranks do not draw"
 
 
 SELDOM = {"run.log_every_steps": 100, "run.epochs": 2, "data.loader": "torchvision"}

@@ -84,7 +84,7 @@ def test_data_that_go_away_change_no_bit(data: Path, tmp_path: Path) -> None:
     run(forked(train_command(moving, whole, overrides), ranks=2))
 
     go_on.unlink()
-    command = mpirun(train_command(moving, broken, overrides), ranks=2)
+    command = forked(train_command(moving, broken, overrides), ranks=2)
     log = tmp_path / "broken.log"
     process = start(command, log)
     wait_until(lambda: len(steps(broken)) >= 3, process=process, log=log)

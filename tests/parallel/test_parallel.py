@@ -22,8 +22,8 @@ from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers.mpirun import mpirun_argv
 from bigbatch.launch.launchers.torchrun import torchrun_argv
 
-HOSTS = ("a", "a,a", "a,b,a", "a,a,b,b", "a,a,b,b,c", "a,b,a,b,a,b", "a,a,a,b,b,b,c", "a,a,a,a,b,b,b,b")
-"""Worlds of 1 to 8, of equal nodes and of unequal ones."""
+HOSTS = ("a", "a,b,a", "a,a,b,b,c", "a,b,a,b,a,b", "a,a,a,a,b,b,b,b")
+"""Worlds of 1 to 8, of equal nodes and of unequal ones, whose number is a power of two or not."""
 RANKS = Path(__file__).with_name("ranks.py")
 SUPPORT = Path(__file__).parents[1] / "support"
 """What ranks.py imports lies there, which pytest's processes have on their path and a launcher's do not."""
@@ -120,7 +120,7 @@ long = pytest.mark.long
         pytest.param("a,b,a,b,a", 0, "tcp gloo", marks=long),
         pytest.param("a,a,a,b,b", 2, "tcp", marks=long),
         pytest.param("a,a,b,b,c,c,d,d", 0, "tcp", marks=long),
-        # shorter tensors by threads in worlds of 1 to 8, below; here that processes find the same, and traces
+        # shorter tensors by threads in other worlds, below; here that processes find the same, and traces
         pytest.param("a,a,a,b,b,b,c", 0, PLAYED_NCCL, marks=long),
     ],
 )
