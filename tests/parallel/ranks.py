@@ -21,10 +21,12 @@ from ranks_contract import check_contract, connect_to_check
 from ranks_divided import check_divided_update
 from ranks_norm import lose_in_a_norm
 from ranks_sharded import check_behind_forward, check_sharded_update, lose_in_a_gather
+from torch import nn
 
 from bigbatch.comm.backends import in_flight, links
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous import roll_call
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import CommError, PeerLostError
@@ -93,12 +95,18 @@ def check_beside(own: str) -> int:
 
 
 def check_reconnect(*backends: str) -> int:
-    """One connection after another, in one process: the rendezvous is met once, and keys do not mix."""
+    """One connection after another, in one process: the rendezvous is met once, and keys do not mix.
+
+    A reducer is refused where ranks bring other weights, and the connection goes on.
+    """
     for backend in backends:
         communicator = connect(backend=backend, algorithm="sharded")
         n = communicator.world_size
         assert communicator.gather_text(backend) == [backend] * n
         assert communicator.sum_(torch.ones(5), label=backend).tolist() == [float(n)] * 5
+        unequal = {"scale": torch.ones(3), "bias": torch.full((2,), float(communicator.rank))}
+        with pytest.raises(CommError, match="rank 1 has other weights than rank 0, first bias: "):
+            GradientReducer([(name, nn.Parameter(value)) for name, value in unequal.items()], communicator)
         check_listeners(communicator)
         communicator.close()
         with pytest.raises(CommError, match=r"buffer 7 .*closed"):

@@ -1,4 +1,4 @@
-"""How ranks of a user's own script leave: without close(), by an exception inside `with`, unlike each other."""
+"""How ranks of a user's own script leave: without close() or by an exception inside `with`."""
 
 import re
 from pathlib import Path
@@ -54,10 +54,3 @@ def test_exit_before_the_others_ends_them_and_is_named(backend: str) -> None:
     assert (own, other) == (1, 1)
     assert "rank 1 on " in told
     assert " ended, or closed its connection, before" in told, "the time limit ends it in other words"
-
-
-@pytest.mark.slow
-def test_unequal_weights_are_refused_when_the_reducer_is_made() -> None:
-    for code, output in run_processes("differs", "tcp"):
-        assert code == 1
-        assert "rank 1 has other weights than rank 0, first bias: " in output
