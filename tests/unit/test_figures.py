@@ -3,7 +3,7 @@
 import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +163,37 @@ def test_figures_of_largest_microbatches() -> None:
     for name, *cells in rows:
         for model, cell in zip(models, cells, strict=True):
             require(cell, found[model.lower().replace("-", ""), name])
+
+
+TO_MEASURE_AGAIN = set(
+    """
+    ablations-imagenette-short bag-of-tricks-full-cpu beyond-cifar10-medium beyond-imagenette-medium
+    comm-exact-resnet18-100mbit comm-exact-resnet18-1gbit comm-exchange-2x4-1gbit comm-exchange-3+2+2+1-1gbit
+    comm-exchange-4x2-1gbit comm-exchange-4x2-1gbit-500us comm-exchange-4x2-200mbit comm-exchange-4x2-200mbit-500us
+    comm-exchange-8x1-1gbit comm-gradients-alexnet_bn-1gbit comm-gradients-resnet50-1gbit
+    comm-gradients-resnet50-1gbit-cyclic comm-gradients-resnet50-200mbit comm-half-sums-4x2-100mbit
+    comm-reducer-overhead comm-scaling-alexnet_bn-1gbit-2 comm-scaling-alexnet_bn-1gbit-4
+    comm-scaling-alexnet_bn-400mbit-2 comm-scaling-alexnet_bn-400mbit-4 comm-scaling-resnet50-1gbit-4
+    comm-scaling-resnet50-400mbit-2 comm-scaling-resnet50-400mbit-4 comm-step-resnet50-1gbit
+    comm-step-resnet50-1gbit-paced comm-ways-paper-resnet50 comm-ways-wires-1000mbit comm-ways-wires-200mbit
+    effective-time-60s exact-sums-cpu exact-sums-cpu-224 exact-sums-errors exact-sums-errors-64 imagenette-2cores
+    input-feed-real input-parity lars-exactness lars-step-cpu precision-cpu-depths preflight recompute-cpu replicas-cpu
+    sharded-update ten-times-cpu wire-precision
+    """.split()  # noqa: SIM905
+)
+"""Their sources had changes that no commit holds."""
+
+
+def commits(found: Any) -> Iterator[str]:
+    """Yield what a record names as a commit, at any depth."""
+    for key, value in found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ():
+        yield from [str(value)] if key == "commit" else commits(value)
+
+
+def test_each_record_names_a_commit() -> None:
+    named = {
+        path.stem: list(commits(json.loads(path.read_text()))) for path in (ROOT / "benchmarks/results").glob("*.json")
+    }
+    assert [name for name, found in named.items() if not found] == []
+    unclean = {name for name, found in named.items() if not all(re.fullmatch("[0-9a-f]{12}", each) for each in found)}
+    assert unclean == TO_MEASURE_AGAIN
