@@ -71,7 +71,7 @@ def test_command_that_starts_ranks_refuses_to_be_one(command, words, named, monk
 def test_tune_search_of_real_runs_and_a_kill(tmp_path):
     """Two ranks a trial; the search is killed while its second trial trains, and started again."""
     folder = tmp_path / "study"
-    often = ["--run.log_every_steps=1", "--run.checkpoint_every_steps=1"]
+    often = ["--data.num_synthetic_samples=32", "--run.log_every_steps=1", "--run.checkpoint_every_steps=1"]
     words = [*WORDS, str(folder), "--trials", "3", "--launch", "mpirun --ranks 2", *TINY_OPTIONS, *often]
     first = subprocess.Popen([sys.executable, "-m", "bigbatch", *words], stdout=subprocess.PIPE, text=True)
     until = time.monotonic() + 200
