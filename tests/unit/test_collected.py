@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_file_is_collected_by_some_tier() -> None:
     tiers = "".join((ROOT / name).read_text() for name in ("Makefile", ".ci/run"))
     folders = sorted({*re.findall(r"pytest (?:.* )?(tests/\w+)|\$\(PYTEST\) (tests/\w+) ?(tests/\w+)?", tiers)})
