@@ -68,12 +68,19 @@ def make_points(plan: Plan, *, folder: Path) -> list[Point]:
     points: list[Point] = []
     wrong: dict[str, list[str]] = {}
     grid = list(itertools.product(*plan.grid.values()))
-    combinations = itertools.product(range(plan.seeds), plan.changes(), grid)
-    for number, (repeat, (name, changes), chosen) in enumerate(combinations):
+    combinations = list(itertools.product(plan.changes(), grid))
+    firsts: dict[int, Point] = {}
+    for number in range(plan.seeds * len(combinations)):
+        repeat, combination = divmod(number, len(combinations))
+        (name, changes), chosen = combinations[combination]
         own = dict(zip(plan.grid, chosen, strict=True))
         values = {**({CASE: name} if name else {}), **own}
         try:
-            points.append(maker.make(number, values, changes, own, repeat=repeat))
+            if combination in firsts:
+                points.append(maker.repeat(firsts[combination], number, repeat=repeat))
+            else:
+                firsts[combination] = maker.make(number, values, changes, own, repeat=repeat)
+                points.append(firsts[combination])
         except (ConfigError, LaunchOptionError) as error:
             wrong.setdefault("; ".join(map(str, error.args)), []).append(f"{number} ({describe_values(values)})")
     if wrong:
@@ -118,7 +125,7 @@ class _Maker:
         microbatch = value("batch.microbatch_size")
         total = microbatch * ranks if scaling == "weak" else value(BATCH)
         own = _fit(total, ranks=ranks, microbatch_size=microbatch, bn_span=value("batch.bn_span"))
-        own["run.directory"] = str(self._folder / "points" / str(number) / "run")
+        own["run.directory"] = self._directory(number)
         own["run.seed"] = seed = value("run.seed") + repeat
         if plan.scale is not None and not {BATCH, RATE} <= case.keys():  # the rate for that batch
             factor = total / self._batch
@@ -134,6 +141,15 @@ class _Maker:
             config = self._whole(config, stated)
         nodes = len(dict.fromkeys(self._hosts[:ranks])) or (1 if plan.where in ONE_HOST else ranks // per_node)
         return Point(number, values, seed, ranks, per_node, nodes, config, tuple(machine), plan.seeds > 1)
+
+    def repeat(self, first: Point, number: int, *, repeat: int) -> Point:
+        """Return a point again with a later seed, without building its config anew. Raises: ConfigError."""
+        seed = first.seed + repeat
+        run = dataclasses.replace(first.config.run, seed=seed, directory=self._directory(number))
+        return dataclasses.replace(first, number=number, seed=seed, config=dataclasses.replace(first.config, run=run))
+
+    def _directory(self, number: int) -> str:
+        return str(self._folder / "points" / str(number) / "run")
 
     def _defaults(self, total: int) -> dict[str, Any]:
         """Return settings that the sweep adds unless its file states them."""

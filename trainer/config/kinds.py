@@ -119,11 +119,12 @@ OPTION_KEYS = {str(key): key for own in KINDS.values() for keys in own.values() 
 
 SPREAD = tuple(f"{section}.options" for section in KINDS)
 """Keys that hold options, which spread() replaces by one key for each."""
+_BEFORE_OPTIONS = tuple(f"{key}." for key in SPREAD)
 
 
 def is_option(name: str) -> bool:
     """Tell whether a dotted key is an option of a model, optimizer or schedule, of bigbatch or another package."""
-    return name.startswith(tuple(f"{key}." for key in SPREAD))
+    return name.startswith(_BEFORE_OPTIONS)
 
 
 def fold(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 from bigbatch.errors import ConfigError
@@ -77,6 +78,7 @@ class Config:
 SECTIONS: dict[str, type] = get_type_hints(Config)
 KEYS = {str(key): key for section, holder in SECTIONS.items() for key in read_keys(section, holder)}
 """Every key of an experiment by its dotted name, in order."""
+_GETTERS = {name: attrgetter(name) for name in KEYS}
 
 
 def all_keys() -> tuple[str, ...]:
@@ -86,9 +88,10 @@ def all_keys() -> tuple[str, ...]:
 
 def lookup(config: Config, key: str) -> object:
     """Return the value of a dotted key or of an option; None for an option that is not stated."""
-    section, name, *option = key.split(".", 2)
-    value = getattr(getattr(config, section), name)
-    return (value or {}).get(option[0]) if option else value
+    if key in _GETTERS:
+        return _GETTERS[key](config)
+    holder, name, option = key.split(".", 2)
+    return (getattr(getattr(config, holder), name) or {}).get(option)
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
