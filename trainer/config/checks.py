@@ -152,6 +152,11 @@ def check_cuda_graph(compute: ComputeConfig, optimizer: OptimizerConfig, comm: C
             f"comm.timeline_steps={list(comm.timeline_steps)} cannot record the steps of compute.cuda_graph=True: "
             "set one of them to null or false"
         )
+    if comm.buffers == "symmetric":
+        yield (
+            "comm.buffers=symmetric does not go with compute.cuda_graph=True: replayed sums in NCCL's symmetric memory "
+            "were wrong without an error (NVIDIA/nccl 1924): set comm.buffers to registered"
+        )
 
 
 def check_stopping(run: RunConfig, data: DataConfig) -> Iterator[str]:

@@ -82,6 +82,11 @@ def test_shampoo_has_a_floor_and_is_not_captured() -> None:
     assert re.search(naming("compute.cuda_graph=True ", "optimizer.name=shampoo", "false"), message)
 
 
+def test_cuda_graph_refuses_symmetric_buffers_whose_replayed_sums_were_wrong() -> None:
+    message = refusal({"compute.cuda_graph": True, "comm.buffers": "symmetric"})
+    assert re.search(naming("comm.buffers=symmetric", "compute.cuda_graph=True", "comm.buffers to registered"), message)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"comm.wire_dtype": "float16"}, {"optimizer.ema_decay": 0.99, "optimizer.ema_every_steps": 1}],
