@@ -148,7 +148,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "launch preflight": ("tests/cluster/test_preflight.py::test_node_at_half_speed_is_named_and_equal_ones_are_not"),
     "launch status": "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_status_says_what_a_user_asks_first",
     "launch cancel": (
-        "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_cancel_asks_a_running_job_to_save_and_stop"
+        "tests/unit/launch/launchers/test_slurm_queue.py::test_slurm_cancel_asks_a_job_to_save_and_stop_or_ends_it"
     ),
 }
 NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI itself

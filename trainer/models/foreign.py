@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.dotted import import_owner, is_of_library, words_of
@@ -34,6 +35,8 @@ def make_foreign(name: str, *, num_classes: int, norm: NormFactory, options: Map
         raise ConfigError(f"model.name={name} fails in its constructor: {words_of(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name={name} makes a {type(model).__name__} and no torch.nn.Module")
+    if lazy := [each for each, parameter in model.named_parameters() if is_lazy(parameter)]:
+        raise ConfigError(f"model.name={name}: {lazy[0]} has no size yet: call the model once in its constructor")
     try:
         take_norms_(model, norm)
     except ValueError as error:

@@ -125,6 +125,14 @@ def test_foreign_model_may_be_made_by_a_function(monkeypatch: pytest.MonkeyPatch
     assert make("own.net", norm=5).get_parameter("head.weight").shape == (7, 5)
 
 
+def test_foreign_model_without_sizes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("own")
+    package.net = lambda *, num_classes: nn.LazyLinear(num_classes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own", package)
+    with pytest.raises(ConfigError, match=r"model\.name=own\.net: weight has no size yet"):
+        make("own.net")
+
+
 def test_foreign_model_that_ends_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With code 0 a job would seem to be done."""
     package = ModuleType("own")
