@@ -25,6 +25,7 @@ from bigbatch.trainer.evaluator import Evaluator, reason_to_end
 from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
+from bigbatch.trainer.machine.host import describe_load
 from bigbatch.trainer.run.checkpoint import write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
@@ -66,7 +67,7 @@ class TrainingRun:
         local, staged = stage_data(config, communicator)
         self.train_split, self.eval_split = build_input.make_splits(local, communicator)
         left_out = describe_left_out(config.data.root, self.train_split.index, self.eval_split.index)
-        self.placement = [line for line in (left_out, job.bound, staged) if line]
+        self.placement = [line for line in (left_out, job.bound, staged, describe_load(communicator.device)) if line]
         samples = build_input.samples_digest(self.train_split)
         classes = build_input.class_names(self.train_split)
         self.copies = open_copies(config, communicator)

@@ -13,6 +13,9 @@ from bigbatch.comm.rendezvous.environ import ask_for_deterministic_cublas
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """glibc's malloc.h."""
 
+BUSY = 1.5
+"""Load average per core from which a run says that other work slows it."""
+
 
 def set_up_process(
     communicator: Communicator,
@@ -45,6 +48,19 @@ def cores_per_rank(communicator: Communicator) -> int:
     cores = usable_cores()
     mine = f"{boot_id() or communicator.env.host} {cores}"
     return max(1, len(cores) // communicator.gather_text(mine).count(mine))
+
+
+def describe_load(device: torch.device) -> str | None:
+    """Return a line if other work keeps the cores of a rank on a CPU busy; None if not, or if the load is unknown."""
+    if device.type != "cpu" or torch.get_num_threads() == 1 or not hasattr(os, "getloadavg"):
+        return None
+    load, cores = os.getloadavg()[0], len(usable_cores())
+    if load < BUSY * cores:
+        return None
+    return (
+        f"load average {load:.1f} on {cores} cores: beside other work threads that wait for each other lose most of "
+        "their time, and --compute.cpu_threads 1 is faster"
+    )
 
 
 def usable_cores() -> list[int]:
