@@ -522,8 +522,8 @@ def test_bigbatch_commands(
         data_parser().parse_args(words[1:])
 
 
-def test_failure_model_shows_the_recorded_campaign() -> None:
-    page = (ROOT / "docs/failure-model.md").read_text()
+def test_page_of_faults_shows_the_recorded_campaign() -> None:
+    page = (ROOT / "docs/faults.md").read_text()
     shown = re.findall(r"<!-- faults:begin -->\n(.*)\n<!-- faults:end -->", page, re.S)
     assert shown == [format_campaign(*read_records(ROOT / "benchmarks/results/faults.jsonl"))]
 
