@@ -2,7 +2,7 @@
 
     python -m benchmarks.twin.predict --given GIVEN.csv --rows QUESTIONS.csv --out PREDICTED.csv
 
-A row never predicts itself. Columns: docs/simulate.md.
+A row never predicts itself. Columns: docs/simulate-errors.md.
 """
 
 import argparse
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict one table from another, and write the third; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--given", type=Path, required=True, metavar="CSV", help="measured rows, with the columns of docs/simulate.md")
+    add("--given", type=Path, required=True, metavar="CSV", help="measured rows; columns: docs/simulate-errors.md")
     add("--rows", type=Path, required=True, metavar="CSV", help="rows to be predicted, with the same columns")
     add("--out", type=Path, required=True, metavar="CSV", help="where the predictions go")
     options = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """Assumptions of the simulator on hardware and software: each constant has one cause, and none is fitted to one row.
 
 PUBLISHED: read from others' measurements. ASSUMED: set by us so that published rows of many systems are matched, and
-then not changed; docs/simulate.md says on which rows, and what the error is.
+then not changed; docs/simulate-errors.md says on which rows, and what the error is.
 """
 
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ class Checked:
 
 
 CHECKED = (
-    # the largest and the smallest batches of each system and model; docs/simulate.md has the errors
+    # the largest and the smallest batches of each system and model; docs/simulate-errors.md has the errors
     Checked("P40 over RoCE, Jia et al. 2018", "resnet50", 2048, 32, 225.1),
     Checked("V100 of DGX-2H, MLPerf v0.6", "resnet50", 1536, 39, 36.63),
     Checked("V100 of DGX-1, MLPerf v0.6", "resnet50", 1040, 52, 47.26),
