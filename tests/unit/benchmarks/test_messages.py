@@ -156,7 +156,7 @@ def test_messages_are_those_that_a_rank_asks_of_torch(recipe: str, rank: int, mo
 )
 def test_messages_of_the_page_are_those_that_are_counted(row: str, recipe: str) -> None:
     """The numbers of each cell; the generated one says in words what the page's heads say."""
-    page = (Path(__file__).parents[3] / "docs/comm.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/simulate.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
     *_, generated = table([recipe], nodes=NODES, ranks_per_node=RANKS_PER_NODE)
     generated = re.sub(r"\d+ collectives, ", "", generated)
