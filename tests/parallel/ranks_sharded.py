@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
-from bigbatch.comm.gradients import scatter_gather
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.errors import ConfigError, PeerLostError, ReplicasDiffer
@@ -335,13 +334,13 @@ def check_memory(communicator: Communicator) -> None:
 @contextmanager
 def late_gathers(communicator: Communicator, *, of_rank: int) -> Iterator[None]:
     """Let gathers of buffers take long, and begin later still on one rank."""
-    gather_ = scatter_gather.all_gather_
+    gather_ = ScatterGather._all_gather_
 
-    def late_(buffer_N: Tensor, **facts: Any) -> None:
+    def late_(self: ScatterGather, buffer_N: Tensor) -> None:
         time.sleep(0.004 if communicator.rank == of_rank else 0.002)
-        gather_(buffer_N, **facts)
+        gather_(self, buffer_N)
 
-    with patch.object(scatter_gather, "all_gather_", late_):
+    with patch.object(ScatterGather, "_all_gather_", late_):
         yield
 
 
