@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser()
     arguments, others = parser.parse_known_args(words[:split])
     if others and (here := OF_OTHERS.get(name := others[0].partition("=")[0].replace("_", "-"))):
-        raise LaunchOptionError(f"{name} is of another launcher: here it is {here}")
+        raise JobRefused([f"{name} is of another launcher: here it is {here}"])
     if others and not others[0].startswith("-") and split == len(words):
         left = list(others)
         # what is left over, in its order, is the command

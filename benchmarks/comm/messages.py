@@ -55,7 +55,7 @@ class CountingBackend:
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Return this rank's group."""
-        self.groups.append(Group(tuple(next(family for family in families if self.rank in family))))
+        self.groups.append(Group(tuple(next((each for each in families if self.rank in each), [self.rank]))))
         return self.groups[-1]
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:

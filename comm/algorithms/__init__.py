@@ -62,7 +62,8 @@ def make_allreduce(
 
 def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: Backend) -> torch.dtype:
     """Return the dtype in which a tensor travels by an algorithm: fp32 if the algorithm would round each addition."""
-    widens = {"native": wire.widens(backend), "doubling": wire.in_fp32}.get(algorithm, False)
+    by_library = {"native", *(("hierarchical", "sharded") if backend.name == "nccl" else ())}
+    widens = wire.widens(backend) if algorithm in by_library else algorithm == "doubling" and wire.in_fp32
     dtype = wire.of(tensor_N)
     return torch.float32 if widens and dtype in HALF else dtype
 
@@ -104,8 +105,7 @@ def _make_hierarchical(
     across = _make_across("ring", columns[place] if place < count else (topology.rank,), backend=backend, wire=wire)
     if backend.name == "nccl":
         # its own sum in subgroups: it uses every link of a node, and no message is started from Python
-        rest = tuple(rank for group in topology.groups for rank in group[count:])
-        column, staging = backend.new_group([*columns, rest] if rest else columns), Staging()
+        column, staging = backend.new_group(columns), Staging()
 
         def across(own_N: Tensor, _others: Sequence[Tensor], _announce: Announce) -> None:
             _native(own_N, backend=backend, wire=wire, staging=staging, group=column)

@@ -62,7 +62,10 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
-        """Split the world into families and return this rank's group. Collective over the world."""
+        """Make groups of families of ranks and return this rank's; one of itself if it is in none (NCCL alone).
+
+        Collective over the world.
+        """
 
     def all_reduce_(self, tensor_N: Tensor, group: Group) -> None:
         """Sum over the group, in place, by the transport's own algorithm."""

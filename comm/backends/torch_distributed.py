@@ -110,8 +110,8 @@ class TorchDistributedBackend:
             self._groups |= dict.fromkeys(missing, self._split(missing))
         else:
             self._groups |= {ranks: self._make(ranks) for ranks in missing}
-        mine = next(tuple(ranks) for ranks in families if self.rank in ranks)
-        return Group(mine, self._groups[mine])
+        mine = next((tuple(ranks) for ranks in families if self.rank in ranks), None)
+        return Group(mine, self._groups[mine]) if mine else Group((self.rank,))
 
     def _make(self, ranks: tuple[int, ...]) -> Any:
         options = self._options()

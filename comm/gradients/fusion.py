@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -76,9 +78,10 @@ class PlanSizes:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            number: Any = value
+            is_size = isinstance(value, Real) and not isinstance(value, bool) and number > 0 and number % 1 == 0
             if not is_size and not (name == "first_buffer_bytes" and value is None):
-                raise ValueError(f"{name}={value!r} must be a positive number of bytes")
+                raise ValueError(f"{name}={value!r} must be a positive whole number of bytes")
 
     def plan(self, tensors: Sequence[TensorSpec], *, align: int = 1) -> FusionPlan:
         """Group gradients, given in the order in which they become ready, into buffers.

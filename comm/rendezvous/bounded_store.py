@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -20,9 +20,16 @@ class NoAnswerError(RuntimeError):
     """The holder of a store has not answered a request in time."""
 
 
-def answer_within(seconds: float, ask: Callable[[], T]) -> T:
-    """Return what ask returns or raise what it raises, on a thread of its own. Raises: NoAnswerError."""
+def answer_within(seconds: float, ask: Callable[[], T], *, given_up: "list[Future[Any]] | None" = None) -> T:
+    """Return what ask returns or raise what it raises, on a thread of its own. Raises: NoAnswerError.
+
+    given_up: gets a request that was not answered. While it holds one that is still under way, no other begins: a
+    holder that stands still costs one thread, and not one for each request.
+    """
     future: Future[T] = Future()
+    deadline = awake_seconds() + seconds
+    if given_up and not _is_done(given_up[-1], seconds):
+        raise NoAnswerError(f"an earlier request was not answered within {max(0.0, seconds):.1f} s")
 
     def run() -> None:
         try:
@@ -31,10 +38,16 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
             future.set_exception(error)
 
     Thread(target=run, name="bigbatch-ask", daemon=True).start()
-    # not by result(), whose TimeoutError the request may raise, too
-    if not wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds)):
+    if not _is_done(future, deadline - awake_seconds()):
+        if given_up is not None:
+            given_up[:] = [future]
         raise NoAnswerError(f"a request was not answered within {max(0.0, seconds):.1f} s")
     return future.result()
+
+
+def _is_done(future: "Future[Any]", seconds: float) -> bool:
+    """Wait so long; not by result(), whose TimeoutError the request may raise, too."""
+    return wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds))
 
 
 def wait_until(
@@ -58,16 +71,24 @@ class BoundedStore:
     Raises: NoAnswerError; RuntimeError if the connection has ended.
     """
 
-    def __init__(self, store: Store, *, seconds: float, deadline: float = float("inf")) -> None:
-        """deadline: when all requests are over; awake_seconds()."""
+    def __init__(
+        self,
+        store: Store,
+        *,
+        seconds: float,
+        deadline: float = float("inf"),
+        given_up: "list[Future[Any]] | None" = None,
+    ) -> None:
+        """deadline: when all requests are over; awake_seconds(). given_up: the last request without an answer."""
         self.torch_store = store
         """What torch's own process groups may ask; any other code that asks it may wait for ever."""
         self._seconds, self._deadline = seconds, deadline
+        self._given_up: list[Future[Any]] = [] if given_up is None else given_up
 
     def within(self, seconds: float) -> "BoundedStore":
         """Return a view of the same store, whose requests are over in so many seconds, all of them together."""
         deadline = min(self._deadline, awake_seconds() + seconds)
-        return BoundedStore(self.torch_store, seconds=self._seconds, deadline=deadline)
+        return BoundedStore(self.torch_store, seconds=self._seconds, deadline=deadline, given_up=self._given_up)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
@@ -98,4 +119,5 @@ class BoundedStore:
         return wait_until(lambda: self.check([key]), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
 
     def _ask(self, request: Callable[[], T]) -> T:
-        return answer_within(min(self._seconds, self._deadline - awake_seconds()), request)
+        limit = min(self._seconds, self._deadline - awake_seconds())
+        return answer_within(limit, request, given_up=self._given_up)

@@ -203,8 +203,6 @@ def _run_on(
 
     def start(job: JobSpec) -> Ended:
         with exit_file(site.folder) as path:
-            # the exit codes of other launchers are those of their ranks
-            path = path if arguments.launcher == "mpirun" else None
             ended = run_job(
                 launcher.starts(replace(job, environment=telling(path)), cluster.plan, site),
                 cluster=cluster,
@@ -213,7 +211,8 @@ def _run_on(
                 asks_to_stop=launcher.asks_to_stop,
                 counters=arguments.counters,
             )
-            return as_first_rank_ended(ended, job, path=path)
+            # the exit codes of other launchers are those of their ranks
+            return as_first_rank_ended(ended, job, path=path) if arguments.launcher == "mpirun" else ended
 
     return run_healing(start, job).code
 

@@ -41,11 +41,9 @@ def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> End
 
     An own script that never connected records nothing, nor does a host that does not see the file: mpirun is believed.
     """
-    if path is None:
-        return ended
     here = socket.gethostname()
     begins_here = not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])
-    record = None if ended.code and not ended.has_left else read_record(path)
+    record = None if path is None or (ended.code and not ended.has_left) else read_record(path)
     if isinstance(record, int):
         return replace(ended, code=record)
     if record is None or not (record or (begins_here and not job.is_python)):

@@ -42,6 +42,9 @@ PATTERNS = {
     "mpi": (r"[a-z][a-z0-9_]*", "one that srun --mpi=list names", "pmix"),
     "logs": (r"[A-Za-z0-9._/+@=:-]+", "letters, digits and . _ / + @ = : -", "logs"),
     "array": (rf"{SPAN}(?:,{SPAN})*(?:%\d+)?", "numbers and ranges", "0-7"),
+    "device": (r"cpu", "the only one to name", "cpu"),
+    "preflight": (r"warn|stop|exclude", "one of them", "warn, stop or exclude"),
+    "container": (r"pyxis|apptainer", "one of them", "pyxis or apptainer"),
     "namespace": (LABEL, "a name of Kubernetes", "vision"),
     "queue": (SUBDOMAIN, "the name of a LocalQueue", "research"),
     "priority": (SUBDOMAIN, "the name of a PriorityClass", "high"),
@@ -245,7 +248,7 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def parse_passed(words: list[str]) -> tuple[tuple[str, str | None], ...]:
-    """Read KEY=VALUE words, or KEY for an option without a value; check_sbatch says which are right."""
+    """Read KEY=VALUE words, or KEY for an option without a value; _check_sbatch says which are right."""
     split = (word.partition("=") for word in words)
     return tuple((key, value if equals else None) for key, equals, value in split)
 

@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import fill, indent
 
 from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES, NOTICE_VARIABLE, SECRET_VARIABLE
@@ -303,7 +304,8 @@ def _container(job: JobSpec) -> list[str]:
     if job.image is None:
         return []
     kind, name = job.container or ("apptainer" if job.image.endswith(".sif") else "pyxis"), job.image
-    if address := REGISTRY.fullmatch(name):  # as docker writes it; enroot takes the registry for a folder of its own
+    address = None if Path(name).exists() else REGISTRY.fullmatch(name)
+    if address:  # as docker writes it; enroot takes the registry for a folder of its own
         scheme, host, path = address.groups(default="")
         name = f"{scheme}{host}#{path}" if kind == "pyxis" else f"docker://{host}/{path}"
     image, mounts = shlex.quote(name), [shlex.quote(mount) for mount in job.mounts]

@@ -331,8 +331,8 @@ class CommConfig:
     algorithm: Literal["auto", "native", "ring", "hierarchical", "sharded", "doubling", "hybrid"] = "auto"
     """auto: the table's choice, or without table native with NCCL and hierarchical otherwise; native: the backend's
     own; hierarchical: reduce to a leader per node, ring of leaders, broadcast; sharded: reduce-scatter in the node,
-    all-reduce across, all-gather in the node; doubling: leaders sum by recursive doubling; hybrid: chosen by buffer
-    size from table."""
+    all-reduce across, all-gather in the node (in both, NCCL's own sum across nodes where there is NCCL); doubling:
+    leaders sum by recursive doubling; hybrid: chosen by buffer size from table."""
     calibrate: Literal["auto", "never", "always"] = "auto"
     """For algorithm auto. auto: without table and NCCL, the first start on a cluster of several nodes measures one for
     up to 10 seconds, and later starts use it; always: every start with several ranks measures, with NCCL as well;

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Event, active_count
 
 import pytest
 from lost_stores import GoneStore, StoppedStore
@@ -83,3 +83,14 @@ def test_answer_within_returns_or_raises_what_was_asked() -> None:
     with pytest.raises(NoAnswerError):
         answer_within(0.05, lambda: forever.wait(timeout=60))
     forever.set()
+
+
+def test_holder_that_stands_still_costs_one_thread(stopped: StoppedStore) -> None:
+    store = BoundedStore(stopped, seconds=0.02)
+    before = active_count()
+    for _ in range(5):
+        with pytest.raises(NoAnswerError):
+            store.within(0.01).check(["a"])
+    assert active_count() <= before + 1
+    stopped.goes_on.set()
+    assert not BoundedStore(stopped, seconds=60).check(["a"])

@@ -264,6 +264,17 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
     assert naming_lost(first.said[-1]) == ["2 on node2"]
 
 
+def test_recorder_that_hangs_delays_the_end_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = Event()
+    monkeypatch.setattr(stall, "FLIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
+    first, _ = ranks(2)
+    first.waits(3, seconds=9)
+    assert end_of(first, monkeypatch) == [LOST]
+    hangs.set()
+    assert naming_lost(first.said[-1]) == ["1 on node1"]
+
+
 @pytest.mark.parametrize("text", ["", "no JSON", "{}"])
 def test_verdict_comes_whatever_the_recorder_holds(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/no-such-folder/trace_")
