@@ -80,7 +80,7 @@ def _with_algorithm(
     comm = config.comm
     if tuned:
         return communicator.with_algorithm(comm.algorithm, table=tuned.table, table_from=f"{comm.table}")
-    if not _calibrates(config, communicator, is_kept=bool(kept_calibration and kept_calibration.exists())):
+    if not _calibrates(config, communicator):
         return communicator.with_algorithm(comm.algorithm)
     measured = calibrate(
         communicator,
@@ -94,15 +94,15 @@ def _with_algorithm(
     return replace(communicator, calibration=measured.text)
 
 
-def _calibrates(config: Config, communicator: Communicator, *, is_kept: bool = False) -> bool:
+def _calibrates(config: Config, communicator: Communicator) -> bool:
     """Tell whether to measure or read a table: only if there is a choice and gradients use it.
 
-    With NCCL only by comm.calibrate: always, or for a resumed run that keeps a table (is_kept): NCCL's own sum uses
-    every link of a node, and a first start should not begin with sums made of many messages.
+    With NCCL only by comm.calibrate: always: NCCL's own sum uses every link of a node, and a first start should not
+    begin with sums made of many messages.
     """
     if config.comm.algorithm != AUTO or config.optimizer.sharded or len(communicator.algorithms) == 1:
         return False
-    if communicator.backend.name == "nccl" and config.comm.calibrate == "auto" and not is_kept:
+    if communicator.backend.name == "nccl" and config.comm.calibrate == "auto":
         return False
     least = {"auto": communicator.topology.num_nodes, "always": communicator.world_size, "never": 1}
     return least[config.comm.calibrate] > 1

@@ -26,10 +26,9 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
     module_name, _, own_name = name.rpartition(".")
     package = module_name.partition(".")[0]
     try:
-        folder = os.getcwd()
-        is_unknown = package not in LIBRARIES and folder not in sys.path and find_spec(package) is None
-        if is_unknown and PathFinder.find_spec(package, [folder]) is not None:
-            sys.path.append(folder)  # at the end: it cannot replace an installed package
+        is_unknown = package not in LIBRARIES and os.getcwd() not in sys.path and find_spec(package) is None
+        if is_unknown and PathFinder.find_spec(package, [os.getcwd()]) is not None:
+            sys.path.append(os.getcwd())  # at the end: it cannot replace an installed package
         return import_module(module_name), own_name
     except ImportError as error:  # of this module, or of one that it imports in turn
         package = (error.name or package).partition(".")[0]

@@ -186,7 +186,7 @@ def write_dataset(
 
     num_workers processes share the work (1: none are started) and do not change a byte. on_progress gets
     (images done, images in all). With equal versions of numpy and Pillow the bytes are equal too.
-    Raises: ConfigError for an impossible setting; DataError if root holds something else or cannot be
+    Raises: ConfigError for an impossible seed or num_workers; DataError if root holds something else or cannot be
     written.
     """
     if seed < 0:

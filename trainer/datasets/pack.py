@@ -148,8 +148,14 @@ def pack(
             read_packed(plan.folder)
             num_done += len(plan.index)
             continue
-        make, records = partial(_make_shard, plan.folder, recipe, stated, plan.index), []
-        for record, is_new in in_parallel(make, [*enumerate(plan.shards)], num_workers=num_workers):
+        make, records = partial(_make_shard, plan.folder, recipe, stated), []
+        index, labels_N = plan.index, plan.index.labels_N
+        # each with the names of its own images alone: those of all would be in the memory of each process
+        tasks = [
+            (number, [(position, index.name(position), int(labels_N[position])) for position in positions])
+            for number, positions in enumerate(plan.shards)
+        ]
+        for record, is_new in in_parallel(make, tasks, num_workers=num_workers):
             records.append(record)
             num_packed += len(record.rows) * is_new
             num_done += len(record.rows)
@@ -249,21 +255,24 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _make_shard(
-    folder: Path, recipe: PackRecipe, stated: dict[str, Shard], index: ImageIndex, task: tuple[int, range]
+    folder: Path, recipe: PackRecipe, stated: dict[str, Shard], task: tuple[int, list[tuple[int, str, int]]]
 ) -> tuple[ShardRecord, bool]:
     """Take the shard that an earlier call left, if it is the stated one, or write it; tell whether it was written."""
-    number, positions = task
+    number, images = task
     path = folder / shard_name(number)
     if path.exists():
         with suppress(DataError):  # cut or damaged since
             record = read_shard(path, expected=stated.get(path.name))
-            if [row[0] for row in record.rows] == list(positions):
+            if [row[0] for row in record.rows] == [image[0] for image in images]:
                 return record, False
-    return write_shard(path, recipe, index, positions), True
+    return write_shard(path, recipe, images), True
 
 
-def write_shard(target: Path, recipe: PackRecipe, index: ImageIndex, positions: range) -> ShardRecord:
-    """Write one tar file, whole or not at all: equal recipe and images give equal bytes. Raises: DataError."""
+def write_shard(target: Path, recipe: PackRecipe, images: Sequence[tuple[int, str, int]]) -> ShardRecord:
+    """Write one tar file, whole or not at all: equal recipe and images give equal bytes. Raises: DataError.
+
+    images: position in the split, path and label of each.
+    """
     digest, rows, num_bytes, most = hashlib.sha256(), [], 0, recipe.max_pixels
     with new_shard_file(target) as file:
 
@@ -274,8 +283,7 @@ def write_shard(target: Path, recipe: PackRecipe, index: ImageIndex, positions: 
                 digest.update(part)
                 num_bytes += len(part)
 
-        for position in positions:
-            path, label = index.name(position), int(index.labels_N[position])
+        for position, path, label in images:
             data = shrink(read_file(path), path=path, max_side=recipe.max_side, quality=recipe.quality, max_pixels=most)
             # readers end the key at the first dot; the number makes it unique, whatever the folder held
             key = f"{key_number(position)}-{Path(path).stem.replace('.', '_')}"

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import resource
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -218,7 +219,9 @@ class PackedIndex:
         # a third of the limit: training has two splits, and sockets and libraries want the rest
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
-        self._open = lru_cache(max_open or most)(lambda path: _ShardFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
+        self._open = lru_cache(max_open or most)(lambda path, _: _ShardFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
+        self._errors: Counter[str] = Counter()
+        """Read errors of each shard: after one it is opened again, and the others stay open."""
 
     def __len__(self) -> int:
         return len(self.entries_N)
@@ -238,7 +241,7 @@ class PackedIndex:
         try:
             data = self._opened(path).read(length, offset)
         except OSError as error:
-            self._open.cache_clear()  # a stale handle stays so, and the path may be fine
+            self._errors[path] += 1  # a stale handle stays so, and the path may be fine
             raise StorageError(f"{self.name(position)}: {read_problem(error, file='the shard')}") from error
         if len(data) != length:
             raise StorageError(f"{self.name(position)}: the shard was cut since the start; {AGAIN}")
@@ -254,14 +257,14 @@ class PackedIndex:
         return data
 
     def _opened(self, path: str) -> _ShardFile:
-        try:
-            return self._open(path)
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-        # the others of these files make room if the process may open no more
-        self._open.cache_clear()
-        return self._open(path)
+        while True:
+            try:
+                return self._open(path, self._errors[path])
+            except OSError as error:
+                if error.errno != errno.EMFILE or not self._open.cache_info().currsize:
+                    raise
+            # the others of these files make room if the process may open no more
+            self._open.cache_clear()
 
     def close(self) -> None:
         self._open.cache_clear()

@@ -119,7 +119,7 @@ def find_start(
     start = Start(
         path=path,
         step=int(state["step"]),
-        owes_evaluation=is_in_folder and manifest["top1"] is None,  # a copy in memory is of a step without one
+        owes_evaluation=is_in_folder and manifest.get("top1") is None,  # a copy in memory is of a step without one
         skipped=dict(state.get("skipped", {})) if is_of_images else {},
         config=state["config"],
         evaluations={record["step"]: record for record in evaluations},
