@@ -447,7 +447,6 @@ def test_report_run_folder_that_cannot_be_written_is_named(tmp_path: Path) -> No
         {"kind": "train", **TRAIN_RECORD, "lr": 10**400},
         {"kind": "train", **TRAIN_RECORD, "loss": None},
         {"kind": "train", **TRAIN_RECORD, "epoch": math.nan},
-        {"kind": "noise", **TRAIN_RECORD, "noise_scale": 30.0},  # without its band
     ],
 )
 def test_report_record_that_no_run_writes_is_left_out_of_the_plot(odd: dict[str, Any]) -> None:
@@ -459,6 +458,12 @@ def test_report_record_that_no_run_writes_is_left_out_of_the_plot(odd: dict[str,
         [[0.5], [0.5]],
         [[0.5]],
     ]
+
+
+def test_report_noise_scale_without_its_band_is_left_out_of_the_plot() -> None:
+    """The rest of its record is drawn."""
+    loss, _, rate = draw_run([{**RUN[0], "noise_scale": 30.0}], title="a run", label_smoothing=0.0).axes
+    assert [line.get_xdata().tolist() for panel in (loss, rate) for line in panel.get_lines()] == [[1], [1]]
 
 
 @pytest.mark.slow
