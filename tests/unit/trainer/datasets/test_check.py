@@ -10,7 +10,7 @@ import re
 import struct
 import tarfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -393,6 +393,7 @@ def test_check_packed_images(tmp_path):
     pack(tmp_path / "val", [(0, train[0][1])], classes="ab")
     (tmp_path / "val/notes.txt").write_text("stray")
     report = check_dataset(tmp_path)
+    assert replace(check_dataset(tmp_path, num_workers=2), seconds=report.seconds) == report
     assert summary(report.problems) == [
         ("val", "class without images", 1),
         ("train", "damaged image", 1),
