@@ -29,7 +29,7 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
         algorithm = f"hybrid by table {_digest(communicator.table.to_json())}"
     if is_sharded:
         algorithm = f"reduce-scatter, {algorithm} beside"  # which sums the statistics
-    if "native" in names or (communicator.backend.name == "nccl" and names & BY_NODE):
+    if "native" in names or (names & BY_NODE and communicator.backend.name == "nccl"):
         algorithm = f"{algorithm} over {communicator.backend.name}"
     return {
         "ranks": str(communicator.world_size),

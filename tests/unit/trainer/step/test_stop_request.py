@@ -43,7 +43,11 @@ def wait_until_told(stop: StopRequest) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.Signals[name] for name in ASKING])
-def test_stop_is_acknowledged_and_due_at_the_next_boundary(stop: StopRequest, number: signal.Signals) -> None:
+def test_stop_is_acknowledged_and_due_at_the_next_boundary(
+    stop: StopRequest, number: signal.Signals, request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(number, signal.SIG_DFL)  # nohup leaves SIGHUP ignored
+    request.addfinalizer(lambda: signal.signal(number, before))
     said: SimpleQueue[str] = SimpleQueue()
     with stop.watch(alone(), acknowledge=said.put):
         assert not stop.is_due()
