@@ -43,11 +43,9 @@ def wait_until_told(stop: StopRequest) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.Signals[name] for name in ASKING])
-def test_stop_is_acknowledged_and_due_at_the_next_boundary(
-    stop: StopRequest, number: signal.Signals, request: pytest.FixtureRequest
-) -> None:
-    before = signal.signal(number, signal.SIG_DFL)  # nohup leaves SIGHUP ignored
-    request.addfinalizer(lambda: signal.signal(number, before))
+def test_stop_is_acknowledged_and_due_at_the_next_boundary(number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_DFL)  # nohup leaves SIGHUP ignored
+    stop = StopRequest()
     said: SimpleQueue[str] = SimpleQueue()
     with stop.watch(alone(), acknowledge=said.put):
         assert not stop.is_due()
