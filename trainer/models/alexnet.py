@@ -39,7 +39,7 @@ class AlexNetBN(nn.Module):
             nn.MaxPool2d(kernel_size=3, stride=2),
             norm(256),
         )
-        # for other sizes than 224 x 224, whose features are 6 x 6; its backward on a GPU is not deterministic
+        # leaves the 6 x 6 of a 224 x 224 image as it is, and lets other sizes through
         self.avgpool = nn.AdaptiveAvgPool2d(6)
         self.classifier = nn.Sequential(
             nn.Dropout(dropout),
@@ -57,9 +57,7 @@ class AlexNetBN(nn.Module):
 
     def head(self, features_BCHW: Tensor) -> Tensor:
         """Compute all after the last convolution: the logits (B, K)."""
-        if features_BCHW.shape[2:] != (6, 6):
-            features_BCHW = self.avgpool(features_BCHW)
-        logits_BK: Tensor = self.classifier(features_BCHW.flatten(1))
+        logits_BK: Tensor = self.classifier(self.avgpool(features_BCHW).flatten(1))
         return logits_BK
 
     def residual_blocks(self) -> list[nn.Module]:
