@@ -62,10 +62,20 @@ def make_allreduce(
 
 def travelling_dtype(algorithm: str, tensor_N: Tensor, *, wire: Wire, backend: Backend) -> torch.dtype:
     """Return the dtype in which a tensor travels by an algorithm: fp32 if the algorithm would round each addition."""
-    by_library = {"native", *(("hierarchical", "sharded") if backend.name == "nccl" else ())}
-    widens = wire.widens(backend) if algorithm in by_library else algorithm == "doubling" and wire.in_fp32
+    if algorithm in summed_by_library(backend):
+        widens = wire.widens(backend)
+    else:
+        widens = algorithm == "doubling" and wire.in_fp32
     dtype = wire.of(tensor_N)
     return torch.float32 if widens and dtype in HALF else dtype
+
+
+def summed_by_library(backend: Backend) -> frozenset[str]:
+    """Name the algorithms that sum across nodes by the backend's own all-reduce.
+
+    NCCL's uses every link of a node and needs no message that is started from Python, so it replaces the ring.
+    """
+    return frozenset({"native", "hierarchical", "sharded"} if backend.name == "nccl" else {"native"})
 
 
 def _native(buffer_N: Tensor, *, backend: Backend, wire: Wire, staging: Staging, group: Group | None = None) -> None:
@@ -96,24 +106,26 @@ def _make_across(name: str, ranks: Sequence[int], *, backend: Backend, wire: Wir
     return across
 
 
+def _make_library_sum(columns: Sequence[Sequence[int]], *, backend: Backend, wire: Wire) -> Across:
+    group, staging = backend.new_group(columns), Staging()
+    return lambda own_N, others, announce: _native(own_N, backend=backend, wire=wire, staging=staging, group=group)
+
+
 def _make_hierarchical(
     name: str, *, backend: Backend, topology: Topology, memory: NodeMemory | None, wire: Wire
 ) -> AllReduce:
     count = 1 if name == "hierarchical" else topology.smallest_node
     place = topology.node.index(topology.rank)
     columns = [tuple(group[k] for group in topology.groups) for k in range(count)]
-    across = _make_across("ring", columns[place] if place < count else (topology.rank,), backend=backend, wire=wire)
-    if backend.name == "nccl":
-        # its own sum in subgroups: it uses every link of a node, and no message is started from Python
-        column, staging = backend.new_group(columns), Staging()
-
-        def across(own_N: Tensor, _others: Sequence[Tensor], _announce: Announce) -> None:
-            _native(own_N, backend=backend, wire=wire, staging=staging, group=column)
-
+    if name in summed_by_library(backend):
+        across = _make_library_sum(columns, backend=backend, wire=wire)
+    else:
+        ranks = columns[place] if place < count else (topology.rank,)
+        across = _make_across("ring", ranks, backend=backend, wire=wire)
     if memory is not None:
         owners = Owners(count, across, ring_order(topology.num_nodes, topology.node_rank))
-        ranks = topology.node
-        return lambda buffer_N: shared_allreduce_(buffer_N, backend=backend, memory=memory, node=ranks, owners=owners)
+        here = topology.node
+        return lambda buffer_N: shared_allreduce_(buffer_N, backend=backend, memory=memory, node=here, owners=owners)
     node = backend.new_group(topology.groups)
     if count == 1:
         return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across, wire=wire)

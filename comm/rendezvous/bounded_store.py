@@ -1,10 +1,10 @@
-"""A store of torch's whose every request has an end, even if its holder is stopped or unreachable."""
+"""Requests to a store of torch's that always end, even if its holder is stopped or unreachable."""
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from threading import Thread
-from typing import Any, TypeVar
+from threading import Lock, Thread
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -20,16 +20,9 @@ class NoAnswerError(RuntimeError):
     """The holder of a store has not answered a request in time."""
 
 
-def answer_within(seconds: float, ask: Callable[[], T], *, given_up: "list[Future[Any]] | None" = None) -> T:
-    """Return what ask returns or raise what it raises, on a thread of its own. Raises: NoAnswerError.
-
-    given_up: gets a request that was not answered. While it holds one that is still under way, no other begins: a
-    holder that stands still costs one thread, and not one for each request.
-    """
+def answer_within(seconds: float, ask: Callable[[], T]) -> T:
+    """Return what ask returns or raise what it raises, on a thread of its own. Raises: NoAnswerError."""
     future: Future[T] = Future()
-    deadline = awake_seconds() + seconds
-    if given_up and not _is_done(given_up[-1], seconds):
-        raise NoAnswerError(f"an earlier request was not answered within {max(0.0, seconds):.1f} s")
 
     def run() -> None:
         try:
@@ -38,16 +31,10 @@ def answer_within(seconds: float, ask: Callable[[], T], *, given_up: "list[Futur
             future.set_exception(error)
 
     Thread(target=run, name="bigbatch-ask", daemon=True).start()
-    if not _is_done(future, deadline - awake_seconds()):
-        if given_up is not None:
-            given_up[:] = [future]
+    # not by result(): the request may raise a TimeoutError of its own
+    if not wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds)):
         raise NoAnswerError(f"a request was not answered within {max(0.0, seconds):.1f} s")
     return future.result()
-
-
-def _is_done(future: "Future[Any]", seconds: float) -> bool:
-    """Wait so long; not by result(), whose TimeoutError the request may raise, too."""
-    return wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds))
 
 
 def wait_until(
@@ -67,7 +54,8 @@ class BoundedStore:
     """Asks a store of torch's, each request on a thread of its own, and gives it up after seconds.
 
     torch's requests wait for their answer without limit. One that was given up may still be carried out when the holder
-    goes on: what is written here may be written late.
+    goes on: what is written here may be written late. Requests take turns, as they do inside torch's store, so a holder
+    that stands still costs one thread, and not one for each request.
     Raises: NoAnswerError; RuntimeError if the connection has ended.
     """
 
@@ -77,18 +65,18 @@ class BoundedStore:
         *,
         seconds: float,
         deadline: float = float("inf"),
-        given_up: "list[Future[Any]] | None" = None,
+        turn: "Lock | None" = None,
     ) -> None:
-        """deadline: when all requests are over; awake_seconds(). given_up: the last request without an answer."""
+        """deadline: when all requests are over; awake_seconds(). turn: held by the request that is under way."""
         self.torch_store = store
         """What torch's own process groups may ask; any other code that asks it may wait for ever."""
         self._seconds, self._deadline = seconds, deadline
-        self._given_up: list[Future[Any]] = [] if given_up is None else given_up
+        self._turn = turn or Lock()
 
     def within(self, seconds: float) -> "BoundedStore":
         """Return a view of the same store, whose requests are over in so many seconds, all of them together."""
         deadline = min(self._deadline, awake_seconds() + seconds)
-        return BoundedStore(self.torch_store, seconds=self._seconds, deadline=deadline, given_up=self._given_up)
+        return BoundedStore(self.torch_store, seconds=self._seconds, deadline=deadline, turn=self._turn)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
@@ -119,5 +107,15 @@ class BoundedStore:
         return wait_until(lambda: self.check([key]), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
 
     def _ask(self, request: Callable[[], T]) -> T:
-        limit = min(self._seconds, self._deadline - awake_seconds())
-        return answer_within(limit, request, given_up=self._given_up)
+        deadline = min(awake_seconds() + self._seconds, self._deadline)
+        left = max(0.0, deadline - awake_seconds())
+        if not wait_awake(lambda each: self._turn.acquire(timeout=each), left):
+            raise NoAnswerError(f"an earlier request was not answered within {left:.1f} s")
+
+        def ask() -> T:
+            try:
+                return request()
+            finally:
+                self._turn.release()
+
+        return answer_within(deadline - awake_seconds(), ask)

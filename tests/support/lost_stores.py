@@ -1,4 +1,4 @@
-"""Stores of torch's whose holder is gone or stopped."""
+"""Stores of torch's with a holder that is gone or stopped."""
 
 from threading import Event
 
@@ -6,7 +6,7 @@ from torch.distributed import HashStore
 
 
 class GoneStore(HashStore):
-    """A store whose holder has died."""
+    """A store with a holder that has died."""
 
     def check(self, *_: object) -> bool:
         raise RuntimeError("connection reset")
@@ -15,7 +15,7 @@ class GoneStore(HashStore):
 
 
 class StoppedStore(HashStore):
-    """A store whose holder is stopped until it goes on."""
+    """A store with a holder that is stopped until it goes on."""
 
     def __init__(self) -> None:
         super().__init__()

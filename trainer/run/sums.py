@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
+from bigbatch.comm.algorithms import summed_by_library
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import FusionPlan
 from bigbatch.comm.rendezvous.topology import Topology
@@ -29,7 +30,7 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
         algorithm = f"hybrid by table {_digest(communicator.table.to_json())}"
     if is_sharded:
         algorithm = f"reduce-scatter, {algorithm} beside"  # which sums the statistics
-    if "native" in names or (names & BY_NODE and communicator.backend.name == "nccl"):
+    if names & summed_by_library(communicator.backend):
         algorithm = f"{algorithm} over {communicator.backend.name}"
     return {
         "ranks": str(communicator.world_size),

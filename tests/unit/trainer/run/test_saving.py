@@ -137,7 +137,12 @@ def on_two_ranks(job: Callable[[CheckpointSaver, int], Any], folder: Path, *, li
     def run(control: Control) -> Any:
         rank = control.rank
         communicator: Any = SimpleNamespace(
-            rank=rank, world_size=2, control=control, algorithm="doubling", topology=Topology(rank, ((0, 1),))
+            rank=rank,
+            world_size=2,
+            control=control,
+            algorithm="doubling",
+            backend=parts.communicator.backend,
+            topology=Topology(rank, ((0, 1),)),
         )
         try:
             return job(make_saver(folder, parts=replace(parts, communicator=communicator), limit=limit), rank)
