@@ -77,6 +77,7 @@ lint: .venv/ready docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 # the pages as a site that can be searched; a dead link or anchor, or a page that README does not name, is an error
 docs: .venv/ready

@@ -39,6 +39,7 @@ extras["dev"] = [
     "kubernetes-validate>=1.31",
     "pytest-timeout",
     "pytest-xdist",
+    "codespell",
     "ruff",
     "mypy",
     "types-PyYAML",
