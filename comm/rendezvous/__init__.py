@@ -1,1 +1,1 @@
-"""Who is there, and that they stay."""
+"""Rendezvous of a job's ranks, its key-value store, and failure detection."""

@@ -1,4 +1,4 @@
-"""Under which address the other ranks can reach this one."""
+"""Find the address at which the other ranks can reach this host."""
 
 import socket
 from contextlib import suppress
@@ -21,12 +21,12 @@ def loopback() -> str:
 
 
 def own_address(*, is_one_host: bool, interface: str | None = None, towards: str | None = None) -> str:
-    """Find this host's address: of the named interface, or of that which leads to host `towards` or to its name.
+    """Return this host's address: of the named interface, of the route to host `towards`, or of its host name.
 
-    IPv4 where there is one, else IPv6. Of several interfaces, with commas between, it is the first's: what we send
-    ourselves goes by one alone. Loopback where all ranks run on one host.
-    Raises: CommError for an interface that does not exist, a name that others cannot reach, or a host `towards` that
-    this one cannot reach.
+    IPv4 if there is one, else IPv6. interface: one name, or several with commas between; bigbatch's own transport uses
+    the first. Loopback if all ranks run on one host.
+    Raises: CommError if the interface does not exist, other hosts cannot reach the address of the host name, or there
+    is no route to `towards`.
     """
     if interface is not None:
         return interface_address(interface.partition(",")[0])
@@ -57,7 +57,7 @@ def _start_of_route(towards: str) -> str:
 
 
 def addresses_of(host: str) -> list[str]:
-    """Look up a name; IPv4 first, none where there is no such host."""
+    """Return the addresses of a host name, IPv4 first; an empty list if the name is unknown."""
     with suppress(OSError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return sorted({str(where[0]) for *_, where in found}, key=lambda address: (":" in address, address))
@@ -77,11 +77,11 @@ def _address_of_name() -> str:
 
 
 def interface_address(interface: str) -> str:
-    """Look up the address of a network interface: IPv4 if it has one, else IPv6 that is valid beyond its link.
+    """Return the address of a network interface: IPv4 if it has one, else an IPv6 address that is not link-local.
 
-    Raises: CommError if there is none of that name, or it has no address; the message lists those there are.
+    Raises: CommError if the interface does not exist (the message lists the existing ones) or has no address.
     """
-    import psutil  # commands that start jobs import this file, and must begin at once
+    import psutil  # late: commands that start jobs import this file and must start fast
 
     names = [name for _, name in socket.if_nameindex()]
     if interface not in names:
@@ -98,7 +98,7 @@ def interface_address(interface: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Find the network interface that has an address; None if it is the first one of none."""
+    """Return the network interface whose first address this is, or None."""
     for _, name in socket.if_nameindex():
         with suppress(CommError):
             if interface_address(name) == address:

@@ -1,4 +1,4 @@
-"""Requests to a store of torch's that always end, even if its holder is stopped or unreachable."""
+"""Requests to torch's stores with a time limit, which torch's own requests do not have."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from bigbatch.awake import awake_seconds, wait_awake
 T = TypeVar("T")
 
 KEY_PAUSES_SECONDS = 0.0005, 0.02
-"""First and longest pause between two questions for a key that is not there yet."""
+"""First and longest pause between two checks for a missing key."""
 
 
 class NoAnswerError(RuntimeError):
-    """The holder of a store has not answered a request in time."""
+    """A store has not answered a request in time."""
 
 
 def answer_within(seconds: float, ask: Callable[[], T]) -> T:
-    """Return what ask returns or raise what it raises, on a thread of its own. Raises: NoAnswerError."""
+    """Call ask on a new thread; return or raise its result. Raises: NoAnswerError after seconds."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -40,7 +40,7 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
 def wait_until(
     is_so: Callable[[], bool], seconds: float, *, pauses_seconds: tuple[float, float] = (0.02, 0.02)
 ) -> bool:
-    """Ask again and again for so long; tell whether it became so. Pauses double from the first one up to the second."""
+    """Poll for so long; return whether it became true. The pause doubles from the first value up to the second."""
     deadline, (pause, longest) = awake_seconds() + seconds, pauses_seconds
     while not is_so():
         if awake_seconds() > deadline:
@@ -51,11 +51,11 @@ def wait_until(
 
 
 class BoundedStore:
-    """Asks a store of torch's, each request on a thread of its own, and gives it up after seconds.
+    """Sends requests to one of torch's stores, each on a thread of its own with a time limit of seconds.
 
-    torch's requests wait for their answer without limit. One that was given up may still be carried out when the holder
-    goes on: what is written here may be written late. Requests take turns, as they do inside torch's store, so a holder
-    that stands still costs one thread, and not one for each request.
+    torch's own requests wait without limit. One that was given up may still be executed when the server continues, so
+    a write may happen late. Requests take turns, as inside torch's store: a stopped server costs one thread, not one
+    per request.
     Raises: NoAnswerError; RuntimeError if the connection has ended.
     """
 
@@ -67,14 +67,14 @@ class BoundedStore:
         deadline: float = float("inf"),
         turn: "Lock | None" = None,
     ) -> None:
-        """deadline: when all requests are over; awake_seconds(). turn: held by the request that is under way."""
+        """deadline: end of all requests, by awake_seconds(). turn: held by the request under way."""
         self.torch_store = store
-        """What torch's own process groups may ask; any other code that asks it may wait for ever."""
+        """For torch's process groups only: its requests have no time limit."""
         self._seconds, self._deadline = seconds, deadline
         self._turn = turn or Lock()
 
     def within(self, seconds: float) -> "BoundedStore":
-        """Return a view of the same store, whose requests are over in so many seconds, all of them together."""
+        """Return a view of the same store whose requests all end within so many seconds from now."""
         deadline = min(self._deadline, awake_seconds() + seconds)
         return BoundedStore(self.torch_store, seconds=self._seconds, deadline=deadline, turn=self._turn)
 
@@ -83,27 +83,27 @@ class BoundedStore:
         self._ask(lambda: self.torch_store.set(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Read a value that is there."""
+        """Return the value of an existing key."""
         return self._ask(lambda: self.torch_store.get(key))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Tell whether all of these keys are there."""
+        """Return whether all of these keys exist."""
         return self._ask(lambda: self.torch_store.check(list(keys)))
 
     def add(self, key: str, count: int) -> int:
-        """Count in a key, from 0; return the sum."""
+        """Add count to a key's number, 0 if missing; return the sum."""
         return self._ask(lambda: self.torch_store.add(key, count))
 
     def append(self, key: str, value: str) -> None:
-        """Write behind the value of a key, from "" on."""
+        """Append to the value of a key, "" if missing."""
         self._ask(lambda: self.torch_store.append(key, value))  # type: ignore[attr-defined]
 
     def gone(self) -> frozenset[int]:
-        """Name no rank: torch's stores do not know who asks."""
+        """Return no rank: torch's stores do not know their clients."""
         return frozenset()
 
     def wait_for(self, key: str, seconds: float) -> bool:
-        """Wait so long for a key; tell whether it is there. By asking: a store that waits serves no other thread."""
+        """Wait so long for a key; return whether it exists. Polls: a wait in torch's store blocks other threads."""
         return wait_until(lambda: self.check([key]), seconds, pauses_seconds=KEY_PAUSES_SECONDS)
 
     def _ask(self, request: Callable[[], T]) -> T:

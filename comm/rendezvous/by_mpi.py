@@ -1,4 +1,4 @@
-"""MPI as the meeting point of ranks that mpirun started."""
+"""Rendezvous through MPI, for ranks that mpirun started."""
 
 import socket
 from typing import Any
@@ -11,7 +11,7 @@ from bigbatch.errors import CommError, first_line
 
 
 def import_mpi() -> Any:
-    """Import mpi4py's MPI module, initialized for threads, not finalized at exit.
+    """Import mpi4py's MPI module, initialized for threads and not finalized at exit.
 
     Without finalize at exit a rank that fails ends at once and mpirun ends the job; with it the rank would wait in
     MPI_Finalize for peers that wait for it.
@@ -35,7 +35,7 @@ def import_mpi() -> Any:
 def mpi_world(env: ProcessEnv) -> Any:
     """Return MPI's communicator of all ranks.
 
-    Raises: CommError if MPI's job differs from the launcher's, as with ranks that do not know of each other.
+    Raises: CommError if MPI reports another rank or size than the launcher.
     """
     world = import_mpi().COMM_WORLD
     if (world.rank, world.size) != (env.rank, env.world_size):
@@ -58,7 +58,7 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
         answer = _meeting_point(is_one_host=env.is_one_host, interface=interface)
     try:
         answer = answer_within(timeout_seconds, lambda: world.bcast(answer, root=0))
-    except Exception as error:  # before there is a control channel that could explain it
+    except Exception as error:  # the control channel, which could explain it, does not exist yet
         raise CommError(
             f"rank {env.rank}: meeting by MPI failed ({first_line(error)}): see that all ranks started"
         ) from error
@@ -69,7 +69,7 @@ def meet_by_mpi(env: ProcessEnv, *, timeout_seconds: float, interface: str | Non
 
 
 def _meeting_point(*, is_one_host: bool, interface: str | None) -> tuple[str, int, str] | str:
-    """Return an address, a port and a secret, or the error, which the other ranks must hear of too."""
+    """Return an address, a port and a secret; or the error's text, which rank 0 sends to the other ranks."""
     try:
         address = own_address(is_one_host=is_one_host, interface=interface)
     except CommError as error:

@@ -1,4 +1,4 @@
-"""The quiet line beside the data: how ranks find each other, compare texts, and learn who is missing."""
+"""Control channel: rendezvous, exchange of short texts, and failure detection, beside the data transport."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,19 +24,18 @@ from bigbatch.errors import CommError, PeerLostError, first_line
 T = TypeVar("T")
 
 PIECE_BYTES = 4 << 20
-"""torch's store ends a connection over which more than 8 MB come at once."""
+"""torch's store ends a connection that sends more than 8 MB at once."""
 
 _connections = 0
-"""How many this process has made: several in one job must not read each other's keys."""
+"""Number of Controls that this process has made: each has its own prefix for keys."""
 
 
 class Control:
-    """Keeps a key-value store that all ranks reach, and what they tell each other through it.
+    """Exchanges short texts between the ranks through a key-value store, and finds lost ranks.
 
-    Collective: every rank constructs it, in the same order as its other ones. Works beside any backend, and goes
-    on working when that one fails. timeout_seconds bounds every wait, and each request to the store, whose holder may
-    be out of reach; meeting_seconds (None: as long) that for the ranks to come at all, of which those that are
-    late are named after warn_seconds.
+    Collective: every rank constructs its Controls in the same order. Independent of the backend, so it still works
+    when that fails. timeout_seconds: limit of every wait and of each request to the store. meeting_seconds (None: the
+    same): limit of the wait for all ranks to start; late ones are named after warn_seconds.
     Raises: CommError if the ranks cannot meet.
     """
 
@@ -50,7 +49,7 @@ class Control:
         interface: str | None = None,
     ) -> None:
         global _connections
-        # all ranks make theirs in the same order, so the same number names the same connection
+        # all ranks make theirs in the same order, so equal numbers mean the same one
         _connections += 1
         self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
         self.timeout_seconds = timeout_seconds
@@ -74,10 +73,9 @@ class Control:
     def gather_text(
         self, text: str, *, what: str = "comparison of a text over all ranks", timeout_seconds: float | None = None
     ) -> list[str]:
-        """Gather a short text of every rank, in rank order, within timeout_seconds (None: as all waits). Collective.
+        """Gather a short text of every rank, in rank order, within timeout_seconds (None: the control's). Collective.
 
-        Rank 0 collects and publishes, so the cost is linear in ranks; it, which may hold the store, returns last:
-        it can fail next without taking the answer with it.
+        Rank 0 collects and publishes, so the cost is linear in ranks. It returns last, since it may hold the store.
         Raises: PeerLostError naming the missing ranks.
         """
         with self.explained(what):
@@ -88,19 +86,19 @@ class Control:
                 return all_texts
             self._put(key, "\0".join(all_texts))
             for rank in range(1, self.world_size):
-                # rank 0 may hold the store, so it stays until all have read
+                # rank 0 may hold the store, so it waits until all have read
                 self._await(f"{key}/read/{rank}", source=rank, what=what)
             return all_texts
 
     def collect_text(self, text: str, *, what: str) -> list[str]:
-        """Gather texts for rank 0 alone, for long ones; the others get an empty list. Collective."""
+        """Gather texts on rank 0, also long ones; other ranks get an empty list. Collective."""
         with self.explained(what):
             return self._collect(text, what=what)[1]
 
     def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
-        """Return the first rank's text on all ranks, which wait for it as long as timeout_seconds. Collective.
+        """Return rank 0's text on all ranks, which wait for it up to timeout_seconds. Collective.
 
-        The first one waits for nobody: what comes next shows sooner than any limit that a rank was lost meanwhile.
+        Rank 0 does not wait: the next operation shows a lost rank sooner than a wait here.
         Raises: PeerLostError.
         """
         with self.explained(what):
@@ -111,19 +109,19 @@ class Control:
             return text
 
     def describe_late_ranks(self) -> str:
-        """Name the ranks that have not come to the meeting: rank 0 does; "" on others, and if all have come."""
+        """On rank 0 return which ranks have not started; "" on other ranks, and if all have."""
         ranks = range(self.world_size if self.rank == 0 else 0)
         late = [rank for rank in ranks if not self.store.check([f"{HOST}/{rank}"])]
         limit = f"meeting_seconds={self.meeting_seconds:g}"
         return f"rank 0 on {self.host} waits for {name_ranks(late)} to start ({limit})" if late else ""
 
     def next_key(self) -> str:
-        """Name the next exchange, alike on all ranks."""
+        """Return the key of the next exchange, equal on all ranks."""
         self._texts += 1
         return f"bigbatch/text/{self._texts}"
 
     def _collect(self, text: str, *, what: str, timeout_seconds: float | None = None) -> tuple[str, list[str]]:
-        """Return the key of this exchange, and collect_text's answer."""
+        """Return the key of this exchange, and the texts (rank 0)."""
         key = self.next_key()
         if self.rank != 0:
             self._put(f"{key}/{self.rank}", text)
@@ -134,34 +132,34 @@ class Control:
         return key, texts
 
     def _put(self, key: str, text: str) -> None:
-        """Write a text in pieces that the store takes."""
+        """Write a text in pieces of PIECE_BYTES."""
         data = text.encode()
         pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
         for number, piece in enumerate(pieces):
             self.store.set(f"{key}/piece/{number}", piece)
-        # last: who waits for this key finds all pieces there
+        # last: a rank that waits for this key finds all pieces
         self.store.set(key, str(len(pieces)))
 
     def _take(self, key: str, *, source: int, what: str, timeout_seconds: float | None = None) -> str:
-        """Wait for a rank's text and read it."""
+        """Wait for a rank's text and return it."""
         self._await(key, source=source, what=what, timeout_seconds=timeout_seconds)
         count = int(self.store.get(key))
         return b"".join(self.store.get(f"{key}/piece/{number}") for number in range(count)).decode()
 
     def read(self, key: str, *, what: str) -> str:
-        """Read a short value that another rank writes, once it is there. Raises: PeerLostError."""
+        """Wait for a short value that another rank writes, and return it. Raises: PeerLostError."""
         with self.explained(what):
             self._await(key, what=what)
             return str(self.store.get(key).decode())
 
     def _await(self, key: str, *, what: str, source: int | None = None, timeout_seconds: float | None = None) -> None:
-        """Wait for a key, and heed the others meanwhile. source: the rank that writes it, which must live so long."""
+        """Wait for a key; end if another rank reports a failure. source: rank that writes it, watched meanwhile."""
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + SILENCE_SECONDS)
         while not store.wait_for(key, min(HEED_SECONDS, max(0.0, limit - seconds))):
             seconds = awake_seconds() - start
             self.heed_others(what, seconds)
-            # asked before the key: it may have written this at the very last
+            # in this order: it may have written the key just before its end
             if source in store.gone() and not store.check([key]):
                 raise RuntimeError(f"the process of rank {source} has ended")
             if seconds > limit:
@@ -169,7 +167,7 @@ class Control:
 
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
-        """Turn what the store or torch raises inside into an error that says who is missing. Raises: PeerLostError."""
+        """Turn errors of the store or torch inside the block into one that names the missing ranks: PeerLostError."""
         start = awake_seconds()
         try:
             yield
@@ -179,25 +177,25 @@ class Control:
             raise self.explain(what, awake_seconds() - start, error) from error
 
     def heed_others(self, label: str, seconds: float) -> None:
-        """End a wait by another rank's failure, or by its end, so that no rank takes this one for lost."""
+        """End a wait if another rank has failed or ended, so that this rank is not counted as lost."""
         if self.roll_call.has_failed:
-            return  # this rank reports one itself, and is about to say which
+            return  # this rank is about to report a failure itself
         try:
             reason = self.roll_call.reason_to_end()
         except RuntimeError:
-            return  # the operation itself is about to fail, and knows more; its own limit holds
+            return  # the operation itself is about to fail with a better message; its limit holds
         if reason:
             cause = RuntimeError(reason)
             raise self.explain(label, seconds, cause) from cause
 
     def give_up(self, label: str, seconds: float) -> None:
-        """Heed, while waiting for a library that knows no time limit, the others, and this connection's own limit."""
+        """Like heed_others, and end the wait at the timeout: for libraries without a time limit."""
         self.heed_others(label, seconds)
         if seconds > self.timeout_seconds:
             raise self.explain(label, seconds, late_error())
 
     def bounded(self, label: str, operation: Callable[[], T]) -> T:
-        """Run, on a thread of its own, what asks torch's store itself: its limits need the store's answers.
+        """Run on a new thread an operation that asks torch's store: its own limits need the store's answers.
 
         Raises: what operation raises; PeerLostError after the time limit.
         """
@@ -208,19 +206,19 @@ class Control:
             raise self.explain(label, awake_seconds() - start, late_error()) from None
 
     def explain(self, label: str, seconds: float, error: Exception) -> CommError:
-        """Say what failed, after how long, and which ranks do not answer any more. Takes a few seconds.
+        """Return an error that says what failed, when, and which ranks do not answer. Takes a few seconds.
 
-        This rank then asks the store for no more; its holder stays until the others have got as far.
+        This rank sends no requests to the store afterwards; rank 0 waits until the others have got as far.
         """
         failure = self.describe(label, seconds, error)
         self.roll_call.part()
         return failure
 
     def describe(self, label: str, seconds: float, error: Exception) -> CommError:
-        """Say the same for one who still asks the store for more, and parts from the roll call afterwards."""
+        """Return the same error, for a caller that still uses the store and calls roll_call.part() itself."""
         self.roll_call.has_failed = True
         is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
-        # a holder that has not answered for so long is not asked again
+        # a store that has not answered for so long is not asked again
         is_silent = isinstance(error, NoAnswerError)
         who = self.roll_call.lose_holder() if is_silent else self.roll_call.call(LATE if is_late else LOST)
         failure = PeerLostError(f"{self.failed(label, seconds)}; {who} ({self.library}: {first_line(error)})")
@@ -228,13 +226,13 @@ class Control:
         return failure
 
     def failed(self, label: str, seconds: float) -> str:
-        """Say what failed on this rank, after how long."""
+        """Return what failed on this rank, and after how long."""
         return f"rank {self.rank}: {label} failed after {seconds:.1f} s"
 
     def has_met(self, rank: int) -> bool:
-        """Tell whether a rank has come to the rendezvous, whatever it does now."""
+        """Return whether a rank has come to the rendezvous."""
         return bool(self.store.check([f"{HOST}/{rank}"]))
 
     def host_of(self, rank: int) -> str:
-        """Say where a rank runs."""
+        """Return a rank's host."""
         return host_of(rank, self.store)

@@ -1,4 +1,4 @@
-"""Where ranks that work at paces of their own leave off together: agreed on beside the data, without a collective."""
+"""Agree on the step at which all ranks stop, through the store and without a collective."""
 
 from threading import Lock
 
@@ -6,12 +6,12 @@ from bigbatch.comm.rendezvous.control import Control
 
 
 class Departure:
-    """Agrees on the boundary of common work at which all ranks leave off, once any of them asks.
+    """Agrees on the boundary at which all ranks stop, after any rank has asked for it.
 
-    All ranks pass the same boundaries, such as the ends of steps, in the same order, each in its own time. A rank that
-    heeds the request writes down how many it has passed, and waits at its next one for the answer: the first boundary
-    that no rank had passed. Until then it works on, so nobody waits for it; and none can pass the answer unawares.
-    No device is asked. Collective to construct.
+    All ranks pass the same boundaries, such as the ends of steps, in the same order, at different times. A rank that
+    sees the request writes how many boundaries it has passed, goes on working, and waits at its next boundary for the
+    answer: the first boundary that no rank had passed. So no rank can pass that boundary before it knows the answer.
+    Does not synchronize with the device. Collective to construct.
     """
 
     def __init__(self, control: Control) -> None:
@@ -23,27 +23,27 @@ class Departure:
         self._answer: int | None = None
 
     def ask(self) -> None:
-        """Ask all ranks to leave off; any thread of any rank does, as often as it likes."""
+        """Ask all ranks to stop. Any thread of any rank may call it, repeatedly."""
         self._control.store.set(f"{self._key}/asked", "1")
 
     def heed(self) -> bool:
-        """Take a look, beside the work, whether any rank has asked; one thread of each rank does every now and then."""
+        """Check whether any rank has asked, and answer once. One thread of each rank calls it periodically."""
         store = self._control.store
         if self._has_told or not store.check([f"{self._key}/asked"]):
             return self._has_told
         with self._lock:
             self._has_told, num_passed = True, self._num_passed
         store.append(f"{self._key}/passed", f"{num_passed} ")
-        # who comes last finds what all have written
+        # the last rank to arrive finds the numbers of all ranks
         if store.add(f"{self._key}/told", 1) == self._control.world_size:
             furthest = max(map(int, store.get(f"{self._key}/passed").split()))
             store.set(f"{self._key}/answer", str(furthest + 1))
         return True
 
     def is_due(self) -> bool:
-        """Pass a boundary; tell whether it, or one before it, is the one to leave off at: the same on all ranks.
+        """Pass a boundary; return whether all ranks stop at it, or should have stopped before. The same on all ranks.
 
-        Raises: PeerLostError where the answer of some rank does not come.
+        Raises: PeerLostError if the answer of some rank does not come.
         """
         with self._lock:
             self._num_passed += 1

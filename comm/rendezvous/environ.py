@@ -1,4 +1,4 @@
-"""Who am I: the only reader of what mpirun, srun and torchrun put into the environment."""
+"""Read the environment: rank, world size and settings. The only module that reads environment variables of jobs."""
 
 import contextlib
 import itertools
@@ -27,45 +27,45 @@ from bigbatch.files import parse_json
 from bigbatch.paths import as_path
 
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Read by torch.compile, whose own default lies in /tmp, where a reboot or a container's end wipes it out."""
+"""Read by torch.compile. Its default is in /tmp, which a reboot or a container's end deletes."""
 MAX_HOSTS = 100_000
-"""Most hosts in a host list: more than any cluster has, and few enough to expand at once."""
+"""Limit of hosts in a host list: more than any cluster has, few enough to expand at once."""
 TERMINAL_VARIABLE = "BIGBATCH_TERMINAL_COLUMNS"
-"""Set by `bigbatch launch` for the ranks; 0 where its output is no terminal."""
+"""Set by `bigbatch launch` for the ranks; 0 if its output is not a terminal."""
 INTERFACE_VARIABLE = "BIGBATCH_INTERFACE"
 """Set by `bigbatch launch --interface` for the ranks: the network interfaces between the nodes, ib0 or ib0,ib1."""
 DEVICE_VARIABLE = "BIGBATCH_DEVICE"
-"""Set by `bigbatch launch --device` for the ranks: cpu keeps them off the GPUs that their hosts have."""
+"""Set by `bigbatch launch --device` for the ranks: cpu means that they use no GPU."""
 STOPPED_VARIABLE = "BIGBATCH_STOPPED"
 """Set by `bigbatch launch mpirun` for the ranks: the file in which the first one leaves its exit code."""
 IDENTITY_VARIABLES = (*PLACE_VARIABLES, STOPPED_VARIABLE)
-"""Each launcher of ours defines those of its ranks, and removes all others; * stands for any end of a name."""
+"""Our launchers set these for their ranks and remove all others; * matches any end of a name."""
 _IDENTITY = re.compile("|".join(IDENTITY_VARIABLES).replace("*", ".*"), re.DOTALL)
 
 NOTICE_VARIABLE = "BIGBATCH_STOP_SECONDS"
-"""Set by the script of a job in a queue for the ranks: how long before its time limit they are asked to stop."""
+"""Set by a batch script for the ranks: seconds between the request to stop and the job's time limit."""
 SITE_VARIABLE = "BIGBATCH_SITE"
-"""Set by `bigbatch launch` for the ranks: what it took from which bigbatch.toml, as JSON."""
+"""Set by `bigbatch launch` for the ranks: settings from each bigbatch.toml, as JSON."""
 SITE_FILE_VARIABLE = "BIGBATCH_SITE_FILE"
-"""Set by users: this bigbatch.toml, and no other; empty: none."""
+"""Set by users: the only bigbatch.toml to read; empty: none."""
 SYSTEM_SITE_FILE = Path("/etc/bigbatch/bigbatch.toml")
 
 FIND_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-"""Its configuration, and who asks."""
+"""Slurm's configuration and the user's token."""
 SECRET_VARIABLE = "BIGBATCH_SECRET"
-"""Set by `bigbatch launch` for the ranks, anew for each job, or by a user alike for all: see secret.py."""
+"""Set by `bigbatch launch` for the ranks of each job, or by a user, equal for all ranks; see secret.py."""
 FIRST_JOB_PORT = 20000
 NUM_JOB_PORTS = 12000
-"""Up to 31999: Linux hands out the ports from 32768 on to anyone who connects."""
+"""Ports 20000 to 31999: Linux uses ports from 32768 on for outgoing connections."""
 SLURM_STEP_PORTS = 1009
-"""How far apart two steps of a job meet: jobs with neighbouring numbers may share a node, and their steps, too."""
+"""Distance of ports between two steps of a job: jobs with adjacent numbers, and their steps, may share a node."""
 SLURM_RESTART_PORTS = 5003
-"""How far apart two starts of a job meet: what was left of the last one, or somebody else, may hold its port."""
+"""Distance of ports between two starts of a job: a leftover process may still hold the last port."""
 
 
 @dataclass(frozen=True)
 class ProcessEnv:
-    """Describes one process as its launcher does. master is None where the ranks must find each other by MPI."""
+    """One process as its launcher describes it. master: None if the ranks must meet by MPI."""
 
     launcher: str
     rank: int
@@ -77,38 +77,38 @@ class ProcessEnv:
     master_runs: bool = False
     """The launcher already serves the rendezvous at master (torchrun); else rank 0 does."""
     terminal_columns: int | None = None
-    """Return the width of the terminal that shows this job; None where there is none."""
+    """Width of the terminal that shows this job; None if there is none."""
     plays_host: bool = False
-    """host is a name that the user made up (BIGBATCH_HOST), so the launcher's local ranks say nothing about it."""
+    """host comes from BIGBATCH_HOST, so the launcher's local ranks do not describe it."""
     interface: str | None = None
-    """Network interfaces between the nodes, as `bigbatch launch --interface` names them; they go before a config's."""
+    """Network interfaces between the nodes, from `bigbatch launch --interface`; they override the config's."""
     keeps_to_cpu: bool = False
-    """`bigbatch launch --device cpu` says so, whatever GPUs the host has."""
+    """`bigbatch launch --device cpu`: use no GPU."""
     stopped_file: Path | None = None
-    """Where the first rank leaves its exit code: mpirun ends with 0 after it lost a node's daemon. Ranks that were
-    stopped then leave with 0, as mpirun takes any other code for a failure."""
+    """File for rank 0's exit code, since mpirun ends with 0 after it lost a node's daemon. With it, ranks that were
+    asked to stop exit with 0: mpirun treats any other code as a failure."""
 
     secret: bytes = field(default=b"", repr=False)
-    """What all ranks of the job know, and nobody else; empty where nobody told."""
+    """The job's secret; empty if none was given."""
 
     notice_seconds: int | None = None
-    """How long before its time limit the job asks the ranks to stop; None where nothing is known of one."""
+    """Seconds between the request to stop and the job's time limit; None if there is no known limit."""
 
     @property
     def is_one_host(self) -> bool:
-        """Tell whether all ranks run on this host, so that nothing needs to listen beyond the loopback interface."""
+        """Return whether all ranks run on this host; then sockets listen on loopback only."""
         return self.local_size == self.world_size
 
 
 ALONE = ProcessEnv("none", 0, 1, 0, 1, "here", None)
-"""A world of one process, whatever the environment says."""
+"""A job of one process, independent of the environment."""
 
 
 def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
-    """Find the launcher by its variables; without any, this is a world of one process.
+    """Read this process's rank and settings; without a launcher's variables it is a job of one process.
 
-    Raises: LaunchError when a launcher's variables are incomplete, contradictory or not numbers, or those of one that
-    does not say how many ranks there are: each would train by itself.
+    Raises: LaunchError if a launcher's variables are incomplete, contradictory or not numbers, or belong to an
+    unsupported launcher, whose ranks would each train alone.
     """
     launcher = find_launcher(environ, host=socket.gethostname())
     alone = replace(
@@ -145,28 +145,28 @@ def read_process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
 
 
 def is_identity(name: str) -> bool:
-    """Tell whether a variable of that name says which rank a process is."""
+    """Return whether a variable of that name states a process's rank."""
     return _IDENTITY.fullmatch(name) is not None
 
 
 def without_identity(environ: Mapping[str, str] = os.environ, *, keep: Collection[str] = ()) -> dict[str, str]:
-    """Return an environment for a launcher of ours, which alone says who its ranks are: without any other launcher's.
+    """Return the environment without variables that state a rank, for a launcher that sets its own.
 
-    What is named by keep stays.
+    Variables in keep stay.
     """
     return {name: value for name, value in environ.items() if name in keep or not is_identity(name)}
 
 
 def with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for the ranks of one job, with a secret of its own where the user has set none."""
+    """Return the environment with a new secret for one job, unless the user has set one."""
     return {SECRET_VARIABLE: new_secret(), **environ}
 
 
 def terminal_columns(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the width of the terminal behind standard output, or None.
 
-    mpirun puts a pseudo-terminal before every rank even when its own output goes to a file, so under it only
-    the word of `bigbatch launch`, which sees the real output, counts.
+    mpirun gives every rank a pseudo-terminal even if its own output goes to a file. So under mpirun only the value
+    that `bigbatch launch` has set counts.
     """
     if TERMINAL_VARIABLE in environ:
         return number(environ, TERMINAL_VARIABLE, "bigbatch launch") or None
@@ -176,20 +176,20 @@ def terminal_columns(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def runtime_folder(environ: Mapping[str, str] | None) -> str | None:
-    """Return the folder for what this user's programs keep while they run, or None. environ: None for the real one."""
+    """Return the user's folder for runtime files, or None. environ: None for the process's own."""
     return (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR") or None
 
 
 def visible_gpus(count: int, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """List names by which CUDA_VISIBLE_DEVICES may pass on the count GPUs that this process sees."""
+    """Return values of CUDA_VISIBLE_DEVICES for each of the count GPUs that this process sees."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
 def prefer_interface(name: str | None, *, is_one_host: bool) -> None:
-    """Tell gloo and NCCL which network interfaces to use; without a name, gloo on one host keeps to loopback.
+    """Set the network interfaces for gloo and NCCL; without a name, gloo on one host uses loopback.
 
-    A user's own GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME wins. Loopback is also needed where the host's own name
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME of the user take precedence. Loopback also works if the host's own name
     does not resolve.
     """
     if name is not None:
@@ -200,10 +200,10 @@ def prefer_interface(name: str | None, *, is_one_host: bool) -> None:
 
 
 def interface_settings(names: str) -> dict[str, str]:
-    """Return what has gloo and NCCL use these network interfaces, and no others; they have commas between them.
+    """Return the variables that make gloo and NCCL use exactly these network interfaces. names: separated by commas.
 
-    NCCL takes a name without = for the beginning of one: ib1 would be ib10, too. Torch gives gloo's sums to each
-    interface in turn.
+    Without "=" NCCL treats a name as a prefix: ib1 would also match ib10. torch distributes gloo's sums over the
+    interfaces.
     """
     return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": f"={names}"}
 
@@ -216,23 +216,23 @@ def _keeps_to_cpu(variables: Mapping[str, str]) -> bool:
 
 
 def ask_for_deterministic_cublas() -> None:
-    """Give cuBLAS workspaces of its own, without which torch refuses its products to be deterministic; before any."""
+    """Set the workspaces that torch requires for deterministic cuBLAS products. Call it before the first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def record_flights() -> None:
-    """Let torch keep its last collectives in memory for a stall's message, as its later releases do by themselves."""
+    """Enable torch's flight recorder for the stall inspector, as later releases of torch do by default."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
-        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # the other is its older name, of which torch warns
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # the other is the deprecated name
 
 
 def flight_prefix() -> str | None:
-    """Return the path, but for the rank behind it, to which torch's flight recorder is told to write."""
+    """Return the path, without the rank, to which torch's flight recorder writes."""
     return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def _host(variables: Mapping[str, str], launcher: str | None) -> str:
-    """Return this node's name; BIGBATCH_HOST plays a node. Some give all ranks the SLURMD_NODENAME of the first."""
+    """Return this node's name. Some launchers give all ranks the SLURMD_NODENAME of the first node."""
     is_own = launcher not in ("mpich", "pals", "flux")
     name = variables.get("BIGBATCH_HOST") or (is_own and variables.get("SLURMD_NODENAME"))
     return name or socket.gethostname()
@@ -250,16 +250,16 @@ def _master(variables: Mapping[str, str], launcher: str, *, is_one_host: bool) -
 
 
 def step_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """List the nodes of this step of Slurm's, whether their ranks have come or not; none under other launchers.
+    """Return the nodes of this Slurm step, also those without a rank so far; none under other launchers.
 
-    Raises: LaunchError where the variable is no host list.
+    Raises: LaunchError if the variable is not a host list.
     """
     text = environ.get("SLURM_STEP_NODELIST")
     return expand_hostlist(text) if text else []
 
 
 def slurm_job(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """Return the number of Slurm's job around this process, with its cluster's name, and its restarts; or None."""
+    """Return the enclosing Slurm job's number, with the cluster's name, and its restart count; None outside of one."""
     if not (number := environ.get("SLURM_JOB_ID")):
         return None
     cluster = environ.get("SLURM_CLUSTER_NAME")
@@ -268,15 +268,15 @@ def slurm_job(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None
 
 
 def start_of_launcher() -> str:
-    """Return what tells one start of a launcher from all others, the same for its ranks; empty where none tells."""
+    """Return an identifier of this start of the launcher, equal on its ranks; "" if the launcher sets none."""
     return os.environ.get(STOPPED_VARIABLE, "")
 
 
 def outside_of_jobs(environ: Mapping[str, str] | None) -> tuple[dict[str, str], list[str]]:
-    """Return variables without those of a Slurm job around this process, and the names of sbatch's that were left out.
+    """Return the variables without those of the enclosing Slurm job, and the names of the SBATCH_* left out.
 
-    What finds Slurm itself stays. SBATCH_* go before what a script states, and SLURM_* and SRUN_* would tell the job's
-    srun of another job. environ: None for the real one.
+    Variables that locate Slurm stay. SBATCH_* override a script's options, and SLURM_* and SRUN_* would describe
+    another job to the new job's srun. environ: None for the process's own.
     """
     variables = os.environ if environ is None else environ
     kept = {
@@ -288,11 +288,10 @@ def outside_of_jobs(environ: Mapping[str, str] | None) -> tuple[dict[str, str], 
 
 
 def keep_compiled_code(environ: MutableMapping[str, str] = os.environ, *, torchs_own: str) -> Path:
-    """Tell torch.compile where to keep its code from run to run, and return that folder; the user's own goes first.
+    """Set the folder in which torch.compile caches code between runs, unless the user has set one; return it.
 
-    torchs_own: what torch sets the variable to, as it is imported, where the user has not. It stays where there is no
-    home, or none to write to.
-    Ranks, runs and nodes may share the folder: entries are named by what they depend on and put in place whole.
+    torchs_own: torch's default, which it sets at import. It stays if there is no writable home.
+    Ranks, runs and nodes may share the folder: entries are named by their inputs and written atomically.
     """
     if environ.setdefault(COMPILED_VARIABLE, torchs_own) == torchs_own:
         with contextlib.suppress(OSError, RuntimeError):
@@ -304,15 +303,16 @@ def keep_compiled_code(environ: MutableMapping[str, str] = os.environ, *, torchs
 
 
 def calibration_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where tables that were measured on this user's clusters are kept, or None where there is no home."""
+    """Return the folder of tables measured on the user's clusters, or None if there is no home."""
     with contextlib.suppress(RuntimeError):
         return _own_folder(environ, "cache") / "calibration"
     return None
 
 
 def site_files(environ: Mapping[str, str] | None) -> list[Path]:
-    """List a site's files of settings, the nearest first: the user's and the system's, if they are there, or the one
-    that is named, there or not. environ: None for the real one.
+    """Return the site's settings files, nearest first: the existing ones of the user and the system.
+
+    If BIGBATCH_SITE_FILE names one, return only that, existing or not. environ: None for the process's own.
     """
     environ = os.environ if environ is None else environ
     if (named := environ.get(SITE_FILE_VARIABLE)) is not None:
@@ -324,11 +324,11 @@ def site_files(environ: Mapping[str, str] | None) -> list[Path]:
 
 
 def site_settings(environ: Mapping[str, str] = os.environ) -> Any:
-    """Return what `bigbatch launch` took from a site's files, by file and option; None where there was nothing."""
+    """Return the settings that `bigbatch launch` took from site files, by file and option; None if there are none."""
     text = environ.get(SITE_VARIABLE)
     try:
         return parse_json(text) if text else None
-    except ValueError:  # of somebody else's
+    except ValueError:  # not written by bigbatch
         return text
 
 
@@ -344,7 +344,7 @@ def wandb_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what tells NCCL how to sum: not where its ranks meet, nor what it logs."""
+    """Return NCCL's variables except those of rendezvous and logging."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -355,7 +355,7 @@ def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def expand_hostlist(text: str) -> list[str]:
     """Write out Slurm's compact host list: 'n[01-03,7],login' -> n01 n02 n03 n7 login.
 
-    Raises: LaunchError where the text is not a host list, or holds more than MAX_HOSTS.
+    Raises: LaunchError if the text is not a host list or has more than MAX_HOSTS hosts.
     """
     item = r"(?:[^,\[\]\s]|\[[^\[\]]*\])+"
     if not re.fullmatch(f"{item}(?:,{item})*", text, re.ASCII):

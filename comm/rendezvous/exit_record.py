@@ -15,21 +15,21 @@ BEGUN = "begun"
 
 
 def record_begin(env: ProcessEnv) -> None:
-    """Record that this first rank works, and a good end when the interpreter ends without an exception.
+    """Record that rank 0 has started; record exit code 0 when the interpreter ends without an exception.
 
-    Other ranks, and a host that does not see the launcher's file, record nothing.
+    Does nothing on other ranks, and on a host that cannot read the launcher's file.
     """
     if _write(env, BEGUN, over=("",)):
         atexit.register(_record_good_end, env, os.getpid())
 
 
 def record_end(env: ProcessEnv, code: int) -> None:
-    """Record the first rank's exit code, unless it has recorded one."""
+    """Record rank 0's exit code, unless one is recorded already."""
     _write(env, str(code), over=("", BEGUN))
 
 
 def read_record(path: Path) -> int | str | None:
-    """Return the first rank's exit code, BEGUN or "" where it recorded none, and None without a file."""
+    """Return rank 0's exit code; BEGUN or "" if it recorded none; None if there is no file."""
     with suppress(OSError):
         text = path.read_text()
         return int(text) if text.isdecimal() else text
@@ -37,7 +37,7 @@ def read_record(path: Path) -> int | str | None:
 
 
 def has_recorded_failure(path: Path) -> bool:
-    """Tell whether the first rank has failed, and was not asked to stop."""
+    """Return whether rank 0 failed, other than by a request to stop."""
     code = read_record(path)
     return isinstance(code, int) and code not in (0, INTERRUPTED)
 
@@ -51,6 +51,6 @@ def _write(env: ProcessEnv, text: str, *, over: Collection[str]) -> bool:
 
 
 def _record_good_end(env: ProcessEnv, pid: int) -> None:
-    # a forked process has the same functions to call at its end
+    # a forked process inherits the registered functions
     if os.getpid() == pid and getattr(sys, "last_value", None) is None:
         record_end(env, 0)

@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of this process's collectives: kept in a file, and compared between ranks."""
+"""Dump torch's flight recorder of this process to a file, and compare its collectives with those of other ranks."""
 
 import tempfile
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from bigbatch.files import write_named
 
 @dataclass(frozen=True)
 class Flight:
-    """A process's collectives; messages between two ranks, which torch counts for each pair, are left out."""
+    """The collectives of a process. Point-to-point messages, which torch counts per pair of ranks, are left out."""
 
     begun: dict[str, int]
-    """Name of a process group -> number of the last collective that was begun in it."""
+    """Name of a process group -> number of the last collective that began in it."""
     waiting: Operation | None
-    """The first that has not ended."""
+    """The first collective that has not ended."""
 
 
 def dump_flight() -> str:
-    """Dump this process's recorder; empty where torch has none, or it recorded nothing."""
+    """Return the recorder's dump as JSON; "" if torch has no recorder or it is empty."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL's own; that of other libraries
         dump = getattr(_distributed_c10d, name, None)
         text = dump().decode(errors="replace") if dump else ""
@@ -34,14 +34,14 @@ def dump_flight() -> str:
 
 
 def read_flight(text: str) -> Flight:
-    """Read a dump. Raises: ValueError, LookupError or TypeError where torch writes it otherwise."""
+    """Parse a dump. Raises: ValueError, LookupError or TypeError if the format is unknown."""
     collectives = list(read_recording(text.encode()).collectives)
     waiting = next((each for each in collectives if not each.is_over), None)
     return Flight({each.group.name: each.number for each in collectives}, waiting)
 
 
 def record_flight(text: str, *, rank: int) -> tuple[Flight | None, Path | None]:
-    """Write a dump to a file and read it, if there is one; a full disk or an unknown format leaves its part out."""
+    """Write a dump to a file and parse it. A full disk leaves out the file, an unknown format the Flight."""
     flight = path = None
     if text:
         with suppress(OSError):
@@ -52,7 +52,7 @@ def record_flight(text: str, *, rank: int) -> tuple[Flight | None, Path | None]:
 
 
 def keep_flight(text: str, *, rank: int) -> Path:
-    """Write a dump to where torch would put its own, with .json behind the rank, else to a temporary file of its own.
+    """Write a dump beside the path that torch is told to use, as RANK.json, else to a temporary file; return the path.
 
     Raises: OSError.
     """
@@ -67,7 +67,7 @@ def keep_flight(text: str, *, rank: int) -> Path:
 
 
 def compare(mine: Flight, others: Mapping[int, Mapping[str, int]]) -> str:
-    """Say which ranks have not begun the collective that this one waits in; others: what ranks have begun, as told."""
+    """Return which ranks have not begun the collective in which this rank waits. others: Flight.begun by rank."""
     waiting = mine.waiting
     if waiting is None:
         return ""

@@ -1,4 +1,4 @@
-"""The job's key-value store as its ranks ask it: torch's interface, over connections that prove the job's secret."""
+"""Client of the job's key-value store: torch's Store interface over connections authenticated by the job's secret."""
 
 import os
 import select
@@ -21,7 +21,7 @@ from bigbatch.comm.rendezvous.secret import TurnedAwayError, call, end_with_proc
 from bigbatch.comm.rendezvous.store_process import DONE, LENGTH, NAME, pack, split
 
 AGAIN_SECONDS = 0.1
-"""Between two attempts to reach a holder that does not listen yet, or has turned this rank away in a crowd."""
+"""Pause between two attempts to connect, if the store does not listen yet or has refused the connection."""
 MOST_REFUSALS = 3
 LONGEST_POLL_SECONDS = 3600.0
 START_SECONDS = 60.0
@@ -36,9 +36,9 @@ Text = str | bytes
 
 
 class Line:
-    """Leads to the process that holds a store; any number of threads may ask at once, each by a connection of its own.
+    """Pool of connections to a store's process. Threads may send requests at once, each over its own connection.
 
-    The holder may come late, by timeout_seconds. Raises: OSError, or RuntimeError where it does not know the secret.
+    Retries for timeout_seconds to connect. Raises: OSError; RuntimeError if the other end does not know the secret.
     """
 
     def __init__(self, address: str, port: int, secret: bytes, *, rank: int, timeout_seconds: float) -> None:
@@ -47,7 +47,7 @@ class Line:
         deadline = awake_seconds() + timeout_seconds
         self._idle: list[socket.socket] = []
         self._presence: socket.socket | None = None
-        """Over which nothing is asked: requests that are given up end theirs, this one only the process."""
+        """Connection without requests: it ends only with this process, so the store sees which ranks are alive."""
         num_refusals = 0
         while not self._idle:
             try:
@@ -63,7 +63,7 @@ class Line:
     def ask(self, name: str, *parts: Text, seconds: float = INFINITE) -> bytes:
         """Return the answer to a request.
 
-        Raises: NoAnswerError if none has come after so many seconds, RuntimeError if the holder is gone.
+        Raises: NoAnswerError if there is none after so many seconds; RuntimeError if the store has ended.
         """
         request = pack(name.encode(), *(part.encode() if isinstance(part, str) else part for part in parts))
         limit = seconds if seconds < INFINITE else None
@@ -79,7 +79,7 @@ class Line:
                     raise TimeoutError
                 answer = receive_exactly(stream, LENGTH.unpack(receive_exactly(stream, LENGTH.size))[0])
             except BaseException:
-                stream.close()  # the answer may still come, and belongs to no other request
+                stream.close()  # a late answer must not be taken for that of another request
                 raise
         except OSError as error:
             if limit is not None and isinstance(error, TimeoutError):
@@ -100,15 +100,15 @@ class Line:
 
 
 _of_torch: list[Store] = []
-"""What torch's C++ holds on to, which keeps no object of Python's alive."""
+"""Stores handed to torch's C++ code, which does not keep Python objects alive."""
 
 
 class JobStore(Store):
-    """Reads and writes keys that begin with a prefix, as torch's own stores do; torch's process groups take it as well.
+    """A torch Store whose keys have a prefix. torch's process groups accept it.
 
     Its methods are those of BoundedStore and of torch's Store; reads wait for their keys.
-    seconds bounds waits for keys and, unless it is for torch, each request, as in BoundedStore.
-    Raises: NoAnswerError; RuntimeError if the holder is gone.
+    seconds: limit of waits for keys and, unless is_for_torch, of each request, as in BoundedStore.
+    Raises: NoAnswerError; RuntimeError if the store has ended.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class JobStore(Store):
 
     @property
     def torch_store(self) -> "JobStore":
-        """Return what torch's own process groups ask, whose waits have limits of their own."""
+        """Return a store for torch's process groups, whose waits have their own limits."""
         made = JobStore(self.line, self._prefix, seconds=self._seconds, is_for_torch=True)
         _of_torch.append(made)
         return made
@@ -156,22 +156,22 @@ class JobStore(Store):
         self._ask("append", self._name(key), value)
 
     def compare_set(self, key: str, expected: Text, desired: Text) -> bytes:
-        """Write where the present value is the expected one; return what is there then."""
+        """Write desired if the present value is the expected one; return the value afterwards."""
         return split(self._ask("compare_set", self._name(key), expected, desired)[1:])[0]
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; tell whether it was there."""
+        """Delete a key; return whether it existed."""
         return self._ask("delete", self._name(key)) == DONE
 
     def num_keys(self) -> int:
         return int(split(self._ask("count")[1:])[0])
 
     def gone(self) -> frozenset[int]:
-        """Name the ranks that were here and whose every connection has ended: their processes have."""
+        """Return the ranks that were connected and have no connection left: their processes have ended."""
         return frozenset(map(int, split(self._ask("gone")[1:])))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys. Raises: RuntimeError after the time limit, which says so in torch's words."""
+        """Wait for keys. Raises: RuntimeError after the time limit, with "timed out" as in torch's message."""
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         if not self._wait(keys, seconds):
             raise RuntimeError(f"wait for {', '.join(keys)} timed out after {seconds:g} s")
@@ -183,19 +183,19 @@ class JobStore(Store):
         return self._ask("wait", str(seconds), *map(self._name, keys), waits=seconds) == DONE
 
     def has_extended_api(self) -> bool:
-        """Tell torch that append() and those of several keys are there."""
+        """Tell torch that append(), multi_get() and multi_set() are supported."""
         return True
 
     def clone(self) -> "JobStore":
-        """Return what another thread may use: this one."""
+        """Return a store for another thread: this one is thread-safe."""
         return self
 
-    # what torch's C++ calls them
+    # the names that torch's C++ code calls
     deleteKey, getNumKeys = delete_key, num_keys
 
     def _ask(self, name: str, *parts: Text, waits: float = 0.0) -> bytes:
         limit = INFINITE if self._is_for_torch else self._seconds + waits
-        # a socket takes 0 for not waiting at all
+        # a socket's timeout of 0 would mean non-blocking
         return self.line.ask(name, *parts, seconds=min(limit, max(0.001, self._deadline - awake_seconds())))
 
     def _name(self, key: str) -> str:
@@ -207,10 +207,10 @@ KeyValue = JobStore | BoundedStore
 
 
 def hold_store(listener: socket.socket, secret: bytes, *, world_size: int, timeout_seconds: float) -> Line:
-    """Start the process that holds a store for so many ranks behind a socket that listens; return the line to it.
+    """Start the store's process on a listening socket, for so many ranks; return a connection pool to it.
 
-    The socket is closed here. The process ends with this one, or once nothing here has the line any more. The limit is
-    for others to come: the process itself may take START_SECONDS to begin, as on a busy machine.
+    Closes the socket in this process. The store's process ends with this one, or when the returned Line is deleted.
+    It may take START_SECONDS to start on a busy machine, even if timeout_seconds is shorter.
     """
     address, port = listener.getsockname()[:2]
     root, facts = Path(bigbatch.__file__).parents[1], (listener.fileno(), os.getpid(), world_size)
@@ -241,6 +241,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.stdin.close()
     try:
         process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:  # it was stopped, or hangs
+    except subprocess.TimeoutExpired:  # it is stopped (SIGSTOP) or hangs
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""Say which ranks a meeting waits for, long before its time limit ends it."""
+"""Print which ranks the rendezvous waits for, before its time limit ends it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -9,20 +9,21 @@ from bigbatch.errors import tell
 
 MOST_NAMED = 8
 WARN_SECONDS = 20.0
-"""After how long a meeting names the ranks that have not come."""
+"""Default of comm.warn_seconds: when the missing ranks are named for the first time."""
 
 
 @contextmanager
 def telling_late(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
-    """Print what describe returns on standard error if this takes longer than seconds, and again after twice, four
-    times ... as long. describe runs on another thread; "" prints nothing.
+    """Print describe() on standard error if the block takes longer than seconds; again after 2, 4, ... times as long.
+
+    describe runs on another thread; nothing is printed if it returns "".
     """
     ended = Event()
 
     def watch() -> None:
         pause = seconds
         while not wait_awake(ended.wait, pause):  # the time of a suspended job does not count
-            with suppress(RuntimeError):  # of a store that has ended, which the wait itself reports
+            with suppress(RuntimeError):  # the store has ended: the wait itself reports that
                 if line := describe():
                     tell(line)
             pause *= 2
@@ -37,7 +38,7 @@ def telling_late(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return rank 3, or ranks 3, 4, 5; of many ranks the first MOST_NAMED; "" for none."""
+    """Return "rank 3", "ranks 3, 4, 5", or the first MOST_NAMED of many; "" for none."""
     if not ranks:
         return ""
     more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""

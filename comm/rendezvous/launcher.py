@@ -1,4 +1,4 @@
-"""Which launcher started this process, from the variables that each one sets; pure."""
+"""Find the launcher that started this process from its environment variables. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -22,26 +22,26 @@ LAUNCHER_VARIABLES = {
 }
 """In order of precedence: torchrun inside srun counts as torchrun, mpirun inside sbatch as openmpi (see find_launcher).
 
-pals is the mpiexec of HPE Cray. Of Slurm's variables only those of the step count: an interactive shell of eight tasks
-is one process. The last ones of flux and srun tell of all nodes; local_size_of reads them.
+pals is the mpiexec of HPE Cray. Only Slurm's step variables count: a shell in a job of eight tasks is one
+process. The last variables of flux and srun describe all nodes; local_size_of reads them.
 Source: flux-environment(7); srun(1), "OUTPUT ENVIRONMENT VARIABLES".
 """
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "pals", "flux")
-"""Those whose ranks can talk by MPI before anything else."""
+"""Launchers whose ranks can communicate by MPI at once."""
 
 OF_LIBRARIES = ("pals", "flux", "srun")
-"""They set PMI_RANK and PMI_SIZE for MPICH's library, too, which then tell of no mpiexec of MPICH's."""
+"""They also set PMI_RANK and PMI_SIZE, for MPICH's library; so these do not prove that MPICH's mpiexec ran."""
 
 UNKNOWN_LAUNCHERS = {
-    # its variable: (its name, what starts the same ranks instead)
+    # variable: (launcher, what to use instead)
     "PMIX_RANK": ("a PMIx launcher, such as prterun,", "mpirun, or srun with SLURM_* variables"),
     "HOROVOD_RANK": ("horovodrun", "mpirun"),
     "JSM_NAMESPACE_RANK": ("jsrun", "mpirun"),
     "MV2_COMM_WORLD_RANK": ("MVAPICH's mpirun_rsh", "its mpiexec, or srun"),
     "ALPS_APP_PE": ("aprun of ALPS", "mpiexec"),
 }
-"""Launchers whose ranks would each take itself for the only one."""
+"""Unsupported launchers: without a refusal each of their ranks would train alone."""
 
 PLACE_VARIABLES = (
     # torchrun's
@@ -49,36 +49,35 @@ PLACE_VARIABLES = (
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*"),
     # options of torchrun, as a PyTorchJob of Kubernetes states them
     "PET_*",
-    # Open MPI's, of 4 as well; other OMPI_MCA_*, PMIX_MCA_* and PRTE_MCA_* are settings, and stay
+    # Open MPI's, also of version 4; other OMPI_MCA_*, PMIX_MCA_* and PRTE_MCA_* are settings and stay
     *("OMPI_ARGV", "OMPI_COMMAND", "OMPI_COMM_WORLD_*", "OMPI_WORLD_*", "OMPI_UNIVERSE_SIZE"),
     *("OMPI_APP_CTX_NUM_PROCS", "OMPI_FIRST_RANKS", "OMPI_NUM_APP_CTX", "OMPI_FILE_LOCATION"),
     *("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_ess_*", "OMPI_MCA_orte_ess_*"),
     *("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri"),
     *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_HOSTNAME", "PMIX_SERVER_*", "PMIX_SYSTEM_TMPDIR"),
     *("PMIX_BFROP_*", "PMIX_GDS_MODULE", "PMIX_SECURITY_MODE", "PMIX_VERSION", "PRTE_LAUNCHED"),
-    # those of MPICH, Intel MPI and what else speaks PMI
+    # those of MPICH, Intel MPI and other users of PMI
     *("PMI_*", "PMI2_*", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PALS_*", "ALPS_APP_PE"),
     *("FLUX_TASK_*", "FLUX_JOB_SIZE", "FLUX_JOB_NNODES", "JSM_NAMESPACE_*", "MV2_COMM_WORLD_*"),
     # horovodrun's
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_*", "HOROVOD_CROSS_*", "HOROVOD_GLOO_RENDEZVOUS_*"),
-    # of one task of Slurm's; SLURM_JOB_* and the like say which nodes there are
+    # one Slurm task's; SLURM_JOB_* and similar ones describe the nodes and stay
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK_PID", "SLURM_STEPID"),
     *("SLURM_STEP_*", "SLURM_SRUN_*"),
 )
-"""Variables that say which rank a process is, of how many, and where they meet; * stands for any end of a name."""
+"""Variables that state rank, world size and meeting point; * matches any end of a name."""
 
 OWN_VARIABLES = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
 
 
 def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
-    """Return the launcher that started this very process; None where there is none that is known.
+    """Return the launcher that started this process, or None if no known one did. host: this host's name.
 
-    Where Open MPI's variables and those of a Slurm step are both there, one of them is inherited. mpirun may have
-    started the step, whose tasks are its daemons on other hosts; or it runs inside of one, as in an interactive one;
-    or else a shell that mpirun had started has called srun, and mpirun's variables are stale. The last is so where
-    the step is PMIx's own server (PMIX_NAMESPACE of Slurm), where that of mpirun is on another host (PMIX_HOSTNAME),
-    or started before the step's task: the process numbers are in PMIX_SERVER_TMPDIR and SLURM_TASK_PID. host is this
-    one's name. Open MPI before 5 says none of it, and counts.
+    If the variables of Open MPI and of a Slurm step are both set, one set is inherited. Either mpirun started the step
+    (its daemons on other hosts) or runs inside it (an interactive step): then mpirun counts. Or a shell under mpirun
+    called srun: then mpirun's variables are stale. They are stale if Slurm itself is the PMIx server (PMIX_NAMESPACE),
+    or mpirun's server runs on another host (PMIX_HOSTNAME) or is older than the step's task, by the process numbers
+    in PMIX_SERVER_TMPDIR and SLURM_TASK_PID. Open MPI before 5 sets none of these, and then mpirun counts.
     """
     is_step = "SLURM_STEP_ID" in variables
     others = {LAUNCHER_VARIABLES[name][0] for name in OF_LIBRARIES if name != "srun" or is_step}
@@ -95,7 +94,7 @@ def find_launcher(variables: Mapping[str, str], *, host: str) -> str | None:
 
 
 def _is_stale(variables: Mapping[str, str], *, host: str) -> bool:
-    """Tell whether Slurm's step is deeper than mpirun's variables, as find_launcher says."""
+    """Return whether mpirun's variables are stale; see find_launcher."""
     if not {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= variables.keys():
         return False
     if variables.get("PMIX_NAMESPACE", "").startswith("slurm."):
@@ -109,7 +108,7 @@ def _is_stale(variables: Mapping[str, str], *, host: str) -> bool:
 
 
 def refuse_unknown(variables: Mapping[str, str]) -> None:
-    """Raise LaunchError where no launcher was found and this still looks like one rank of several."""
+    """Raise LaunchError if no launcher was found although this looks like one of several ranks."""
     for name, (launcher, instead) in UNKNOWN_LAUNCHERS.items():
         if name in variables:
             raise LaunchError(
@@ -128,7 +127,7 @@ def refuse_unknown(variables: Mapping[str, str]) -> None:
 
 
 def local_size_of(variables: Mapping[str, str], launcher: str) -> int:
-    """Return how many ranks there are on this host. Raises: LaunchError."""
+    """Return the number of ranks on this host. Raises: LaunchError."""
     name = LAUNCHER_VARIABLES[launcher][3]
     if launcher == "srun":
         return _slurm_local_size(variables)
@@ -140,7 +139,7 @@ def local_size_of(variables: Mapping[str, str], launcher: str) -> int:
 
 
 def number(variables: Mapping[str, str], name: str, launcher: str) -> int:
-    """Return a variable of the launcher's. Raises: LaunchError where it is not there, or no number."""
+    """Return a launcher's variable. Raises: LaunchError if it is missing or not a number."""
     try:
         return whole(variables[name])
     except KeyError:
@@ -164,7 +163,7 @@ def _flux_local_size(variables: Mapping[str, str]) -> int:
 
 
 def _slurm_local_size(variables: Mapping[str, str]) -> int:
-    """Read the tasks on this node out of '2(x3),1': two on each of three nodes, one on the fourth."""
+    """Return the tasks on this node from text such as '2(x3),1': two on each of three nodes, one on the fourth."""
     text = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts: list[int] = []
     for part in text.split(","):

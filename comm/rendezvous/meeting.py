@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the key-value store that all of them reach, opened by rank 0."""
+"""Rendezvous: rank 0 opens the job's key-value store, and all ranks connect to it."""
 
 import socket
 import uuid
@@ -20,16 +20,16 @@ from bigbatch.comm.rendezvous.secret import StrangerError
 from bigbatch.errors import CommError, first_line, tell
 
 GRACE_SECONDS = 1.0
-"""How much later than a limit of torch's own we give up: torch knows more."""
+"""Time after a limit of torch's own before we give up: torch's error says more."""
 
 _WORDS = "bigbatch/words"
 
 Master = tuple[str, int] | None
-"""Address and port of the rendezvous; None where there is none of ours."""
+"""Address and port of the rendezvous; None if another one is used."""
 
 
 _met: dict[Master, tuple[Line, ProcessEnv]] = {}
-"""The rendezvous that this process has joined already, by what its launcher says: its port can be opened only once."""
+"""Rendezvous that this process has joined, by its launcher's address: a port can be opened only once."""
 
 
 def open_store(
@@ -41,14 +41,14 @@ def open_store(
     warn_seconds: float,
     interface: str | None,
 ) -> tuple[KeyValue, str, ProcessEnv]:
-    """Open the store; return it, who holds it, and where and by which secret: under mpirun only now known.
+    """Open the store; return it, its holder, and env with address and secret, which mpirun's ranks learn only here.
 
-    meeting_seconds: how long the first and the last rank may come after one another; later waits have the other limit.
-    warn_seconds: after how long a host names the ranks that it waits for.
+    meeting_seconds: the longest time between the first and the last rank's start; timeout_seconds limits later waits.
+    warn_seconds: when each host names the ranks that it waits for.
     """
     if env.world_size == 1:
         return BoundedStore(HashStore(), seconds=timeout_seconds), "rank 0", env
-    if dist.is_initialized():  # somebody else's script has met already
+    if dist.is_initialized():  # a user's script has made a process group already
         store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         return BoundedStore(store, seconds=timeout_seconds), "the default process group's store", env
     if env.master not in _met:
@@ -64,9 +64,9 @@ def open_store(
 
 
 def _describe_wait(env: ProcessEnv) -> str:
-    """Name what this host's first rank waits for before it has reached the store; "" if nothing, and on other ranks.
+    """Return what this host's first rank waits for before it has reached the store; "" if nothing, and on other ranks.
 
-    Rank 0 waits for others only to find the meeting point, in MPI; by torchrun's store it names them itself.
+    Rank 0 waits only while it looks for the meeting point by MPI. With torchrun, meet_in_session names late ranks.
     """
     if env.local_rank != 0 or (env.rank == 0 and env.master is not None) or (env.rank and env.master_runs):
         return ""
@@ -75,9 +75,9 @@ def _describe_wait(env: ProcessEnv) -> str:
 
 
 def rendezvous(env: ProcessEnv, *, timeout_seconds: float, interface: str | None = None, warn_seconds: float) -> Line:
-    """Open the key-value store through which the ranks find each other; a process beside rank 0 holds it.
+    """Connect to the job's key-value store; rank 0 first starts its process, which listens on one address.
 
-    It listens on one address. Raises: CommError.
+    Raises: CommError.
     """
     if env.master is None:
         raise CommError(
@@ -96,7 +96,7 @@ def rendezvous(env: ProcessEnv, *, timeout_seconds: float, interface: str | None
                 env, timeout_seconds=timeout_seconds, interface=interface, warn_seconds=warn_seconds
             )
         if env.rank == 0:
-            # a pod's name may be known some seconds after its start
+            # DNS may learn a pod's name some seconds after its start
             wait_until(lambda: bool(addresses_of(address)), timeout_seconds)
             return _hold(env, address, port, timeout_seconds=timeout_seconds)
         return Line(address, port, env.secret, rank=env.rank, timeout_seconds=timeout_seconds)
@@ -119,13 +119,13 @@ def _hold(env: ProcessEnv, address: str, port: int, *, timeout_seconds: float) -
 
 
 def _meet_by_torchrun(env: ProcessEnv, *, timeout_seconds: float, interface: str | None, warn_seconds: float) -> Line:
-    """Tell through torchrun's store, which anybody can write to, where that of the job is, which knows its secret.
+    """Publish the address of the job's authenticated store in torchrun's store, to which any process can write.
 
-    torchrun's outlives the ranks: those of a restart must not read what the last ones left.
+    torchrun's store outlives the ranks, so each start uses a session of its own.
     """
     assert env.master is not None
     address, port = env.master
-    # the system accepts a connection to a process that is stopped, which then says nothing
+    # the kernel accepts connections to a stopped process, which then never answers
     theirs = answer_within(
         timeout_seconds + GRACE_SECONDS,
         lambda: TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds)),
@@ -140,7 +140,7 @@ def _meet_by_torchrun(env: ProcessEnv, *, timeout_seconds: float, interface: str
     )
     key = f"{session}/store"
     if env.rank == 0:
-        # others know a host whose name leads it back to itself by another address
+        # if the name resolves to loopback here, other hosts know this host by another address
         here = (
             address
             if _leads_back(address)
@@ -156,14 +156,14 @@ def _meet_by_torchrun(env: ProcessEnv, *, timeout_seconds: float, interface: str
 
 
 def meet_in_session(store: KeyValue, *, rank: int, world_size: int, timeout_seconds: float, warn_seconds: float) -> str:
-    """Return the name that the ranks of this start have in common, and no others ever. Collective.
+    """Return a session name that is unique to this start of the job and equal on all its ranks. Collective.
 
-    The store outlives the ranks, and no launcher's count tells their starts apart: each agent of torchrun counts its
-    own restarts, and a change of members counts for none. So each rank but the first writes a random word. The first
-    rank answers every word with the name of its session, those of earlier ranks, too. It waits until all ranks have
-    come to its session, and only then do they begin: a rank that an earlier first rank had answered follows the later.
+    The store outlives the ranks, and no launcher variable identifies a start: each agent of torchrun counts its own
+    restarts, and does not count changes of membership. So each rank but rank 0 writes a random word. Rank 0 answers
+    every word, also those of earlier starts, with the name of its session, and waits until all ranks have joined it.
+    Only then do they begin. A rank that an earlier rank 0 has answered follows the later answer.
     After warn_seconds rank 0 prints which ranks are late.
-    Raises: TimeoutError naming the ranks that have not come; what the store raises.
+    Raises: TimeoutError naming the missing ranks; errors of the store.
     """
     if rank != 0:
         return _join_session(store, rank, timeout_seconds)
@@ -218,7 +218,7 @@ def _remedy(env: ProcessEnv, address: str, error: Exception, *, seconds: float) 
 
 
 def _leads_back(address: str) -> bool:
-    """Tell whether a name leads to this host's loopback interface, as Debian and Ubuntu set up the host's own."""
+    """Return whether a name resolves to loopback, as the host's own name does on Debian and Ubuntu."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:  # no name at all
@@ -227,10 +227,10 @@ def _leads_back(address: str) -> bool:
 
 
 def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socket:
-    """Open a socket that listens on this address alone, not on every interface.
+    """Open a socket that listens on this address only.
 
-    Except on a host of several whose name leads to its own loopback interface: the other hosts know it by another
-    address.
+    It listens on all interfaces if the job has several hosts and the name resolves to loopback here: the other hosts
+    know this host by another address.
     """
     family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     if not is_one_host and _leads_back(address):
@@ -238,6 +238,6 @@ def listen(address: str, port: int, *, is_one_host: bool = True) -> socket.socke
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(where)
-    # all ranks of a large job may come at once
+    # all ranks of a large job may connect at once
     listener.listen(4096)
     return listener

@@ -1,4 +1,4 @@
-"""What the ranks say about where they run, compared before anything relies on it."""
+"""Check that the ranks' releases, hosts, local ranks and GPUs are consistent before they are used."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from bigbatch.comm.rendezvous.launcher import LAUNCHER_VARIABLES
 from bigbatch.errors import CommError
 
 UNKNOWN_RELEASE = "an older bigbatch"
-"""What a rank runs that does not name its release."""
+"""Release of a rank that does not state one."""
 _REMEDY = (
     "start all ranks of a host by one launcher and give every node a host name of its own; to play several nodes on "
     "one host, name them by BIGBATCH_HOST"
@@ -28,30 +28,29 @@ ON_CPU = "train on the CPU by bigbatch launch ... --device cpu (with another lau
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Says where one rank runs, by its own account."""
+    """Where one rank runs, as it states itself."""
 
     rank: int
     host: str
     space: str
-    """process_space(): which other processes it sees."""
+    """Result of process_space(): which other processes it sees."""
     local_rank: int
     local_size: int
     plays_host: bool = False
     gpu: str = ""
-    """UUID of the only GPU that it sees."""
+    """UUID of the GPU, if the rank sees exactly one."""
 
     @property
     def node(self) -> str:
-        """Name the node: ranks can share memory where this is the same."""
+        """Return the node's name: ranks of one node can share memory."""
         return f"{self.host} {self.space}"
 
 
 def process_space() -> str:
-    """Name this process's view of other processes: ranks can share memory only where it is the same.
+    """Return this process's PID and user namespaces: only ranks that have the same ones can share memory.
 
-    Of another user namespace it sees processes, but may not open their memory (ptrace(2), "access mode checking"); each
-    container of Apptainer without setuid has its own. A name of this process alone where there is no Linux /proc, and
-    so no memory to share.
+    A process may not open the memory of processes in another user namespace (ptrace(2), "access mode checking"); each
+    Apptainer container without setuid has its own. Without Linux's /proc, return a name unique to this process.
     """
     try:
         return f"{os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/user')}"
@@ -60,10 +59,10 @@ def process_space() -> str:
 
 
 def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]:
-    """Tell every rank where every rank runs, in rank order. Collective. gpu: the UUID of the only GPU that it sees.
+    """Gather where every rank runs, in rank order. Collective. gpu: UUID of the GPU, if this rank sees exactly one.
 
-    Raises: CommError where ranks run different code, two processes are the same rank, or the ranks of a host contradict
-    each other, or share a GPU.
+    Raises: CommError if ranks run different code, two processes have the same rank, or the ranks of a host contradict
+    each other or share a GPU.
     """
     mine = RankPlace(env.rank, env.host, process_space(), env.local_rank, env.local_size, env.plays_host, gpu)
     _claim_rank(env, control)
@@ -75,7 +74,7 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
             timeout_seconds=limit,
         )
     told = [json.loads(text) for text in texts]
-    # before anything else is read: another bigbatch may say it otherwise
+    # first: another release of bigbatch may have other fields
     require_same_release([each.pop("release", UNKNOWN_RELEASE) for each in told], hosts=[each["host"] for each in told])
     places = [RankPlace(**each) for each in told]
     require_consistent(places)
@@ -84,7 +83,7 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
 
 
 def _claim_rank(env: ProcessEnv, control: Control) -> None:
-    """Claim this rank: a second process of it would never be missed, as the first one answers in its place."""
+    """Claim this rank; a second process with the same rank is an error."""
     key = f"bigbatch/claim/{env.rank}"
     with control.explained("meeting of all ranks"):
         if control.store.add(key, 1) == 1:
@@ -99,10 +98,9 @@ def _claim_rank(env: ProcessEnv, control: Control) -> None:
 
 
 def require_consistent(places: Sequence[RankPlace]) -> None:
-    """Check that local ranks, which choose GPUs and say whether a host is alone, fit what the hosts are called.
+    """Check that local ranks and local sizes, which choose GPUs, agree with the host names.
 
-    A host is what has the name, or a container on it that sees its own processes alone. Says nothing about hosts that
-    are played.
+    A container that sees only its own processes counts as a host. Hosts named by BIGBATCH_HOST are not checked.
     Raises: CommError naming ranks and host.
     """
     if any(place.plays_host for place in places):
@@ -113,9 +111,9 @@ def require_consistent(places: Sequence[RankPlace]) -> None:
 
 
 def require_own_gpus(seen: Sequence[tuple[str, str]]) -> None:
-    """Check the host of each rank, and the UUID of the only GPU that it sees, "" where it sees several or none.
+    """Check that no two ranks share a GPU. seen: host of each rank, and UUID of its GPU; "" if it sees several or none.
 
-    Raises: CommError naming a host and its ranks that share one.
+    Raises: CommError naming the host and the ranks.
     """
     firsts: dict[tuple[str, str], int] = {}
     for rank, (host, gpu) in enumerate(seen):
@@ -161,18 +159,18 @@ def _contradiction(places: Sequence[RankPlace], host_of: Callable[[RankPlace], s
 
 @cache
 def release() -> str:
-    """Return versions and a digest of the sources, which tells two checkouts of one version apart."""
+    """Return versions and a digest of the sources, which differs between two checkouts of one version."""
     return f"bigbatch {bigbatch.__version__} (sources {sources_digest()}), torch {torch.__version__}"
 
 
 def sources_digest() -> str:
     """Digest all Python files of the package, wherever it is installed. Takes some milliseconds."""
     root = Path(bigbatch.__file__).parent
-    folders = os.walk(root, followlinks=True)  # a checkout's rooms are links
+    folders = os.walk(root, followlinks=True)  # a checkout's packages are links
     paths = [Path(folder, name).relative_to(root) for folder, _, names in folders for name in names]
     digest = sha256()
     for path in sorted(path for path in paths if path.suffix == ".py"):
-        if not any(part.startswith(".") for part in path.parts):  # what editors and notebooks leave
+        if not any(part.startswith(".") for part in path.parts):  # files of editors and notebooks
             digest.update(f"{path.as_posix()} {sha256((root / path).read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:8]
 

@@ -1,4 +1,4 @@
-"""Pickles of plain data: read with no way to run code, nor to take much more memory than they are long."""
+"""Read pickles of plain data without executing code, in memory proportional to their length."""
 
 import io
 import pickle
@@ -17,24 +17,24 @@ _PLAIN = re.compile(
     re.S,
 )
 _TEXTS = {ord("X"): 4, 0x8C: 1}
-"""Operation of a text -> how many bytes its length has."""
+"""Opcode of a text -> size of its length field in bytes."""
 _PROTOCOL, _STOP = b"\x80", ord(".")
 _CALLS = b"cibBoRQP\x81\x82\x83\x84\x92\x93"
-"""Operations that name, build or call what is no plain data."""
+"""Opcodes that import, build or call objects."""
 
 
 class NotPlain(ValueError):
-    """Bytes are no pickle of plain data; the message says what they are instead."""
+    """The bytes are not a pickle of plain data; the message says what they are."""
 
 
 class RunsCode(NotPlain):
-    """A pickle would have called functions as it was read."""
+    """Reading the pickle would have called functions."""
 
 
 def load_plain(data: bytes) -> Any:
     """Read a pickle of dicts, lists, tuples, texts, numbers, bools and None. Raises: NotPlain.
 
-    Nothing else has an operation that passes: what would call a function ends before anything is read.
+    All opcodes are checked before any is executed.
     """
     _check(data)
     try:
@@ -49,7 +49,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check(data: bytes) -> None:
-    """Walk over the operations up to the stop, and refuse all that make other than plain data."""
+    """Check all opcodes up to STOP. Raises: NotPlain for one that makes anything but plain data."""
     if data[:1] != _PROTOCOL:
         raise NotPlain("it is no pickle" if data else "it is empty")
     at = 0

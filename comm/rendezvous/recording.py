@@ -1,6 +1,6 @@
-"""What torch's flight recorder kept of one rank: its collectives and messages, read from a dump in either form.
+"""Parse a dump of torch's flight recorder: the collectives and messages of one rank, from JSON or a pickle.
 
-Knows no torch: dumps are looked at where jobs are submitted, too.
+Does not import torch: dumps are also read on login nodes.
 """
 
 import re
@@ -14,12 +14,12 @@ from bigbatch.files import parse_json
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)$")
 """Matches 'nccl:send 0->1' and 'nccl:recv 1<-0': kind, own number and peer's number in the group."""
 MOST_NUMBERS = 1 << 20
-"""Sizes that a dump may hold besides those that its length accounts for: a pickle can refer to one list many times."""
+"""Sizes that a dump may hold beyond its length in bytes: a pickle can refer to one list many times."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """A process group, whose ranks are those of the job; without ranks where torch does not tell them."""
+    """A process group and its global ranks; no ranks if torch does not state them."""
 
     name: str
     description: str
@@ -28,41 +28,41 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A collective, a message, or a batch of either, as one rank recorded it; where it is a batch, parts has all."""
+    """A collective, a message, or a coalesced batch of either (in parts), as one rank recorded it."""
 
     group: Group
     number: int
-    """Counted from the group's first collective; of messages: from this rank's first message in the group."""
+    """Number of the collective in its group; of a message: its number among this rank's messages in the group."""
     name: str
     sizes: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]] = ((), ())
     """Sizes of all inputs, and of all outputs."""
     types: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     state: str = "scheduled"
-    """scheduled, started or completed, as the recorder found it; gloo's stay scheduled."""
+    """scheduled, started or completed; those of gloo stay scheduled."""
     is_over: bool = False
     is_message: bool = False
     order: int = 0
-    """Its place among all that the rank began, those included that the recorder has forgotten."""
+    """Index among all operations of the rank, including those that the recorder has dropped."""
     frames: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
-    """Where it was called, the innermost first: of what is not over, and of each group's last; none in JSON."""
+    """Call stack, innermost first; kept for pending operations and each group's last one; none in JSON."""
     parts: tuple["Operation", ...] = ()
 
     @property
     def kind(self) -> str:
-        """Its name without the library's, such as all_reduce or send."""
+        """Return the name without the library, such as all_reduce or send."""
         return self.name.partition(":")[2].partition(" ")[0] or self.name
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank began, in its order; the recorder has forgotten what came before."""
+    """The operations of one rank, in order; the recorder drops the oldest ones."""
 
     groups: Mapping[str, Group]
     operations: tuple[Operation, ...]
 
     @property
     def collectives(self) -> Iterable[Operation]:
-        """Return its collectives, without messages between two ranks, which each rank counts for itself."""
+        """Return the collectives, without point-to-point messages, which each rank numbers separately."""
         return (each for each in self.operations if not each.is_message)
 
     @property
@@ -72,13 +72,13 @@ class Recording:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether the recorder has forgotten nothing."""
+        """Return whether the recorder has dropped nothing."""
         first = next((each for all in self.operations[:1] for each in (*all.parts, all)), None)
         return first is None or first.order == 0
 
 
 def late_for(number: int, ranks: Iterable[int], begun: Mapping[int, int]) -> tuple[dict[int, int], list[int]]:
-    """Compare ranks: who has not begun collective `number` -> what they have begun last; and of whom nothing is known.
+    """Return the ranks that have not begun collective `number`, with their last one; and the ranks that are not known.
 
     begun: rank -> number of the last collective that it has begun in that group, 0 for none.
     """
@@ -87,9 +87,9 @@ def late_for(number: int, ranks: Iterable[int], begun: Mapping[int, int]) -> tup
 
 
 def read_recording(data: bytes) -> Recording:
-    """Read a dump in JSON, or pickled, which runs no code.
+    """Parse a dump, in JSON or pickled, without executing code.
 
-    Raises: ValueError, LookupError, TypeError or AttributeError where it is none.
+    Raises: ValueError, LookupError, TypeError or AttributeError if it is not a dump.
     """
     if data.lstrip()[:1] in (b"{", b"["):
         try:
@@ -102,7 +102,7 @@ def read_recording(data: bytes) -> Recording:
         raise ValueError("it is no dump of torch's flight recorder")
     groups = {str(name): _group(str(name), told) for name, told in dict(dump.get("pg_config") or {}).items()}
     reader = _Reader(groups, left=MOST_NUMBERS + 2 * len(data))
-    for entry in dump.get("entries") or ():  # in JSON there is no list for none
+    for entry in dump.get("entries") or ():  # JSON dumps have no list if there are no entries
         reader.add(entry)
     return Recording(groups, reader.finish())
 
@@ -114,19 +114,19 @@ def _group(name: str, told: Mapping[str, Any]) -> Group:
 
 
 class _Reader:
-    """Takes entries one by one; what ends a batch takes the entries of its parts into itself."""
+    """Collects entries; the entry that ends a coalesced batch replaces the entries of its parts."""
 
     def __init__(self, groups: Mapping[str, Group], *, left: int) -> None:
         self._groups, self._left = dict(groups), left
         self._operations: dict[int, Operation] = {}
         self._frames: dict[int, Sequence[Mapping[str, Any]]] = {}
         self._same: dict[Any, Any] = {}
-        """Equal values are kept once: a thousand ranks are compared at a time."""
+        """Equal values are stored once: dumps of a thousand ranks are compared."""
         self._latest: dict[tuple[str, bool], list[int]] = {}
-        """Group's name, and whether of messages -> keys of the last operations that have one number."""
+        """(Group name, whether messages) -> keys of the last operations, which have the same number."""
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Take the next entry, of any version of the format."""
+        """Add the next entry, in any version of the format."""
         name, description, *_ = (*map(str, entry["process_group"]), "")
         group = self._groups.setdefault(name, Group(name, description, ()))
         title, state = str(entry["profiling_name"]), str(entry["state"])
@@ -138,22 +138,22 @@ class _Reader:
             (self._sizes(entry.get("input_sizes")), self._sizes(entry.get("output_sizes"))),
             (self._types(entry.get("input_dtypes")), self._types(entry.get("output_dtypes"))),
             state,
-            # gloo's have no state; others that are retired and not completed have timed out
+            # gloo records no state; other operations that are retired but not completed have timed out
             state == "completed" or (title.startswith("gloo:") and bool(entry.get("retired"))),
             is_message,
             int(entry.get("record_id", len(self._frames))),
         )
         if operation.kind == "coalesced" and not is_message:
-            # some releases call the end of a batch of messages a collective
+            # some releases record the end of a batch of messages as a collective
             before = self._operations_of((name, True))
             if before and before[-1].order == operation.order - 1 and not before[-1].parts:
                 operation = replace(operation, is_message=True, number=before[-1].number)
         self._keep(operation, entry.get("frames") or ())
 
     def finish(self) -> tuple[Operation, ...]:
-        """Return all in order. What others of its group have come after is over, but with gloo.
+        """Return all operations in order. One followed by a finished one of its group is over, except with gloo.
 
-        A group runs one collective after the other, as do messages of one direction between two ranks.
+        A group runs its collectives one after the other, and the messages of one direction between two ranks.
         """
         passed: set[tuple[str, str]] = set()
         lines: set[tuple[str, str]] = set()
@@ -175,7 +175,7 @@ class _Reader:
         line = (operation.group.name, operation.is_message)
         latest = self._operations_of(line)
         if latest and operation.number < latest[-1].number and not operation.is_message:
-            # a group of that name was made anew, and counts from the start
+            # a new group of the same name counts from the start
             self._operations = {k: each for k, each in self._operations.items() if each.group.name != line[0]}
             self._latest = {key: keys for key, keys in self._latest.items() if key[0] != line[0]}
             latest = []
@@ -183,7 +183,7 @@ class _Reader:
             self._latest[line] = latest_keys = []
         else:
             latest_keys = self._latest[line]
-            if operation.kind.endswith("coalesced"):  # of the parts' own states the recorder keeps none
+            if operation.kind.endswith("coalesced"):  # the recorder keeps no states of the parts
                 operation = replace(operation, parts=tuple(latest))
                 for key in latest_keys:
                     del self._operations[key]
@@ -210,4 +210,4 @@ class _Reader:
 
 def _number(entry: Mapping[str, Any], *, is_message: bool) -> int:
     key = "p2p_seq_id" if is_message else "collective_seq_id"
-    return int(entry[key] if key in entry else entry["seq_id"])  # before version 2.0 there was one for both
+    return int(entry[key] if key in entry else entry["seq_id"])  # before version 2.0 there was one number for both

@@ -1,7 +1,7 @@
-"""Who still lives after a failure, found in a few requests of each rank, however many there are.
+"""Roll call after a failure: which ranks still answer, in a few requests per rank for any number of ranks.
 
-A rank that fails writes so behind one key. Each that lives writes its number, once, behind another; the first that
-failed reads these and publishes the verdict. The others keep that, and say so: then the store may go.
+A rank that fails appends to one key. Each live rank appends its number once to a second key. The first rank that
+failed reads these and publishes the verdict. The others read it and acknowledge it; then the store may end.
 """
 
 import time
@@ -16,30 +16,29 @@ from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.exit_codes import CRASHED, FAILED, PIPE_CLOSED
 
 HEED_SECONDS = 1.0
-"""Longest wait, in the midst of another one, for the store's answer whether a rank has failed."""
+"""Limit of the question, during another wait, whether a rank has failed."""
 SILENCE_SECONDS = 3.0
-"""How much later than the end of a wait the store may say so: one that does not is out of reach."""
+"""Time after the end of a wait within which the store must answer; otherwise it is unreachable."""
 ROLL_CALL_SECONDS = 5.0
-"""How long the ranks have to answer; less, if only ranks whose processes have ended are missed."""
+"""Time for the ranks to answer; it ends earlier if only ranks whose processes have ended are missing."""
 LINGER_SECONDS = 2.0
-"""How much longer than an answer's time its readers wait for the verdict, and its holder for ranks that are missed:
-these may run, and are to keep the verdict, too."""
+"""Additional time for ranks to read the verdict, and for the store's holder to wait for missing ranks, which may still
+run and must read it, too."""
 REQUESTS_SECONDS = 1.0
-"""How much longer than such a time the requests in it may take."""
+"""Additional time for the requests themselves."""
 FIRST_PAUSE_SECONDS, COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1, 0.8
-"""Between two questions at a good end; of the one rank that counts; of the others, after the first few."""
+"""Pauses between polls: at a good end; of the rank that counts; of the others, after the first few."""
 LOOK_SECONDS = 1.0
-"""Longest pause between two looks of an inspector at an operation."""
+"""Longest pause between two polls of the stall inspector."""
 FLIGHT_SECONDS = 2.0
-"""Longest wait for torch's flight recorder and the file that it goes to."""
+"""Limit for dumping torch's flight recorder and writing its file."""
 EXPLAIN_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 2 * REQUESTS_SECONDS
-"""Longest wait for the control's explanation: its own limits, and some time for its requests."""
+"""Limit of the control's explanation: its own limits, and time for its requests."""
 VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + 2 * EXPLAIN_SECONDS
-"""How long after the time limit the verdict, and what the others still ask of this rank, may take: a library's own
-limit must come after it."""
+"""Time after the time limit for the verdict and the requests of others; a library's own limit must be longer."""
 
 LATE, LOST = "late", "lost"
-"""What a roll call follows: a time limit; a rank's end, or its own failure."""
+"""Cause of a roll call: a time limit; the end or failure of a rank."""
 
 HOST = "bigbatch/host"  # the host of each rank that has met
 _LEFT = "bigbatch/left"  # ranks that begin no more operations, and how many they have begun
@@ -51,7 +50,7 @@ _ENDED = "bigbatch/ended"  # ranks that have passed the last barrier
 
 
 class Member(Protocol):
-    """Says which rank calls or answers, and where. holder: who holds the store, such as "rank 0"."""
+    """The rank that calls or answers, and its store. holder: what holds the store, such as "rank 0"."""
 
     rank: int
     world_size: int
@@ -60,10 +59,10 @@ class Member(Protocol):
 
 
 class RollCall:
-    """Answers the others' roll call after a failure, or calls it. Any thread of a rank may.
+    """Answers a roll call of other ranks after a failure, or starts one. Thread-safe.
 
-    verdict: who is missed, or that nobody is; "" while this rank does not know. It is the same on all ranks.
-    exit_code: with which the first rank that failed by itself ends, if it has said so.
+    verdict: which ranks are missing, or that none is; "" before it is known. The same on all ranks.
+    exit_code: of the first rank that failed by itself, if it has published one.
     has_failed: this rank reports a failure, or is about to.
     """
 
@@ -78,11 +77,11 @@ class RollCall:
 
     @property
     def silence(self) -> str:
-        """Say that the holder does not answer."""
+        """Return the message that the store's holder does not answer."""
         return f"no answer from {self._member.holder}, which holds the rendezvous"
 
     def _store(self) -> KeyValue:
-        """Return the store for requests that may wait for a verdict."""
+        """Return a view of the store with time for a verdict."""
         return self._member.store.within(ROLL_CALL_SECONDS + LINGER_SECONDS + REQUESTS_SECONDS)
 
     def begin(self) -> None:
@@ -90,12 +89,12 @@ class RollCall:
         self._num_begun += 1
 
     def leave(self) -> None:
-        """Say, once, that this rank begins no more of them; the others' waits for such end then."""
+        """Publish, once, that this rank begins no more operations; waits of others for it end then."""
         store = self._member.store.within(ROLL_CALL_SECONDS)
         store.append(_LEFT, f"{self._member.rank}:{self._num_begun} ")
 
     def reason_to_end(self) -> str:
-        """Say why a wait of this rank is in vain: another rank reports a failure, or has left before; "" for no reason.
+        """Return why this rank's wait cannot succeed: another rank reports a failure, or left before; "" if it can.
 
         Raises: RuntimeError if the store does not answer within HEED_SECONDS.
         """
@@ -109,11 +108,11 @@ class RollCall:
         return f"{early} ended, or closed its connection, before it" if early else ""
 
     def answer(self, *, is_waiting: bool, tell: Callable[[], None] = lambda: None, asks_for_more: bool = False) -> None:
-        """Say, after another rank's failure, that this one lives; is_waiting: in an operation, for others itself.
+        """Answer a roll call after another rank's failure, if there is one. Call it periodically.
 
-        To be called again and again: the verdict is kept for later, too, when the store may be gone. After the loss of
-        a rank all answer. After a time limit only those who wait: who does something else is the one that is missed.
-        tell is called before, whether or not it answers. asks_for_more: the holder is to stay until part().
+        is_waiting: this rank waits for others in an operation. After the loss of a rank all ranks answer. After a time
+        limit only waiting ranks do: one that does something else is the missing one. Keeps the verdict for later, when
+        the store may have ended. tell: called before the answer. asks_for_more: the holder must stay until part().
         """
         if self.verdict:
             return
@@ -129,7 +128,7 @@ class RollCall:
             self._say_heard(store)
 
     def call(self, cause: str) -> str:
-        """Return the verdict, after a failure that this rank has met: LATE or LOST. Takes some seconds, once."""
+        """Return the verdict after a failure on this rank. cause: LATE or LOST. Takes some seconds, once."""
         with self._calling:
             if not self.verdict:
                 try:
@@ -139,16 +138,17 @@ class RollCall:
         return self.verdict
 
     def lose_holder(self) -> str:
-        """Return the verdict where the store answers no more; who has none by now misses its holder."""
+        """Return the verdict after the store is lost: its holder is missing, unless a verdict is known."""
         if not self.verdict:
-            self._has_parted = True  # nobody is asked again
+            self._has_parted = True  # no more requests
             self.verdict = self.silence
         return self.verdict
 
     def report_own_failure(self, exit_code: int = CRASHED) -> None:
-        """Let the others' waits end, and their roll call miss this rank; a failure reported before stays. part().
+        """Publish that this rank has failed by itself: the waits of others end, and their roll call misses it.
 
-        If this rank's exit_code says that the same command would fail again, the others end with it, too.
+        An earlier failure stays the first. Calls part(). If exit_code says that the same command would fail again, the
+        other ranks end with it, too.
         """
         self.has_failed = True
         code = f"::{exit_code}" if exit_code in (FAILED, PIPE_CLOSED) else ""
@@ -160,9 +160,9 @@ class RollCall:
         self.part()
 
     def part(self) -> None:
-        """Say that this rank asks the store for nothing more; its holder stays until the others have said so.
+        """Publish that this rank sends no more requests; on the store's holder, wait for the others to do so, too.
 
-        Or have had the time to.
+        That wait has a limit.
         """
         with self._parting:
             # without a verdict the store has not answered
@@ -177,13 +177,13 @@ class RollCall:
                     self._say_heard(store)
 
     def end_well(self, *, within_seconds: float) -> None:
-        """Say that this rank has passed the last barrier, and is missed by nobody. Its holder stays until all have.
+        """Publish that this rank has passed the last barrier; on the store's holder, wait for the others to do so.
 
-        Or, where some cannot, until these know the verdict; for within_seconds at most.
+        If some cannot, wait until they know the verdict. The wait takes within_seconds at most.
         """
         if self.verdict or self._member.world_size == 1:
             return
-        with suppress(RuntimeError):  # the holder has gone
+        with suppress(RuntimeError):  # the store has ended
             self._end_well(within_seconds)
 
     def _end_well(self, within_seconds: float) -> None:
@@ -195,7 +195,7 @@ class RollCall:
         while len(_ranks(_ENDED, store)) < self._member.world_size and awake_seconds() < deadline:
             if not self._cause:
                 self.answer(is_waiting=True)
-                if self._cause:  # a verdict comes soon, or never: a rank that fails by itself calls no roll
+                if self._cause:  # a rank that failed by itself starts no roll call, so a verdict may never come
                     deadline = min(deadline, awake_seconds() + ROLL_CALL_SECONDS + 2 * LINGER_SECONDS)
             elif self._has_heard(store):
                 break
@@ -210,7 +210,7 @@ class RollCall:
         caller = next(int(rank) for rank in self._read_failures(store) if rank)
         if caller == self._member.rank:
             return self._count(store)
-        # where no verdict comes, the rank that counts may have ended, or be slow
+        # without a verdict: the rank that counts has ended, or is slow
         pauses = COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS
         if wait_until(lambda: self._has_heard(store), ROLL_CALL_SECONDS + LINGER_SECONDS, pauses_seconds=pauses):
             return self.verdict
@@ -218,9 +218,9 @@ class RollCall:
         return f"{_name(self._missing(store), store)}, and no verdict from {where}, which counted the answers"
 
     def _read_failures(self, store: KeyValue) -> list[str]:
-        """Keep what the first failure was; return the ranks that failed, in turn.
+        """Store the first failure's cause; return the ranks that failed, in order.
 
-        "" for one that failed by itself, which does not call the roll.
+        "" for a rank that failed by itself: it starts no roll call.
         """
         failures = [(*word.split(":"), "", "")[:3] for word in store.get(_FAILED).decode().split()]
         self._cause, _, code = failures[0]
@@ -228,12 +228,12 @@ class RollCall:
         return [rank for _, rank, _ in failures]
 
     def _count(self, store: KeyValue) -> str:
-        """Read who answers, and publish who does not."""
+        """Read which ranks answer, and publish which do not."""
         missing: set[int] = set()
 
         def have_answered() -> bool:
             nonlocal missing
-            gone = store.gone()  # first: a rank that ends well between the two is not missed
+            gone = store.gone()  # first: a rank that ends well between the two requests is not missing
             missing = self._missing(store)
             return not missing - gone
 
@@ -243,7 +243,7 @@ class RollCall:
         return verdict
 
     def _has_heard(self, store: KeyValue) -> bool:
-        """Keep the verdict, once it is there."""
+        """Read the verdict, if it is there; return whether it is known."""
         if not self.verdict and store.check([_VERDICT]):
             self.verdict = store.get(_VERDICT).decode()
         return bool(self.verdict)
@@ -254,17 +254,17 @@ class RollCall:
     def _say_alive(self, store: KeyValue) -> None:
         if not self._has_answered:
             store.append(_ALIVE, f"{self._member.rank} ")
-            # not before: what is not written must be written again
+            # after the write: a failed write is repeated
             self._has_answered = True
 
     def _say_heard(self, store: KeyValue) -> None:
         if not self._has_told_heard:
             store.append(_HEARD, f"{self._member.rank} ")
-            # append() returns before the store has it, and this process may end
+            # check() waits for the answer; append() alone returns before the store has the value
             self._has_told_heard = store.check([_HEARD])
 
     def _await_others(self, store: KeyValue) -> None:
-        """Wait until all others have heard the verdict, those that are missed for a shorter time."""
+        """Wait until all others know the verdict; for missing ranks wait a shorter time."""
         start = awake_seconds()
 
         def have_heard() -> bool:
@@ -280,7 +280,7 @@ class RollCall:
 
 
 def late_error() -> TimeoutError:
-    """Make the cause of a wait that reached its limit."""
+    """Return the cause of a wait that reached its limit."""
     return TimeoutError("some rank has not come to it")
 
 

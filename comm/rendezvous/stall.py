@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: named on every rank before the time limit ends the job."""
+"""Stall inspector: name the ranks that others wait for, before the time limit ends the job."""
 
 import ctypes
 import faulthandler
@@ -29,9 +29,9 @@ from bigbatch.exit_codes import LOST
 T = TypeVar("T")
 
 TO_SHOW_SECONDS = 1.0
-"""Between the word where each thread is and the end of a process that hangs."""
+"""Time between the stack dump and SIGALRM for a process whose shutdown hangs."""
 BESIDE_A_QUEUE = -1_000_000
-"""Number of the first operation that no queue counts: each has a number of its own, below all of a queue's."""
+"""Number of the first operation outside of a queue; such numbers stay below those of a queue."""
 
 _FLAG = "bigbatch/stall/operation"
 _FLIGHTS = "bigbatch/stall/flights"
@@ -39,30 +39,31 @@ _FLIGHTS = "bigbatch/stall/flights"
 
 @dataclass(frozen=True)
 class Pending:
-    """Describes an operation under way: its number in order of submission, and since when (awake_seconds())."""
+    """An operation under way. number: in order of submission. since: awake_seconds()."""
 
     number: int
     label: str
     since: float
     ranks: tuple[int, ...] | None = None
-    """Who takes part; None for all ranks."""
+    """Ranks that take part; None for all."""
 
     @property
     def seconds(self) -> float:
-        """Return for how long it has been under way."""
+        """Return the seconds since it began."""
         return awake_seconds() - self.since
 
 
 class StallInspector:
-    """Watches this rank's operations from threads of its own, and says which ranks are late for one.
+    """Watches this rank's operations from its own threads, and prints which ranks are late for one.
 
-    A rank that has waited warn_seconds in an operation raises a flag in the control's store; the others, which look
-    at it a few times per warn_seconds, write down whether they wait in the same operation; who has not is late. Each
-    waiting rank names the late ones, and a late one that still runs says that it is waited for. Costs one small
-    request per look. ends_job: also end this process after the control's timeout, for transports that only enqueue
-    (NCCL), where no thread of ours waits that could give up; a second thread counts then, which asks nobody, so that
-    a store that is gone or hangs delays the end by no more than the verdict takes. Before the end torch's flight
-    recorder is written to a file, and what ranks have begun is compared.
+    A rank that has waited warn_seconds in an operation sets a flag in the store. The other ranks poll the flag a few
+    times per warn_seconds and write whether they wait in the same operation; a rank that does not write is late. Each
+    waiting rank names the late ones, and a late rank that still runs prints that others wait for it. A poll costs one
+    small request.
+    ends_job: also end this process after the control's timeout. For transports that only enqueue (NCCL), where no
+    thread of ours waits. A second thread then watches the clock without the store, so a store that is lost or hangs
+    delays the end only by the time of the verdict. Before the end the flight recorder is written to a file, and the
+    ranks' collectives are compared.
     """
 
     def __init__(
@@ -76,16 +77,16 @@ class StallInspector:
     ) -> None:
         self._control, self._oldest = control, oldest
         self._warn_seconds, self._say = warn_seconds, say
-        # a few per warn_seconds: the others' answers come at most a quarter of it late
+        # four polls per warn_seconds: answers of others come at most a quarter of it late
         self._look_seconds = min(LOOK_SECONDS, warn_seconds / 4)
         self._store = control.store
-        """As one look asks it: a holder that is silent for warn_seconds is worth a warning."""
+        """View of the store for one poll: no answer within warn_seconds is worth a warning."""
         self._beside = itertools.count(BESIDE_A_QUEUE)
         self._noted: Pending | None = None
         self._noted_at = 0.0
         self._said: set[int] = set()
         self._verdicts: dict[int, str] = {}
-        """What was said of the late ranks of an operation, for when the store can be asked no more."""
+        """Operation number -> what was printed about its late ranks, for the time after the store is lost."""
         self._ends_job = ends_job
         self._has_told = self._has_dumped = False
         self._closed = Event()
@@ -98,9 +99,9 @@ class StallInspector:
 
     @contextmanager
     def during(self, label: str) -> Iterator[None]:
-        """Watch what the calling thread does inside, beside the queue if there is one, as an operation of all ranks.
+        """Watch the block as an operation of all ranks. Operations of the queue, if there is one, take precedence.
 
-        What the queue is at goes first. All ranks make these calls in the same order.
+        All ranks make these calls in the same order.
         """
         queued, pending = self._oldest, Pending(next(self._beside), label, awake_seconds())
         self.follow(lambda: queued() or pending)
@@ -110,14 +111,14 @@ class StallInspector:
             self.follow(queued)
 
     def follow(self, oldest: Callable[[], Pending | None]) -> None:
-        """Watch the operations of a queue from now on, which counts them from 1."""
+        """Watch the operations of a queue, numbered from 1, from now on."""
         self._oldest = oldest
 
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
         for thread in self._threads:
-            # one may be in a request that the store does not answer any more
+            # one may wait for a store that does not answer any more
             thread.join(timeout=LOOK_SECONDS)
 
     def _repeat(self, look: Callable[[], None]) -> None:
@@ -127,22 +128,22 @@ class StallInspector:
     def _ask(self) -> None:
         try:
             self.look()
-        except RuntimeError:  # the store is gone, and may be so at the end of a good run
+        except RuntimeError:  # the store is lost, or closed at the end of a good run
             pending = self._oldest()
             if pending and pending.seconds > self._warn_seconds and pending.number not in self._said:
                 self._said.add(pending.number)
                 self._say(self._waits(pending, self._control.roll_call.silence))
 
     def count(self) -> None:
-        """Take one look at the clock alone, and end this process after the time limit."""
+        """Check the clock once; end this process after the time limit. Does not need the store."""
         pending = self._oldest()
         if pending and pending.seconds > self._control.timeout_seconds:
-            # torch's dump asks the driver with the interpreter's lock held: where it hangs, no thread of Python goes on
+            # torch's dump calls the driver with the GIL held: if it hangs, no Python thread runs
             with _ended_after(VERDICT_SECONDS):
                 self._say(self._last_words(pending))
-                # not before: the others, too, may compare flights now
+                # last: other ranks may still compare flight records
                 self._control.roll_call.part()
-            os._exit(LOST)  # the main thread waits for the device, where nothing can reach it
+            os._exit(LOST)  # the main thread waits for the device and cannot be interrupted
 
     def _last_words(self, pending: Pending) -> str:
         seconds = pending.seconds
@@ -156,7 +157,7 @@ class StallInspector:
         return f"{text}{f'; last seen: {seen}' if seen else ''}{record}"
 
     def _explain(self, pending: Pending, seconds: float, flight: Flight | None) -> str:
-        with suppress(RuntimeError):  # where the store is gone, the control says so
+        with suppress(RuntimeError):  # if the store is lost, the control says so
             self._tell(flight)
         error: CommError = self._control.describe(pending.label, seconds, late_error())
         compared = ""
@@ -166,24 +167,24 @@ class StallInspector:
         return f"{error}; {compared}" if compared else str(error)
 
     def _tell(self, flight: Flight | None) -> None:
-        """Tell the others, once, what this rank has begun."""
+        """Publish, once, which collectives this rank has begun."""
         if flight is not None and not self._has_told:
             self._has_told = True
             self._control.store.append(_FLIGHTS, json.dumps([self._control.rank, flight.begun]) + "\n")
 
     def _told(self) -> dict[int, dict[str, int]]:
-        """Return what ranks have begun, of those that told."""
+        """Return rank -> its begun collectives, of the ranks that have published them."""
         text = self._control.store.get(_FLIGHTS).decode() if self._control.store.check([_FLIGHTS]) else ""
         return dict(json.loads(line) for line in text.splitlines())
 
     def _answer_with_flight(self) -> None:
-        """Tell what this rank has begun, where that takes no longer than it may: the answer does not wait for it."""
+        """Publish which collectives this rank has begun, within FLIGHT_SECONDS."""
         if self._ends_job and not self._has_dumped:
             self._has_dumped = True
             self._tell(_within(FLIGHT_SECONDS, lambda: read_flight(dump_flight())))
 
     def look(self) -> None:
-        """Take one look at this rank's operation and at the flags."""
+        """Poll once: this rank's operation, and the flag of the others."""
         pending = self._oldest()
         waited = pending.seconds if pending else 0.0
         self._control.roll_call.answer(
@@ -200,7 +201,7 @@ class StallInspector:
             return
         if pending and pending.number == flagged:
             self._note(pending)
-            # two looks: by then every rank that waits in it has written so
+            # after two polls every rank that waits in it has written so
             if flagged not in self._said and awake_seconds() - self._noted_at > 2 * self._look_seconds:
                 self._said.add(flagged)
                 here = {int(rank) for rank in self._store.get(f"bigbatch/stall/{flagged}/ranks").split()}
@@ -226,17 +227,17 @@ class StallInspector:
         return range(self._control.world_size) if pending.ranks is None else pending.ranks
 
     def _note(self, pending: Pending) -> None:
-        """Write down, once, that this rank waits in the operation."""
+        """Write, once, that this rank waits in the operation."""
         if self._noted is None or self._noted.number != pending.number:
             self._noted, self._noted_at = pending, awake_seconds()
             key = f"bigbatch/stall/{pending.number}"
             self._store.append(f"{key}/ranks", f"{self._control.rank} ")
-            # another group may have raised the flag: each counts its operations, and they have the same numbers
+            # another group may have set the flag: groups number their operations alike
             if not self._is_in(pending.number):
                 self._store.append(f"{key}/of", "".join(f" {rank}" for rank in self._ranks_of(pending)))
 
     def _is_in(self, number: int) -> bool:
-        """Tell whether this rank takes part in the flagged operation, as far as it is known."""
+        """Return whether this rank is known to take part in the flagged operation."""
         return str(self._control.rank) in self._store.get(f"bigbatch/stall/{number}/of").decode().split()
 
     def _waits(self, pending: Pending, verdict: str) -> str:
@@ -247,7 +248,7 @@ class StallInspector:
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Return what is asked; None where no answer comes in so long, or none at all."""
+    """Return ask(), or None if it fails or takes longer than seconds."""
     with suppress(Exception):
         return answer_within(seconds, ask)
     return None
@@ -255,10 +256,10 @@ def _within(seconds: float, ask: Callable[[], T]) -> T | None:
 
 @contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """End this process by SIGALRM where what is inside takes longer, and show first where each thread is.
+    """Dump all stacks and kill this process by SIGALRM if the block takes longer.
 
-    A signal, as a launcher starts again what one has ended; faulthandler's own end has the code of a user's error.
-    The system's own handling of it, whatever the script has put there: a handler in Python would wait for the lock.
+    A launcher restarts a process that a signal ended; faulthandler's own exit would have the code of a user's error.
+    The signal has its default action meanwhile, whatever handler a script has set: a Python handler needs the GIL.
     """
     library = ctypes.CDLL(None)
     library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p

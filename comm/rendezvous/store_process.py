@@ -1,7 +1,7 @@
-"""The process that holds a job's key-value store: beside rank 0, and for callers alone who know the job's secret.
+"""Server process of the job's key-value store: runs beside rank 0, and serves only clients that know the secret.
 
-It imports nothing but Python's own library, and ends with rank 0, whose pipe and process it watches. What callers send
-never becomes more than bytes.
+Imports only the standard library. Ends with rank 0: it watches its pipe and its parent process. Clients' data is kept
+as bytes and never interpreted.
 """
 
 import os
@@ -19,29 +19,29 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, let_in
 
 LENGTH = struct.Struct("!I")
-"""Precedes each request, answer and part of one: its length in bytes."""
+"""Length in bytes, before each request, answer and part."""
 MOST_BYTES = 64 << 20
-"""Largest request: larger ones end their connection."""
+"""Largest request; a larger one ends its connection."""
 HELLO_SECONDS = 10.0
-"""How long a caller may take to introduce itself."""
+"""Time limit of a client's authentication."""
 MOST_STRANGERS = 256
-"""How many may stand at the door at once beside the job's own; the one who has stood there longest goes first."""
+"""Unauthenticated connections beyond the job's ranks; the server drops the oldest one if there are more."""
 GONE_SECONDS = 0.3
-"""From when on a rank counts as gone whose every connection has ended: who lives keeps one for nothing else."""
+"""Time after the end of a rank's last connection until it counts as gone: a live rank keeps one open."""
 LOOK_SECONDS = 0.2
-"""Between two looks whether rank 0 is still there, and who has waited for long enough."""
+"""Period of the checks of rank 0 and of time limits."""
 NAME = "store"
 
 DONE, MISSING = b"\0", b"\1"
 
 
 def pack(*parts: bytes) -> bytes:
-    """Join the parts of a request or an answer, so that split() finds them again."""
+    """Join the parts of a request or an answer; split() is the inverse."""
     return b"".join(LENGTH.pack(len(part)) + part for part in parts)
 
 
 def split(data: bytes) -> list[bytes]:
-    """Return the parts that pack() has joined. Raises: ValueError for anything else."""
+    """Return the parts that pack() joined. Raises: ValueError if the data is malformed."""
     parts, at = [], 0
     while at < len(data):
         start = at + LENGTH.size
@@ -53,22 +53,22 @@ def split(data: bytes) -> list[bytes]:
 
 
 class _Caller:
-    """Follows one connection: a stranger until its hello has come."""
+    """One connection, unauthenticated until its hello has come."""
 
     def __init__(self, stream: socket.socket, door: Door) -> None:
         self.stream = stream
         self.door: Door | None = door
         self.since = awake_seconds()
         self.rank: int | None = None
-        """Rank of the caller; None before authentication."""
+        """The client's rank; None before authentication."""
         self.incoming, self.outgoing = bytearray(), bytearray(door.nonce)
         self.waits_for: set[bytes] = set()
-        """Keys that must be there before its last request is answered."""
+        """Missing keys of its pending wait."""
         self.waits_until = float("inf")
-        """When it is answered all the same, within LOOK_SECONDS; awake_seconds()."""
+        """When its wait ends without the keys, to within LOOK_SECONDS; awake_seconds()."""
 
     def requests(self) -> Iterator[list[bytes]]:
-        """Take out what has come whole. Raises: ValueError, StrangerError."""
+        """Yield the complete requests. Raises: ValueError, StrangerError."""
         if self.door is not None and len(self.incoming) >= HELLO_BYTES:
             self.rank, answer = self.door.judge(bytes(self.incoming[:HELLO_BYTES]))
             self.outgoing += answer
@@ -86,13 +86,13 @@ class _Caller:
 
 
 class Table:
-    """Keeps values by key, and does what requests ask for: the name of an operation, then its bytes."""
+    """The key-value table, and the requests on it: name of an operation, then its arguments."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
 
     def answer(self, request: list[bytes]) -> bytes:
-        """Carry out a request; return its answer. Raises: LookupError or ValueError for one that no rank makes."""
+        """Execute a request; return the answer. Raises: LookupError or ValueError for a malformed one."""
         values = self.values
         match request:
             case [b"set", *pairs]:
@@ -112,7 +112,7 @@ class Table:
                 values[key] = values.get(key, b"") + value
                 return DONE
             case [b"compare_set", key, expected, desired]:
-                # as torch's: an empty expectation is for a key that is not there, whose answer else is the expectation
+                # as torch's: an empty expected value matches a missing key, and a missing key returns expected
                 if values.get(key, b"") == expected:
                     values[key] = desired
                 return DONE + pack(values.get(key, expected))
@@ -124,13 +124,13 @@ class Table:
 
 
 class StoreServer:
-    """Serves a table over a listening socket, to any number of callers, from one thread.
+    """Serves the table to any number of clients from one thread.
 
-    Who asks to wait is answered when all its keys are there, or after the seconds that it states.
+    A wait is answered when all its keys exist, or after the seconds that it states.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, *, world_size: int) -> None:
-        """world_size: how many ranks may come at once."""
+        """world_size: ranks that may connect at once."""
         listener.setblocking(False)
         self._listener, self._secret = listener, secret
         self._most_strangers = MOST_STRANGERS + world_size
@@ -140,12 +140,12 @@ class StoreServer:
         self._strangers: deque[_Caller] = deque()
         self._waiting: dict[bytes, list[_Caller]] = {}
         self._known: dict[int, set[_Caller]] = {}
-        """The connections of each rank that has ever come."""
+        """Connections of each rank that has authenticated."""
         self._left: dict[int, float] = {}
-        """When the last connection of a rank ended; awake_seconds()."""
+        """Rank -> when its last connection ended; awake_seconds()."""
 
     def serve(self, is_over: Callable[[], bool], *, also: int | None = None) -> None:
-        """Serve until is_over(), asked every LOOK_SECONDS and whenever the descriptor also has something to read."""
+        """Serve until is_over(), which is called every LOOK_SECONDS and when the descriptor `also` is readable."""
         if also is not None:
             self._selector.register(also, selectors.EVENT_READ)
         looked = awake_seconds()
@@ -186,7 +186,7 @@ class StoreServer:
             self._close(self._strangers[0])
 
     def _serve(self, caller: _Caller, events: int) -> None:
-        if caller.stream.fileno() < 0:  # sent off a moment ago
+        if caller.stream.fileno() < 0:  # dropped in this round
             return
         try:
             if events & selectors.EVENT_READ:
@@ -225,7 +225,7 @@ class StoreServer:
             _reply(caller, DONE + pack(*(str(rank).encode() for rank in gone)))
             return
         _reply(caller, self._table.answer(request))
-        for key in request[1::2]:  # the others are values
+        for key in request[1::2]:  # the odd parts are keys
             if key in self._waiting and key in self._table.values:
                 for waiting in self._waiting.pop(key):
                     waiting.waits_for.remove(key)
@@ -234,11 +234,11 @@ class StoreServer:
 
     def _end_wait(self, caller: _Caller, answer: bytes) -> None:
         _reply(caller, answer)
-        with suppress(OSError):  # who has left is noticed by the selector
+        with suppress(OSError):  # the selector reports a closed connection
             self._send(caller)
 
     def _forget(self, caller: _Caller) -> None:
-        """Let it wait for nothing any more."""
+        """Cancel its pending wait."""
         for key in caller.waits_for:
             self._waiting[key].remove(caller)
             if not self._waiting[key]:
@@ -269,9 +269,9 @@ def _reply(caller: _Caller, answer: bytes) -> None:
 
 
 def main() -> None:
-    """Serve the listening socket of that descriptor; the secret comes by standard input, whose end is this one's."""
-    # rank 0's signals are not meant for this process, which ends when that one has: not Ctrl-C, and not what stops a
-    # group of processes. In the same session: the kernel lets a stopped group go on whose parent there has ended
+    """Serve the listening socket of a descriptor; read the secret from standard input, and end when it closes."""
+    # this process ends after rank 0, so it ignores signals that are meant for rank 0, and has its own process group; in
+    # the same session, since the kernel then continues a stopped group whose parent has ended
     os.setpgid(0, 0)
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         signal.signal(each, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Which rank sits on which node, and who exchanges with whom; integers only."""
+"""Topology: which ranks form a node group, and which ones communicate. Integers only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """Puts the ranks of a job into node groups, as one rank sees them.
+    """The node groups of a job, as one rank sees them.
 
-    groups[i] are the ranks of node group i in ascending order; the first one is the group's leader. A node
-    group is a host, or a part of one (Jia et al. 2018 use 16 GPUs); parts of a host stand side by side.
+    groups[i] are the ranks of node group i in ascending order; the first one is the group's leader. A node group is a
+    host or a part of one (Jia et al. 2018 use 16 GPUs); the parts of a host are adjacent.
     """
 
     rank: int
@@ -27,27 +27,27 @@ class Topology:
 
     @property
     def node_rank(self) -> int:
-        """Say which node group this rank belongs to."""
+        """Return the index of this rank's node group."""
         return next(i for i, group in enumerate(self.groups) if self.rank in group)
 
     @property
     def node(self) -> tuple[int, ...]:
-        """List the ranks of this rank's own node group."""
+        """Return the ranks of this rank's node group."""
         return self.groups[self.node_rank]
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """List the first rank of each node group: the ring that crosses nodes."""
+        """Return the first rank of each node group: the ring that crosses nodes."""
         return tuple(group[0] for group in self.groups)
 
     @property
     def smallest_node(self) -> int:
-        """Count the ranks of the smallest node group: the sharded form can have as many shards."""
+        """Return the size of the smallest node group: the largest number of shards of the sharded form."""
         return min(len(group) for group in self.groups)
 
     @property
     def ring(self) -> tuple[int, ...]:
-        """List all ranks, host by host, so that a flat ring enters and leaves each host only once."""
+        """Return all ranks host by host, so that a flat ring enters and leaves each host once."""
         return tuple(rank for group in self.groups for rank in group)
 
 
