@@ -205,7 +205,3 @@ def done(communicator: Communicator) -> int:
 def main(*arguments: str) -> None:
     """Run one mode: MODE [ARGUMENT ...]."""
     run({"ddp": check_ddp, "shared-group": check_shared_group, "lose": lose_a_rank}, *arguments)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -234,5 +234,10 @@ def check_against_horovod(
         assert not torch.equal(p, before)
 
 
+def main(*arguments: str) -> None:
+    """Run one mode: MODE [ARGUMENT ...]."""
+    run({"optimizer": check_optimizer, "horovod": check_horovod}, *arguments)
+
+
 if __name__ == "__main__":
-    run({"optimizer": check_optimizer, "horovod": check_horovod}, *sys.argv[1:])
+    main(*sys.argv[1:])

@@ -3,14 +3,14 @@
 import importlib.util
 import re
 import signal
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
 from test_lost_rank import SURVIVED, finish, start_ranks
-from test_parallel import RANKS, assert_all_passed, job_argv, needs_mpi, run_to_the_end
+from test_parallel import RANKS, assert_all_passed, fork_job, job_argv, needs_mpi, run_forked, run_to_the_end
 from torch import nn
 
 from bigbatch.comm.connection import connect
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.long
 
 
 ROOT = Path(__file__).resolve().parents[2]
-DDP = Path(__file__).with_name("ranks_ddp.py")
 HOROVOD = Path(__file__).with_name("ranks_horovod.py")
 PAGE = ROOT / "docs/from-horovod.md"
 
@@ -37,12 +36,9 @@ def run_script(script: Path, launcher: str, *arguments: str, num_ranks: int) -> 
     return run_to_the_end(argv, timeout_seconds=250)
 
 
-def test_ddp_with_our_hook() -> None:
-    assert_all_passed(run_script(DDP, "torchrun", "ddp", "gloo", "tcp", num_ranks=3), num_ranks=3)
-
-
-def test_ddp_in_the_process_group_that_a_communicator_made() -> None:
-    assert_all_passed(run_script(DDP, "torchrun", "shared-group", num_ranks=3), num_ranks=3)
+@pytest.mark.parametrize("arguments", [("ddp", "gloo", "tcp"), ("shared-group",)])
+def test_ddp_with_our_hook(arguments: Sequence[str]) -> None:
+    assert_all_passed(run_forked(3, arguments, target="ranks_ddp:main"), num_ranks=3)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "tcp"])
@@ -57,15 +53,13 @@ def test_ddp_survivors_name_the_lost_rank(backend: str) -> None:
         assert re.search(expected + r"failed after \d+\.\d s; no answer from rank 1 on node0", output), output
 
 
-@pytest.mark.parametrize(
-    ("launcher", "num_ranks", "backends"),
-    [
-        pytest.param("mpirun", 3, ["gloo", "mpi"], marks=needs_mpi),
-        ("torchrun", 2, ["gloo", "tcp"]),
-    ],
-)
-def test_distributed_optimizer_over_ranks(launcher: str, num_ranks: int, backends: list[str]) -> None:
-    assert_all_passed(run_script(HOROVOD, launcher, "optimizer", *backends, num_ranks=num_ranks), num_ranks=num_ranks)
+def test_distributed_optimizer_over_ranks() -> None:
+    assert_all_passed(run_forked(2, ["optimizer", "gloo", "tcp"], target="ranks_horovod:main"), num_ranks=2)
+
+
+@needs_mpi
+def test_distributed_optimizer_over_mpi() -> None:
+    assert_all_passed(run_script(HOROVOD, "mpirun", "optimizer", "gloo", "mpi", num_ranks=3), num_ranks=3)
 
 
 @needs_mpi
@@ -101,13 +95,20 @@ def code_blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 
 
+def run_page(script: str) -> int:
+    """What a forked process runs."""
+    run_path(script, run_name="__main__")
+    return 0
+
+
 @pytest.mark.parametrize("index", range(len(code_blocks())))
 def test_pages_code_runs_alone_and_in_a_job(index: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(code_blocks()[index])
-    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=200)
+    code, alone = fork_job("test_other_scripts:run_page", [str(script)], [{}], timeout_seconds=200)
+    assert code == 0, alone
     together = run_script(script, "torchrun", num_ranks=2)
-    losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", text)] for text in (alone.stdout, together)]
+    losses = [[float(x) for x in re.findall(r"loss (\d+\.\d+)", text)] for text in (alone, together)]
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # the batch is global, whatever the number of ranks
 

@@ -69,9 +69,9 @@ def end(process: "subprocess.Popen[str]") -> str:
     return output
 
 
-def run_forked(num_ranks: int, arguments: list[str]) -> str:
+def run_forked(num_ranks: int, arguments: Sequence[str], *, target: str = "ranks:run_rank") -> str:
     """The output of a job without a launcher, after it has ended well."""
-    code, output = fork_job("ranks:run_rank", arguments, places(num_ranks), timeout_seconds=150)
+    code, output = fork_job(target, arguments, places(num_ranks), timeout_seconds=150)
     if code != 0:
         pytest.fail(f"{' '.join(arguments)} ended with {code}:\n{output}", pytrace=False)
     return output

@@ -65,8 +65,10 @@ def dead_here() -> Claim:
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
-        os.write(writing, own_claim().text())
-        os._exit(0)
+        try:
+            os.write(writing, own_claim().text())
+        finally:
+            os._exit(0)
     os.waitpid(process, 0)
     os.close(writing)
     with os.fdopen(reading) as said:
