@@ -1,4 +1,4 @@
-"""examples/language_model.py on the first pages of its novel: alone, by mpirun and by torchrun, in each precision."""
+"""examples/language_model.py on the first pages of its novel: alone, on two ranks, and in each precision."""
 
 import re
 import shutil
@@ -7,8 +7,7 @@ from runpy import run_path
 
 import pytest
 from forked_ranks import places
-from test_other_scripts import run_script
-from test_parallel import fork_job, needs_mpi
+from test_parallel import fork_job, run_forked
 
 pytestmark = pytest.mark.long
 
@@ -66,9 +65,8 @@ def test_example_learns_with_other_cells(cell: str, script: Path) -> None:
     assert second[1] < first[1]
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("mpirun", marks=needs_mpi), "torchrun"])
-def test_example_on_two_ranks_is_the_same(launcher: str, script: Path, in_fp32: list[tuple[float, float]]) -> None:
-    together = perplexities(run_script(script, launcher, *SHORT, num_ranks=2))
+def test_example_on_two_ranks_is_the_same(script: Path, in_fp32: list[tuple[float, float]]) -> None:
+    together = perplexities(run_forked(2, [str(script), *SHORT], target="test_language_example:run_copy"))
     for ours, theirs in zip(together, in_fp32, strict=True):
         assert ours == pytest.approx(theirs, rel=3e-4)
 

@@ -34,22 +34,19 @@ def launch(launcher: str, folder: Path, *words: str) -> "subprocess.CompletedPro
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "launcher",
+    ("launcher", "words", "code"),
     [
-        pytest.param("mpirun", marks=(needs_mpi, pytest.mark.long)),
-        pytest.param("torchrun", marks=pytest.mark.long),
-        pytest.param("local", marks=pytest.mark.long),
+        pytest.param("mpirun", ["--rate", "a b", "fail"], 5, marks=needs_mpi),
+        ("torchrun", ["--rate", "a b"], 0),
+        ("local", ["--rate", "a b"], 0),
     ],
 )
-def test_own_script_runs_on_every_rank_with_its_arguments(launcher: str, tmp_path: Path) -> None:
-    done = launch(launcher, tmp_path, "--rate", "a b")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_own_script_runs_on_every_rank_with_its_arguments_and_ends_the_job_with_its_code(
+    launcher: str, words: list[str], code: int, tmp_path: Path
+) -> None:
+    done = launch(launcher, tmp_path, *words)
+    assert done.returncode == code, done.stdout + done.stderr
     for rank in range(2):
-        assert json.loads((tmp_path / str(rank)).read_text()) == [[3.0] * 3, 2, "cpu", ["--rate", "a b"]]
-
-
-@needs_mpi
-@pytest.mark.long
-def test_own_script_ends_the_job_with_its_code(tmp_path: Path) -> None:
-    assert launch("mpirun", tmp_path, "fail").returncode == 5
+        assert json.loads((tmp_path / str(rank)).read_text()) == [[3.0] * 3, 2, "cpu", words]

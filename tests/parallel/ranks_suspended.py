@@ -1,9 +1,5 @@
-"""Two ranks, the second of which comes late to a sum or to the meeting, when a file is there.
+"""Two ranks, the second of which comes late to a sum or to the meeting, when a file is there."""
 
-`script_suspended.py sum|connect`
-"""
-
-import sys
 import time
 from pathlib import Path
 
@@ -13,15 +9,15 @@ import bigbatch
 from bigbatch.comm.rendezvous.environ import read_process_env
 
 
-def main(what: str) -> None:
-    """Say by a file when the wait begins, and print the sum."""
+def main(what: str, folder: str) -> int:
+    """Say by a file in folder when the wait begins, and print the sum. what: sum or connect."""
     rank = read_process_env().rank
 
     def come_late() -> None:
         if rank == 0:
-            Path("waits").touch()
+            Path(folder, "waits").touch()
         else:
-            while not Path("come").exists():
+            while not Path(folder, "come").exists():
                 time.sleep(0.01)
 
     if what == "connect":
@@ -30,6 +26,4 @@ def main(what: str) -> None:
         if what == "sum":
             come_late()
         print(communicator.sum_(torch.full((1,), rank + 1.0), label="ones").item())
-
-
-main(*sys.argv[1:])
+    return 0
