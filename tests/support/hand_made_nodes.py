@@ -5,8 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from bigbatch.trainer.preflight.meeting import Attendee
-from bigbatch.trainer.preflight.node import Node
-from bigbatch.trainer.preflight.verdict import judge
+from bigbatch.trainer.preflight.verdict import Node, judge
 
 GBIT = 1e9 / 8
 

@@ -1,14 +1,16 @@
-"""Table of all checks of a single host, which docs/preflight.md shows. Pure.
+"""Checks of a single host, each with its remedy, which docs/preflight.md lists. Pure.
 
 A finding makes a job fail, or slow for certain; a remark also occurs on healthy hosts.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from bigbatch.trainer.preflight.check import Check, Host
-from bigbatch.trainer.preflight.gpu_checks import GPU_CHECKS
-from bigbatch.trainer.preflight.network_checks import NETWORK_CHECKS
+from bigbatch.trainer.machine.kernel_files import leading_number
+from bigbatch.trainer.machine.limits import Limits
+from bigbatch.trainer.machine.network import Card, Port, usual_rate
+from bigbatch.trainer.machine.nvidia import Driver
 
 LEAST_OPEN_FILES = 1024
 """Open files for connections, shards and libraries: Linux's default limit."""
@@ -18,8 +20,258 @@ LEAST_TASKS = 256
 """Least tasks of a rank: threads of NCCL, the loader and libraries."""
 LEAST_MEMORY_BYTES = 1e9
 """Least memory of a rank: PyTorch alone."""
+LEAST_LOCKED_BYTES = 1 << 30
+"""NCCL's buffers: 4 MiB of a channel and peer, up to 32 channels, for sending and receiving, of a few peers."""
+RDMA_SHARE = SOCKET_SHARE = 0.5
+"""Least share of a link's rate, each way: far below what it reaches, and above what it falls back to."""
+MOST_SOCKET_GBIT = 1.5
+"""Least Gbit/s of one TCP connection on a card of any speed: more than a card of 1 Gbit/s carries, and less than a busy
+core moves each way at once (2.0 between two emulated nodes on 2 cores at a load of 6); clouds limit one to 5."""
+YES = ("1", "Yes")
+"""What a driver writes of a GPU that has something; `[N/A]` and the like are neither."""
 
 
+@dataclass(frozen=True)
+class Host:
+    """Describes one host of the job. Unknown facts are absent, and cause no finding."""
+
+    num_ranks: int = 1
+    world_size: int = 1
+    wants_gpus: bool = True
+    """False if the job uses the CPU by choice."""
+    on_gpus: bool = False
+    shares_machine: bool = False
+    """Whether it shares a machine with other nodes, as emulated ones do: its links are then not hardware."""
+    own_gpus: Sequence[str] = ()
+    """UUIDs of its ranks' GPUs."""
+    foreign: Mapping[int, str] = field(default_factory=dict)
+    """Process of another job -> the GPU of this job that it uses."""
+    limits: Limits = field(default_factory=Limits)
+    cards: Sequence[Card] = ()
+    ports: Sequence[Port] = ()
+    interface: str | None = None
+    """Interface through which ranks reach each other."""
+    is_interface_stated: bool = False
+    driver: Driver = field(default_factory=Driver)
+    gpus_on_bus: int = 0
+    has_gpudirect: bool = False
+    xids: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Counters of its ports' errors, before links were measured."""
+    errors_after: Mapping[str, float] = field(default_factory=dict)
+    link_gbit_per_second: float | None = None
+    """Measured rate of its best pair."""
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Tell whether some ranks are on other hosts."""
+        return self.num_ranks < self.world_size
+
+    @property
+    def usable_ports(self) -> list[Port]:
+        """List the ports that NCCL can use."""
+        return [
+            port for port in self.ports if port.is_usable and (port.link_layer != "Ethernet" or port.has_routable_gid)
+        ]
+
+
+Find = Callable[[Host], Iterator[str]]
+"""Yields the faults, without host and remedy."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check for one kind of fault."""
+
+    name: str
+    remedy: str
+    find: Find
+    is_finding: bool
+    """False: a remark, which does not end the job."""
+    breaks_links: bool
+    """NCCL would not connect, so links are not measured."""
+
+
+CHECKS: list[Check] = []
+"""All checks below, in the order of the report."""
+
+
+def _check(name: str, remedy: str, *, is_finding: bool = True, breaks_links: bool = False) -> Callable[[Find], Find]:
+    """Add the decorated function to CHECKS."""
+
+    def add(find: Find) -> Find:
+        CHECKS.append(Check(name, remedy, find, is_finding, breaks_links))
+        return find
+
+    return add
+
+
+@_check("driver", "see nvidia-smi there; mend the driver, or reboot")
+def _driver(host: Host) -> Iterator[str]:
+    # a host without a GPU may have the program without the hardware
+    if host.wants_gpus and host.driver.complaint and (host.on_gpus or host.gpus_on_bus):
+        yield f"nvidia-smi: {host.driver.complaint}"
+
+
+@_check("unseen GPUs", "ask the scheduler or the container for them, or say --device cpu", is_finding=False)
+def _unseen_gpus(host: Host) -> Iterator[str]:
+    if host.wants_gpus and not host.on_gpus and host.gpus_on_bus and not host.driver.complaint:
+        yield f"{host.gpus_on_bus} NVIDIA GPUs on the PCI bus, and its ranks compute on the CPU"
+
+
+@_check("foreign processes", "end it, or ask for nodes of your own (--sbatch exclusive)")
+def _foreign(host: Host) -> Iterator[str]:
+    for process, gpu in host.foreign.items():
+        yield f"process {process}, which is not of this job, uses {gpu}"
+
+
+def _own_health(host: Host) -> list[tuple[str, Mapping[str, str]]]:
+    """List UUID and health of the ranks' GPUs."""
+    return [(uuid, row) for uuid, row in host.driver.health.items() if uuid in host.own_gpus]
+
+
+@_check("ECC", "have its administrator reset the GPU, and replace it where they come back")
+def _memory_errors(host: Host) -> Iterator[str]:
+    for uuid, row in _own_health(host):
+        if (leading_number(count := row["ecc.errors.uncorrected.volatile.total"]) or 0) > 0:
+            yield f"{uuid}: {count} uncorrected memory errors"
+
+
+@_check("row remapping", "have the GPU replaced")
+def _failed_rows(host: Host) -> Iterator[str]:
+    for uuid, row in _own_health(host):
+        if row.get("remapped_rows.failure") in YES:
+            yield f"{uuid}: a row of its memory could not be remapped"
+
+
+@_check("pending rows", "have its administrator reset the GPU after the job", is_finding=False)
+def _pending_rows(host: Host) -> Iterator[str]:
+    for uuid, row in _own_health(host):
+        if row.get("remapped_rows.pending") in YES:
+            yield f"{uuid}: a row of its memory waits to be remapped"
+
+
+@_check("MIG", "have it turned off (nvidia-smi -mig 0), or ask for whole GPUs")
+def _mig(host: Host) -> Iterator[str]:
+    # a rank on a slice has the slice's UUID, which the driver lists under its GPU
+    has_slice = any(gpu not in host.driver.health for gpu in host.own_gpus)
+    # a single rank has no peer
+    health = host.driver.health if host.on_gpus and host.world_size > 1 else {}
+    for uuid, row in health.items():
+        if (has_slice or uuid in host.own_gpus) and row["mig.mode.current"] == "Enabled":
+            yield f"{uuid}: MIG is enabled"
+
+
+@_check("PCIe width", "reseat the card, unless its slot has no more", is_finding=False)
+def _narrow(host: Host) -> Iterator[str]:
+    for uuid, row in _own_health(host):
+        width, most = (leading_number(row[f"pcie.link.width.{which}"]) for which in ("current", "max"))
+        if width is not None and width < (most or 0):
+            yield f"{uuid}: x{width:g} of x{most:g} PCIe lanes"
+
+
+@_check("NVLink", "see nvidia-smi nvlink -s and the fabric manager's log")
+def _nvlinks(host: Host) -> Iterator[str]:
+    most = max((links.active for links in host.driver.links.values()), default=0)
+    for gpu, links in host.driver.links.items():
+        # one without any may have no bridge
+        if host.on_gpus and links.inactive and 0 < links.active < most:
+            yield f"GPU {gpu}: {links.active} active NVLinks, another GPU has {most}"
+
+
+@_check("Xid", "look it up in NVIDIA's list of Xids; reset the GPU, or reboot", is_finding=False)
+def _xids(host: Host) -> Iterator[str]:
+    for told, count in host.xids.items():
+        yield f"{told}, {count} times since the host started"
+
+
+def _state(port: Port) -> str:
+    return f"{port.state or 'of unknown state'} ({port.physical or 'unknown'})"
+
+
+@_check("RDMA ports", "look at cable, subnet manager and addresses (ibstat, show_gids)")
+def _no_port(host: Host) -> Iterator[str]:
+    if host.on_gpus and host.crosses_nodes and host.ports and not host.usable_ports:
+        states = ", ".join(f"{port.name} {_state(port)}" for port in host.ports)
+        yield f"no InfiniBand or RoCE port carries data ({states}): gradients go by TCP"
+
+
+@_check("idle ports", "look at its cable, unless it is meant to be free", is_finding=False)
+def _idle_ports(host: Host) -> Iterator[str]:
+    for port in host.ports if host.on_gpus and host.usable_ports else ():
+        if not port.is_usable:
+            yield f"{port.name} is {_state(port)}"
+
+
+@_check("port rates", "look at cable and switch port, unless it is for storage", is_finding=False)
+def _slow_ports(host: Host) -> Iterator[str]:
+    for port in host.usable_ports if host.on_gpus else ():
+        usual = usual_rate([other for other in host.usable_ports if other.link_layer == port.link_layer])
+        if port.gbit_per_second < usual:
+            yield f"{port.name} runs at {port.gbit_per_second:g} Gbit/s, most {port.link_layer} ports at {usual:g}"
+
+
+@_check("GIDs", "give its interface an IP address", is_finding=False)
+def _gids(host: Host) -> Iterator[str]:
+    for port in host.ports if host.on_gpus and host.usable_ports else ():
+        if port.is_usable and port.link_layer == "Ethernet" and not port.has_routable_gid:
+            yield f"{port.name} has no RoCE v2 address"
+
+
+@_check("port errors", "look at its cable", is_finding=False)
+def _errors(host: Host) -> Iterator[str]:
+    for name, count in host.errors_after.items():
+        if (risen := count - host.errors.get(name, count)) > 0:
+            yield f"{name} rose by {risen:,.0f} while links were measured"
+
+
+@_check("GPUDirect", "have nvidia_peermem loaded (modprobe nvidia-peermem)", is_finding=False)
+def _gpudirect(host: Host) -> Iterator[str]:
+    kinds = {port.link_layer for port in host.usable_ports}
+    if host.on_gpus and host.crosses_nodes and kinds & {"InfiniBand", "Ethernet"} and not host.has_gpudirect:
+        yield "neither nvidia_peermem is loaded nor dmabuf possible, so gradients go by host memory"
+
+
+@_check(
+    "locked memory",
+    "have it unlimited (ulimit -l; LimitMEMLOCK=infinity of slurmd; --ulimit memlock=-1)",
+    breaks_links=True,
+)
+def _locked_memory(host: Host) -> Iterator[str]:
+    is_registered = host.on_gpus and host.crosses_nodes and host.usable_ports
+    if is_registered and host.limits.locked_bytes < LEAST_LOCKED_BYTES:
+        yield f"a rank may lock {host.limits.locked_bytes / 1024:,.0f} KiB, below {LEAST_LOCKED_BYTES >> 10:,}"
+
+
+def _expected_gbit(host: Host) -> tuple[float, str] | None:
+    """Return the least Gbit/s to expect of the link that the job should use, and its rate in words; None if unknown.
+
+    That link is RDMA between GPUs, else the stated interface, or the fastest card.
+    """
+    if host.on_gpus and host.usable_ports:
+        rate = usual_rate(host.usable_ports)
+        return RDMA_SHARE * rate, f"its {len(host.usable_ports)} RDMA ports have {rate:g}"
+    names = (host.interface,) if host.is_interface_stated else [card.name for card in host.cards[:1]]
+    for card in host.cards:
+        if card.name in names:
+            used = f", and ranks go by {host.interface}" if host.interface not in (None, card.name) else ""
+            least = min(SOCKET_SHARE * card.gbit_per_second, MOST_SOCKET_GBIT)
+            return least, f"{card.name} has {card.gbit_per_second:g}{used}"
+    return None
+
+
+@_check(
+    "bandwidth",
+    "name the card by --interface; between GPUs --env NCCL_DEBUG=INFO must show NET/IB; look at cable and switch",
+)
+def _bandwidth(host: Host) -> Iterator[str]:
+    expected = _expected_gbit(host)
+    measured = host.link_gbit_per_second
+    if expected and measured is not None and measured < expected[0]:
+        yield f"its best link carries {measured:.2f} Gbit/s, below {expected[0]:g}: {expected[1]}"
+
+
+@_check("open files", "raise it (ulimit -n; LimitNOFILE of slurmd; --ulimit nofile=16384)", is_finding=False)
 def _open_files(host: Host) -> Iterator[str]:
     most = LEAST_OPEN_FILES + FILES_PER_RANK * host.world_size
     if host.limits.open_files < LEAST_OPEN_FILES:
@@ -28,11 +280,13 @@ def _open_files(host: Host) -> Iterator[str]:
         yield f"{host.limits.most_open_files:,.0f} open files at most, below {most:,} for {host.world_size:,} ranks"
 
 
+@_check("threads", "raise pids.max of the job (--pids-limit of a container)", is_finding=False)
 def _tasks(host: Host) -> Iterator[str]:
     if host.limits.tasks < LEAST_TASKS * host.num_ranks:
         yield f"{host.limits.tasks:,.0f} more threads may start, below {LEAST_TASKS} for each of {host.num_ranks} ranks"
 
 
+@_check("memory", "ask for more (--mem of Slurm, --memory of a container)", is_finding=False)
 def _memory(host: Host) -> Iterator[str]:
     least = LEAST_MEMORY_BYTES * host.num_ranks
     if host.limits.memory_bytes < least:
@@ -40,47 +294,10 @@ def _memory(host: Host) -> Iterator[str]:
         yield f"{left:,.1f} GB of memory left, below {least / 1e9:g} for {host.num_ranks} ranks"
 
 
+@_check("cores", "ask for more (--cpus-per-rank)", is_finding=False)
 def _cores(host: Host) -> Iterator[str]:
     if host.limits.cores < host.num_ranks:
         yield f"{host.limits.cores:g} cores for {host.num_ranks} ranks"
-
-
-LIMIT_CHECKS = (
-    Check(
-        "open files",
-        "files that a rank may open",
-        f"below {LEAST_OPEN_FILES:,}; at most below {LEAST_OPEN_FILES:,} and {FILES_PER_RANK} for each rank of the job",
-        "raise it (ulimit -n; LimitNOFILE of slurmd; --ulimit nofile=16384)",
-        _open_files,
-        is_finding=False,
-    ),
-    Check(
-        "threads",
-        "threads that the control group still allows",
-        f"below {LEAST_TASKS} for each rank",
-        "raise pids.max of the job (--pids-limit of a container)",
-        _tasks,
-        is_finding=False,
-    ),
-    Check(
-        "memory",
-        "memory that the control group leaves",
-        f"below {LEAST_MEMORY_BYTES / 1e9:g} GB for each rank",
-        "ask for more (--mem of Slurm, --memory of a container)",
-        _memory,
-        is_finding=False,
-    ),
-    Check(
-        "cores",
-        "cores that the control group leaves",
-        "fewer than ranks",
-        "ask for more (--cpus-per-rank)",
-        _cores,
-        is_finding=False,
-    ),
-)
-CHECKS = (*GPU_CHECKS, *NETWORK_CHECKS, *LIMIT_CHECKS)
-"""All checks, in the order of the report."""
 
 
 def find_troubles(host: Host) -> dict[str, list[str]]:
@@ -101,7 +318,7 @@ def describe_hardware(host: Host) -> dict[str, str]:
         rates = Counter(port.gbit_per_second for port in host.usable_ports)
         shown["RDMA ports"] = ", ".join(f"{count} of {rate:g} Gbit/s" for rate, count in sorted(rates.items()))
         # not how many: a node may have fewer ranks than others
-        widths = {row["pcie.link.width.current"] for uuid, row in host.driver.health.items() if uuid in host.own_gpus}
+        widths = {row["pcie.link.width.current"] for _, row in _own_health(host)}
         shown["PCIe lanes"] = ", ".join(sorted(widths))
         shown["NVLinks"] = ", ".join(map(str, sorted({links.active for links in host.driver.links.values()})))
     return {name: text for name, text in shown.items() if text}

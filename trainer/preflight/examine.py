@@ -20,16 +20,13 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.gpu_driver import Clock
-from bigbatch.trainer.preflight.check import Host
-from bigbatch.trainer.preflight.checks import links_are_broken
-from bigbatch.trainer.preflight.facts import gather_facts, machine_id
-from bigbatch.trainer.preflight.host import Seat, report, start_looking
+from bigbatch.trainer.preflight.checks import Host, links_are_broken
+from bigbatch.trainer.preflight.facts import Seat, gather_facts, machine_id, report, start_looking
 from bigbatch.trainer.preflight.links import listening, measure_pairs, unreachable
 from bigbatch.trainer.preflight.meeting import Attendee, absent_ranks, leave_together, meet, misfits, silent
-from bigbatch.trainer.preflight.node import Node, NodeFinding
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
 from bigbatch.trainer.preflight.tell import tell_findings
-from bigbatch.trainer.preflight.verdict import judge
+from bigbatch.trainer.preflight.verdict import Node, NodeFinding, judge
 
 RATE_SECONDS = 2.0
 """Seconds to measure the rates, over all measurements."""

@@ -1,11 +1,12 @@
-"""Facts of a node, gathered before any measurement."""
+"""Facts of a node, each gathered in bounded time: what it has for a run, and what kernel and driver say of it."""
 
 import os
 import platform
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,14 +15,24 @@ import torch
 
 from bigbatch import __version__
 from bigbatch.boot import boot_id
+from bigbatch.comm.rendezvous.addresses import interface_of
 from bigbatch.comm.rendezvous.places import sources_digest
 from bigbatch.comm.tuning.conditions import nccl_version, source_commit
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.shards import open_split
+from bigbatch.trainer.machine.kernel_files import leading_number, read_text
+from bigbatch.trainer.machine.limits import read_limits
+from bigbatch.trainer.machine.network import read_cards, read_errors, read_ports
+from bigbatch.trainer.machine.nvidia import Driver, ask_driver, count_on_bus, may_reach_memory, read_xids
+from bigbatch.trainer.preflight.checks import Host, describe_hardware, find_troubles
 
 STORAGE_SECONDS = 8.0
 """Seconds for all queries of storage, which run at the same time."""
+DRIVER_SECONDS = 18.0
+"""Seconds for two calls of nvidia-smi; these have limits too, which a hanging driver can exceed."""
+IS_MPS = "nvidia-cuda-mps"
+"""Begins the names of the processes by which CUDA's multi-process service runs what others ask of it."""
 
 T = TypeVar("T")
 
@@ -123,3 +134,75 @@ def count_images(config: Config) -> tuple[dict[str, int], str | None]:
 def machine_id() -> str:
     """Return an id that is equal for all processes on one kernel."""
     return boot_id() or f"{platform.node()}-{os.getppid()}"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Place where a rank computes. All ranks know all of them."""
+
+    host: str
+    process: int
+    gpu: str
+    """Its UUID; "" for a CPU."""
+    only_gpu: str
+    """The same, where the rank sees no other."""
+
+
+def start_looking(host: Host, *, seats: Sequence[Seat], address: str, root: Path = Path("/")) -> Callable[[], Host]:
+    """Start to query kernel and driver; the returned function waits for the answers and completes host with them.
+
+    seats: of the ranks of this machine.
+    """
+    late = Driver(complaint=f"no answer within {DRIVER_SECONDS:g} s")
+    asking = in_time(ask_driver if host.wants_gpus else Driver, late=late, seconds=DRIVER_SECONDS)
+    reading = in_time(partial(read_host, host, address=address, root=root), late=host)
+
+    def answer() -> Host:
+        driver = asking()
+        return replace(reading(), driver=driver, foreign=foreign_processes(driver.processes, seats, root=root))
+
+    return answer
+
+
+def read_host(host: Host, *, address: str, root: Path) -> Host:
+    """Return host completed with the kernel's facts."""
+    return replace(
+        host,
+        limits=read_limits(root),
+        cards=() if host.shares_machine else tuple(read_cards(root)),
+        ports=() if host.shares_machine else tuple(read_ports(root)),
+        interface=interface_of(address),
+        gpus_on_bus=count_on_bus(root),
+        has_gpudirect=may_reach_memory(root),
+        xids=read_xids(root),
+        errors=read_errors(root),
+    )
+
+
+def foreign_processes(
+    processes: Sequence[Mapping[str, str]], seats: Sequence[Seat], *, root: Path = Path("/")
+) -> dict[int, str]:
+    """Return other jobs' processes on the GPUs of seats; none in a container, where process ids differ."""
+    own, gpus = {seat.process for seat in seats}, {seat.gpu for seat in seats}
+    found = {}
+    for row in processes:
+        process = int(leading_number(row["pid"]) or 0)
+        name = read_text(root / f"proc/{process}/comm")
+        if process not in own and row["gpu_uuid"] in gpus and name and not name.startswith(IS_MPS):
+            found[process] = row["gpu_uuid"]
+    return found
+
+
+def report(host: Host, *, links: Mapping[str, float], root: Path = Path("/")) -> dict[str, Any]:
+    """Return faults, facts that must be equal on all hosts, and network, as Node's fields; call it after measuring.
+
+    links: bytes per second to other hosts.
+    """
+    host = replace(
+        host,
+        errors_after=in_time(partial(read_errors, root), late=dict[str, float]())(),
+        link_gbit_per_second=8 * max(links.values()) / 1e9 if links else None,
+    )
+    cards = {card.name: f"{card.gbit_per_second:g} Gbit/s, MTU {card.mtu}" for card in host.cards}
+    ports = {port.name: f"{port.gbit_per_second:g} Gbit/s {port.link_layer}, {port.state}" for port in host.ports}
+    return {"troubles": find_troubles(host), "hardware": describe_hardware(host), "network": cards | ports}

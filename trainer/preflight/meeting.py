@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from bigbatch.comm.rendezvous.addresses import own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, step_hosts
-from bigbatch.trainer.preflight.node import NodeFinding
+from bigbatch.trainer.preflight.verdict import NodeFinding
 
 MEET_SECONDS = 12.0
 """Seconds to wait for ranks at first."""

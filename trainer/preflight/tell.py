@@ -13,8 +13,7 @@ from rich.text import Text
 from bigbatch.errors import print_line, printable, tell
 from bigbatch.files import write_named
 from bigbatch.trainer.input.base import written_keys
-from bigbatch.trainer.preflight.node import Node, NodeFinding
-from bigbatch.trainer.preflight.verdict import bits, remarks
+from bigbatch.trainer.preflight.verdict import Node, NodeFinding, bits, remarks
 
 
 def tell_findings(

@@ -1,13 +1,13 @@
-"""Derive findings on nodes from the facts and measurements of all ranks. Pure."""
+"""The nodes of a preflight, and findings on them from the facts and measurements of all ranks. Pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from statistics import median_high
 from typing import Any
 
+from bigbatch.trainer.machine.gpu_driver import Clock
 from bigbatch.trainer.preflight.checks import CHECKS
-from bigbatch.trainer.preflight.node import Node, NodeFinding
 
 LEAST_FREE_GB = 1.0
 LEAST_SHM_GB = 0.5
@@ -15,6 +15,56 @@ SLOW_SHARE = 0.7
 """Share of the median node's rate below which a node is slow: below the noise between equal nodes."""
 SLOW_LINK_SHARE = 0.6
 IMAGENET = {"classes": 1000, "training": 1_281_167, "validation": 50_000}
+
+
+@dataclass(frozen=True)
+class Node:
+    """Describes a host of the job: what its first rank says, and the slowest of its ranks' rates."""
+
+    host: str
+    versions: Mapping[str, str]
+    device: str
+    """Devices of its ranks."""
+    num_ranks: int = 1
+    address: str = ""
+    free_gb: Mapping[str, float] = field(default_factory=dict)
+    """Free space of each folder that a run writes to."""
+    disk_trouble: Mapping[str, str] = field(default_factory=dict)
+    """Folder of unknown free space -> reason."""
+    images: Mapping[str, int] = field(default_factory=dict)
+    """Classes, and images of each split."""
+    complaint: str | None = None
+    """Why images cannot be counted."""
+    gpus: Sequence[str] = ()
+    """The driver's line for each GPU."""
+    troubles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of a check of this host alone -> what it finds."""
+    hardware: Mapping[str, str] = field(default_factory=dict)
+    """Facts besides versions that must be equal on all hosts."""
+    network: Mapping[str, str] = field(default_factory=dict)
+    """Its cards and RDMA ports."""
+    multiply_gflops: float = 0.0
+    copy_gb_per_second: float = 0.0
+    clocks: Mapping[int, Clock] = field(default_factory=dict)
+    """Rank -> clock of its GPU under load, if the driver reports it."""
+    link_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second to other hosts."""
+    unreachable: Sequence[str] = ()
+    """Hosts that it cannot connect to."""
+
+    @property
+    def best_link(self) -> float | None:
+        """Return the bytes per second of its fastest link: a slow host is slow to all."""
+        return max(self.link_bytes_per_second.values(), default=None)
+
+
+@dataclass(frozen=True)
+class NodeFinding:
+    """Names something that is wrong."""
+
+    text: str
+    hosts: tuple[str, ...] = ()
+    """Hosts to exclude from the job; none if no host is at fault."""
 
 
 def judge(nodes: Sequence[Node]) -> list[NodeFinding]:

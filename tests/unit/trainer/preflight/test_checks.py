@@ -14,10 +14,9 @@ from host_tree import add_card, add_gpu_on_bus, add_limits, add_port, write
 from bigbatch.trainer.machine.limits import Limits
 from bigbatch.trainer.machine.network import Card, Port
 from bigbatch.trainer.machine.nvidia import Driver, NvLinks
-from bigbatch.trainer.preflight import host as host_module
-from bigbatch.trainer.preflight.check import Host
-from bigbatch.trainer.preflight.checks import CHECKS, describe_hardware, find_troubles, links_are_broken
-from bigbatch.trainer.preflight.host import Seat, foreign_processes, report, start_looking
+from bigbatch.trainer.preflight import facts
+from bigbatch.trainer.preflight.checks import CHECKS, Host, describe_hardware, find_troubles, links_are_broken
+from bigbatch.trainer.preflight.facts import Seat, foreign_processes, report, start_looking
 
 ROOT = Path(__file__).resolve().parents[4]
 HEALTHY = {
@@ -214,14 +213,12 @@ def test_every_check_has_a_trouble_here() -> None:
     assert {name for name, *_ in TROUBLES} == {check.name for check in CHECKS}
 
 
-def test_page_shows_the_table_of_checks() -> None:
-    """The page's rows are the checks, in the same order; paste these where one changed."""
-    kinds = {True: "finding", False: "remark"}
-    rows = [f"| {each.reads} | {kinds[each.is_finding]}: {each.sign} | {each.remedy} |" for each in CHECKS]
+def test_page_shows_the_checks_in_order() -> None:
     page = (ROOT / "docs/preflight.md").read_text().splitlines()
-    head = page.index("| of each node by itself | it tells, as a | what to do |")
-    assert page[head + 2 : head + 2 + len(rows)] == rows
-    assert page[head + 2 + len(rows)] == ""
+    first = page.index("| of each node by itself | it tells, as a | what to do |") + 2
+    rows = [row.split(" | ") for row in page[first : page.index("", first)]]
+    shown = [(told.partition(":")[0], remedy.removesuffix(" |")) for _, told, remedy in rows]
+    assert shown == [("finding" if check.is_finding else "remark", check.remedy) for check in CHECKS]
 
 
 def test_hardware_that_all_hosts_need_the_same_of() -> None:
@@ -248,8 +245,8 @@ def test_process_of_another_job_is_told_from_ranks(tmp_path: Path) -> None:
 
 
 def test_looking_fills_in_what_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "ask_driver", lambda: Driver(gpus=("H100",)))
-    monkeypatch.setattr(host_module, "interface_of", {"10.0.0.1": "eth0"}.get)
+    monkeypatch.setattr(facts, "ask_driver", lambda: Driver(gpus=("H100",)))
+    monkeypatch.setattr(facts, "interface_of", {"10.0.0.1": "eth0"}.get)
     add_card(tmp_path, "eth0", 1000)
     add_port(tmp_path, "mlx5_0/1")
     add_gpu_on_bus(tmp_path, "0000:3b:00.0")
@@ -286,8 +283,8 @@ def test_emulated_nodes_have_no_network_hardware(tmp_path: Path) -> None:
 
 def test_driver_that_nothing_ends_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
-    monkeypatch.setattr(host_module, "DRIVER_SECONDS", 0.1)
-    monkeypatch.setattr(host_module, "ask_driver", lambda: end.wait(20) and Driver())
+    monkeypatch.setattr(facts, "DRIVER_SECONDS", 0.1)
+    monkeypatch.setattr(facts, "ask_driver", lambda: end.wait(20) and Driver())
     host = start_looking(Host(), seats=[], address="10.0.0.1", root=tmp_path)()
     end.set()
     assert host == Host(driver=Driver(complaint="no answer within 0.1 s"))
@@ -321,7 +318,7 @@ def test_files_of_any_content_are_read_and_judged(seed: int, tmp_path: Path, mon
     asked = Host(num_ranks=2, on_gpus=True, own_gpus=("GPU-a",))
     raised = []
     monkeypatch.setattr("threading.excepthook", raised.append)
-    monkeypatch.setattr(host_module, "ask_driver", Driver)
+    monkeypatch.setattr(facts, "ask_driver", Driver)
     host = start_looking(asked, seats=[], address="10.0.0.1", root=tmp_path)()
     told = report(host, links={"n1": 1.0}, root=tmp_path)
     assert raised == []

@@ -21,8 +21,8 @@ from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.machine.limits import Limits
 from bigbatch.trainer.machine.network import Port
 from bigbatch.trainer.preflight import examine, facts, links
-from bigbatch.trainer.preflight.check import Host
-from bigbatch.trainer.preflight.host import Seat
+from bigbatch.trainer.preflight.checks import Host
+from bigbatch.trainer.preflight.facts import Seat
 from bigbatch.trainer.preflight.rates import Rates, measure_rates
 
 
