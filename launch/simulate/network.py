@@ -10,9 +10,11 @@ from bigbatch.launch.simulate.constants import DEFAULTS, Constants
 Carrier = Literal["nccl", "sockets", "host", "servers"]
 
 ALGORITHMS = ("native", *MODELS)
-WIDENS = ("native", "doubling")
-"""Algorithms that send fp32 sums of half-precision terms as fp32: doubling has partial sums of whole buffers, and a
-library's own sum would round each addition, so that runs give it fp32."""
+BY_LIBRARY = ("native", "hierarchical", "sharded")
+"""Algorithms made of NCCL's own sums; as in comm.algorithms, which needs torch: a test compares the two."""
+WIDENS = (*BY_LIBRARY, "doubling")
+"""Algorithms that send fp32 sums of half-precision terms as fp32: a library would round each addition, so that
+runs give it fp32, and doubling has partial sums of whole buffers."""
 BY_SIZE = "hybrid"
 """Takes the fastest algorithm for each buffer."""
 

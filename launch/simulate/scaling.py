@@ -8,7 +8,7 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
 from bigbatch.launch.simulate.cluster import Cluster, Rate
-from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE, Network
+from bigbatch.launch.simulate.network import ALGORITHMS, BY_LIBRARY, BY_SIZE, Network
 from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
 from bigbatch.launch.simulate.published import beyond_checked, epochs_to_759
 from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
@@ -225,7 +225,7 @@ def advise(question: Question, point: Point) -> Advice:
     plan = search_plan(tensors, point.step.backward, seconds_of, stated=stated)
     is_half = job.element_bytes * job.wire_share <= 2
     # a library's own sum is given fp32 unless it may round each addition
-    rounds = point.algorithm == "native"
+    rounds = point.algorithm in BY_LIBRARY
     half = None if is_half else simulated(replace(job, wire_share=0.5, sums_in_fp32=job.sums_in_fp32 and not rounds))
     options = f"--comm.wire_dtype float16{' --comm.reduce_dtype wire' if rounds else ''}"
     return Advice(half, options, plan, simulated(replace(job, fusion=plan.sizes)))

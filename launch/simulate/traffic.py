@@ -5,7 +5,7 @@ The closed forms of cost_model give seconds of equal parts; these count to the b
 
 from dataclasses import astuple, dataclass
 
-from bigbatch.launch.simulate.network import WIDENS
+from bigbatch.launch.simulate.network import BY_LIBRARY, WIDENS
 from bigbatch.launch.simulate.step import WIDE_BYTES, Job, SimulatedStep
 
 LENGTH_BYTES = 8
@@ -97,8 +97,8 @@ class SentPerStep:
 def sent_per_step(job: Job, step: SimulatedStep) -> SentPerStep:
     """Count the gradients' sums of one step.
 
-    A library's own sum (native) has no messages to count; its bytes are the mean over ranks and nodes of any form that
-    sends no more than it must: 2(n-1)/n. Parameter servers' are not known.
+    A library's own sums have no messages to count. The bytes of native are the mean over ranks and nodes of any form
+    that sends no more than it must: 2(n-1)/n. Parameter servers' are not known.
     """
     network = job.network
     if network.num_devices == 1:
@@ -132,4 +132,6 @@ def _one_sum(job: Job, num_elements: int) -> SentPerStep:
     )
     # a code has its exponents beside its values; else 1
     rank_bytes, node_bytes = (round(each.payload_bytes * wire_bytes / element_bytes) for each in (sent.rank, sent.node))
+    if algorithm in BY_LIBRARY:
+        return SentPerStep(rank_bytes, None, node_bytes, None if network.num_nodes > 1 else 0)
     return SentPerStep(rank_bytes, sent.rank.num_messages, node_bytes, sent.node.num_messages)

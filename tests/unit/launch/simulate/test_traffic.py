@@ -1,9 +1,12 @@
 """Messages between nodes, against the papers' counts."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks.twin.traffic import node_traffic
-from bigbatch.comm.algorithms import ring
+from bigbatch.comm.algorithms import ring, summed_by_library
+from bigbatch.launch.simulate.network import BY_LIBRARY
 from bigbatch.launch.simulate.traffic import SEGMENT_BYTES, Sent, Traffic, first_sends
 
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -54,8 +57,9 @@ def test_one_node_sends_nothing_and_other_algorithms_are_refused():
 # --- the first rank and its node, without a list of hops ---
 
 
-def test_segments_are_those_of_the_ring():
+def test_facts_of_algorithms_are_those_of_comm():
     assert SEGMENT_BYTES == ring.SEGMENT_BYTES
+    assert summed_by_library(SimpleNamespace(name="nccl")) == set(BY_LIBRARY)
 
 
 def test_first_rank_and_node_send_the_papers_counts():
