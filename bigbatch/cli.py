@@ -42,52 +42,55 @@ GROUP = "bigbatch.groups"
 """Module of the groups of commands: a group's name is the first word of its commands."""
 
 COMMANDS = {
-    "init": ("bigbatch.trainer.init.command", "look at own images and write a recipe for them"),
+    "init": ("bigbatch.trainer.init.command", "examine your own images and write a recipe for them"),
     "train": ("bigbatch.trainer.train", "train one experiment, alone or as one rank of a job"),
     "evaluate": (
         "bigbatch.trainer.inference.evaluate",
-        "accuracy of a run's checkpoint, or of any weights, on the validation images",
+        "measure the accuracy of a checkpoint, or of other weights, on the validation images",
     ),
     "predict": (
         "bigbatch.trainer.inference.predict",
-        "classes of any images, by a run's checkpoint or by any weights",
+        "predict the classes of images, with a checkpoint or other weights",
     ),
-    "export": ("bigbatch.trainer.inference.export", "a run's weights for torchvision, timm, ONNX or torch.export"),
+    "export": (
+        "bigbatch.trainer.inference.export",
+        "write a run's weights for torchvision, timm, ONNX or torch.export",
+    ),
     "verify": (
         "bigbatch.trainer.mlperf.verify",
-        "compare runs with MLPerf's rules and reference convergence; write its log",
+        "compare runs with MLPerf's rules and reference convergence; write MLPerf's log",
     ),
-    "diff": ("bigbatch.trainer.diff", "the first step, tensor and element in which two runs differ"),
-    "config": (GROUP, "show an experiment with all its values, what differs between two, which there are"),
-    "tune": (GROUP, "find good values: learning rate, global batch, loss scale and wire, or any by a search"),
+    "diff": ("bigbatch.trainer.diff", "find the first step, tensor and element in which two runs differ"),
+    "config": (GROUP, "show an experiment with all values, compare two, list the packaged ones"),
+    "tune": (GROUP, "find good values: learning rate, global batch, loss scale, or any keys by a search"),
     "launch": (
         "bigbatch.launch.start",
         "start a command on several ranks: Slurm, mpirun, torchrun, Kubernetes, emulated nodes",
     ),
     "preflight": (
         "bigbatch.trainer.preflight.examine",
-        "compare the nodes of a job before it; bigbatch launch preflight starts it",
+        "compare the nodes of a job before training; bigbatch launch preflight starts it",
     ),
     "sweep": (
         "bigbatch.experiments.sweep",
-        "train cases, values, seeds and numbers of ranks that a file states, and compare them",
+        "train the cases, values, seeds and numbers of ranks of a file, and compare them",
     ),
     "report": (
         "bigbatch.experiments.report.publish",
-        "runs side by side, by any key; scaling efficiency and its causes; time and cost until an accuracy",
+        "compare runs by any key; scaling efficiency and its causes; time and cost to an accuracy",
     ),
     "simulate": (
         "bigbatch.launch.simulate.command",
-        "what a recipe would do on a cluster: time, efficiency and its causes, cost",
+        "predict a recipe on a cluster: time, efficiency and its causes, cost",
     ),
     "explain": ("bigbatch.launch.explain.command", "name the ranks that made a job hang, from torch's flight recorder"),
-    "comm": (GROUP, "time all-reduces by size, verify their sums; choose algorithm and fusion for a cluster"),
+    "comm": (GROUP, "time all-reduces by size, verify sums; choose algorithm and fusion plan for a cluster"),
     "doctor": (
         "bigbatch.trainer.doctor.consult",
-        "what limits a run on this machine, and what each known speedup is worth here",
+        "find what limits a run on this machine, and measure each known speedup",
     ),
-    "data": ("bigbatch.trainer.datasets.subcommands", "prepare, check and pack data sets; generate the embedded one"),
-    "completion": ("bigbatch.completion", "a script by which bash, zsh or fish completes all this at TAB"),
+    "data": ("bigbatch.trainer.datasets.subcommands", "prepare, check and pack data sets; generate a small one"),
+    "completion": ("bigbatch.completion", "print a script that completes commands and keys in bash, zsh or fish"),
 }
 
 
@@ -220,7 +223,7 @@ def usage() -> str:
         (
             f"bigbatch {__version__}: train ImageNet with very large batches on clusters of GPUs",
             "",
-            "usage: bigbatch SUBCOMMAND [OPTION ...]      (bigbatch SUBCOMMAND --help tells more)",
+            "usage: bigbatch SUBCOMMAND [OPTION ...]      (more: bigbatch SUBCOMMAND --help)",
             "",
             *lines,
             "",
