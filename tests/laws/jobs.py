@@ -98,11 +98,6 @@ def mpirun(command: Sequence[str], *, ranks: int) -> list[str]:
     return mpirun_argv(job, mpirun=str(beside) if beside.exists() else "mpirun", is_root=os.geteuid() == 0)
 
 
-def process(command: Sequence[str]) -> list[str]:
-    """One process, no launcher."""
-    return [sys.executable, "-m", "bigbatch", *command]
-
-
 @dataclass(frozen=True)
 class Forked:
     """A job without a launcher: where it does not matter who starts the ranks, the quickest way to have them."""

@@ -12,7 +12,6 @@ from tests.laws.jobs import (
     final_state,
     forked,
     gradient_distance,
-    mpirun,
     records,
     run,
     statistics_distance,
@@ -73,7 +72,6 @@ def test_noise_is_measured_before_gradients_are_clipped(data: Path, one_rank: Pa
     [
         (1, {"batch.microbatch_size": 32}),  # 4 ghost batches in one forward pass
         (2, {}),  # 2 ranks x 2 microbatches
-        pytest.param(2, {"comm.backend": "mpi", "comm.algorithm": "ring"}, marks=pytest.mark.long),
         (4, {"comm.group_size": 2}),  # 2 node groups x 2 ranks, hierarchical
         pytest.param(4, {"comm.group_size": 2, "comm.algorithm": "sharded"}, marks=pytest.mark.long),
     ],
@@ -81,8 +79,7 @@ def test_noise_is_measured_before_gradients_are_clipped(data: Path, one_rank: Pa
 def test_any_division_gives_the_same_update(
     ranks: int, overrides: dict[str, object], data: Path, one_rank: Path, tmp_path: Path
 ) -> None:
-    command = train_command(data, tmp_path, {**SGD, **overrides})
-    run(mpirun(command, ranks=ranks) if "comm.backend" in overrides else forked(command, ranks=ranks))
+    run(forked(train_command(data, tmp_path, {**SGD, **overrides}), ranks=ranks))
     assert gradient_distance(step_gradients(tmp_path), step_gradients(one_rank)) < ROUNDING
     assert statistics_distance(final_state(tmp_path), final_state(one_rank)) < ROUNDING
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from tests.laws.jobs import (
     TIMEOUT_SECONDS,
     Forked,
     ForkedJob,
-    Job,
     alone,
     assert_identical,
     cut_back,
@@ -29,7 +27,6 @@ from tests.laws.jobs import (
     have_ended,
     held,
     kill_rank,
-    mpirun,
     newest_step,
     rank_pids,
     records,
@@ -47,23 +44,21 @@ LONG = {"run.epochs": 4, "run.checkpoint_every_steps": 3, "run.eval_every_epochs
 
 
 @pytest.mark.parametrize(
-    ("launcher", "loader", "settings"),
+    ("loader", "settings"),
     [
-        pytest.param(mpirun, "dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[3,32]]"}, marks=pytest.mark.long),
-        (forked, "torchvision", {}),
+        pytest.param("dali", {**AUGMENTED, "data.train_sizes": "[[0,24],[3,32]]"}, marks=pytest.mark.long),
+        ("torchvision", {}),
     ],
-    ids=["mpirun-dali-augmented", "torchvision"],
+    ids=["dali-augmented", "torchvision"],
 )
-def test_killed_rank_changes_no_bit(
-    launcher: Callable[..., Job], loader: str, settings: dict[str, object], data: Path, tmp_path: Path
-) -> None:
+def test_killed_rank_changes_no_bit(loader: str, settings: dict[str, object], data: Path, tmp_path: Path) -> None:
     whole, broken, go_on = tmp_path / "whole", tmp_path / "broken", tmp_path / "go_on"
     overrides = {**LONG, **settings, "data.loader": loader, **held(broken, reports=9, until=go_on)}
     go_on.touch()
     run(forked(train_command(data, whole, overrides), ranks=2))
 
     go_on.unlink()
-    command = launcher(train_command(data, broken, overrides), ranks=2)
+    command = forked(train_command(data, broken, overrides), ranks=2)
     log = tmp_path / "broken.log"
     process = start(command, log)
     wait_until(lambda: newest_step(broken) >= 7, process=process, log=log)
@@ -72,7 +67,7 @@ def test_killed_rank_changes_no_bit(
     assert process.wait(timeout=TIMEOUT_SECONDS) != 0, "a job that lost a rank must fail"
     resumed_after = newest_step(broken)
     assert resumed_after == 9, "the last checkpoint before the rank was killed"
-    assert "rank 1" in log.read_text() or ",1]" in log.read_text(), log.read_text()
+    assert "rank 1" in log.read_text(), log.read_text()
 
     done = run(command)
     assert f"resumed after step {resumed_after}" in done.stdout
@@ -117,9 +112,9 @@ def test_ctrl_c_saves_a_checkpoint_and_changes_no_bit(
     assert "the same command goes on" in log.read_text()
     assert launcher != "mpirun" or "non-zero status" not in log.read_text()
 
-    run(launch)
+    run(launch if launcher == "mpirun" else forked(command, ranks=2))
     assert_identical(final_state(stopped), final_state(not_stopped))
-    assert RunDir(stopped).plot.stat().st_size > 1000, "which forked ranks do not draw"
+    assert launcher != "mpirun" or RunDir(stopped).plot.stat().st_size > 1000, "which forked ranks do not draw"
 
 
 SELDOM = {"run.log_every_steps": 100, "run.epochs": 2, "data.loader": "torchvision"}

@@ -1,20 +1,23 @@
 """Law 7: failure is loud, bounded and lossless: one clear line, a non-zero exit, nothing lost."""
 
 import os
+import resource
 import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from forked_ranks import exit_codes, places, start_rank
+from forked_ranks import bigbatch, exit_codes, places, start_rank
 
+from bigbatch.exit_codes import LOST
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_records
 from tests.laws.jobs import (
     SGD,
     TIMEOUT_SECONDS,
     Forked,
+    ForkedJob,
     alone,
     copy_of,
     fails,
@@ -22,8 +25,6 @@ from tests.laws.jobs import (
     kill_rank,
     mpirun,
     newest_step,
-    process,
-    rank_pids,
     run,
     start,
     train_command,
@@ -128,23 +129,23 @@ def test_ranks_that_disagree_on_the_config(data: Path, tmp_path: Path) -> None:
         assert "rank 1 and rank 0 disagree on the config: 'seed: 1' against 'seed: 0'" in log.read_text()
 
 
+def bigbatch_on_a_full_disk(*command: str) -> int:
+    """What the rank runs; the file-size limit stands in for a full disk: a write fails in the middle."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    return bigbatch(*command)
+
+
 @pytest.mark.long
 def test_full_disk_keeps_the_older_checkpoints(data: Path, tmp_path: Path) -> None:
-    """The file-size limit stands in for a full disk: a write fails in the middle."""
     folder = tmp_path / "run"
     run(alone(train_command(data, folder, {"run.epochs": 1})))
     before = list_checkpoints(folder / "checkpoints")
-    limited = [sys.executable, "-c", LIMIT, *process(train_command(data, folder, {"run.epochs": 3}))]
+    command = tuple(train_command(data, folder, {"run.epochs": 3}))
+    limited = Forked(command, ranks=1, target="tests.laws.test_law7_failures:bigbatch_on_a_full_disk")
     assert "cannot write checkpoint" in fails(limited)
     assert list_checkpoints(folder / "checkpoints") == before
     load_checkpoint(before[-1].path)
     assert not list((folder / "checkpoints").glob(".step*")), "the half-written checkpoint is gone"
-
-
-LIMIT = (
-    "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 def test_truncated_checkpoint_is_set_aside_for_an_intact_one(data: Path, finished: Path) -> None:
@@ -238,20 +239,15 @@ def test_killed_rank_ends_a_torchrun_job_and_is_named(data: Path, tmp_path: Path
 def test_stalled_rank_ends_the_job_and_is_named(data: Path, tmp_path: Path) -> None:
     """A rank that lives but does not answer: stopped by SIGSTOP, found by the communication timeout."""
     bounds = {"comm.timeout_seconds": 12, "comm.warn_seconds": 6, "data.patience_seconds": 5}
-    command = mpirun(train_command(data, tmp_path / "run", {**LONG, **bounds}), ranks=2)
     log = tmp_path / "log"
-    job = start(command, log)
+    job = ForkedJob(forked(train_command(data, tmp_path / "run", {**LONG, **bounds}), ranks=2), log)
     wait_until(lambda: newest_step(tmp_path / "run") >= 3, process=job, log=log)
-    stalled = rank_pids(job.pid)[-1]
-    os.kill(stalled, signal.SIGSTOP)
+    survivor, stalled = job.ranks
+    os.kill(stalled.pid or 0, signal.SIGSTOP)
     try:
-        assert job.wait(timeout=TIMEOUT_SECONDS) != 0
+        assert exit_codes([survivor], timeout_seconds=TIMEOUT_SECONDS) == [LOST]
     finally:
-        for pid in (stalled, job.pid):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        stalled.kill()
     text = log.read_text()
     assert "no answer from rank 1" in text, text
     assert "all-reduce of" in text or "sums" in text or "report" in text, text

@@ -3,10 +3,13 @@
 import json
 import os
 import shutil
+import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import bigbatch
 
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.order import epoch_order, read_index
@@ -18,6 +21,7 @@ from tests.laws.jobs import (
     SGD,
     TIMEOUT_SECONDS,
     TRAIN_PER_CLASS,
+    Forked,
     alone,
     assert_identical,
     copy_of,
@@ -28,7 +32,6 @@ from tests.laws.jobs import (
     gradient_distance,
     held,
     message,
-    mpirun,
     newest_step,
     only_message,
     records,
@@ -187,19 +190,31 @@ def test_skipped_image_is_the_same_one_after_a_move(data: Path, tmp_path: Path) 
         assert [reason.partition(": ")[0] for reason in summary(folder)["skipped"]] == [str(victim)]
 
 
+def bigbatch_on_strict_streams(*command: str) -> int:
+    """What each rank runs."""
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, TextIOWrapper)
+        stream.reconfigure(encoding="utf-8", errors="strict")
+    return bigbatch(*command)
+
+
 @pytest.mark.long
 def test_names_that_are_no_text_can_be_told(data: Path, tmp_path: Path) -> None:
     """Of bad images of both splits, by any rank, on streams that take nothing but UTF-8."""
-    damaged, strict = copy_of(data, tmp_path), {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
+    damaged = copy_of(data, tmp_path)
+
+    def strict(command: list[str]) -> Forked:
+        return Forked(tuple(command), ranks=2, target="tests.laws.test_law7_input:bigbatch_on_strict_streams")
+
     for split in ("train", "val"):
         first = sorted((damaged / split).glob("*/*"))[0]
         no_image(first.rename(first.with_name(os.fsdecode(b"0\xff.jpg"))))
     overrides = {"data.loader": "torchvision", "run.eval_every_epochs": 1}
-    done = run(mpirun(train_command(damaged, tmp_path / "1", {**overrides, "data.max_skipped": 2}), ranks=2), **strict)
+    done = run(strict(train_command(damaged, tmp_path / "1", {**overrides, "data.max_skipped": 2})))
     told = [line for line in done.stdout.splitlines() if line.startswith("skipped: ") and "/0\\udcff.jpg: " in line]
     assert len(told) == 2
     next((damaged / "train").glob("*/0*\udcff*")).unlink()
-    line = fails(mpirun(train_command(damaged, tmp_path / "2", {**overrides, "run.epochs": 1}), ranks=2), **strict)
+    line = fails(strict(train_command(damaged, tmp_path / "2", {**overrides, "run.epochs": 1})))
     assert "/0\\udcff.jpg: is not an image" in line
 
 
