@@ -15,9 +15,16 @@ from bigbatch.files import read_plain
 from bigbatch.paths import as_path
 from bigbatch.trainer.parting import Parting, find_places, likely_cause, listed
 from bigbatch.trainer.run.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint
-from bigbatch.trainer.run.digests import BY_MICROBATCH, PHASES, PLACE_LETTERS, SUMMED, values_folder
+from bigbatch.trainer.run.digests import (
+    ACTIVATIONS,
+    BEFORE_SUM,
+    BY_MICROBATCH,
+    PHASES,
+    PLACE_LETTERS,
+    SUMMED,
+    values_folder,
+)
 from bigbatch.trainer.run.folder import RunDir, read_records
-from bigbatch.trainer.run.microbatch_digests import ACTIVATIONS, BEFORE_SUM
 from bigbatch.trainer.run.resume import changes
 
 KEY = "run.digest_every_steps"

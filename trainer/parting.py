@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.trainer.run.digests import PLACE_LETTERS, SUMMED
-from bigbatch.trainer.run.microbatch_digests import ACTIVATIONS, BEFORE_SUM
+from bigbatch.trainer.run.digests import ACTIVATIONS, BEFORE_SUM, PLACE_LETTERS, SUMMED
 
 OTHER_ORDER = "another order of the same images"
 OTHER_CONTENT = "another way to decode, crop or change the same images, or other files under their names"

@@ -1,5 +1,6 @@
 """The training loop of a run: its steps, and the reports, evaluations and checkpoints between them."""
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +19,49 @@ from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.memory_copies import MemoryCopies
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
-from bigbatch.trainer.run.notice import NoticeWatch
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.saving import CheckpointSaver
-from bigbatch.trainer.run.timeline import TimelineRecorder
 from bigbatch.trainer.step.loop import InputLost, Steps
 from bigbatch.trainer.step.plan import Parts, Plan, is_passed
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.window import Totals
 
 
+class NoticeWatch:
+    """Remembers how long a stop may have to wait for each kind of work, and says once where that is too long.
+
+    A stop waits for the step under way, or for an evaluation's batches up to its next exchange, and then for two
+    checkpoints: the last one may still be being written. notice_seconds: how long before the end the ranks are asked.
+    """
+
+    def __init__(self, *, notice_seconds: int) -> None:
+        self._notice_seconds = notice_seconds
+        self._longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+        self._has_said = False
+
+    def see(self, kind: str, seconds: float) -> str | None:
+        """Take in a step, the part of an evaluation, or a checkpoint; return a line for the user, or None."""
+        self._longest[kind] = max(self._longest[kind], seconds)
+        before = max(("step", "evaluation"), key=lambda each: self._longest[each])
+        saving = 2 * self._longest["checkpoint"]
+        needed = self._longest[before] + saving
+        if self._has_said or needed <= self._notice_seconds:
+            return None
+        self._has_said = True
+        what = {"step": "a step", "evaluation": "an evaluation's next exchange"}[before]
+        return (
+            f"the checkpoint at the time limit may be lost: to stop takes up to {needed:.0f} s here "
+            f"({self._longest[before]:.0f} s until {what} is done, {saving:.0f} s to save), and "
+            f"the job asks {self._notice_seconds} s before; submit it again with --stop-seconds "
+            f"{60 * math.ceil(needed / 30)}"
+        )
+
+
 class TrainingLoop:
     """Makes a run's steps, and reports, evaluates and saves between them. All methods are collective.
 
     copies: of the state in memory, if the run keeps any. skipped: bad images that the run met before, and why.
-    notice: warns of a stop that would take longer than the job's notice.
+    notice_seconds: how long before its end the job asks for a stop, if it does.
     """
 
     def __init__(
@@ -47,27 +76,16 @@ class TrainingLoop:
         digests: DigestRecorder,
         hooks: TrainingHooks,
         copies: MemoryCopies | None,
-        notice: NoticeWatch | None,
+        notice_seconds: int | None,
         skipped: dict[str, str],
     ) -> None:
         self.config, self.plan, self.parts = config, plan, parts
         self.evaluator, self.saver, self.output = evaluator, saver, output
-        self.digests, self.hooks, self.copies, self.notice, self.skipped = digests, hooks, copies, notice, skipped
+        self.digests, self.hooks, self.copies, self.skipped = digests, hooks, copies, skipped
+        self.notice = None if notice_seconds is None else NoticeWatch(notice_seconds=notice_seconds)
+        self.noise = NoiseRecorder(config, plan, parts)
         self.saved_step = plan.first_step
         self.guess_watch = make_guess_watch(config, plan)
-        self.timeline = TimelineRecorder(
-            parts.communicator,
-            RunDir(Path(config.run.directory)),
-            steps=config.comm.timeline_steps,
-            settle=parts.precision.settle,
-            say=output.say,
-        )
-        self.noise = NoiseRecorder(
-            plan,
-            parts,
-            every_steps=config.run.noise_scale_every_steps,
-            microbatch_size=config.batch.microbatch_size,
-        )
 
     def run(self, batches: Iterator[Batch]) -> Totals:
         """Make all steps that are left; stop early, with a checkpoint, when any rank was asked to.
@@ -79,7 +97,7 @@ class TrainingLoop:
         steps = Steps(plan, parts, self.digests.watch(batches))
         totals = steps.totals
         for step in range(plan.first_step, plan.num_steps):
-            self.timeline.before_step(step)
+            self._record_timeline(step)
             self.digests.before_step(step)
             self.noise.probe.before_step(step)
             steps(step)
@@ -117,8 +135,7 @@ class TrainingLoop:
                 break
             steps.start_over()
         self.settle(wait=True)
-        # a step after all others: what is still being recorded is written
-        self.timeline.before_step(sys.maxsize)
+        self._record_timeline(sys.maxsize)  # what is still being recorded is written
         return totals
 
     def evaluate(self, done: int) -> dict[str, Any]:
@@ -171,6 +188,23 @@ class TrainingLoop:
         self.parts.precision.require_progress(done, is_last=done == self.plan.num_steps)
         with self._saving_on_failure(done):
             self._skip(done, replaced, split="train")
+
+    def _record_timeline(self, step: int) -> None:
+        """Begin the record of comm.timeline_steps before the first of them; after the last, write it on rank 0."""
+        communicator, steps = self.parts.communicator, self.config.comm.timeline_steps
+        if steps is None:
+            return
+        timeline, is_active = communicator.timeline, steps[0] <= step <= steps[1]
+        was_active = timeline.is_active
+        if was_active and not is_active:
+            self.parts.precision.settle()  # what is still on its way is recorded as it ends
+        timeline.is_active = is_active
+        if was_active and not is_active:
+            trace = communicator.gather_trace()
+            if communicator.rank == 0:
+                rundir = RunDir(Path(self.config.run.directory))
+                rundir.write_text(rundir.timeline, trace)
+                self.output.say(f"timeline: open {rundir.timeline} in https://ui.perfetto.dev")
 
     def _watch_notice(self, kind: str, seconds: float, *, done: int) -> None:
         """Warn once if a stop takes longer than the job's notice allows."""

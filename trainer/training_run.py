@@ -31,7 +31,6 @@ from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.memory_copies import open_copies
-from bigbatch.trainer.run.notice import NoticeWatch
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
@@ -107,16 +106,7 @@ class TrainingRun:
             self.copies.require_room(num_bytes=checkpoint_bytes(config, self.parts))
         self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples, classes=classes)
         self.saver.compare(done=self.plan.first_step)
-        digests = DigestRecorder(
-            self.plan,
-            self.parts,
-            every_steps=config.run.digest_every_steps,
-            layers=config.run.digest_layers or (),
-            values=config.run.digest_values or (),
-            folder=self.rundir.values,
-            is_sharded=config.optimizer.sharded,
-            is_captured=config.compute.cuda_graph,
-        )
+        digests = DigestRecorder(config, self.plan, self.parts)  # before a bar on the terminal: it may refuse a pattern
         self.output = RunOutput(
             config,
             communicator,
@@ -136,7 +126,7 @@ class TrainingRun:
             digests=digests,
             hooks=hooks,
             copies=self.copies,
-            notice=None if job.env.notice_seconds is None else NoticeWatch(notice_seconds=job.env.notice_seconds),
+            notice_seconds=job.env.notice_seconds,
             skipped=dict(start.skipped),
         )
         self.input: MeasuredInput | None = None

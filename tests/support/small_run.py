@@ -4,7 +4,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,17 +192,18 @@ def train(
     **hooks: Callable[..., None],
 ) -> Totals:
     """The steps of a run, of which the recorder is told."""
+    config = quickstart(f"--data.max_skipped={max_skipped}")
     loop = TrainingLoop(
-        quickstart(f"--data.max_skipped={max_skipped}"),
+        config,
         plan,
         parts,
         evaluator=recorder,
         saver=recorder,
         output=recorder,
-        digests=DigestRecorder(plan, parts, every_steps=0, folder=Path("values"), is_sharded=False),
+        digests=DigestRecorder(config, plan, parts),
         hooks=TrainingHooks(**hooks),
         copies=None,
-        notice=None,
+        notice_seconds=None,
         skipped={},
     )
     return loop.run(batches)

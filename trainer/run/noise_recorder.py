@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bigbatch.comm.communicator import Communicator
+from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.noise_scale import KIND, NOT_YET, Moments, running, unbiased
 from bigbatch.trainer.step.gradient_noise import GradientNoise, SquaredNorms
@@ -14,9 +15,10 @@ from bigbatch.trainer.step.plan import Parts, Plan
 class NoiseRecorder:
     """Measures every so many steps, and keeps the running figure on all ranks; with 0 steps it does nothing."""
 
-    def __init__(self, plan: Plan, parts: Parts, *, every_steps: int, microbatch_size: int) -> None:
-        self._plan, self._every_steps, self._microbatch_size = plan, every_steps, microbatch_size
-        self.probe = GradientNoise(plan, parts, every_steps=every_steps)
+    def __init__(self, config: Config, plan: Plan, parts: Parts) -> None:
+        self._plan, self._every_steps = plan, config.run.noise_scale_every_steps
+        self._microbatch_size = config.batch.microbatch_size
+        self.probe = GradientNoise(plan, parts, every_steps=self._every_steps)
         """Is told before and after each step."""
         self._moments = Moments()
 

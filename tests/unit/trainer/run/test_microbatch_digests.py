@@ -6,7 +6,7 @@ from error_texts import naming
 from torch import nn
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.run.microbatch_digests import (
+from bigbatch.trainer.run.digests import (
     ACTIVATIONS,
     BEFORE_SUM,
     MicrobatchDigests,

@@ -132,7 +132,9 @@ class Told:
 def make_recorder(*, every_steps: int = 1, first_step: int = 20) -> NoiseRecorder:
     parts: Any = SimpleNamespace(communicator=SimpleNamespace(rank=0, world_size=1))
     plan = replace(PLAN, first_step=first_step, num_steps=40)
-    return NoiseRecorder(plan, parts, every_steps=every_steps, microbatch_size=SMALL)
+    batch = SimpleNamespace(microbatch_size=SMALL)
+    config: Any = SimpleNamespace(run=SimpleNamespace(noise_scale_every_steps=every_steps), batch=batch)
+    return NoiseRecorder(config, plan, parts)
 
 
 def test_a_resumed_run_goes_on_with_what_it_measured_before(tmp_path: Path) -> None:

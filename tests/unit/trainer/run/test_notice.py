@@ -1,6 +1,6 @@
 """Whether a stop fits into the seconds between its request and the end of the job."""
 
-from bigbatch.trainer.run.notice import NoticeWatch
+from bigbatch.trainer.training_loop import NoticeWatch
 
 
 def test_notice_that_is_too_short_for_a_step_and_a_checkpoint_is_said_once() -> None:
