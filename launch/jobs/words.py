@@ -182,20 +182,6 @@ def _check_characters(text: str, *, what: str) -> None:
         raise LaunchOptionError(f"{what} holds a character that neither scripts nor processes take")
 
 
-def _check_modules(modules: tuple[str, ...]) -> None:
-    for module in modules:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", module, re.ASCII):
-            raise LaunchOptionError(f"--module {module!r} must be the name of a module, such as cuda/13.0")
-
-
-def _check_mounts(mounts: tuple[str, ...]) -> None:
-    for mount in mounts:
-        if not re.fullmatch(r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?", mount):
-            raise LaunchOptionError(
-                f"--mount {mount!r} must be SOURCE:TARGET without blanks, TARGET an absolute path, such as /data:/data"
-            )
-
-
 def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
     """Raise LaunchOptionError for what is no option's name, could be misread, or is ours.
 
@@ -222,7 +208,7 @@ def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
 def _each(field: str, pattern: str, form: str) -> Callable[[tuple[str, ...]], None]:
     def check(words: tuple[str, ...]) -> None:
         for word in words:
-            if not re.fullmatch(pattern, word, re.ASCII):
+            if not re.fullmatch(pattern, word):
                 raise LaunchOptionError(f"{option(field)} {word!r} must be {form}")
 
     return check
@@ -234,8 +220,12 @@ CHECKS: dict[str, Callable[[Any], None]] = {
     "command": _check_command,
     "environment": _check_environment,
     "taken": _check_taken,
-    "modules": _check_modules,
-    "mounts": _check_mounts,
+    "modules": _each("modules", r"[A-Za-z0-9][A-Za-z0-9._/+@-]*", "the name of a module, such as cuda/13.0"),
+    "mounts": _each(
+        "mounts",
+        r"[A-Za-z0-9./][^\s:,]*:/[^\s:,]*(?::[a-z+-]+)?",
+        "SOURCE:TARGET without blanks, TARGET an absolute path, such as /data:/data",
+    ),
     "sbatch": _check_sbatch,
     "node_selector": _each("node_selector", f"{KEY}=(?:{QUALIFIED})?", "KEY=VALUE, such as gpu=h200"),
     "tolerations": _each(
