@@ -4,10 +4,10 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT, TERMINAL_VARIABLE
+from bigbatch.comm.rendezvous.environ import FIRST_JOB_PORT
 from bigbatch.errors import LaunchOptionError
 from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate.plan import ClusterPlan, address, host, place_ranks
@@ -67,18 +67,15 @@ def torchrun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodePr
         raise LaunchOptionError(
             f"--place {site.order}: torchrun numbers ranks node by node; use --launcher mpirun or plain"
         )
-    return tuple(
-        NodeProcess(
-            node,
-            (
-                *(*python_argv(), "-m", "torch.distributed.run", f"--nnodes={plan.num_nodes}", f"--node-rank={node}"),
-                *(f"--nproc-per-node={count}", f"--master-addr={address(0)}", f"--master-port={site.master_port}"),
-                f"--log-dir={site.folder / 'torchrun'}",
-                *job.python_words,
-            ),
-            job.variables,
-        )
+    port, logs = site.master_port, str(site.folder / "torchrun")
+    shared = replace(job, num_nodes=plan.num_nodes, master=(address(0), port), restarts=None)
+    parts = [
+        replace(shared, num_ranks=count * plan.num_nodes, node_rank=node)
         for node, count in enumerate(plan.ranks_per_node)
+    ]
+    return tuple(
+        NodeProcess(node, tuple(torchrun.torchrun_argv(part, port=port, log_dir=logs)), job.variables)
+        for node, part in enumerate(parts)
     )
 
 
@@ -93,17 +90,20 @@ def mpirun_starts(job: JobSpec, plan: ClusterPlan, site: Site) -> tuple[NodeProc
             f"mpirun cannot call {sys.executable!r}, as its path has a blank or a colon: use --launcher torchrun or "
             "plain, or a virtual environment elsewhere"
         )
-    argv = [site.mpirun, "-n", str(plan.world_size), "--bind-to", "none", "--allow-run-as-root"]
-    argv += ["--map-by", "slot" if site.order == "block" else "node"]
-    argv += ["--host", ",".join(f"{host(node)}:{count}" for node, count in enumerate(plan.ranks_per_node))]
-    argv += ["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", f"{' '.join(python_argv())} -m {AGENT}"]
-    argv += ["--prtemca", "prte_tmpdir_base", str(site.folder), "--mca", "mpi_yield_when_idle", "1"]
-    for name in sorted(name for name in site.variables if name.startswith(mpirun.FORWARDED)):
-        argv += ["-x", name]
-    argv += ["-x", f"{TERMINAL_VARIABLE}={site.terminal_columns}"]
-    for name, value in job.variables:
-        argv += ["-x", f"{name}={value}"]
-    return (NodeProcess(0, (*argv, sys.executable, *job.python_words)),)
+    options = (
+        *("--map-by", "slot" if site.order == "block" else "node", "--prtemca", "plm", "ssh"),
+        *("--prtemca", "plm_ssh_agent", f"{' '.join(python_argv())} -m {AGENT}"),
+        *("--prtemca", "prte_tmpdir_base", str(site.folder), "--mca", "mpi_yield_when_idle", "1"),
+    )
+    argv = mpirun.mpirun_argv(
+        replace(job, hosts=tuple((host(node), count) for node, count in enumerate(plan.ranks_per_node))),
+        mpirun=site.mpirun,
+        is_root=True,
+        terminal_columns=site.terminal_columns,
+        variables=site.variables,
+        options=options,
+    )
+    return (NodeProcess(0, tuple(argv), job.variables),)
 
 
 @dataclass(frozen=True)

@@ -49,16 +49,18 @@ def mpirun_argv(
     is_root: bool = False,
     terminal_columns: int = 0,
     variables: Iterable[str] = (),
+    options: Sequence[str] = ("--map-by", "slot"),
 ) -> list[str]:
     """Return the words of mpirun with one process per rank; pure, so that --dry-run shows what would run.
 
     Ranks are not bound to cores (each would decode and compute on one), and those that wait yield theirs where
     ranks outnumber cores. mpirun passes SIGUSR1 on to all ranks, which then save a checkpoint and stop.
-    variables are the names of those that are set here; its environment must have job.variables.
+    variables are the names of those that are set here; its environment must have job.variables. options: of mpirun
+    itself.
     Raises: LaunchOptionError for what only a scheduler can do.
     """
     refuse(job, launcher="mpirun", refused=REFUSED)
-    argv = [mpirun, "-n", str(job.num_ranks), "--bind-to", "none", "--map-by", "slot"]
+    argv = [mpirun, "-n", str(job.num_ranks), "--bind-to", "none", *options]
     if is_root:
         argv.append("--allow-run-as-root")
     if job.hosts:

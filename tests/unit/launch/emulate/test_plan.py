@@ -184,13 +184,14 @@ def test_mpirun_starts_from_the_first_emulated_node() -> None:
     (start,) = mpirun_starts(JOB, UNEVEN, site)
     assert start.node == 0
     assert list(start.argv) == [
-        *("/opt/mpirun", "-n", "8", "--bind-to", "none", "--allow-run-as-root", "--map-by", "node"),
-        *("--host", "n0:3,n1:2,n2:2,n3:1", "--prtemca", "plm", "ssh"),
+        *("/opt/mpirun", "-n", "8", "--bind-to", "none", "--map-by", "node", "--prtemca", "plm", "ssh"),
         *("--prtemca", "plm_ssh_agent", f"{' '.join(python_argv())} -m bigbatch.launch.emulate.agent"),
         *("--prtemca", "prte_tmpdir_base", "/tmp/x", "--mca", "mpi_yield_when_idle", "1"),
-        *("-x", "NCCL_DEBUG", "-x", "BIGBATCH_TERMINAL_COLUMNS=80", "-x", "PYTHONSAFEPATH=1"),
+        *("--allow-run-as-root", "--host", "n0:3,n1:2,n2:2,n3:1"),
+        *("-x", "NCCL_DEBUG", "-x", "PYTHONSAFEPATH", "-x", "BIGBATCH_TERMINAL_COLUMNS=80"),
         *(sys.executable, "-m", "bigbatch", *JOB.command),
     ]
+    assert start.variables == (("PYTHONSAFEPATH", "1"),)
 
 
 @pytest.mark.parametrize("path", ["/home/a b/python", "/home/a:b/python"])
@@ -201,11 +202,11 @@ def test_mpirun_is_not_told_of_a_python_that_it_would_take_apart(path: str, monk
 
 
 def test_torchrun_starts_once_per_node_each_with_its_own_number_of_ranks() -> None:
-    starts = torchrun_starts(JobSpec(("script.py", "a b"), 8, is_python=True), UNEVEN, SITE)
+    starts = torchrun_starts(JobSpec(("script.py", "--", "a b"), 8, is_python=True), UNEVEN, SITE)
     assert [start.node for start in starts] == [0, 1, 2, 3]
     assert list(starts[3].argv) == [
-        *(*python_argv(), "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--nproc-per-node=1"),
-        *("--master-addr=10.77.0.1", "--master-port=20000", "--log-dir=torchrun", "script.py", "a b"),
+        *(*python_argv(), "-m", "torch.distributed.run", "--nnodes=4", "--node-rank=3", "--master-addr=10.77.0.1"),
+        *("--master-port=20000", "--nproc-per-node=1", "--log-dir=torchrun", "script.py", "--", "--", "a b"),
     ]
     assert "--nproc-per-node=3" in starts[0].argv
 
