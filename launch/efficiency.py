@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bigbatch.words import percent
+
 Variant = tuple[tuple[str, Any], ...]
 """The values of a point but for its number of ranks."""
 PARTS = ("computing", "communication", "input", "stragglers")
+WORTH_NAMING = 0.005
+"""A smaller loss, as a share of the step, is not named in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,13 @@ class Efficiency:
         if part == "computing":
             return "smaller local batch" if self.point.local_batch < self.base.local_batch else "slower computing"
         return {"communication": "exposed communication", "input": "input", "stragglers": "stragglers"}[part]
+
+    @property
+    def lost_to(self) -> str:
+        """Return a sentence on what the rest is lost to, the most first; empty if nothing is worth naming."""
+        lost = {self.name_of(part): share for part, share in self.losses.items() if share and share >= WORTH_NAMING}
+        named = sorted(lost, key=lambda name: -lost[name])
+        return f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in named)}." if named else ""
 
 
 def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) -> Step:

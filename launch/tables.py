@@ -3,6 +3,7 @@
 import html
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -32,6 +33,11 @@ class Table:
         """Say of each column whether it holds numbers, which are aligned to the right."""
         columns = [[row[column] for row in self.rows if row[column] not in BLANKS] for column in range(len(self.head))]
         return tuple(bool(told) and all(map(NUMBER.match, told)) for told in columns)
+
+
+def table_of(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
+    """Make a table of columns by their names."""
+    return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
 
 
 def stdout_console() -> Console:

@@ -56,7 +56,13 @@ def make_allreduce(
     if name in ("hierarchical", "sharded"):
         return _make_hierarchical(name, backend=backend, topology=topology, memory=memory, wire=wire)
     if name == "hybrid":
-        return _make_hybrid(table, backend=backend, topology=topology, memory=memory, wire=wire)
+        if table is None:
+            raise ValueError("algorithm 'hybrid' chooses by a table of this cluster: make one with bigbatch comm tune")
+        made = {
+            each: make_allreduce(each, backend=backend, topology=topology, memory=memory, wire=wire)
+            for each in sorted(set(table.algorithms))
+        }
+        return lambda buffer_N: made[table.choose(buffer_N.nbytes)](buffer_N)
     raise ValueError(f"all-reduce algorithm {name!r} is unknown; choose one of {', '.join((AUTO, *ALGORITHMS))}")
 
 
@@ -130,15 +136,3 @@ def _make_hierarchical(
     if count == 1:
         return lambda buffer_N: hierarchical_allreduce_(buffer_N, backend, node=node, across=across, wire=wire)
     return lambda buffer_N: sharded_allreduce_(buffer_N, backend, node=node, num_shards=count, across=across, wire=wire)
-
-
-def _make_hybrid(
-    table: HybridTable | None, *, backend: Backend, topology: Topology, memory: NodeMemory | None, wire: Wire
-) -> AllReduce:
-    if table is None:
-        raise ValueError("algorithm 'hybrid' chooses by a table of this cluster: make one with bigbatch comm tune")
-    made = {
-        name: make_allreduce(name, backend=backend, topology=topology, memory=memory, wire=wire)
-        for name in sorted(set(table.algorithms))
-    }
-    return lambda buffer_N: made[table.choose(buffer_N.nbytes)](buffer_N)

@@ -100,8 +100,10 @@ class Measured:
         A normal distribution's median has the standard error 1.253 * sigma / sqrt(n), and 1.349 * sigma lie
         between its quartiles; quartiles do not see a stray slow repetition.
         """
-        spread = _quantile(self.seconds, 0.75) - _quantile(self.seconds, 0.25)
-        return 2 * 1.253 * spread / 1.349 / math.sqrt(len(self.seconds)) / self.median
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return 2 * 1.253 * (high - low) / 1.349 / math.sqrt(len(self.seconds)) / self.median
 
 
 Times = Mapping[int, Mapping[str, Measured]]
@@ -170,12 +172,3 @@ def _fewest_switches(allowed: Sequence[Mapping[str, float]]) -> list[str]:
             extended[name] = (switches, total + loss, [*path, name])
         paths = extended
     return min(paths.values())[2]
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Compute a quantile with linear interpolation between neighbours."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

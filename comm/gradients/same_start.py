@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.broadcast import broadcast_parameters
+from bigbatch.comm.rendezvous.late_ranks import name_ranks
 from bigbatch.errors import CommError
 
 Start = Literal["equal", "broadcast", "unchecked"]
@@ -40,10 +41,9 @@ def begin_alike_(tensors: Mapping[str, Tensor], communicator: Communicator, *, w
     texts = communicator.gather_text(" ".join(mine.values()) if communicator.rank in speakers else "")
     one, other = (texts[rank].split() for rank in speakers)
     first = next(name for name, a, b in zip(mine, one, other, strict=True) if a != b)
-    many = f"ranks {', '.join(map(str, odd[:8]))}{', ...' if odd[8:] else ''} have" if odd[1:] else f"rank {odd[0]} has"
     raise CommError(
-        f"{many} other weights than rank {speakers[0]}, first {first}: set the same seed on all ranks before the "
-        'model is made, or pass weights="broadcast" to give all of them rank 0\'s'
+        f"{name_ranks(odd)} {'have' if odd[1:] else 'has'} other weights than rank {speakers[0]}, first {first}: set "
+        'the same seed on all ranks before the model is made, or pass weights="broadcast" to give all of them rank 0\'s'
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import FRACTION_BITS, SUM_BITS, Grid
+from bigbatch.comm.rendezvous.late_ranks import name_ranks
 
 SCALES, SPREAD = 24, 8
 """Number of powers of two for an element's size, and for each rank's number below it."""
@@ -304,7 +305,7 @@ def _find_odd_rank(sum_N: Tensor, digests: Sequence[str], communicator: Communic
     element = _find_difference(sum_N, communicator, odd=odd[0], like=like)
     value = communicator.gather_text(f"{sum_N[element].item():.9g}")
     return [
-        f"{_ranks(odd)} held other bits than rank {like} after the first sum; in element {element} rank {odd[0]} "
+        f"{name_ranks(odd)} held other bits than rank {like} after the first sum; in element {element} rank {odd[0]} "
         f"held {value[odd[0]]}, and rank {like} {value[like]}"
     ]
 
@@ -330,7 +331,8 @@ def _find_changes(changed: Mapping[int, Sequence[Sequence[int]]], *, num_ranks: 
         for repetition, *where in changes:
             found.setdefault(repetition, {})[rank] = where
     return [
-        f"repetition {repetition + 1} gave other bits than the first on {_ranks(list(ranks), of=num_ranks)}, in "
+        f"repetition {repetition + 1} gave other bits than the first on "
+        f"{'every rank' if len(ranks) == num_ranks else name_ranks(list(ranks))}, in "
         f"{next(iter(ranks.values()))[1]} elements of rank {next(iter(ranks))}, the first of them element "
         f"{next(iter(ranks.values()))[0]}"
         for repetition, ranks in sorted(found.items())
@@ -350,12 +352,3 @@ def _find_beyond(parts: Sequence[Errors], *, precision: Precision) -> list[str]:
                 f"is {got:.9g}, the exact sum {exact:.9g}, {abs(got - exact) / ulp:.3g} ulp away, and {allowed}"
             )
     return found if len(found) <= SHOWN_RANKS else [*found[:SHOWN_RANKS], f"and {len(found) - SHOWN_RANKS} ranks more"]
-
-
-def _ranks(ranks: Sequence[int], *, of: int | None = None) -> str:
-    if len(ranks) == of:
-        return "every rank"
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS])) + (
-        f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    )
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigbatch.launch.tables import Table
+from bigbatch.experiments.engine.plan import CASE
+from bigbatch.launch.tables import Table, table_of
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.words import percent
 
@@ -195,7 +196,7 @@ def comparison_table(found: Comparison) -> Table:
         columns["an evaluation (s)"] = [_range(cell.each("evaluation_seconds")) for cell in found.cells]
     if found.target is not None:
         columns[f"to {percent(found.target)} (s)"] = [_to_target(cell) for cell in found.cells]
-    return Table(found.title, tuple(columns), tuple(zip(*columns.values(), strict=True)))
+    return table_of(found.title, columns)
 
 
 def best_of(found: Comparison) -> str:
@@ -204,18 +205,25 @@ def best_of(found: Comparison) -> str:
     if found.is_cumulative or len(cells) < 2:
         return ""
     first, second = cells[:2]
-    text = f"{found.title}: best is {_label(first)}, top-1 {_spread(first, 'top1', scale=100, digits=2)}%"
+    text = f"{found.title}: best is {cell_label(first)}, top-1 {_spread(first, 'top1', scale=100, digits=2)}%"
     errors = [cell.deviation("top1") for cell in (first, second)]
     if None in errors:
         return f"{text}; one seed says little about a difference."
     error = math.sqrt(sum((e or 0.0) ** 2 / len(cell.each("top1")) for e, cell in zip(errors, cells, strict=False)))
     ahead = (first.mean("top1") or 0.0) - (second.mean("top1") or 0.0)
     clearly = "" if ahead > 2 * error else ", within two standard errors"
-    return f"{text} ({100 * ahead:.2f} points above {_label(second)}{clearly})."
+    return f"{text} ({100 * ahead:.2f} points above {cell_label(second)}{clearly})."
 
 
-def _label(cell: Cell) -> str:
-    return ", ".join(f"{short(key)} {shown(value)}" for key, value in cell.values.items())
+def cell_label(cell: Cell, *, without: str = "") -> str:
+    """Write the values of a cell: a case without its key, others with their keys."""
+    told = {key: value for key, value in cell.values.items() if key != without}
+    return ", ".join(
+        str(value)
+        if key in (CASE, RUN) or (len(told) == 1 and isinstance(value, str))
+        else f"{short(key)} {shown(value)}"
+        for key, value in told.items()
+    )
 
 
 def gains(costs: Sequence[float]) -> Iterator[tuple[str, ...]]:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
-from bigbatch.experiments.engine.plan import BATCH, CASE
+from bigbatch.experiments.engine.plan import BATCH
 from bigbatch.experiments.report.collect import ToAccuracy
-from bigbatch.experiments.report.compare import RUN, Cell, Comparison, short, shown
+from bigbatch.experiments.report.compare import Cell, Comparison, cell_label, short
 from bigbatch.experiments.report.tables import doubts
 from bigbatch.launch.efficiency import PARTS, Efficiency, by_variant, variant_name
 from bigbatch.words import count
@@ -136,16 +136,6 @@ def _draw_cases(found: Comparison) -> "Figure":
         axes.set(xlabel="top-1 (%), runs, mean and standard deviation")
         axes.grid(alpha=0.3)
     return figure
-
-
-def cell_label(cell: Cell, *, without: str = "") -> str:
-    """Write the values of a cell: a case without its key, others with their keys."""
-    told = {key: value for key, value in cell.values.items() if key != without}
-    bare = (CASE, RUN)
-    return ", ".join(
-        str(value) if key in bare or (len(told) == 1 and isinstance(value, str)) else f"{short(key)} {shown(value)}"
-        for key, value in told.items()
-    )
 
 
 def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":

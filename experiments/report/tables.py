@@ -8,12 +8,10 @@ from typing import Any
 from bigbatch.experiments.engine.plan import describe_values
 from bigbatch.experiments.report.collect import RunResults, SweepResults, ToAccuracy
 from bigbatch.launch.efficiency import PARTS, Efficiency, MeasuredPoint, by_variant
-from bigbatch.launch.tables import NOT_MEASURED, NOT_TOLD, Table
+from bigbatch.launch.tables import NOT_MEASURED, NOT_TOLD, Table, table_of
 from bigbatch.trainer.run.noise_scale import describe_noise_scale
 from bigbatch.words import count, percent
 
-WORTH_NAMING = 0.005
-"""A smaller loss, as a share of the step, is not named in a sentence."""
 ENOUGH_REPORTS = 3
 """Least reports of a point; fewer have no spread that would show a disturbance."""
 STEADY = 0.2
@@ -85,16 +83,11 @@ def findings(found: Sequence[Efficiency], *, name: str | None) -> list[str]:
 
 def _headline(each: Efficiency) -> str:
     """Return how fast a point is, and what its efficiency is lost to."""
-    told = {each.name_of(part): share for part, share in each.losses.items() if share is not None}
-    lost = {name: share for name, share in told.items() if share >= WORTH_NAMING}
-    causes = sorted(lost, key=lambda name: -lost[name])
     ranks, nodes = count(each.point.ranks, "rank"), count(each.point.nodes, "node")
     text = (
         f"{ranks} on {nodes} train {each.speedup:.2f} times as fast as {each.base.ranks} "
-        f"({percent(each.efficiency)} efficiency)."
+        f"({percent(each.efficiency)} efficiency).{each.lost_to}"
     )
-    if causes:
-        text += f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in causes)}."
     if each.unsplit is not None:
         text += f" {NOT_MEASURED}: the parts of steps that are replayed as CUDA graphs, but for input."
     if each.lacks_base:
@@ -162,8 +155,7 @@ def _values(found: Sequence[Efficiency]) -> dict[str, list[str]]:
 
 
 def _table(title: str, name: str | None, columns: Mapping[str, Sequence[str]]) -> Table:
-    rows = tuple(zip(*columns.values(), strict=True))
-    return Table(f"{title}: {name}" if name else title, tuple(columns), rows)
+    return table_of(f"{title}: {name}" if name else title, columns)
 
 
 def _efficiency(each: Efficiency) -> str:

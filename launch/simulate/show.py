@@ -10,7 +10,7 @@ from bigbatch import __version__
 from bigbatch.colours import COLOURS
 from bigbatch.errors import SimulationError, first_line, printable
 from bigbatch.files import write_named
-from bigbatch.launch.efficiency import PARTS, Efficiency
+from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.simulate.network import BY_SIZE
 from bigbatch.launch.simulate.published import nearest_checked
@@ -24,7 +24,7 @@ from bigbatch.launch.simulate.scaling import (
     knee,
 )
 from bigbatch.launch.simulate.shapes import shape_of
-from bigbatch.launch.tables import Table
+from bigbatch.launch.tables import Table, table_of
 from bigbatch.trainer.config.sections import READERS
 from bigbatch.words import count, percent
 
@@ -35,10 +35,6 @@ EXPLAINED = (
     "Simulated, not measured. Efficiency: images per second and GPU, beside the fewest. The band is to hold nine of "
     "ten measurements. docs/simulate.md says how far off such figures were on published rows."
 )
-WORTH_NAMING = 0.005
-"""A loss below this share of the step is not named."""
-
-
 UNKNOWN = ""
 """Shown for the unknown messages of a library and of parameter servers."""
 
@@ -74,39 +70,23 @@ def assumptions(question: Question) -> list[str]:
 
 def scaling_table(points: Sequence[Point], *, price: float | None) -> Table:
     """Make a row for each number of devices."""
-    head = [
-        "GPUs",
-        "nodes",
-        "per GPU",
-        "step",
-        "90% interval",
-        "images/s",
-        "efficiency",
-        "algorithm",
-        "run",
-        "GPU-hours",
-    ]
-    has_record = any(point.hours_to_759 is not None for point in points)
-    head += ["to 75.9%"] if has_record else []
-    head += ["cost"] if price is not None else []
-    rows = [
-        (
-            f"{point.num_devices:,}",
-            f"{point.num_nodes:,}",
-            _batch(point),
-            f"{1e3 * point.step.seconds:,.1f} ms",
-            f"{1e3 * point.low_seconds:,.1f} to {1e3 * point.high_seconds:,.1f}",
-            f"{point.images_per_second:,.0f}" + (" ?" if point.is_extrapolated else ""),
-            percent(each.efficiency),
-            point.algorithm,
-            duration(point.hours),
-            f"{point.device_hours:,.1f}",
-            *([duration(point.hours_to_759)] if point.hours_to_759 is not None else [""] if has_record else []),
-            *([] if price is None else [f"{price * point.device_hours:,.0f}"]),
-        )
-        for point, each in zip(points, efficiencies(points), strict=True)
-    ]
-    return Table("Simulated", tuple(head), tuple(rows))
+    columns = {
+        "GPUs": [f"{point.num_devices:,}" for point in points],
+        "nodes": [f"{point.num_nodes:,}" for point in points],
+        "per GPU": [_batch(point) for point in points],
+        "step": [f"{1e3 * point.step.seconds:,.1f} ms" for point in points],
+        "90% interval": [f"{1e3 * point.low_seconds:,.1f} to {1e3 * point.high_seconds:,.1f}" for point in points],
+        "images/s": [f"{point.images_per_second:,.0f}" + (" ?" if point.is_extrapolated else "") for point in points],
+        "efficiency": [percent(each.efficiency) for each in efficiencies(points)],
+        "algorithm": [point.algorithm for point in points],
+        "run": [duration(point.hours) for point in points],
+        "GPU-hours": [f"{point.device_hours:,.1f}" for point in points],
+    }
+    if any(point.hours_to_759 is not None for point in points):
+        columns["to 75.9%"] = ["" if point.hours_to_759 is None else duration(point.hours_to_759) for point in points]
+    if price is not None:
+        columns["cost"] = [f"{price * point.device_hours:,.0f}" for point in points]
+    return table_of("Simulated", columns)
 
 
 def duration(hours: float) -> str:
@@ -133,18 +113,11 @@ def loss_table(points: Sequence[Point]) -> Table:
 
 def run_table(points: Sequence[Point]) -> Table:
     """Show the run's hours by their cause."""
-    rows = [
-        (
-            f"{point.num_devices:,}",
-            *(duration(part) for part in (point.run.steps, point.run.evaluations, point.run.checkpoints)),
-            duration(point.run.failures),
-            percent(point.run.effective_share),
-        )
-        for point in points
-    ]
-    return Table(
-        "The run", ("GPUs", "steps", "evaluations", "checkpoints", "failures", "moves the run on"), tuple(rows)
-    )
+    columns = {"GPUs": [f"{point.num_devices:,}" for point in points]}
+    for cause in ("steps", "evaluations", "checkpoints", "failures"):
+        columns[cause] = [duration(getattr(point.run, cause)) for point in points]
+    columns["effective"] = [percent(point.run.effective_share) for point in points]
+    return table_of("The run", columns)
 
 
 def sent_table(points: Sequence[Point]) -> Table:
@@ -178,11 +151,8 @@ def comparison_table(title: str, columns: Mapping[str, Sequence[Point]]) -> Tabl
     counts = sorted({point.num_devices for points in columns.values() for point in points})
     found = {name: {point.num_devices: point for point in points} for name, points in columns.items()}
     rows = [
-        (
-            f"{count_:,}",
-            *(f"{1e3 * by[count_].step.seconds:,.1f} ms" if count_ in by else "" for by in found.values()),
-        )
-        for count_ in counts
+        (f"{size:,}", *(f"{1e3 * by[size].step.seconds:,.1f} ms" if size in by else "" for by in found.values()))
+        for size in counts
     ]
     return Table(title, ("GPUs", *columns), tuple(rows))
 
@@ -194,7 +164,7 @@ def findings(points: Sequence[Point], *, model: str, deadline_hours: float | Non
     if len(points) > 1:
         lines.append(
             f"{last.num_devices:,} GPUs train {each.speedup:.2f} times as fast as {points[0].num_devices:,} "
-            f"({percent(each.efficiency)} efficiency).{_causes(each)}"
+            f"({percent(each.efficiency)} efficiency).{each.lost_to}"
         )
         best = knee(points)
         if best is not last:
@@ -217,8 +187,8 @@ def findings(points: Sequence[Point], *, model: str, deadline_hours: float | Non
         )
     if last.run.failures:
         lines.append(
-            f"With {count(last.num_nodes, 'node')} that fail, {percent(last.run.effective_share)} of the time moves "
-            "the run on."
+            f"With {count(last.num_nodes, 'node')} that fail, {percent(last.run.effective_share)} of the time is "
+            "effective training time."
         )
     if deadline_hours is not None:
         lines.append(_within(points, deadline_hours))
@@ -265,12 +235,6 @@ def _within(points: Sequence[Point], hours: float) -> str:
         return f"None of these is done in {duration(hours)}; the fastest takes {duration(fastest)}."
     took = f"{duration(found.hours)} and {found.device_hours:,.1f} GPU-hours"
     return f"In {duration(hours)}, cheapest: {found.num_devices:,} GPUs, {took}."
-
-
-def _causes(each: Efficiency) -> str:
-    lost = {each.name_of(part): share for part, share in each.losses.items() if share and share >= WORTH_NAMING}
-    named = sorted(lost, key=lambda name: -lost[name])
-    return f" Lost to {', '.join(f'{name} ({percent(lost[name])})' for name in named)}." if named else ""
 
 
 def as_json(question: Question, points: Sequence[Point]) -> str:

@@ -122,7 +122,7 @@ def test_one_seed_has_no_deviation_and_says_little() -> None:
     found = compare_runs("t", [run("sgd", 64, 0, 0.5), run("lars", 64, 0, 0.6)])
     assert found.keys == ("case",)
     assert [row[2] for row in comparison_table(found).rows] == ["60.00", "50.00"]
-    assert best_of(found) == "t: best is case lars, top-1 60.00%; one seed says little about a difference."
+    assert best_of(found) == "t: best is lars, top-1 60.00%; one seed says little about a difference."
 
 
 def test_cumulative_cells_keep_their_order_and_tell_gains() -> None:
