@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.record import conditions, write_record
 from benchmarks.twin.emulated_rank import ALGORITHMS, LOCAL
-from benchmarks.twin.traffic import node_traffic
+from benchmarks.twin.traffic import node_traffic, stream_bytes
 from bigbatch.comm.algorithms.ring import SEGMENT_BYTES
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.launch.emulate.plan import parse_rate
@@ -198,7 +198,7 @@ def compare(records: Mapping[Case, Mapping[str, Any]]) -> tuple[Links, float, li
             "is_calibrated_on": case.num_nodes < 4,
             "measured": record["seconds"][name],
             "predicted_seconds": simulated_seconds(case, name, links, computing=computing),
-            "streams_are_equal": {way: each.stream_bytes for way, each in expected.items()} == counted,
+            "streams_are_equal": {way: stream_bytes(each) for way, each in expected.items()} == counted,
             "node_payload_bytes": max((each.payload_bytes for each in expected.values()), default=0),
             "node_messages": max((each.num_messages for each in expected.values()), default=0),
         }

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from bigbatch.launch.simulate.traffic import Traffic, part_size
 
+LENGTH_BYTES = 8
+"""Bytes of the length before each message of backend tcp."""
 Hop = tuple[int, int, int]
 """From, to, and number of elements."""
 
@@ -23,6 +25,11 @@ def node_traffic(
         if way[0] != way[1]:
             counted[way] = counted.get(way, Traffic()) + Traffic(count * element_bytes, segments)
     return counted
+
+
+def stream_bytes(traffic: Traffic) -> int:
+    """Return the bytes in the streams of backend tcp: payload, and each message's length; no headers."""
+    return traffic.payload_bytes + LENGTH_BYTES * traffic.num_messages
 
 
 def _sends(

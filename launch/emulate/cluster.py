@@ -17,7 +17,7 @@ from bigbatch.interpreter import python_argv
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.counters import LinkBytes, parse_counters
 from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.programs import cut_command, port, shape_commands
+from bigbatch.launch.emulate.programs import port, shape_commands
 from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save
 from bigbatch.locks import try_lock
 
@@ -193,23 +193,12 @@ def shape(
         for each in range(cluster.plan.num_nodes) if node is None else (node,):
             for device, where in (("eth0", each), (port(each), None)):
                 for argv in shape_commands(device, rate):
-                    _run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": path})
+                    run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": path})
         save(root / cluster.plan.name, changed)
     return changed
 
 
-def cut(
-    cluster: EmulatedCluster, node: int, *, environ: Mapping[str, str], arriving: bool = True, leaving: bool = True
-) -> None:
-    """Drop the packets to a node, or from it, or both, until its link is shaped. Raises: EmulationError."""
-    path = _require_tools(environ)
-    with reaching(cluster):
-        for device, where, is_cut in (("eth0", node, leaving), (port(node), None, arriving)):
-            if is_cut:
-                _run_inside(cluster, cut_command(device), node=where, environ=dict(environ) | {"PATH": path})
-
-
-def _run_inside(cluster: EmulatedCluster, argv: list[str], *, node: int | None, environ: Mapping[str, str]) -> None:
+def run_inside(cluster: EmulatedCluster, argv: list[str], *, node: int | None, environ: Mapping[str, str]) -> None:
     """Run a tool in the network of a node, or of the switch."""
 
     def enter() -> None:

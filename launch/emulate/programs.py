@@ -39,11 +39,6 @@ def shape_commands(device: str, rate: int | None) -> list[list[str]]:
     return [gso, ["tc", "qdisc", "replace", "dev", device, "root", *bucket]]
 
 
-def cut_command(device: str) -> list[str]:
-    """Silently drop all packets out of a device, like a dead switch: a queue of one byte takes no packet."""
-    return ["tc", "qdisc", "replace", "dev", device, "root", "bfifo", "limit", "1"]
-
-
 def build_commands(plan: ClusterPlan) -> list[tuple[str, list[str]]]:
     """Return all commands in order, each with its place: a host name or 'switch', the namespace of process 1.
 

@@ -97,18 +97,16 @@ def apply_site(
     *,
     refused: Collection[str],
     table: str | None = None,
-    environ: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Fill in what the options leave open, of the nearest file that states it; return lines that say what and whence.
 
     refused: fields of JobSpec that the launcher cannot honour, of which the files may speak to others. The values of a
     list are taken whole; env and sbatch are filled up name by name. The ranks are told, for the run's summary.
     table: of TABLES, the launcher's own, which alone counts then.
-    environ: where the files are found; None: by this process's variables.
     Raises: LaunchOptionError, also for a file that nothing is taken of.
     """
     taken: dict[str, dict[str, Any]] = {}
-    for path in site_files(environ):
+    for path in site_files(None):
         stated = {
             name: value for name, value in read_file(path, table=table).items() if FIELDS.get(name, name) not in refused
         }

@@ -8,8 +8,6 @@ from dataclasses import astuple, dataclass
 from bigbatch.launch.simulate.network import BY_LIBRARY, WIDENS
 from bigbatch.launch.simulate.step import WIDE_BYTES, Job, SimulatedStep
 
-LENGTH_BYTES = 8
-"""Bytes of the length before each message of backend tcp."""
 SEGMENT_BYTES = 512 * 1024
 """Same as in comm.algorithms.ring, which needs torch; a test compares the two."""
 
@@ -24,11 +22,6 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         """Add both."""
         return Traffic(self.payload_bytes + other.payload_bytes, self.num_messages + other.num_messages)
-
-    @property
-    def stream_bytes(self) -> int:
-        """Return the bytes in the streams of backend tcp: payload, and each message's length; no headers."""
-        return self.payload_bytes + LENGTH_BYTES * self.num_messages
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,12 @@ def test_nodes_that_do_not_reach_each_other_are_named(four: EmulatedCluster, emu
     """n1 has no way to n3, though both reach the node where the ranks meet."""
     route = ["ip", "route", "add", "blackhole", "10.77.0.4/32"]
     with clusters.reaching(four):
-        clusters._run_inside(four, route, node=1, environ=os.environ)
+        clusters.run_inside(four, route, node=1, environ=os.environ)
     try:
         code, found, _ = look(emulate, tmp_path, launcher="plain")  # mpirun's own daemons would give up before
     finally:
         with clusters.reaching(four):
-            clusters._run_inside(four, [*route[:2], "del", *route[3:]], node=1, environ=os.environ)
+            clusters.run_inside(four, [*route[:2], "del", *route[3:]], node=1, environ=os.environ)
     assert code == 4
     texts = [finding["text"] for finding in found["findings"]]
     assert "n1 cannot connect to n3: a firewall or a route between them" in texts

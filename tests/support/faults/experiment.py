@@ -14,6 +14,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from cut_links import cut
+
 from bigbatch.errors import FaultError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import ClusterPlan
@@ -212,7 +214,7 @@ class Laboratory:
             clusters.shape(cluster, rate=LINK // 10, root=self._clusters_root, environ=self._environ, node=trial.node)
             return None
         arriving, leaving = trial.kind != "mute", trial.kind != "deaf"
-        clusters.cut(cluster, trial.node, environ=self._environ, arriving=arriving, leaving=leaving)
+        cut(cluster, trial.node, environ=self._environ, arriving=arriving, leaving=leaving)
         if trial.kind == "node":
             for rank in trial.struck:
                 job.ranks[rank].send(signal.SIGKILL)

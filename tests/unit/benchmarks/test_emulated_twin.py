@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.twin import emulated
 from benchmarks.twin.emulated_rank import ALGORITHMS, LOCAL
+from benchmarks.twin.traffic import stream_bytes
 
 TRUTH = emulated.Links(inside_seconds=2e-4, inside_bytes_per_second=4e8, across_seconds=1e-3, across_share=0.8)
 
@@ -21,7 +22,7 @@ def record_of(case: emulated.Case, *, repetitions: int, lost_bytes: int = 0) -> 
     received = {name: {f"{rank}": {} for rank in world} for name in ALGORITHMS}
     for name in ALGORITHMS:
         for (sender, receiver), each in emulated.predicted_traffic(groups, name).items():
-            told = {f"{groups[sender][0]}": each.stream_bytes - lost_bytes}
+            told = {f"{groups[sender][0]}": stream_bytes(each) - lost_bytes}
             received[name][f"{groups[receiver][0]}"].update(told)
     seconds = {name: emulated.simulated_seconds(case, name, TRUTH, computing=0.3) for name in ALGORITHMS}
     seconds[LOCAL] = 0.3

@@ -1,0 +1,21 @@
+"""Cut the link of an emulated node, like a dead switch."""
+
+from collections.abc import Mapping
+
+from bigbatch.launch.emulate.cluster import reaching, run_inside, system_path
+from bigbatch.launch.emulate.programs import port
+from bigbatch.launch.emulate.state import EmulatedCluster
+
+CUT = ("root", "bfifo", "limit", "1")
+"""A queue of one byte takes no packet, and says so to no end."""
+
+
+def cut(
+    cluster: EmulatedCluster, node: int, *, environ: Mapping[str, str], arriving: bool = True, leaving: bool = True
+) -> None:
+    """Drop the packets to a node, or from it, or both, until its link is shaped. Raises: EmulationError."""
+    with reaching(cluster):
+        for device, where, is_cut in (("eth0", node, leaving), (port(node), None, arriving)):
+            if is_cut:
+                argv = ["tc", "qdisc", "replace", "dev", device, *CUT]
+                run_inside(cluster, argv, node=where, environ=dict(environ) | {"PATH": system_path(environ)})
