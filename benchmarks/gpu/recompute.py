@@ -111,7 +111,8 @@ def make_model(options: argparse.Namespace, device: torch.device, count: int) ->
     model = build_model(options.model, num_classes=1000, norm=norm)
     model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     to_half_(model, COMPUTE_DTYPES[options.precision])
-    MicrobatchStatistics(model, flatten_running_statistics(model), microbatches_per_step=1)
+    statistics_N = flatten_running_statistics(model)
+    MicrobatchStatistics(model, statistics_N, microbatches_per_step=1, take=statistics_N.lerp_)
     recompute_(model, count)
     return model
 

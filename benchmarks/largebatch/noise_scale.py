@@ -44,7 +44,7 @@ from bigbatch.trainer.step.gradient_noise import GradientNoise
 from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision
-from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
+from bigbatch.trainer.step.statistics import StepStatistics
 
 PIXELS, HIDDEN, CLASSES = 16, 64, 10
 MICROBATCHES = 2
@@ -208,7 +208,7 @@ def make_parts(model: nn.Module, communicator: Communicator, *, batch: int, lr: 
     precision = Precision(model, name="fp32", device=device)
     parts = Parts(
         model=model,
-        statistics=StepStatistics(torch.zeros(NUM_FLAGS)),
+        statistics=StepStatistics(torch.zeros(0), microbatches=1),
         precision=precision,
         accumulation=WideAccumulation([]),
         optimizer=torch.optim.SGD(list(precision.masters.values()), lr=lr, fused=True),

@@ -34,7 +34,8 @@ def make(precision: str, *, dtype: torch.dtype | None = None) -> nn.Module:
     to_half_(model, COMPUTE_DTYPES[precision])
     if dtype is not None:
         return model.to(dtype)
-    MicrobatchStatistics(model, flatten_running_statistics(model), microbatches_per_step=1)
+    statistics_N = flatten_running_statistics(model)
+    MicrobatchStatistics(model, statistics_N, microbatches_per_step=1, take=statistics_N.lerp_)
     return model
 
 

@@ -43,7 +43,7 @@ def train(communicator: Communicator, precision_name: str, foreign: str) -> None
         model = build_model("resnet9", num_classes=4, norm=norm, width=4)
     scaling = Scaling(initial=65536.0, growth_steps=2000) if precision_name in SCALED else None
     precision = Precision(model, name=precision_name, device=torch.device("cpu"), scaling=scaling, clip_norm=1.0)
-    statistics_N = flatten_running_statistics(model, num_spare=1)  # a model may have none
+    statistics_N = flatten_running_statistics(model)
     optimizer = LARS(param_groups(model, weight_decay=1e-4, substitute=precision.masters), lr=1.0)
     reducer = GradientReducer(model.named_parameters(), communicator, threshold_bytes=2000, buffer_bytes=8000)
     generator = torch.Generator().manual_seed(communicator.rank)
@@ -54,7 +54,8 @@ def train(communicator: Communicator, precision_name: str, foreign: str) -> None
         reducer.zero_grad()
         with precision.forward():
             logits_BK = model(images_BCHW).float()
-        reducer.start_extra(statistics_N, label="statistics")
+        if statistics_N.numel():
+            reducer.start_extra(statistics_N, label="statistics")
         precision.backward(F.cross_entropy(logits_BK, labels_B) / communicator.world_size)
         reducer.wait()
         is_overflow = precision_name in SCALED and step == OVERFLOW_STEP

@@ -20,7 +20,7 @@ from bigbatch.trainer.config.sections import SCALED
 from bigbatch.trainer.input.base import Batch, Request
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.models import build_model
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.hooks import TrainingHooks
@@ -28,7 +28,7 @@ from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
-from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
+from bigbatch.trainer.step.statistics import StepStatistics
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.window import Totals
 from bigbatch.trainer.training_loop import TrainingLoop
@@ -68,6 +68,8 @@ def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "s
     communicator = connect(env=ALONE, backend="gloo", algorithm="ring")
     norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=ACCUMULATION)
     model = build_model("resnet9", num_classes=CLASSES, norm=norm, width=2)
+    statistics = StepStatistics(flatten_running_statistics(model), microbatches=ACCUMULATION)
+    MicrobatchStatistics(model, statistics.running_N, microbatches_per_step=ACCUMULATION, take=statistics.take_)
     weights = Precision(model, name=precision, device=CPU, scaling=SCALING if precision in SCALED else None)
 
     def normalize(images_BCHW: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "s
 
     return Parts(
         model=model,
-        statistics=StepStatistics(flatten_running_statistics(model, num_spare=NUM_FLAGS)),
+        statistics=statistics,
         precision=weights,
         accumulation=WideAccumulation(half_parameters(model)),
         optimizer=OPTIMIZERS[optimizer](list(weights.masters.values()), lr=1.0),

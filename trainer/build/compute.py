@@ -77,16 +77,14 @@ def require_capturable(communicator: Communicator) -> None:
         )
 
 
-def make_execution(
-    config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer, *, num_microbatches: int
-) -> Execution:
+def make_execution(config: Config, communicator: Communicator, optimizer: torch.optim.Optimizer) -> Execution:
     """Return the object that runs steps on the device."""
     if not config.compute.cuda_graph:
         return EagerExecution()
     # no operation of its own: the stall inspector sees when the device has not come to the end of the replays
     watch = partial(communicator.backend.submit, lambda: None, label="the sums of a replayed step")
     capture = CudaCapture(communicator.device)
-    return CudaGraphExecution(capture, optimizer=optimizer, num_microbatches=num_microbatches, watch=watch)
+    return CudaGraphExecution(capture, optimizer=optimizer, watch=watch)
 
 
 def _run_once(

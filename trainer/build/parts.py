@@ -35,7 +35,7 @@ from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import Precision
 from bigbatch.trainer.step.sharded import shard_update
-from bigbatch.trainer.step.statistics import NUM_FLAGS, GridStatistics, StepStatistics
+from bigbatch.trainer.step.statistics import GridStatistics, StepStatistics
 from bigbatch.trainer.step.stop_request import StopRequest
 
 
@@ -64,19 +64,20 @@ def make_parts(
         notes += _take_weights_(config, model, classes)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
+    num_microbatches = config.batch.global_batch_size // config.batch.microbatch_size
     grid = None
     if config.run.reproducible:  # with room for the step's microbatches and its loss scale
-        num_terms = config.batch.global_batch_size // config.batch.microbatch_size
         scale_bits = round(math.log2(config.optimizer.loss_scale or 1.0))
-        grid = Grid(num_terms, fraction_bits=FRACTION_BITS - scale_bits)
-    flat_N = flatten_running_statistics(model, num_spare=NUM_FLAGS)
-    statistics = GridStatistics(flat_N, microbatches=grid.num_terms) if grid else StepStatistics(flat_N)
+        grid = Grid(num_microbatches, fraction_bits=FRACTION_BITS - scale_bits)
+    kind = GridStatistics if grid else StepStatistics
+    statistics = kind(flatten_running_statistics(model), microbatches=num_microbatches)
     # before compiling, which takes the norms as it finds them
     MicrobatchStatistics(
         model,
         statistics.running_N,
         microbatches_per_step=plan.accumulation_steps,
-        take=statistics.take_ if isinstance(statistics, GridStatistics) else None,
+        take=statistics.take_,
+        unseen=statistics.unseen,
     )
     if grid:
         refuse_own_state(model)
@@ -119,7 +120,7 @@ def make_parts(
             stop=StopRequest(launcher=os.getppid() if communicator.env.master_runs else None),
             average=_make_average(config, model, precision),
             energy=EnergyMeter(communicator.device),
-            execution=make_execution(config, communicator, optimizer, num_microbatches=plan.accumulation_steps),
+            execution=make_execution(config, communicator, optimizer),
             notes=tuple(notes),
         )
     except BaseException:  # where memory ends, hooks would keep what there is of it

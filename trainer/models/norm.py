@@ -129,20 +129,18 @@ def freeze_scale_(norm: nn.Module, value: float) -> nn.Module:
     return norm
 
 
-def flatten_running_statistics(model: nn.Module, *, num_spare: int = 0) -> Tensor:
+def flatten_running_statistics(model: nn.Module) -> Tensor:
     """Move all running means and variances of model into one flat fp32 tensor and return it (may be empty).
 
-    Those of frozen norms stay where they are. The buffers become views of it, so one all-reduce of the result averages
-    them all; it may run between forward and backward. num_spare elements behind them are for what else is to be summed
-    with them.
-    Call after model.to(...), which would replace the views.
+    Those of frozen norms stay where they are. The buffers become views of it, so one operation on it changes them all;
+    it may run between forward and backward. Call after model.to(...), which would replace the views.
     """
     slots = _slots(model)
     buffers = [getattr(norm, name) for norm, name in slots]
     devices = [tensor.device for tensor in (*buffers, *model.parameters())]
-    spare = torch.zeros(num_spare, device=devices[0] if devices else None)
-    statistics_N = torch.cat([*(buffer.float() for buffer in buffers), spare])
-    *views, _ = statistics_N.split([*(buffer.numel() for buffer in buffers), num_spare])
+    none = torch.empty(0, device=devices[0] if devices else None)
+    statistics_N = torch.cat([none, *(buffer.float() for buffer in buffers)])
+    views = statistics_N.split([buffer.numel() for buffer in buffers])
     for (norm, name), view in zip(slots, views, strict=True):
         # .data: a version counter of its own. Backward saves the buffers, though it does not read them
         # in training, and would refuse to run after a change through a shared counter.
@@ -161,19 +159,15 @@ def _slots(model: nn.Module) -> list[tuple[_BatchNorm, str]]:
     ]
 
 
-UNSEEN = 1e30
-"""Marks statistics of a norm that a forward skipped: beyond every grid, but finite, so that 0 times it is 0."""
-
-
 class MicrobatchStatistics:
-    """Folds what a training forward of model finds into its running statistics at its end, in one kernel for all norms.
+    """Hands over the statistics that a training forward of model finds, all norms' in one tensor, at its end.
 
-    statistics_N: as flatten_running_statistics gives it, without spare elements. The norms then gather the mean over
-    the ghost batches of a microbatch elsewhere, always from the first one on. So forward is the same program for each
-    of the step's microbatches, which torch.compile makes one graph of; and a block may run again in backward, when the
-    running statistics are already on their way to other ranks. Only model(...) folds, not model.forward(...).
-    take: called in place of folding, with the mean over each microbatch's ghost batches, like statistics_N, and the
-    momentum of the norms.
+    statistics_N: as flatten_running_statistics gives it. The norms then gather the mean over the ghost batches of a
+    microbatch elsewhere, always from the first one on. So forward is the same program for each of the step's
+    microbatches, which torch.compile and a CUDA graph capture once; and a block may run again in backward, when the
+    statistics are already on their way to other ranks. Only model(...) hands over, not model.forward(...).
+    take: called with the mean over each microbatch's ghost batches, like statistics_N, and the momentum of the norms.
+    unseen: written over what was taken, to mark a norm that the next forward skips; None: it stays.
     """
 
     def __init__(
@@ -182,18 +176,15 @@ class MicrobatchStatistics:
         statistics_N: Tensor,
         *,
         microbatches_per_step: int,
-        take: Callable[[Tensor, float], None] | None = None,
+        take: Callable[[Tensor, float], None],
+        unseen: float | None = None,
     ) -> None:
         # never read: with momentum 1 the first ghost batch overwrites them
-        self._gathered_N = torch.zeros_like(statistics_N)
-        if take is not None:
-            self._gathered_N.fill_(UNSEEN)
+        self._gathered_N = torch.full_like(statistics_N, unseen or 0.0)
         slots = _slots(model)
         sizes = [getattr(norm, name).numel() for norm, name in slots]
-        self._statistics_N = statistics_N
         self._take = take
-        self._microbatches_per_step = microbatches_per_step
-        self._microbatch = 0
+        self._unseen = unseen
         self._momentum = 0.0
         views = [view.data for view in self._gathered_N.split(sizes)]
         # each norm has two slots in a row, mean and variance
@@ -205,19 +196,14 @@ class MicrobatchStatistics:
             norm.momentum = 1.0  # the first ghost batch of a microbatch replaces what is there
             norm.ghosts_per_step //= microbatches_per_step
             norm.gathered = mean_C, var_C
-        model.register_forward_hook(self._fold)
+        model.register_forward_hook(self._hand_over)
 
-    def _fold(self, model: nn.Module, _inputs: object, _logits: object) -> None:
-        if not (model.training and self._statistics_N.numel()):
+    def _hand_over(self, model: nn.Module, _inputs: object, _logits: object) -> None:
+        if not (model.training and self._gathered_N.numel()):
             return
-        if self._take is not None:
-            self._take(self._gathered_N, self._momentum)
-            self._gathered_N.fill_(UNSEEN)
-        else:
-            count = self._microbatches_per_step
-            momentum = ghost_momentum(self._microbatch, momentum=self._momentum, ghosts_per_step=count)
-            self._microbatch = (self._microbatch + 1) % count
-            self._statistics_N.lerp_(self._gathered_N, momentum)
+        self._take(self._gathered_N, self._momentum)
+        if self._unseen is not None:
+            self._gathered_N.fill_(self._unseen)
 
 
 def freeze_(model: nn.Module, patterns: Sequence[str]) -> None:

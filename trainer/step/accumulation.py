@@ -21,12 +21,15 @@ class WideAccumulation:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._finish)
 
+    def start_over(self) -> None:
+        """Begin the sums of a step."""
+        if self._sums:
+            torch._foreach_zero_(list(self._sums.values()))
+
     @contextmanager
-    def microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Surround the backward of one microbatch, before which the gradients are zero."""
         self._unfinished = set(self._sums) if is_last else set()
-        if is_first and self._sums:
-            torch._foreach_zero_(list(self._sums.values()))
         yield
         if is_last:
             for parameter in tuple(self._unfinished):  # this backward did not use them, but earlier ones may have

@@ -19,8 +19,8 @@ WARM_UP_STEPS = 3
 """Warm-up steps of each shape before its capture: cuDNN searches, the reducer orders its buffers, the optimizer
 allocates its state, NCCL connects. None of this may happen within a capture."""
 
-Work: TypeAlias = Callable[[Iterable[Prepared]], Tensor]
-"""Work of a step on the device with its microbatches."""
+Work: TypeAlias = Callable[[Iterable[tuple[Prepared, bool]]], Tensor]
+"""Work of a step on the device with its microbatches; true for the last one."""
 Cut: TypeAlias = Callable[[], None]
 """Ends one graph within a capture, and starts the next."""
 
@@ -31,7 +31,7 @@ class Execution(Protocol):
     measures_waits: bool
     """Whether the reducer's ExposedTime measures waits for other ranks."""
 
-    def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
+    def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
         """Run the work once and return what it does."""
         ...
 
@@ -45,7 +45,7 @@ class EagerExecution:
 
     measures_waits = True
 
-    def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
+    def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
         return work(microbatches)
 
     def close(self) -> None:
@@ -116,19 +116,19 @@ class _Graphs:
     batch: Prepared
     """Tensors from which the work reads each microbatch in turn."""
     replays: list[Callable[[], None]]
-    """One graph per microbatch; the last one includes the update."""
+    """The graph of any microbatch but the last, if the step has several, and the last one's with the update."""
     result: Tensor
 
 
 class CudaGraphExecution:
     """Captures the work once for each shape of microbatches, and replays it from then on: one launch for each of them.
 
-    A microbatch has a graph of its own, cut where the work asks for the next one, and the last one's goes on to the
-    update. So each can be drawn, and seeded, just before its replay, and all are read from one place. The work has to
-    be the same in each call: the tensors that it works on are those of the capture, and so are its Python numbers, but
-    for the optimizer's learning rates, which are fp32 tensors here, warm-up included. What else changes from step to
-    step is read from tensors that the caller writes in place, or drawn from the device's default generator, which the
-    caller seeds. watch is called after the replays of a step.
+    One graph serves all microbatches but the last, whose own goes on to the update; the first is cut off where the work
+    asks for the last. So each microbatch can be drawn, and seeded, just before its replay, and all are read from one
+    place. The work has to be the same in each call, and for each microbatch but the last: the tensors that it works on
+    are those of the capture, and so are its Python numbers, but for the optimizer's learning rates, which are fp32
+    tensors here, warm-up included. What else changes is read from tensors that the caller writes in place, or drawn
+    from the device's default generator, which the caller seeds. watch is called after the replays of a step.
     Raises: ComputeError if the work cannot be captured.
     """
 
@@ -139,21 +139,19 @@ class CudaGraphExecution:
         capture: Capture,
         *,
         optimizer: torch.optim.Optimizer,
-        num_microbatches: int,
         watch: Callable[[], object] = lambda: None,
     ) -> None:
         self._capture = capture
         self._optimizer = optimizer
-        self._num_microbatches = num_microbatches
         self._watch = watch
         self._warm_ups: Counter[object] = Counter()
         self._graphs: dict[object, _Graphs] = {}
         self._rates: list[Tensor] = []
 
-    def __call__(self, work: Work, microbatches: Iterator[Prepared]) -> Tensor:
+    def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
         """Warm up, or replay, at first after a capture: which does nothing by itself."""
-        first = next(microbatches)
-        microbatches = chain([first], microbatches)
+        first, is_only = next(microbatches)
+        microbatches = chain([(first, is_only)], microbatches)
         groups = self._optimizer.param_groups
         self._rates = self._rates or [torch.zeros((), device=first.images_BCHW.device) for _ in groups]
         for tensor, group in zip(self._rates, groups, strict=True):
@@ -164,13 +162,13 @@ class CudaGraphExecution:
             with _rates_in_place(self._optimizer, self._rates):
                 return self._capture.warm_up(lambda: work(microbatches))
         if shape not in self._graphs:
-            self._graphs[shape] = self._make_graphs(work, first)
+            self._graphs[shape] = self._make_graphs(work, first, has_several=not is_only)
         graphs = self._graphs[shape]
-        for batch, replay in zip(microbatches, graphs.replays, strict=True):
+        for batch, is_last in microbatches:
             for static, tensor in zip(_tensors_of(graphs.batch), _tensors_of(batch), strict=True):
                 # a replay reads the addresses of the capture, wherever this batch lies
                 static.copy_(tensor)
-            replay()
+            graphs.replays[-1 if is_last else 0]()
         self._watch()
         return graphs.result
 
@@ -178,14 +176,14 @@ class CudaGraphExecution:
         """Destroy the graphs: NCCL does not close while one has captured its sums."""
         self._graphs.clear()
 
-    def _make_graphs(self, work: Work, batch: Prepared) -> _Graphs:
+    def _make_graphs(self, work: Work, batch: Prepared, *, has_several: bool) -> _Graphs:
         static = Prepared(*(tensor.clone() for tensor in _tensors_of(batch)))
 
-        def microbatches(cut: Cut) -> Iterator[Prepared]:
-            for index in range(self._num_microbatches):
-                if index:
-                    cut()
-                yield static
+        def microbatches(cut: Cut) -> Iterator[tuple[Prepared, bool]]:
+            if has_several:
+                yield static, False
+                cut()
+            yield static, True
 
         try:
             with _rates_in_place(self._optimizer, self._rates):

@@ -34,42 +34,40 @@ class TrainStep:
         """Set the learning rate, train on this rank's microbatches, and update the average of the weights."""
         self.parts.set_lr_(step=step)
         self.parts.reducer.count_underflow(self.plan.is_report(step + 1))
-        microbatches = self.draw(step, stream)
-        has_failed_1 = self.parts.execution(self.learn_from, microbatches)
+        # before what is captured: all microbatches but the last are then the same work
+        self.parts.reducer.zero_grad()
+        self.parts.accumulation.start_over()
+        has_failed_1 = self.parts.execution(self.learn_from, self.draw(step, stream))
         self.parts.average.update_(step + 1, skip_1=has_failed_1)
         self.window.steps += 1
 
-    def draw(self, step: int, stream: InputStream) -> Iterator[Prepared]:
-        """Yield the microbatches of a step, and seed the random draws of each one's forward."""
+    def draw(self, step: int, stream: InputStream) -> Iterator[tuple[Prepared, bool]]:
+        """Yield the microbatches of a step, and whether each is the last; seed the random draws of its forward."""
         plan, parts = self.plan, self.parts
         microbatches = rank_microbatches(
             rank=parts.communicator.rank,
             accumulation_steps=plan.accumulation_steps,
             ranks_per_ghost=plan.ranks_per_ghost,
         )
-        for microbatch in microbatches:
+        for index, microbatch in enumerate(microbatches):
             with parts.communicator.timeline.span("input wait", row="step"):
                 batch = stream.draw(step=step)
             prepared = parts.prepare(batch)
             seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
             parts.statistics.tell_(input_failed=stream.failure is not None)
-            yield prepared
+            yield prepared, index == plan.accumulation_steps - 1
         # what an optimizer draws is of the step alone: no ghost batch has this place
         seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
 
-    def learn_from(self, microbatches: Iterable[Prepared]) -> Tensor:
+    def learn_from(self, microbatches: Iterable[tuple[Prepared, bool]]) -> Tensor:
         """Update the weights from images; return whether (bool, one element) a rank had none, so nothing changed.
 
-        This is what a CUDA graph captures: what changes from step to step is read from tensors that stay where they
-        are, but for the learning rates.
+        This is what a CUDA graph captures: what changes from step to step, and from microbatch to microbatch but for
+        the last, is read from tensors that stay where they are, but for the learning rates.
         """
         plan, parts = self.plan, self.parts
         span = partial(parts.communicator.timeline.span, row="step")
-        parts.reducer.zero_grad()
-        # forward moves the running statistics: a step that does not count puts these back
-        before_N = parts.statistics.flat_N.clone()
-        for index, prepared in enumerate(microbatches):
-            is_last = index == plan.accumulation_steps - 1
+        for prepared, is_last in microbatches:
             parts.reducer.is_active = is_last  # only then do finished gradients start on their way
             with span("forward"), parts.precision.forward():
                 logits_BK = parts.model(prepared.images_BCHW).float()
@@ -77,7 +75,7 @@ class TrainStep:
                 # the last forward is done with them, so they travel beside backward
                 parts.reducer.start_extra(parts.statistics.to_sum_N, label="all-reduce of batch-norm statistics")
             loss = parts.loss(logits_BK, prepared.targets)
-            with span("backward"), parts.accumulation.microbatch(is_first=index == 0, is_last=is_last):
+            with span("backward"), parts.accumulation.microbatch(is_last=is_last):
                 # sums over microbatches and ranks are then the mean over the global batch
                 parts.precision.backward(loss / plan.global_batch_size)
             if not is_last:
@@ -86,7 +84,7 @@ class TrainStep:
         with span("wait for the sums"):
             parts.reducer.wait()
         with span("update"):
-            has_failed_1 = parts.statistics.average_(num_ranks=parts.communicator.world_size, before_N=before_N)
+            has_failed_1 = parts.statistics.average_()
             parts.precision.update_(parts.optimizer, skip_1=has_failed_1)
         self.window.end_step()
         return has_failed_1

@@ -35,6 +35,7 @@ from bigbatch.trainer.models.regions import compile_regions_, recompute_, restor
 from bigbatch.trainer.models.spread_norm import RankGroup
 from bigbatch.trainer.step import compiling
 from bigbatch.trainer.step.precision import to_half_
+from bigbatch.trainer.step.statistics import StepStatistics
 from tests.unit.trainer.models.test_spread_norm import Replay
 
 COUNT, SPAN, MICROBATCHES, CLASSES = 4, 2, 3, 3
@@ -54,7 +55,7 @@ def make(name: str, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, T
     model = build_model(name, num_classes=CLASSES, norm=norm, **OPTIONS[name])
     to_half_(model, dtype)
     statistics_N = flatten_running_statistics(model)
-    MicrobatchStatistics(model, statistics_N, microbatches_per_step=MICROBATCHES)
+    MicrobatchStatistics(model, statistics_N, microbatches_per_step=MICROBATCHES, take=statistics_N.lerp_)
     return model, statistics_N
 
 
@@ -91,15 +92,18 @@ def test_residual_blocks_are_those_that_the_config_knows(name: str) -> None:
 def test_statistics_of_a_step_are_the_mean_over_its_ghost_batches() -> None:
     norm = GhostBatchNorm2d(2, bn_span=SPAN, ghosts_per_step=MICROBATCHES * COUNT // SPAN)
     model = nn.Sequential(norm)
-    statistics_N = flatten_running_statistics(model, num_spare=1)
-    MicrobatchStatistics(model, statistics_N[:-1], microbatches_per_step=MICROBATCHES)
-    before_N = statistics_N.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).double()
+    statistics_N = flatten_running_statistics(model)
+    statistics = StepStatistics(statistics_N, microbatches=MICROBATCHES)
+    MicrobatchStatistics(model, statistics_N, microbatches_per_step=MICROBATCHES, take=statistics.take_)
+    before_N = statistics_N.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0])).double()
     images = torch.randn(MICROBATCHES, COUNT, 2, 3, 3, generator=torch.Generator().manual_seed(0))
     for images_BCHW in images:
         model(images_BCHW)
+    assert torch.equal(statistics_N.double(), before_N), "they move once in a step"
+    statistics.average_()
     ghosts_GNC = images.double().view(-1, SPAN, 2, 9).transpose(2, 3).reshape(-1, SPAN * 9, 2)
     means = torch.cat([ghosts_GNC.mean(1).mean(0), ghosts_GNC.var(1).mean(0)])
-    want_N = torch.cat([0.9 * before_N[:4] + 0.1 * means, before_N[4:]])
+    want_N = 0.9 * before_N + 0.1 * means
     torch.testing.assert_close(statistics_N.double(), want_N, rtol=8 * 2**-24, atol=8 * 2**-24)
     assert norm.running_var is not None
     assert torch.equal(norm.running_var, statistics_N[2:4])
@@ -248,7 +252,7 @@ def test_recomputed_blocks_of_ranks_that_share_ghost_batches_go_together(later: 
         if later:
             model.block.append(nn.Sigmoid())
         statistics_N = flatten_running_statistics(model)
-        MicrobatchStatistics(model, statistics_N, microbatches_per_step=1)
+        MicrobatchStatistics(model, statistics_N, microbatches_per_step=1, take=statistics_N.lerp_)
         recompute_(model, num_blocks)
         images_BCHW = torch.randn(COUNT, 3, 4, 4, generator=torch.Generator().manual_seed(rank))
         model(images_BCHW).square().sum().backward()
@@ -337,7 +341,12 @@ def test_compile_before_the_run_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     states = []
     for words in ((), ("compile=default",)):
         parts = parts_of(quickstart(*words))
-        tensors = [*parts.model.state_dict().values(), parts.statistics.flat_N, *parts.reducer.buffers, torch.rand(3)]
+        tensors = [
+            *parts.model.state_dict().values(),
+            parts.statistics.running_N,
+            *parts.reducer.buffers,
+            torch.rand(3),
+        ]
         states.append([tensor.clone() for tensor in tensors])
     assert all(map(torch.equal, *states))
     assert parts.model.training

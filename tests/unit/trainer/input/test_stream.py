@@ -55,7 +55,7 @@ class StateRecorder(Recorder):
         super().start(done=done, top1=top1)
         precision = self.parts.precision
         state = [precision.model_state(), precision.state_dict(), self.parts.optimizer.state_dict()]
-        self.states[done] = bits([*state, self.parts.statistics.flat_N, self.parts.reducer.order])
+        self.states[done] = bits([*state, self.parts.statistics.running_N, self.parts.reducer.order])
 
 
 def run(plan: Plan, batches: Iterator[Batch], *, precision: str, optimizer: str) -> tuple[StateRecorder, str]:

@@ -32,7 +32,7 @@ def accumulated(gradients: Sequence[Tensor]) -> Tensor:
     weight = nn.Parameter(torch.zeros_like(gradients[0]))
     accumulation = WideAccumulation([weight])
     for k, gradient_N in enumerate(gradients):
-        with accumulation.microbatch(is_first=k == 0, is_last=k == len(gradients) - 1):
+        with accumulation.microbatch(is_last=k == len(gradients) - 1):
             backward(weight, gradient_N)
     assert weight.grad is not None
     assert weight.grad.dtype == gradients[0].dtype
@@ -74,8 +74,9 @@ def test_accumulation_starts_each_step_from_zero() -> None:
     for step in range(2):
         gradients = make_gradients(3 + step, torch.float16)
         weight.grad = None
+        accumulation.start_over()
         for k, gradient_N in enumerate(gradients):
-            with accumulation.microbatch(is_first=k == 0, is_last=k == len(gradients) - 1):
+            with accumulation.microbatch(is_last=k == len(gradients) - 1):
                 backward(weight, gradient_N)
         assert relative_error(weight.grad, gradients) < 2**-11
 
@@ -98,9 +99,10 @@ def test_accumulation_gives_the_ranks_the_sum_of_all_microbatches() -> None:
     gradients = make_gradients(64, torch.bfloat16)
     for _ in range(2):
         reducer.zero_grad()
+        accumulation.start_over()
         for k, gradient_N in enumerate(gradients):
             reducer.is_active = k == len(gradients) - 1
-            with accumulation.microbatch(is_first=k == 0, is_last=reducer.is_active):
+            with accumulation.microbatch(is_last=reducer.is_active):
                 backward(weight, gradient_N)
         reducer.wait()
         assert torch.equal(weight.grad, 2 * summed_over_ranks(gradients))
@@ -118,11 +120,12 @@ def test_a_weight_that_some_microbatches_do_not_use_keeps_the_sum_of_the_others(
     gradients = make_gradients(4, torch.bfloat16)
     for _ in range(2):
         always.grad = sometimes.grad = None
+        accumulation.start_over()
         for k, gradient_N in enumerate(gradients):
             is_last = k == len(gradients) - 1
             if reducer is not None:
                 reducer.is_active = is_last
-            with accumulation.microbatch(is_first=k == 0, is_last=is_last):
+            with accumulation.microbatch(is_last=is_last):
                 output = (always * gradient_N).sum()
                 (output + (sometimes * gradient_N).sum() if k in used_in else output).backward()
         if reducer is not None:
@@ -142,7 +145,8 @@ def test_accumulation_in_fp32_is_for_half_precision_alone() -> None:
     assert [p.dtype for p in half_parameters(model)] == [torch.float16, torch.float16, torch.bfloat16]
     weight = nn.Parameter(torch.zeros(3))
     nothing = WideAccumulation([])
+    nothing.start_over()
     for is_last in (False, True):
-        with nothing.microbatch(is_first=not is_last, is_last=is_last):
+        with nothing.microbatch(is_last=is_last):
             backward(weight, torch.ones(3))
     assert weight.grad.tolist() == [2.0] * 3

@@ -1,7 +1,7 @@
 """A run whose steps are captured and replayed ends with the bits of one whose steps are not."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.input.base import Batch, Request
+from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.optim.fused import norms_of
 from bigbatch.trainer.run.progress import describe, describe_briefly
 from bigbatch.trainer.run.summary import speed
@@ -122,8 +123,8 @@ def require_same_bits(ours: Outcome, theirs: Outcome) -> None:
     assert odd == []
 
 
-def captured(capture: RecordedCapture, parts: Parts, *, num_microbatches: int = 1, **others: Any) -> CudaGraphExecution:
-    return CudaGraphExecution(capture, optimizer=parts.optimizer, num_microbatches=num_microbatches, **others)
+def captured(capture: RecordedCapture, parts: Parts, **others: Any) -> CudaGraphExecution:
+    return CudaGraphExecution(capture, optimizer=parts.optimizer, **others)
 
 
 def run_both(
@@ -139,7 +140,7 @@ def run_both(
         plan, parts = make_run(tmp_path, settings, num_microbatches=num_microbatches)
         change(parts)
         if is_captured:
-            parts = replace(parts, execution=captured(capture, parts, num_microbatches=num_microbatches))
+            parts = replace(parts, execution=captured(capture, parts))
         outcomes.append(Outcome(plan, parts, make_batches()))
     return outcomes[0], outcomes[1], capture
 
@@ -157,7 +158,7 @@ def test_cuda_graph_replays_end_with_the_same_bits(name: str, tmp_path: Path) ->
         assert len({record["loss_scale"] for record in at_once.records}) > 1
 
 
-@pytest.mark.parametrize("num_microbatches", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_microbatches", [3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["lars outside bf16", "sgd fp16"])
 def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
     name: str, num_microbatches: int, tmp_path: Path
@@ -170,7 +171,33 @@ def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
     at_once, replayed, capture = run_both(tmp_path, CASES[name], source, num_microbatches=num_microbatches)
     require_same_bits(replayed, at_once)
     assert len({record["loss"] for record in at_once.records}) == len(at_once.records) > 3
-    assert (capture.num_warm_ups, capture.num_captures) == (WARM_UP_STEPS, num_microbatches)
+    assert (capture.num_warm_ups, capture.num_captures) == (WARM_UP_STEPS, 2)
+    assert capture.num_replays == num_microbatches * (NUM_STEPS - WARM_UP_STEPS)
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_captures"), [(1, 1), (2, 2), (16, 2), (64, 2)])
+def test_cuda_graph_serves_all_microbatches_but_the_last(num_microbatches: int, num_captures: int) -> None:
+    total, ends = torch.zeros(()), torch.zeros(())
+
+    def work(microbatches: Iterable[tuple[Prepared, bool]]) -> Tensor:
+        for prepared, is_last in microbatches:
+            total.add_(prepared.images_BCHW.sum())
+            if is_last:
+                ends.add_(1)
+        return total
+
+    def draw(step: int) -> Iterator[tuple[Prepared, bool]]:
+        for index in range(num_microbatches):
+            images_BCHW = torch.full((1, 1, 1, 1), float(step * num_microbatches + index))
+            yield Prepared(images_BCHW, torch.zeros(1), torch.zeros(1)), index == num_microbatches - 1
+
+    capture, weight = RecordedCapture(), nn.Parameter(torch.zeros(1))
+    execution = CudaGraphExecution(capture, optimizer=torch.optim.SGD([weight], lr=1.0))
+    for step in range(NUM_STEPS):
+        execution(work, draw(step))
+    count = NUM_STEPS * num_microbatches
+    assert (total, ends) == (count * (count - 1) / 2, NUM_STEPS), "each microbatch once, in each step one update"
+    assert capture.num_captures == num_captures
     assert capture.num_replays == num_microbatches * (NUM_STEPS - WARM_UP_STEPS)
 
 
@@ -236,7 +263,7 @@ def test_cuda_graph_leaves_the_weights_of_the_last_good_step_at_a_failed_input(
         tmp_path, {}, lambda: batches(sizes, error="the disk is gone"), num_microbatches=num_microbatches
     )
     require_same_bits(replayed, at_once)
-    assert capture.num_captures == num_microbatches
+    assert capture.num_captures == min(num_microbatches, 2)
     assert at_once.error == f"the disk is gone. The run stopped after step {num_good} and goes on from there."
 
 

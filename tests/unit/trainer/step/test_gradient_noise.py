@@ -28,7 +28,7 @@ from bigbatch.trainer.step.loop import TrainStep
 from bigbatch.trainer.step.loss_scale import Scaling
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.precision import COMPUTE_DTYPES, Precision
-from bigbatch.trainer.step.statistics import NUM_FLAGS, StepStatistics
+from bigbatch.trainer.step.statistics import StepStatistics
 
 DIM, MICROBATCH, NOISE = 8, 4, 1.0
 OFF = torch.full((DIM,), 1 / math.sqrt(DIM))
@@ -69,7 +69,7 @@ def make_parts(samples: Samples, *, precision: str = "fp32", grid: Grid | None =
 
     return Parts(
         model=model,
-        statistics=StepStatistics(torch.zeros(NUM_FLAGS)),
+        statistics=StepStatistics(torch.zeros(0), microbatches=1),
         precision=weights,
         accumulation=WideAccumulation([] if grid else half_parameters(model)),
         optimizer=torch.optim.SGD(list(weights.masters.values()), lr=1.0, fused=True),
