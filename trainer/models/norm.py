@@ -176,7 +176,7 @@ class MicrobatchStatistics:
         statistics_N: Tensor,
         *,
         microbatches_per_step: int,
-        take: Callable[[Tensor, float], None],
+        take: Callable[[Tensor, float], object],
         unseen: float | None = None,
     ) -> None:
         # never read: with momentum 1 the first ghost batch overwrites them
