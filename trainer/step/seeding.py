@@ -23,6 +23,8 @@ def seed_forward(seed: int, *, step: int, ghost: int) -> None:
     """
     # + 1 keeps step 0 apart from seed_weights where the seed is 0
     position = ((seed * _PRIME + step) * _PRIME + ghost + 1) % _NUM_SEEDS
-    torch.manual_seed(position)
+    # on a host without one, torch.manual_seed keeps a traceback for each kind of device: 1 ms
+    seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed_torch(position)
     random.seed(position)
     np.random.seed(position % 2**32)
