@@ -59,10 +59,12 @@ def num_norms(model: nn.Module) -> int:
 
 
 class _Tracer(fx.Tracer):
-    """Takes each convolution and norm as one operation, those of our own kinds as well."""
+    """Takes each convolution, norm and adaptive pool as one operation, those of our own kinds as well."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, nn.Conv2d | nn.BatchNorm2d) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, nn.Conv2d | nn.BatchNorm2d | nn.AdaptiveAvgPool2d) or super().is_leaf_module(
+            m, module_qualified_name
+        )
 
 
 def _foldable(model: nn.Module) -> list[tuple[str, str]]:

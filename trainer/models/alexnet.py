@@ -17,6 +17,16 @@ def conv_norm_relu(
     ]
 
 
+class PoolUnlessPooled(nn.AdaptiveAvgPool2d):
+    """Pools adaptively, but passes on what has the size already: on a GPU its backward has no fixed order."""
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """Return images of output_size x output_size."""
+        if images_BCHW.shape[2:] == (self.output_size, self.output_size):
+            return images_BCHW
+        return super().forward(images_BCHW)
+
+
 class AlexNetBN(nn.Module):
     """Classifies by AlexNet, with a batch norm after each of the five convolutions and one more after Pool5.
 
@@ -39,8 +49,8 @@ class AlexNetBN(nn.Module):
             nn.MaxPool2d(kernel_size=3, stride=2),
             norm(256),
         )
-        # leaves the 6 x 6 of a 224 x 224 image as it is, and lets other sizes through
-        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        # a 224 x 224 image has 6 x 6 features
+        self.avgpool = PoolUnlessPooled(6)
         self.classifier = nn.Sequential(
             nn.Dropout(dropout),
             nn.Linear(256 * 6 * 6, 4096),

@@ -5,15 +5,17 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
 from bigbatch.trainer.models import MODELS, build_model
-from bigbatch.trainer.models.alexnet import alexnet_bn
+from bigbatch.trainer.models.alexnet import PoolUnlessPooled, alexnet_bn
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import ResNet, bottleneck
 from bigbatch.trainer.models.resnet9 import ConvBlock, resnet9
@@ -170,6 +172,28 @@ def test_alexnet_bn_is_torchvisions_alexnet_once_its_norms_are_folded_away() -> 
 
 def without_conv_biases(model: nn.Module) -> list[nn.Parameter]:
     return [p for n, p in model.named_parameters() if not (n.startswith("features") and n.endswith("bias"))]
+
+
+class Pooled(TorchDispatchMode):
+    """Counts adaptive pools, and their backwards."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "adaptive_avg_pool" in func._schema.name
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("size", "count"), [(224, 0), (192, 2), (256, 2)])
+def test_alexnet_bn_pools_adaptively_only_where_features_are_not_6_by_6(size: int, count: int) -> None:
+    with torch.device("meta"), Pooled() as pooled:
+        alexnet_bn(num_classes=10, dropout=0.0)(torch.zeros(2, 3, size, size)).sum().backward()
+    assert pooled.count == count
+
+
+def test_alexnet_bn_features_of_6_by_6_are_what_the_pool_leaves_as_they_are() -> None:
+    features_BCHW = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(PoolUnlessPooled(6)(features_BCHW), nn.AdaptiveAvgPool2d(6)(features_BCHW))
 
 
 def test_alexnet_bn_norms_follow_every_convolution_and_pool5() -> None:
