@@ -13,17 +13,12 @@ from torch import Tensor, nn
 
 from bigbatch.comm.backends.base import Done, InFlight, dtype_name
 from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.gradients.buffer_sums import GridSums, PlainSums
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, FusionPlan, PlanSizes, TensorSpec, round_up
 from bigbatch.comm.gradients.grid import Grid
-from bigbatch.comm.gradients.grid_sums import GridSums
 from bigbatch.comm.gradients.same_start import Start, begin_alike_
-from bigbatch.comm.gradients.scatter_gather import ScatterGather
 from bigbatch.comm.gradients.trained_set import TrainedSet
 from bigbatch.errors import CommError
-
-PART_ALIGN = 64
-"""Elements: a kernel of a CPU works on vectors, at most 64 bytes, two or four at a time, and on what is left of a part
-one by one, which may round another way (torch's fused SGD and Adam do)."""
 
 
 class GradientReducer:
@@ -78,13 +73,11 @@ class GradientReducer:
         exposed: "ExposedTime | None" = None,
     ) -> None:
         self._communicator = communicator
-        self._start_sum = ScatterGather(communicator).start_reduce_scatter if scatter else communicator.start
         self._what = "reduce-scatter" if scatter else "all-reduce"
         self.grid = grid
-        self._grid_sums = GridSums(grid, communicator, scatter=scatter) if grid else None
-        self._align = PART_ALIGN if scatter and grid else 1
+        self._sums = GridSums(grid, communicator, scatter=scatter) if grid else PlainSums(communicator, scatter=scatter)
         # a reduce-scatter wants equal parts
-        self._multiple = communicator.world_size * self._align if scatter else 1
+        self._multiple = communicator.world_size * self._sums.align if scatter else 1
         is_narrow = communicator.wire.dtype is not None
         exact = replace(communicator.wire, dtype=None, predivide=1.0)
         self._exactly = communicator.with_algorithm(communicator.algorithm, wire=exact) if is_narrow else communicator
@@ -124,9 +117,8 @@ class GradientReducer:
 
     def _make_plan(self, order: Sequence[str]) -> FusionPlan:
         tensors = [tensor_spec(name, self._parameters[name]) for name in order]
-        if self.grid:  # sizes are those that travel
-            tensors = [replace(tensor, element_bytes=torch.int64.itemsize) for tensor in tensors]
-        return self._sizes.plan(tensors, align=self._align)
+        travelling = [replace(each, element_bytes=self._sums.element_bytes or each.element_bytes) for each in tensors]
+        return self._sizes.plan(travelling, align=self._sums.align)
 
     def _lay_out(self, plan: FusionPlan) -> None:
         """Place each gradient, with its value, in the buffers of a plan."""
@@ -137,8 +129,7 @@ class GradientReducer:
             for buffer in plan.buffers
         ]
         self.buffers = self._communicator.allocate_all(sizes)
-        if self._grid_sums:
-            self._grid_sums.lay_out([count for count, _ in sizes])
+        self._sums.lay_out([count for count, _ in sizes])
         for index, (buffer, buffer_N) in enumerate(zip(plan.buffers, self.buffers, strict=True)):
             for tensor, first in buffer.places():
                 p = self._parameters[tensor.name]
@@ -195,31 +186,22 @@ class GradientReducer:
         for name in self._missing[index]:  # took no part in this backward
             self._bring_home(name)
         label = f"{self._what} of buffer {index} ({self.plan.buffers[index]})"
-        buffer_N = self.buffers[index]
-        if self._grid_sums:
-            self._grid_sums.add_(index, buffer_N)
-            self._last = self._grid_sums.start(index, buffer_N, label=label)
-        else:
-            self._last = self._start_sum(buffer_N, label=label)
+        self._last = self._sums.start(index, self.buffers[index], label=label)
         self._num_started += 1
 
     def fold(self) -> None:
         """Add a microbatch's gradients to the sums on the grid, and set them to zero; without a grid, do nothing."""
-        if self._grid_sums:
-            for index, buffer_N in enumerate(self.buffers):
-                self._grid_sums.add_(index, buffer_N)
-                buffer_N.zero_()
+        self._sums.fold_(self.buffers)
 
     def count_underflow(self, is_wanted: bool) -> None:
         """Count the numbers that the grid rounds to 0 from now on, or stop it; without a grid, do nothing."""
-        if self._grid_sums:
-            self._grid_sums.counts_underflow = is_wanted
+        self._sums.counts_underflow = is_wanted
 
     @property
     def grid_sums(self) -> GridSums:
         """Return the sums on the grid, with their counts; a buffer beyond the grid was infinite, like an overflow."""
-        assert self._grid_sums, "only of a reducer with a grid"
-        return self._grid_sums
+        assert isinstance(self._sums, GridSums), "only of a reducer with a grid"
+        return self._sums
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
         """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""
@@ -239,12 +221,10 @@ class GradientReducer:
             )
         while self._num_started < len(self.buffers):
             self._start_next()
-        if self._grid_sums:
-            self._last = self._grid_sums.start_counts() or self._last
+        self._last = self._sums.start_counts() or self._last
         with self.exposed.measure(self.buffers):
             self._last.wait()
-        if self._grid_sums:
-            self._grid_sums.read_(self.buffers)
+        self._sums.read_(self.buffers)
         unreached = set().union(*self._missing)
         self._start_over()
         # after the sums, so that no other rank waits: refuse what differs from what the optimizer would read
@@ -278,8 +258,7 @@ class GradientReducer:
             )
         for buffer_N in self.buffers:
             buffer_N.zero_()
-        if self._grid_sums:
-            self._grid_sums.zero_()
+        self._sums.zero_()
 
     def close(self) -> None:
         """Remove the hooks from the parameters; gradients stay in place, except those of weights frozen since."""
@@ -288,8 +267,7 @@ class GradientReducer:
         self._trained.close()
         for buffer_N in self.buffers:
             self._communicator.release(buffer_N)
-        if self._grid_sums:
-            self._grid_sums.release()
+        self._sums.release()
 
 
 def tensor_spec(name: str, parameter: nn.Parameter) -> TensorSpec:

@@ -1,4 +1,4 @@
-"""Sums of a reducer's fusion buffers on a grid: first over the microbatches, then over the ranks."""
+"""Sums of a reducer's fusion buffers over the ranks: in place, or on a grid, there over the microbatches first."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,46 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.scatter_gather import ScatterGather
 
+PART_ALIGN = 64
+"""Elements: a kernel of a CPU works on vectors, at most 64 bytes, two or four at a time, and on what is left of a part
+one by one, which may round another way (torch's fused SGD and Adam do)."""
+
+
+class PlainSums:
+    """Sums the buffers themselves, in their own precision; with scatter each rank gets its part. What GridSums does."""
+
+    align: int = 1
+    """Each tensor, and with scatter each rank's part, begins at a multiple of this many elements."""
+    element_bytes: int | None = None
+    """Bytes of an element that travels; None: those of the gradient."""
+    counts_underflow: bool = False
+
+    def __init__(self, communicator: Communicator, *, scatter: bool) -> None:
+        self._start = ScatterGather(communicator).start_reduce_scatter if scatter else communicator.start
+
+    def lay_out(self, sizes: Sequence[int]) -> None:
+        """Prepare for buffers of these sizes, in place of the existing ones: nothing. Collective."""
+
+    def fold_(self, buffers: Sequence[Tensor]) -> None:
+        """Take over a microbatch's gradients: they are added up in the buffers."""
+
+    def start(self, index: int, buffer_N: Tensor, *, label: str) -> InFlight:
+        """Start to sum a buffer over the ranks. Collective."""
+        return self._start(buffer_N, label=label)
+
+    def start_counts(self) -> InFlight | None:
+        """Start what travels apart from the sums: nothing. Collective."""
+        return None
+
+    def read_(self, buffers: Sequence[Tensor]) -> None:
+        """Write sums into the buffers: they are there."""
+
+    def zero_(self) -> None:
+        """Begin new sums: the buffers are zeroed."""
+
+    def release(self) -> None:
+        """Free what lay_out() has made. Collective."""
+
 
 class GridSums:
     """An int64 sum for each fusion buffer, and the count of numbers beyond its grid.
@@ -18,8 +58,11 @@ class GridSums:
     counts travel separately, once a step.
     """
 
+    element_bytes = torch.int64.itemsize
+
     def __init__(self, grid: Grid, communicator: Communicator, *, scatter: bool) -> None:
         self._grid, self._communicator = grid, communicator
+        self.align = PART_ALIGN if scatter else 1
         self._halves = ScatterGather(communicator) if scatter else None
         # a GPU reads at wait(), in its own order of work; a share, once the counts have arrived
         self._reads_on_arrival = communicator.device.type == "cpu" and not scatter
@@ -49,14 +92,23 @@ class GridSums:
             self._communicator.release(sums_N)
         self._sums = []
 
+    def fold_(self, buffers: Sequence[Tensor]) -> None:
+        """Add a microbatch's gradients to the sums, and set them to zero."""
+        for index, buffer_N in enumerate(buffers):
+            self._add_(index, buffer_N)
+            buffer_N.zero_()
+
     @torch.no_grad()
-    def add_(self, index: int, buffer_N: Tensor) -> None:
-        """Add a microbatch's gradients to a buffer's sum."""
+    def _add_(self, index: int, buffer_N: Tensor) -> None:
         counts_2 = self._underflow_2 if self.counts_underflow else None
         self._grid.add_(self._numbers(index), buffer_N, beyond_1=self._beyond[index], counts_2=counts_2)
 
     def start(self, index: int, buffer_N: Tensor, *, label: str) -> InFlight:
-        """Start to sum over ranks; on a CPU a sum is read into its buffer on arrival, beside backward. Collective."""
+        """Add the last microbatch's gradients, and start to sum over ranks. Collective.
+
+        On a CPU a sum is read into its buffer on arrival, beside backward.
+        """
+        self._add_(index, buffer_N)
         communicator, sums_N = self._communicator, self._sums[index]
         if self._halves:
             return self._halves.start_reduce_scatter(sums_N, label=label)
