@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -172,7 +171,7 @@ def search(stated: Search) -> list[TrialRecord] | None:
     import_optuna()
     stated.check()
     folder = SweepFolder(stated.folder)
-    with _naming_the_option():
+    try:
         _require_same(stated, folder)  # before the lock is written there, and again under it
         with alone_in(folder):
             _require_same(stated, folder)
@@ -189,6 +188,8 @@ def search(stated: Search) -> list[TrialRecord] | None:
                 show.close()
             _finish(stated, folder, records)
             return records
+    except LaunchOptionError as error:  # of a sweep's folder
+        raise TuneError(str(error).replace("--folder", "--study")) from error
 
 
 def _run_rounds(stated: Search, folder: SweepFolder, show: Show) -> list[TrialRecord]:
@@ -227,15 +228,6 @@ def first_commands(stated: Search) -> None:
             number, values = study.ask()
             point = stated.point(number, values, stated.short_config(values, directory=folder.run(number).path))
             print_line(f"point {number} ({point.describe()}): {shlex.join(point_command(stated.plan, point, folder))}")
-
-
-@contextmanager
-def _naming_the_option() -> Iterator[None]:
-    """Turn a folder's refusal into a TuneError that names this command's option."""
-    try:
-        yield
-    except LaunchOptionError as error:
-        raise TuneError(str(error).replace("--folder", "--study")) from error
 
 
 def _require_same(stated: Search, folder: SweepFolder) -> None:

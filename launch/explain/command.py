@@ -5,8 +5,7 @@ import gc
 import json
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bigbatch.comm.rendezvous.plain_pickle import RunsCode
@@ -30,8 +29,11 @@ _RANK = re.compile(r"rank[-_.]?(\d+)(?:-[a-z0-9_]{8})?$|(\d+)$")
 def main(argv: Sequence[str]) -> int:
     """Name the culprits; return 0 if nothing is wrong, else FAILED. Raises: FaultError."""
     arguments = _parser().parse_args(argv)
-    with _without_collections():
+    gc.disable()  # a thousand dumps are millions of objects, and all of them stay
+    try:
         job, findings = find_culprits(read_dumps(find_dumps(arguments.dumps)))
+    finally:
+        gc.enable()
     if arguments.json:
         print(json.dumps(record(job, findings)))
         return FAILED if findings else 0
@@ -44,18 +46,6 @@ def main(argv: Sequence[str]) -> int:
                 print_lines(f"  {last_words(job, rank)}")
     print_lines(f"\n{table(job, findings[0].group if findings else None)}")
     return FAILED if findings else 0
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Stop Python's garbage collection meanwhile: a thousand dumps are millions of objects, and all of them stay."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
-from bigbatch.files import replacing_named
+from bigbatch.errors import LaunchOptionError, SimulationError, first_line, or_nearest, print_line
+from bigbatch.files import replacing_named, write_named
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
@@ -131,17 +131,18 @@ def _comparisons(
 def _write(
     arguments: argparse.Namespace, question: Question, points: Sequence[Point], *, page: Callable[..., str]
 ) -> None:
-    written = []
     title = f"{arguments.config} on {question.cluster.name}, simulated"
-    if arguments.json:
-        show.write(Path(arguments.json), show.as_json(question, points) + "\n")
-        written.append(arguments.json)
-    if arguments.trace:
-        show.write(Path(arguments.trace), show.trace(points[-1]) + "\n")
-        written.append(arguments.trace)
-    if arguments.html:
-        show.write(Path(arguments.html), page(title=title))
-        written.append(arguments.html)
+    makers = {
+        arguments.json: lambda: show.as_json(question, points) + "\n",
+        arguments.trace: lambda: show.trace(points[-1]) + "\n",
+        arguments.html: lambda: page(title=title),
+    }
+    written = [path for path in makers if path]
+    for path in written:
+        try:
+            write_named(Path(path), makers[path]().encode())
+        except OSError as error:
+            raise SimulationError(f"cannot write {path}: {first_line(error)}") from error
     if arguments.plot:
         figure = show.draw(points, title=title)
         try:
