@@ -192,6 +192,25 @@ def test_files_plain_ones_alone_are_read(kind: str, tmp_path: Path) -> None:
     assert read_plain(str(path)) == b"an image"
 
 
+def test_files_a_file_that_comes_in_parts_or_grows_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "picture.jpg", os.read
+    path.write_bytes(content := bytes(range(200)))
+    monkeypatch.setattr(os, "read", lambda descriptor, length: read(descriptor, min(length, 70)))
+    assert read_plain(path) == content
+
+    def read_while_it_grows(descriptor: int, length: int) -> bytes:
+        if path.stat().st_size == len(content):
+            path.write_bytes(content * 2)
+        return read(descriptor, length)
+
+    monkeypatch.setattr(os, "read", read_while_it_grows)
+    assert read_plain(path) == content * 2
+    with pytest.raises(IsADirectoryError):
+        read_plain(tmp_path)
+
+
 def test_files_folders_are_made_through_no_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "named").symlink_to("elsewhere")  # by the user

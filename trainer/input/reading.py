@@ -1,9 +1,11 @@
 """Read images ahead of use, with crop box and flip of each."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import fmean
 from threading import Lock
 from typing import TypeVar
 
@@ -114,6 +116,39 @@ class EncodedBatch:
 Found = tuple[int, bytes, Sequence[int]]
 """Position, content, (height, width)."""
 
+IMAGES_PER_SECOND = 12_000
+"""Rate that reading aims at: beyond any GPU's need, since the threads of a batch also wait for its slowest read."""
+MOST_THREADS = 64
+PAUSE_BATCHES = 16
+
+
+class ReadingThreads:
+    """Chooses how many threads read a batch: as many as storage of this latency needs, if more of them help."""
+
+    def __init__(self, least: int) -> None:
+        self.number = self._least = least
+        self._before: tuple[int, float] | None = None
+        """Number and latency before the last increase."""
+        self._pause_batches = 0
+
+    def learn(self, latency_seconds: float) -> None:
+        """Choose for the next batch by the mean time of this one's reads.
+
+        At a rate, rate * latency reads are under way (Little 1961). The number doubles up to that while reads take as
+        long as before; if they take longer, they wait for cores, the interpreter lock or a server that is busy.
+        """
+        needed = max(self._least, min(MOST_THREADS, math.ceil(IMAGES_PER_SECOND * latency_seconds)))
+        before, self._before = self._before, None
+        if before is not None and latency_seconds > 1.5 * before[1]:
+            self.number, self._pause_batches = before[0], PAUSE_BATCHES
+        elif needed <= self.number:
+            self.number = needed
+        elif self._pause_batches:
+            self._pause_batches -= 1
+        else:
+            self._before = self.number, latency_seconds
+            self.number = min(2 * self.number, needed)
+
 
 @dataclass(kw_only=True, eq=False)
 class EncodedReader:
@@ -124,6 +159,7 @@ class EncodedReader:
     image_size: ImageSize
     microbatch_size: int
     num_threads: int
+    """Least threads; if each read takes long, more of them wait at the same time."""
     prefetch_batches: int
     patience_seconds: float
     """An image that cannot be read is tried again for so long."""
@@ -137,20 +173,18 @@ class EncodedReader:
     def __post_init__(self) -> None:
         self.bad = BadImages(max_skipped=self.max_skipped, num_images=len(self.source))
         self._reads: PatientReads | None = None
+        self._threads = ReadingThreads(self.num_threads)
 
     def read(self, requests: Iterable[Request]) -> Generator[EncodedBatch, None, None]:
         """Yield one batch per request, in order. Raises: DataError naming the image."""
         reads = self._reads = PatientReads(
-            self.source,
-            patience_seconds=self.patience_seconds,
-            num_threads=self.num_threads,
-            current_draw=lambda: self.draw,
+            self.source, patience_seconds=self.patience_seconds, current_draw=lambda: self.draw
         )
 
         def batches() -> Iterator[EncodedBatch]:
-            with reads.threads() as threads:
+            with reads.threads():
                 for request in requests:
-                    yield self._read_batch(request, threads, reads)
+                    yield self._read_batch(request, reads)
 
         # closing stops the reads before it waits for the batch in progress
         return ahead(batches(), depth=self.prefetch_batches, on_close=reads.stop)
@@ -164,18 +198,18 @@ class EncodedReader:
         """Release the source's open files; reading again is possible."""
         self.source.close()
 
-    def _read_batch(self, request: Request, threads: ThreadPoolExecutor, reads: PatientReads) -> EncodedBatch:
+    def _read_batch(self, request: Request, reads: PatientReads) -> EncodedBatch:
         """Read one batch. Raises: ValueError if the request has not microbatch_size samples; StuckError."""
         if len(request.indices_B) != self.microbatch_size:
             raise ValueError(f"got {len(request.indices_B)} samples, microbatch_size is {self.microbatch_size}")
-        asked = request.indices_B.tolist()
-        # one task per thread, not per file: a task costs as much as reading a cached file
-        stride = self.num_threads
-        found: list = [None] * len(asked)
-        parts = [threads.submit(self._read_part, asked, found, part, reads) for part in range(stride)]
-        reads.wait_for(parts, asked=asked, found=found)
-        for part in parts:
-            part.result()
+        asked, known_B2 = request.indices_B.tolist(), self.source.sizes(request.indices_B)
+        sizes = [None] * len(asked) if known_B2 is None else known_B2.tolist()
+        found = reads.gather(
+            asked, lambda row: self._read_usable(asked[row], sizes[row], reads), num_threads=self._threads.number
+        )
+        if reads.latencies:
+            self._threads.learn(fmean(reads.latencies))
+            reads.latencies.clear()
         return self._encoded(request, asked, found)
 
     def _encoded(self, request: Request, asked: list[int], found: list[Found]) -> EncodedBatch:
@@ -205,22 +239,17 @@ class EncodedReader:
             max_pixels=self.max_pixels,
         )
 
-    def _read_part(self, asked: list[int], found: list[Found | None], part: int, reads: PatientReads) -> None:
-        """Put into found a thread's share, each with the size that the source knows or else its header tells."""
-        rows = range(part, len(asked), self.num_threads)
-        known_B2 = self.source.sizes(np.array([asked[row] for row in rows], np.int64))
-        sizes = [None] * len(rows) if known_B2 is None else known_B2.tolist()
-        for row, size in zip(rows, sizes, strict=True):
-            found[row] = self._read_usable(asked[row], size, part, reads)
+    def _read_usable(self, position: int, size: Sequence[int] | None, reads: PatientReads) -> Found:
+        """Read the image at position, or the next one behind it that is not bad.
 
-    def _read_usable(self, position: int, size: Sequence[int] | None, part: int, reads: PatientReads) -> Found:
-        """Read the image at position, or the next one behind it that is not bad."""
+        size: that of the source, or None for that of the image's header.
+        """
         while True:
             if position not in self.bad.reasons:
                 try:
                     if size is not None and size[0] * size[1] > self.max_pixels:
                         require_pixels(size, path=self.source.name(position), max_pixels=self.max_pixels)
-                    data = reads.read(position, thread=part)
+                    data = reads.read(position)
                     if size is None:
                         size = encoded_size(data, path=self.source.name(position), max_pixels=self.max_pixels)
                     return position, data, size

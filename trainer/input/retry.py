@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from threading import Event, Lock
-from typing import Any
+from threading import Event, Lock, get_ident
+from typing import Any, TypeVar
 
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import StorageError, print_line
@@ -24,6 +24,8 @@ GRACE_SECONDS = 1.0
 """Further seconds for reads that succeed at the last moment."""
 CALM_SECONDS = 60.0
 """Seconds: failures that follow sooner belong to one outage."""
+
+T = TypeVar("T")
 
 
 class StuckError(StorageError):
@@ -59,55 +61,87 @@ class Draw:
 
 
 class PatientReads:
-    """Runs the reads of one stream of batches, each in one of num_threads threads."""
+    """Runs the reads of one stream of batches in threads."""
 
     def __init__(
-        self,
-        source: ImageSource,
-        *,
-        patience_seconds: float,
-        num_threads: int,
-        current_draw: Callable[[], Draw | None] = lambda: None,
+        self, source: ImageSource, *, patience_seconds: float, current_draw: Callable[[], Draw | None] = lambda: None
     ) -> None:
-        """Start the threads. A failed read is tried again for patience_seconds; one may take so long, and
+        """Start no thread yet. A failed read is tried again for patience_seconds; one may take so long, and
         GRACE_SECONDS.
 
         current_draw: what is waited for, if anything; reading may hold it up for twice the patience in all.
         """
         self._source = source
         self._patience_seconds = patience_seconds
-        self._num_threads = num_threads
         self._current_draw = current_draw
         self._stop = Event()
-        self._under_way: list[tuple[int, float] | None] = [None] * num_threads  # position, and since when
+        self._threads: ThreadPoolExecutor | None = None
+        self._num_threads = 0  # of the pool
+        self._under_way: dict[int, tuple[int, float] | None] = {}  # by thread: position, and since when
+        self.latencies: list[float] = []
+        """Seconds of each successful read since the caller cleared them."""
 
     @contextmanager
-    def threads(self) -> Iterator[ThreadPoolExecutor]:
-        """Context with threads for reading. They end on exit, except those that StuckError abandons."""
-        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="bigbatch-read")
+    def threads(self) -> Iterator[None]:
+        """Context in which gather may be called. Its threads end on exit, except those that StuckError abandons."""
         is_stuck = False
         try:
-            yield threads
+            yield
         except StuckError:
             is_stuck = True
             raise
         finally:
             self.stop()
-            # nothing ends a thread that waits for a file system
-            threads.shutdown(wait=not is_stuck, cancel_futures=True)
+            if self._threads is not None:
+                # nothing ends a thread that waits for a file system
+                self._threads.shutdown(wait=not is_stuck, cancel_futures=True)
 
-    def read(self, position: int, *, thread: int) -> bytes:
-        """Read an image, tried again while the system refuses it.
+    def gather(self, asked: Sequence[int], take: Callable[[int], T], *, num_threads: int) -> list[T]:
+        """Return take(row) for each row of the positions asked for, called in num_threads threads, in order of rows.
+
+        Raises: what take raises; StuckError naming an image, for one read that takes too long, for too many that take
+        long, or a moment after stop.
+        """
+        found: list[Any] = [None] * len(asked)
+        # one iterator for all threads: a slow read delays no other. One task per thread: a task costs as much as
+        # reading a cached file
+        rows = iter(range(len(asked)))
+
+        def take_some() -> None:
+            for row in rows:
+                found[row] = take(row)
+
+        threads = self._pool_of(num_threads)
+        parts = [threads.submit(take_some) for _ in range(min(num_threads, len(asked)))]
+        self._wait_for(parts, asked, found)
+        for part in parts:
+            part.result()
+        return found
+
+    def _pool_of(self, num_threads: int) -> ThreadPoolExecutor:
+        """Return threads, at least so many: a pool does not grow, so a larger one replaces it."""
+        if self._threads is None or num_threads > self._num_threads:
+            if self._threads is not None:
+                self._threads.shutdown()
+            self._num_threads = num_threads
+            self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="bigbatch-read")
+        return self._threads
+
+    def read(self, position: int) -> bytes:
+        """Read an image in one of the threads, tried again while the system refuses it.
 
         Raises: StorageError, saying for how long it was tried; CancelledError after stop.
         """
-        start, pause = awake_seconds(), FIRST_PAUSE_SECONDS
+        start, pause, thread = awake_seconds(), FIRST_PAUSE_SECONDS, get_ident()
         while True:
             if self._stop.is_set():
                 raise CancelledError
-            self._under_way[thread] = position, awake_seconds()
+            since = awake_seconds()
+            self._under_way[thread] = position, since
             try:
-                return self._source.read(position)
+                data = self._source.read(position)
+                self.latencies.append(awake_seconds() - since)
+                return data
             except StorageError as error:
                 # only what the system refused may heal; a shard that was cut or edited stays so
                 cause, seconds = error.__cause__, awake_seconds() - start
@@ -126,14 +160,8 @@ class PatientReads:
             self._stop.wait(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def wait_for(
-        self, parts: Sequence[Future[Any]], *, asked: Sequence[int] = (), found: Sequence[object] = ()
-    ) -> None:
-        """Wait for threads that read; they put into found what is at the positions asked for, None until then.
-
-        Raises: StuckError naming an image, for one read that takes too long, for too many that take long, or a
-        moment after stop.
-        """
+    def _wait_for(self, parts: Sequence[Future[None]], asked: Sequence[int], found: Sequence[object]) -> None:
+        """Wait for threads; found holds what is at the positions asked for, None until then."""
         is_done, last = False, awake_seconds()
         while not is_done:
             is_done = not wait(parts, timeout=CHECK_SECONDS).not_done
@@ -150,7 +178,7 @@ class PatientReads:
                 self._require_pace(draw, asked, found)
 
     def _require_answer(self) -> None:
-        for position, since in filter(None, self._under_way):
+        for position, since in filter(None, tuple(self._under_way.values())):
             if (seconds := awake_seconds() - since) > self._patience_seconds + GRACE_SECONDS:
                 raise StuckError(
                     f"{self._source.name(position)}: reading it has not returned for {seconds:.1f} s "
@@ -160,7 +188,7 @@ class PatientReads:
     def _require_pace(self, draw: Draw | None, asked: Sequence[int], found: Sequence[object]) -> None:
         if draw is None or draw.read_seconds <= 2 * self._patience_seconds + GRACE_SECONDS:
             return
-        # the first that is missing is being read: each thread goes through its own in order
+        # the first that is missing is being read: the threads go through them in order
         missing = [position for position, image in zip(asked, found, strict=True) if image is None]
         if missing:
             raise StuckError(

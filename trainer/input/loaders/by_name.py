@@ -27,7 +27,7 @@ def make_image_loader(
     max_skipped: int | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> ImageLoader:
-    """Make a loader that reads and decodes prefetch_batches ahead, in num_threads threads.
+    """Make a loader that reads and decodes prefetch_batches ahead; num_threads decode.
 
     name: dali (on GPU device_id, or on the CPU if that is None), or torchvision (Pillow and torch; pin_memory for
     copies to a GPU). patience_seconds, max_skipped and max_pixels: see EncodedReader; hardware_share: see
@@ -52,7 +52,7 @@ def make_image_loader(
         crop=crop,
         image_size=image_size if callable(image_size) else lambda epoch: image_size,
         microbatch_size=microbatch_size,
-        # reading waits more than it computes; two threads feed many decoders and leave them the cores
+        # two threads feed many decoders and leave them the cores; if storage is slow, more are started
         num_threads=min(2, num_threads),
         prefetch_batches=prefetch_batches,
         patience_seconds=patience_seconds,

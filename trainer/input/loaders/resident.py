@@ -41,7 +41,7 @@ class ResidentLoader:
         max_pixels: an image that states more is not decoded.
         Raises: DataError naming the first image that is not image_size x image_size, or one that cannot be read.
         """
-        reads = PatientReads(index, patience_seconds=patience_seconds, num_threads=num_threads)
+        reads = PatientReads(index, patience_seconds=patience_seconds)
         images_NHWC = _decode_all(index, reads, image_size=image_size, num_threads=num_threads, max_pixels=max_pixels)
         self._device = torch.device(device)
         self._images_NHWC = images_NHWC if is_on_host else images_NHWC.to(self._device)
@@ -117,20 +117,15 @@ def _decode_all(
     """Decode every image of the split, uint8 (N, image_size, image_size, 3)."""
     images_NHWC = np.empty((len(index), image_size, image_size, 3), np.uint8)
 
-    def fill(part: int, positions: list[int]) -> None:
-        for position in positions:
-            data, path = reads.read(position, thread=part), index.name(position)
-            image = open_image(data, path=path, max_pixels=max_pixels)
-            if image.size != (image_size, image_size):
-                wide, high = image.size
-                raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
-            images_NHWC[position] = np.asarray(image.convert("RGB"))
+    def fill(position: int) -> None:
+        data, path = reads.read(position), index.name(position)
+        image = open_image(data, path=path, max_pixels=max_pixels)
+        if image.size != (image_size, image_size):
+            wide, high = image.size
+            raise DataError(f"{path}: is {wide} x {high}, not {image_size} x {image_size}; use another loader")
+        images_NHWC[position] = np.asarray(image.convert("RGB"))
 
-    with reads.threads() as threads:
-        shares = np.array_split(np.arange(len(index)), num_threads)
-        parts = [threads.submit(fill, part, share.tolist()) for part, share in enumerate(shares)]
-        reads.wait_for(parts)
-        for done in parts:
-            done.result()  # raises what fill raised, the first in order
+    with reads.threads():
+        reads.gather(range(len(index)), fill, num_threads=num_threads)
     index.close()
     return torch.from_numpy(images_NHWC)

@@ -23,11 +23,12 @@ from bigbatch.errors import StorageError
 from bigbatch.trainer.augment.crops import center_crop, random_resized_crop
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.input import order, retry
+from bigbatch.trainer.input import order, reading, retry
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.order import read_index
+from bigbatch.trainer.input.reading import MOST_THREADS, PAUSE_BATCHES, ReadingThreads
 from bigbatch.trainer.input.shards import open_split
 
 SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 32, "patience_seconds": 60.0}
@@ -101,6 +102,7 @@ def clock(brisk, monkeypatch):
     monkeypatch.setattr(retry, "Event", lambda: PlayedEvent(clock))
     monkeypatch.setattr(retry, "CHECK_SECONDS", 0.005)
     monkeypatch.setattr(retry, "FIRST_PAUSE_SECONDS", STEP_SECONDS)  # a power of two, so that sums are exact
+    monkeypatch.setattr(reading, "IMAGES_PER_SECOND", 0)  # this clock adds up what several threads take
     yield clock
     clock.end()
 
@@ -190,9 +192,9 @@ def test_reading_reads_that_fail_for_a_while_change_nothing(make, capsys):
 
 def test_reading_the_next_outage_is_told_again(monkeypatch, capsys):
     monkeypatch.setattr(retry, "CALM_SECONDS", 0.0)
-    reads = retry.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=60.0, num_threads=1)
-    reads.read(0, thread=0)
-    reads.read(1, thread=0)
+    reads = retry.PatientReads(Storage(failures={0: 1, 1: 1}), patience_seconds=60.0)
+    reads.read(0)
+    reads.read(1)
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
         "far/away/0.jpg",
         "far/away/1.jpg",
@@ -513,3 +515,79 @@ def test_reading_a_run_ends_though_a_file_never_opens(tmp_path, split):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("bigbatch: ")]
     assert str(silent) in line
     assert "Traceback" not in done.stderr
+
+
+def chosen(threads, latencies):
+    numbers = []
+    for latency in latencies:
+        threads.learn(latency)
+        numbers.append(threads.number)
+    return numbers
+
+
+def test_reading_threads_follow_the_latency_by_littles_law():
+    """24 reads of 3 ms under way are 8,000 images/s; 12,000 are aimed at."""
+    threads = ReadingThreads(2)
+    assert chosen(threads, [50e-6] * 3) == [2, 2, 2]  # a local disk
+    assert chosen(threads, [3e-3] * 6) == [4, 8, 16, 32, 36, 36]
+    assert chosen(threads, [1e-3, 60e-6]) == [12, 2]  # now from the page cache
+    assert chosen(threads, [1.0] * 6)[-2:] == [MOST_THREADS] * 2
+
+
+def test_reading_threads_that_wait_for_each_other_are_not_increased():
+    """Each read takes as long as there are threads: they share a core, a lock or a server."""
+    threads, numbers = ReadingThreads(2), []
+    for _ in range(2 * PAUSE_BATCHES):
+        numbers += chosen(threads, [threads.number * 2e-4])
+    assert set(numbers) == {2, 4}
+    assert numbers.count(4) == 2
+
+
+class Together(Storage):
+    """A read ends when as many are under way as its batch is expected to have threads."""
+
+    def __init__(self, num_images, *, num_threads):
+        super().__init__(num_images)
+        self._num_threads, self._lock = num_threads, threading.Lock()
+        self._num_begun = self._num_under_way = 0
+        self._reached = [threading.Event() for _ in num_threads]
+
+    def read(self, position):
+        with self._lock:
+            batch = min(self._num_begun // len(self.images), len(self._num_threads) - 1)
+            self._num_begun, self._num_under_way = self._num_begun + 1, self._num_under_way + 1
+            assert self._num_under_way <= self._num_threads[batch]
+            if self._num_under_way == self._num_threads[batch]:
+                self._reached[batch].set()
+        assert self._reached[batch].wait(200)
+        with self._lock:
+            self._num_under_way -= 1
+        return super().read(position)
+
+
+def test_reading_many_threads_change_no_image_and_end(monkeypatch):
+    """Latency is 3 ms by the clock of each thread."""
+    own = threading.local()
+
+    def seconds():
+        own.now = getattr(own, "now", 0.0) + 3e-3
+        return own.now
+
+    monkeypatch.setattr(retry, "awake_seconds", seconds)
+    num_images = 40
+    storage = Together(num_images, num_threads=[2, 4, 8, 16, 32, 36])
+    orders = np.random.default_rng(0).permuted([range(num_images)] * 6, axis=1)
+    settings = SETTINGS | {"microbatch_size": num_images, "patience_seconds": 0.0, "prefetch_batches": 1}
+    with made_loaders("torchvision", settings) as make:
+        expected = list(make(Storage(num_images), num_threads=1).load([ask(*order) for order in orders]))
+        loader = make(storage)
+        found = list(loader.load([ask(*order) for order in orders]))
+        storage.failures = {int(orders[0, 20]): FOREVER}
+        with pytest.raises(StorageError, match="is gone"):
+            list(loader.load([ask(*orders[0])]))
+        storage.failures = {}
+        again = loader.load([ask(*order) for order in orders])
+        found.append(next(again))  # and the rest is dropped as the loader closes
+    for batch, other in zip(found, [*expected, expected[0]], strict=True):
+        assert batch.request.indices_B.tolist() == other.request.indices_B.tolist()
+        assert torch.equal(batch.images_BCHW, other.images_BCHW)
