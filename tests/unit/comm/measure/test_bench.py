@@ -177,6 +177,7 @@ def test_page_states_the_columns_and_formulas_of_the_code() -> None:
     assert eval(sides["least time"], values) == pytest.approx(limit.seconds(r.size), rel=1e-12)
 
 
+@pytest.mark.usefixtures("rendered_figures")
 def test_plot(tmp_path: Path) -> None:
     limit = Limit(num_nodes=4, bytes_per_second=25e6)
     rows = [

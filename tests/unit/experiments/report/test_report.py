@@ -132,6 +132,7 @@ def test_report_efficiency_and_its_causes_by_hand(sweep: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_figures")
 def test_report_has_runs_of_cuda_graphs_with_what_they_tell(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On 4 ranks 300 images take 1 s beside an ideal 0.75, input 0.2 beside 0.075: the rest is not told apart."""
     unknown: dict[str, Any] = {"wire": None, "stragglers": None}
@@ -434,6 +435,7 @@ class Page(html.parser.HTMLParser):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_figures")
 def test_report_page_stands_alone(sweep: Path) -> None:
     report(sweep)
     text = (sweep / "report/report.html").read_text()
@@ -448,6 +450,7 @@ def test_report_page_stands_alone(sweep: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_figures")
 def test_report_plots_are_images(sweep: Path) -> None:
     report(sweep)
     for name in ("efficiency", "split"):
@@ -548,6 +551,7 @@ def test_report_tells_of_points_that_do_not_compare(sweep: Path, capsys: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_figures")
 def test_report_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
     (tmp_path / "sweep.yaml").write_text("name: odd\n")
     for number, ranks in enumerate((1, 2)):
@@ -625,6 +629,7 @@ def test_report_has_no_column_of_an_energy_that_nobody_tells() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("rendered_figures")
 def test_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", RECORDS, target=0.75)
     facts = report(tmp_path / "run")

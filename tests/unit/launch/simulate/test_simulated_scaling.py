@@ -372,6 +372,7 @@ def test_bad_clusters_are_refused_by_key_and_value(tmp_path, old, new, words):
         load_cluster(str(path))
 
 
+@pytest.mark.usefixtures("rendered_figures")
 def test_command_answers_and_writes_what_is_asked_for(tmp_path, capsys):
     words = ["simulate", "imagenet/resnet50_64k", "--cluster", "dgx_a100", "--gpus", "8,512", "--price", "2.5"]
     files = {

@@ -467,6 +467,7 @@ def test_report_noise_scale_without_its_band_is_left_out_of_the_plot() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("rendered_figures")
 def test_report_plot_is_an_image_with_lines(tmp_path: Path) -> None:
     records = [{"kind": "train", **TRAIN_RECORD}, {"kind": "eval", **EVAL_RECORD}]
     plot_run(records, tmp_path / "plot.png", title="a run", label_smoothing=0.0)

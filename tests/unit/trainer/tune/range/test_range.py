@@ -26,6 +26,7 @@ LR = exponential(1e-3, 1e3, steps=STEPS)
 LRS = [LR(step) for step in range(STEPS)]
 
 
+@pytest.mark.usefixtures("rendered_figures")
 def test_picture_of_an_explosion_still_shows_the_descent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Between two dollar signs of its title matplotlib would read mathematics, and fail after all of the training."""
     drawn: list[Figure] = []
