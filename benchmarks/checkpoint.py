@@ -100,7 +100,7 @@ def measure(
     start = time.perf_counter()
     copied = copy_to_host(state())
     copy = time.perf_counter() - start
-    write = BackgroundWrite(lambda _: save(copied, checkpoint=1), name="checkpoint", started=time.monotonic())
+    write = BackgroundWrite(None, lambda *_: save(copied, checkpoint=1), name="checkpoint", started=time.monotonic())
     num_steps, beside = 0, 0.0
     while not write.ends_within(0.0):
         beside += seconds_of(step, device=options.device)

@@ -14,7 +14,7 @@ from bigbatch.launch.start import make_parser as make_launch_parser
 from bigbatch.trainer.config.file import packaged_configs
 from bigbatch.trainer.config.kinds import OPTION_KEYS
 from bigbatch.trainer.config.options import FLAGS
-from bigbatch.trainer.config.schema import all_keys
+from bigbatch.trainer.config.schema import KEYS
 from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.datasets.subcommands import make_parser as make_data_parser
 
@@ -112,7 +112,7 @@ SHELLS: dict[str, Callable[[], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fis
 
 def _words() -> dict[str, str]:
     launch = ("--dry-run", "--python", *(option.flag for option in JOB_OPTIONS))
-    keys = ("--config", *FLAGS, TRUST, *(f"--{key}" for key in (*all_keys(), *OPTION_KEYS)))
+    keys = ("--config", *FLAGS, TRUST, *(f"--{key}" for key in (*KEYS, *OPTION_KEYS)))
     parts = {"commands": COMMANDS, "names": packaged_configs(), "launch": launch, "keys": keys}
     return {name: " ".join(words) for name, words in parts.items()}
 

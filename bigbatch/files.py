@@ -4,7 +4,6 @@ A run folder may come from elsewhere, with links in it. A new file replaces a li
 a link in a folder's place. An architecture test finds modules that write files in another way.
 """
 
-import ctypes
 import errno
 import json
 import os
@@ -141,26 +140,6 @@ def write_named(path: Path, data: bytes) -> None:
 def open_named(path: Path) -> BinaryIO:
     """Open a file that the user named, to write over a longer time: a stream, or a new file. Raises: OSError."""
     return open(path, "wb") if is_stream(path) else open_anew(path)
-
-
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Constants of Linux's headers: paths relative to the working directory, and exchange of both names."""
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders in one step; return False, and do nothing, if that is impossible.
-
-    NFS, for one, cannot. Raises: OSError.
-    """
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:  # an older C library, or not Linux
-        return False
-    if renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def flush(path: Path) -> None:

@@ -26,7 +26,7 @@ class Evaluator:
         split: build_input.Split,
         *,
         score: Score,
-        evaluations: dict[int, dict[str, Any]],
+        evaluations: Mapping[int, dict[str, Any]],
     ) -> None:
         self._config, self._parts, self._split, self._score = config, parts, split, score
         self._found = dict(evaluations)

@@ -8,7 +8,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.numbers import decimal
 from bigbatch.trainer.config.kinds import is_option
 from bigbatch.trainer.config.refusals import Refusals
-from bigbatch.trainer.config.schema import all_keys, key_of, require_known
+from bigbatch.trainer.config.schema import KEYS, key_of, require_known
 from bigbatch.trainer.config.strict_yaml import as_yaml, parse_yaml
 
 SHRINK = 3
@@ -115,7 +115,7 @@ def parse_axis(text: str) -> Axis:
     kind, _, values = rest.partition(":")
     with (refusals := Refusals()).finally_of():
         if not is_option(key):
-            require_known(key, known=all_keys(), where=f"--space {text}", refusals=refusals)
+            require_known(key, known=tuple(KEYS), where=f"--space {text}", refusals=refusals)
     if key in SET_BY_SEARCH:
         raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
     if kind == "choice":

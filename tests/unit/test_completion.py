@@ -9,7 +9,7 @@ from bigbatch.cli import COMMANDS, main
 from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.trainer.config.file import packaged_configs
 from bigbatch.trainer.config.kinds import OPTION_KEYS
-from bigbatch.trainer.config.schema import all_keys
+from bigbatch.trainer.config.schema import KEYS
 
 CASES = {
     # words, of which the last one is completed -> what bash offers
@@ -25,7 +25,7 @@ CASES = {
         "--dry-run",
         "--quiet",
         "--trust-code",
-        *(f"--{key}" for key in (*all_keys(), *OPTION_KEYS)),
+        *(f"--{key}" for key in (*KEYS, *OPTION_KEYS)),
     },
     ("train", "--config", ""): {*packaged_configs()},
     ("train", "x"): set(),  # a file's name

@@ -1,18 +1,16 @@
 """Writing a file whole or not at all."""
 
-import ctypes
 import errno
 import os
 import socket
 import stat
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from error_texts import naming
 
 from bigbatch import files
-from bigbatch.files import exchange, read_own, read_plain, replacing, write_own, write_whole
+from bigbatch.files import read_own, read_plain, replacing, write_own, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -149,29 +147,6 @@ def test_files_of_ones_own_are_plain_ones(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(files, "MOST_OWN_BYTES", 2)
     with pytest.raises(OSError, match=rf"Errno {errno.EINVAL}\b"):
         read_own(there)
-
-
-def test_files_folders_change_names_in_one_step(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).touch()
-    if exchange(tmp_path / "one", tmp_path / "other"):
-        assert [names(tmp_path / name) for name in ("one", "other")] == [["other"], ["one"]]
-    with pytest.raises(FileNotFoundError, match=naming(tmp_path / "one", tmp_path / "none")):
-        exchange(tmp_path / "one", tmp_path / "none")
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_files_exchange_tells_where_the_file_system_cannot(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*arguments: object) -> int:
-        ctypes.set_errno(code)
-        return -1
-
-    for library in (SimpleNamespace(renameat2=refuses), SimpleNamespace()):
-        monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno, library=library: library)
-        assert exchange(tmp_path / "one", tmp_path / "other") is False
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])

@@ -14,6 +14,7 @@ from bigbatch.trainer.config.sections import (
     OptimizerConfig,
     RunConfig,
 )
+from bigbatch.trainer.config.strict_yaml import as_yaml
 
 SMALLEST_SHARPENED = 3
 """Smallest side, in pixels, for one of RandAugment's operations."""
@@ -46,7 +47,7 @@ def check_loader(data: DataConfig) -> Iterator[str]:
             "not resize: set it to 1.0"
         )
     if data.loader == "resident" and data.train_sizes is not None:
-        yield f"data.train_sizes={_plain(data.train_sizes)} has no meaning with data.loader=resident: set it to null"
+        yield f"data.train_sizes={as_yaml(data.train_sizes)} has no meaning with data.loader=resident: set it to null"
 
 
 def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:
@@ -68,19 +69,15 @@ def check_train_sizes(data: DataConfig, *, epochs: int) -> Iterator[str]:
         return
     firsts = [first for first, _ in data.train_sizes]
     if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)):
-        yield f"data.train_sizes={_plain(data.train_sizes)} must give epochs that rise from 0"
+        yield f"data.train_sizes={as_yaml(data.train_sizes)} must give epochs that rise from 0"
         return
     if firsts[-1] >= epochs:
         yield (
-            f"data.train_sizes={_plain(data.train_sizes)} changes at epoch {firsts[-1]}, but run.epochs={epochs}: the "
+            f"data.train_sizes={as_yaml(data.train_sizes)} changes at epoch {firsts[-1]}, but run.epochs={epochs}: the "
             f"last epoch is {epochs - 1}"
         )
     if min(size for _, size in data.train_sizes) <= 0:
-        yield f"data.train_sizes={_plain(data.train_sizes)} must give sizes of 1 pixel or more"
-
-
-def _plain(pairs: tuple[tuple[int, int], ...]) -> list[list[int]]:
-    return [list(pair) for pair in pairs]
+        yield f"data.train_sizes={as_yaml(data.train_sizes)} must give sizes of 1 pixel or more"
 
 
 def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:

@@ -81,11 +81,6 @@ KEYS = {str(key): key for section, holder in SECTIONS.items() for key in read_ke
 _GETTERS = {name: attrgetter(name) for name in KEYS}
 
 
-def all_keys() -> tuple[str, ...]:
-    """Return every dotted key of a config, in order."""
-    return tuple(KEYS)
-
-
 def lookup(config: Config, key: str) -> object:
     """Return the value of a dotted key or of an option; None for an option that is not stated."""
     if key in _GETTERS:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.trainer.config.kinds import spread
-from bigbatch.trainer.config.schema import Config, all_keys, lookup
+from bigbatch.trainer.config.schema import KEYS, Config, lookup
 from bigbatch.trainer.config.sections import RunConfig, ScheduleConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
 
@@ -65,9 +65,9 @@ def to_the_last_epoch(run: RunConfig) -> RunConfig:
 
 def differences(base: Config, other: Config) -> list[str]:
     """List the options of `bigbatch train` that turn base into other."""
-    before, after = (spread({key: lookup(config, key) for key in all_keys()}) for config in (base, other))
+    before, after = (spread({key: lookup(config, key) for key in KEYS}) for config in (base, other))
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
-    return [word for key, value in changed.items() for word in (f"--{key}", as_yaml(plain(value)))]
+    return [word for key, value in changed.items() for word in (f"--{key}", as_yaml(value))]
 
 
 def plain(value: Any) -> Any:

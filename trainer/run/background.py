@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.awake import awake_seconds, wait_awake
+from bigbatch.errors import CheckpointError
+from bigbatch.trainer.machine.memory import is_out_of_memory
 
 
 def copy_to_host(state: Any) -> Any:
@@ -39,29 +41,46 @@ def copy_to_host(state: Any) -> Any:
     return copied(state)
 
 
-class BackgroundWrite:
-    """Runs a write on a thread of its own. The process may end before it does.
+def _copied(state: Any, *, name: str) -> Any:
+    """Return the copy, or the CheckpointError that says that there is no memory for it."""
+    try:
+        return copy_to_host(state)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return CheckpointError(
+            f"cannot copy the state for {name}: the host that writes it needs as much memory as it takes on disk; the "
+            "run goes on from the newest checkpoint"
+        )
 
-    write is called with a function that it asks before what it wrote gets its name: that raises RuntimeError where
-    nobody waits for it any more.
+
+class BackgroundWrite:
+    """Copies a state, and writes the copy on a thread of its own. The process may end before it does.
+
+    write is called with the copy, and with a function that it asks before what it wrote gets its name: that raises
+    RuntimeError if nothing waits for the write any more. Without memory for the copy, error is a CheckpointError.
     """
 
-    def __init__(self, write: Callable[[Callable[[], None]], object], *, name: str, started: float) -> None:
-        """Begin. started: since when seconds count, by awake_seconds()."""
+    def __init__(
+        self, state: Any, write: Callable[[Any, Callable[[], None]], object], *, name: str, started: float
+    ) -> None:
+        """Begin. name: what is written. started: since when seconds count, by awake_seconds()."""
         self.started, self.seconds = started, 0.0
         """seconds: how long it took, once it has ended."""
         self.error: BaseException | None = None
         self._is_wanted = True
-        self._thread = Thread(target=self._run, args=(write,), name=name, daemon=True)
+        self._thread = Thread(target=self._run, args=(_copied(state, name=name), write), name=name, daemon=True)
         self._thread.start()
 
-    def _run(self, write: Callable[[Callable[[], None]], object]) -> None:
+    def _run(self, copied: Any, write: Callable[[Any, Callable[[], None]], object]) -> None:
         def require_wanted() -> None:
             if not self._is_wanted:
                 raise RuntimeError("the run has ended meanwhile")
 
         try:
-            write(require_wanted)
+            if isinstance(copied, CheckpointError):
+                raise copied
+            write(copied, require_wanted)
         except BaseException as error:  # whoever waits is told
             self.error = error
         self.seconds = awake_seconds() - self.started

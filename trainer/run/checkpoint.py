@@ -17,7 +17,6 @@ import torch
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, DamagedCheckpoint, PeerLostError, UserError, why_unwritten
 from bigbatch.files import (
-    exchange,
     flush,
     make_folder,
     open_anew,
@@ -254,14 +253,12 @@ def require_free_disk(directory: Path, *, num_bytes: int) -> None:
 
 
 def _put_in_place(aside: Path, path: Path) -> None:
-    """Rename; a checkpoint of the same step (saved before its evaluation) changes places with it."""
-    if path.exists() and not exchange(aside, path):
-        # in two steps, between which REPLACED stands in for it
+    """Rename; one of the same step (saved before its evaluation) makes room, and until then stands in as REPLACED."""
+    if path.exists():
         replaced = path.with_name(f".{path.name}{REPLACED}")
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
-    if not path.exists():
-        aside.rename(path)
+    aside.rename(path)
     # a rename is on disk only once its folder is
     flush(path.parent)
 

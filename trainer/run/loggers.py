@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from bigbatch.errors import first_line
 from bigbatch.trainer.config.schema import Config
@@ -12,18 +12,6 @@ from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
 
 Say = Callable[[str], None]
-
-
-class Logger(Protocol):
-    """Says what a place for numbers must do. Whatever it raises takes it out of the run, which goes on."""
-
-    def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of one record (train, eval, noise or input). Never waits for a network."""
-        ...
-
-    def close(self) -> None:
-        """Bring all of them to where they belong."""
-        ...
 
 
 def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -51,6 +39,10 @@ class TensorBoard:
 
     def close(self) -> None:
         self._events.close()
+
+
+Logger = TensorBoard | WeightsAndBiases
+"""Takes figures without waiting for a network; whatever it raises takes it out of the run, which goes on."""
 
 
 @dataclass(frozen=True)

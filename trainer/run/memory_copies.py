@@ -23,8 +23,7 @@ from bigbatch.files import make_folder, mode_of_own, read_plain, write_whole
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.remedies import MEMORY
 from bigbatch.trainer.machine.cgroup import free_memory
-from bigbatch.trainer.machine.memory import is_out_of_memory
-from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
+from bigbatch.trainer.run.background import BackgroundWrite
 from bigbatch.trainer.run.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -122,19 +121,12 @@ class MemoryCopies:
         if left is not None and left < needed:  # somebody else took it: a write beyond it would end a process
             self._fail(MemoryError(f"{left / 1e6:.0f} MB are left, and the next copy takes {needed / 1e6:.0f} MB"))
             return
-        try:
-            copied = copy_to_host(state)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self._fail(error)
-            return
 
-        def write(require_wanted: Callable[[], None]) -> object:
+        def write(copied: Any, require_wanted: Callable[[], None]) -> None:
             self._folder.mkdir(mode=PRIVATE, exist_ok=True)  # somebody may have made room
             if not _is_own(self._folder):
                 raise CheckpointError(f"{self._folder} is not this user's alone")
-            return save_checkpoint(
+            save_checkpoint(
                 self._own,
                 copied,
                 step=step,
@@ -144,7 +136,7 @@ class MemoryCopies:
                 before_naming=require_wanted,
             )
 
-        self._write = BackgroundWrite(write, name=f"copy of step {step} in memory", started=started)
+        self._write = BackgroundWrite(state, write, name=f"copy of step {step} in memory", started=started)
 
     def drop(self) -> None:
         """Give the memory back, as all is on disk. Not collective."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,26 +12,6 @@ from rich.text import Text
 
 from bigbatch.errors import print_line, printable
 from bigbatch.trainer.run.noise_scale import NOT_YET, describe_noise_scale
-
-
-class Reporter(Protocol):
-    """Receives what is worth showing."""
-
-    def say(self, text: str) -> None:
-        """Say a line of its own."""
-        ...
-
-    def advance(self, record: dict[str, Any]) -> None:
-        """Show a report of the training loop."""
-        ...
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Show the end of a run."""
-        ...
-
-    def close(self) -> None:
-        """Give the terminal back."""
-        ...
 
 
 class Lines:
@@ -181,6 +161,9 @@ def describe_evaluation(record: dict[str, Any]) -> str:
         f"evaluation: top-1 {100 * record['top1']:.2f}%  {top5}"
         f"loss {record['loss']:.3f}  {metrics}({record['count']} images in {record['seconds']:.1f} s)"
     )
+
+
+Reporter = Lines | Bar
 
 
 def make_reporter(*, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:

@@ -1,7 +1,7 @@
 """Which checkpoint a run goes on from, what it takes over, and whether config and images are still those of it."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +37,27 @@ OBJECTIVE = ("model.frozen", "optimizer.loss", "optimizer.loss_options")
 class Start:
     """Says where a run starts: after a step of a checkpoint, and what else that tells; or anew."""
 
-    path: Path | None
-    step: int
-    owes_evaluation: bool
+    path: Path | None = None
+    step: int = 0
+    owes_evaluation: bool = False
     """The step was to be evaluated in this run, and was not."""
-    skipped: dict[str, str]
+    skipped: Mapping[str, str] = field(default_factory=dict)
     """Bad images that the run had met, and why: train/3 is the fourth of the training images."""
-    config: str | None
-    evaluations: dict[int, dict[str, Any]]
+    config: str | None = None
+    evaluations: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     """What the run's evaluations had found, by step, oldest first."""
-    gradient_order: str | None
+    gradient_order: str | None = None
     """A name per line; it decides how sums are rounded."""
-    sums: Mapping[str, str]
+    sums: Mapping[str, str] = field(default_factory=dict)
     """What else does, as describe_sums tells it; older checkpoints do not tell."""
-    sha256: str | None
+    sha256: str | None = None
     """SHA-256 of the checkpoint: nodes without a shared disk may hold others under the same name."""
-    damaged: Mapping[Path, str]
+    damaged: Mapping[Path, str] = field(default_factory=dict)
     """Newer checkpoints, newest first, which some rank finds damaged, and why."""
     kept_by: str = ""
     """The host in whose memory it lies, where it is a copy there."""
     is_of_unknown_classes: bool = False
     """Nothing in it tells whether it was trained on the class names of this run's data."""
-
-
-ANEW = Start(
-    path=None,
-    step=0,
-    owes_evaluation=False,
-    skipped={},
-    config=None,
-    evaluations={},
-    gradient_order=None,
-    sums={},
-    sha256=None,
-    damaged={},
-)
 
 
 def find_start(
@@ -91,7 +77,7 @@ def find_start(
     """
     path, state, damaged, found = _find_state(config, rundir, control=control, copies=copies)
     if path is None:
-        return ANEW, {}
+        return Start(), {}
     is_resumed = config.run.resume == "auto"
     changed = changes(state["config"], dump_config(config))
     if is_resumed and (odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]):
@@ -144,13 +130,14 @@ def _find_state(
         checkpoints = list_checkpoints(rundir.checkpoints)
         found = copies.find(above=checkpoints[-1].step if checkpoints else 0) if copies else None
         if not found:
-            path, state, damaged = load_newest_intact(
-                [each.path for each in checkpoints], control, may_be_none=copies is not None
-            )
+            path, state, damaged = _load_newest_intact([each.path for each in checkpoints], control)
         if copies and damaged:
             found = copies.find(above=int(state.get("step", 0)))
         if damaged and not (found or path):
-            raise _none_intact(damaged)
+            raise CheckpointError(
+                f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start anew in another "
+                "run.directory"
+            )
         if found:
             path, state = found.path, found.state
     elif config.run.resume != "never":
@@ -179,13 +166,11 @@ def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collect
         parts.average.load_state_dict(state.get("average", {}))
 
 
-def load_newest_intact(
-    paths: Sequence[Path], control: Control, *, may_be_none: bool = False
-) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
+def _load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
     """Load the last of paths that no rank finds damaged; return it, its state, and why those after it are. Collective.
 
     Ranks that see other checkpoints end with different ones: they are to compare them.
-    Raises: CheckpointError for one that cannot be read, and where none of some is intact, unless that may be.
+    Raises: CheckpointError for one that cannot be read.
     """
     damaged: dict[Path, str] = {}
     for path in reversed(paths):
@@ -201,16 +186,7 @@ def load_newest_intact(
             raise CheckpointError(told)
         damaged[path] = told
     _compare("", "", control)  # a rank that sees one more looks at it now
-    if damaged and not may_be_none:
-        raise _none_intact(damaged)
     return None, {}, damaged
-
-
-def _none_intact(damaged: Mapping[Path, str]) -> CheckpointError:
-    return CheckpointError(
-        f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start anew in another "
-        "run.directory"
-    )
 
 
 def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:

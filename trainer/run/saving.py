@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import CheckpointError, TrainingDiverged
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.run import class_names
-from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
+from bigbatch.trainer.run.background import BackgroundWrite
 from bigbatch.trainer.run.checkpoint import checkpoint_path, save_checkpoint, write_on_first
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.memory_copies import MemoryCopies
@@ -78,8 +78,9 @@ class CheckpointSaver:
         with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
             self._step = done
             if self._parts.communicator.rank == 0:
-                write = self._writer(state, step=done, top1=top1)
-                self._write = BackgroundWrite(write, name=f"checkpoint of step {done}", started=started)
+                name = f"checkpoint {checkpoint_path(self._checkpoints, step=done)}"
+                save = partial(self._save, step=done, top1=top1)
+                self._write = BackgroundWrite(state, save, name=name, started=started)
 
     def keep(
         self, copies: MemoryCopies, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]
@@ -172,41 +173,21 @@ class CheckpointSaver:
             raise write.error
         return repr(write.seconds)
 
-    def _writer(
-        self, state: dict[str, Any], *, step: int, top1: float | None
-    ) -> Callable[[Callable[[], None]], object]:
-        """Copy the state; return what writes the copy. Where there is no memory for it, that raises CheckpointError."""
-        try:
-            copied = copy_to_host(state)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            path = checkpoint_path(self._checkpoints, step=step)
-            failure = CheckpointError(
-                f"cannot copy the state for checkpoint {path}: rank 0 needs as much memory of its host as "
-                "the checkpoint takes on disk; the run goes on from the newest checkpoint"
-            )
+    def _save(
+        self, state: dict[str, Any], require_wanted: Callable[[], None], *, step: int, top1: float | None
+    ) -> None:
+        def require() -> None:
+            require_wanted()
+            if self._owner:
+                self._owner.require()
 
-            def fail(_: Callable[[], None]) -> NoReturn:
-                raise failure
-
-            return fail
-
-        def write(require_wanted: Callable[[], None]) -> object:
-            def require() -> None:
-                require_wanted()
-                if self._owner:
-                    self._owner.require()
-
-            require()
-            return save_checkpoint(
-                self._checkpoints,
-                copied,
-                step=step,
-                top1=top1,
-                keep=self._config.run.keep_checkpoints,
-                is_agreed=self._is_comparing,
-                before_naming=require,
-            )
-
-        return write
+        require()
+        save_checkpoint(
+            self._checkpoints,
+            state,
+            step=step,
+            top1=top1,
+            keep=self._config.run.keep_checkpoints,
+            is_agreed=self._is_comparing,
+            before_naming=require,
+        )

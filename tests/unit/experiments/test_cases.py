@@ -14,7 +14,7 @@ from bigbatch.experiments.engine.plan import Plan, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
 from bigbatch.trainer.config import strict_yaml
 from bigbatch.trainer.config.file import PACKAGED, load_config
-from bigbatch.trainer.config.schema import all_keys, lookup
+from bigbatch.trainer.config.schema import KEYS, lookup
 
 STEPS: dict[str, Any] = {
     "config": "quickstart",
@@ -158,7 +158,7 @@ def test_ablation_of_the_bag_ends_as_the_config_of_ten_epochs() -> None:
     """The last case and cifar10_10epochs are the same experiment, but for where and how often it writes."""
     *_, last = make_points(read_plan(PACKAGED / "sweeps/bag_of_tricks.yaml"), folder=Path("out"))
     stated = load_config(["--config", "cifar10_10epochs"])
-    others = {key for key in all_keys() if lookup(last.config, key) != lookup(stated, key)}
+    others = {key for key in KEYS if lookup(last.config, key) != lookup(stated, key)}
     assert others == {"run.directory", "run.eval_every_epochs", "data.probe_seconds"}
 
 

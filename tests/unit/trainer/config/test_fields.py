@@ -8,12 +8,12 @@ import yaml
 
 from bigbatch.trainer.config.fields import conform, describe
 from bigbatch.trainer.config.file import flatten
-from bigbatch.trainer.config.schema import KEYS, all_keys, typed, with_defaults
+from bigbatch.trainer.config.schema import KEYS, typed, with_defaults
 
 DEFAULTS = Path(__file__).resolve().parents[3] / "golden/defaults.yaml"
 
 
-@pytest.mark.parametrize("name", all_keys())
+@pytest.mark.parametrize("name", KEYS)
 def test_defaults_are_all_legal(name):
     key = KEYS[name]
     value = typed(name, key.default)

@@ -18,7 +18,7 @@ from bigbatch.trainer.config.file import dump_config, find_config, flatten, load
 from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, spread
 from bigbatch.trainer.config.names import ELSEWHERE, OTHERS_NAMES
 from bigbatch.trainer.config.options import FLAGS
-from bigbatch.trainer.config.schema import KEYS, Config, all_keys, lookup, with_defaults
+from bigbatch.trainer.config.schema import KEYS, Config, lookup, with_defaults
 
 QUICKSTART = config_file.PACKAGED / "quickstart.yaml"
 NAMES = {"cifar10", "cifar10_10epochs", "cifar10_24epochs", "cifar10_80epochs", "cifar100", "imagenette", "quickstart"}
@@ -87,8 +87,8 @@ def test_load_config_of_a_packaged_one_is_complete_and_comes_back(name, write_te
     for key, value in spread(flatten(stated)).items():
         assert json.loads(json.dumps(lookup(config, key))) == value, key  # with lists for tuples
     dumped = flatten(yaml.safe_load(dump_config(config)))
-    assert tuple(dumped) == all_keys()
-    assert dumped == {key: json.loads(json.dumps(lookup(config, key))) for key in all_keys()}
+    assert tuple(dumped) == tuple(KEYS)
+    assert dumped == {key: json.loads(json.dumps(lookup(config, key))) for key in KEYS}
     assert load_config(["--config", write_text(dump_config(config))]) == config
 
 
@@ -273,7 +273,7 @@ def test_load_config_refuses_an_unknown_key_in_yaml(write_text):
 
 
 @pytest.mark.parametrize(
-    "key", sorted(set(all_keys()) - {key.decider for key in KEYS.values()} - {f"{section}.name" for section in KINDS})
+    "key", sorted(set(KEYS) - {key.decider for key in KEYS.values()} - {f"{section}.name" for section in KINDS})
 )
 def test_load_config_from_before_a_key_takes_its_default(key, write_text):
     sections = yaml.safe_load(dump_config(unchanged := unchanged_quickstart()))
@@ -283,7 +283,7 @@ def test_load_config_from_before_a_key_takes_its_default(key, write_text):
     config = load_config(["--config", path])
     expected = "runs/experiment" if key == "run.directory" else with_defaults(flatten(sections))[key]
     assert lookup(config, key) == expected
-    assert [k for k in all_keys() if k != key and lookup(config, k) != lookup(unchanged, k)] == []
+    assert [k for k in KEYS if k != key and lookup(config, k) != lookup(unchanged, k)] == []
 
 
 def test_resolve_of_a_config_that_states_nothing_is_all_defaults(write_text):
@@ -398,10 +398,10 @@ def test_help_names_every_key_and_its_docstring(capsys, monkeypatch):
         load_config(["--help"], prog="bigbatch train")
     assert caught.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for key in all_keys():
+    for key in KEYS:
         assert f" --{key} " in text
     docstrings = inspect.getsource(config_sections).split('"""')[3::2]  # [1] is the module's
-    assert len(docstrings) == len(all_keys()) + 9
+    assert len(docstrings) == len(KEYS) + 9
     assert all(f" --{option} " in text for option in OPTION_KEYS)
     for docstring in docstrings:
         assert " ".join(docstring.split()).rstrip(".") in text
@@ -421,7 +421,7 @@ def test_help_alone_reads_sources(capsys, monkeypatch):
             load_config([word])
         assert caught.value.code == 0
         text = capsys.readouterr().out
-        assert all(f" --{key} " in text for key in all_keys())
+        assert all(f" --{key} " in text for key in KEYS)
 
 
 def test_help_offers_nothing_that_is_refused(capsys):
@@ -429,9 +429,7 @@ def test_help_offers_nothing_that_is_refused(capsys):
         load_config(["--config", "quickstart", "--help"])
     options = capsys.readouterr().out.split("options:")[1].split("example:")[0]
     offered = {word.rstrip(",") for word in options.split() if word.startswith("--")}
-    assert offered == {"--config", "--help", "--trust-code", *FLAGS} | {
-        f"--{key}" for key in (*all_keys(), *OPTION_KEYS)
-    }
+    assert offered == {"--config", "--help", "--trust-code", *FLAGS} | {f"--{key}" for key in (*KEYS, *OPTION_KEYS)}
 
 
 def test_find_config_takes_a_file_here_before_a_packaged_name(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bigbatch.errors import ConfigError, DoctorError, RunFolderError
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.config.schema import Config, all_keys
+from bigbatch.trainer.config.schema import KEYS, Config
 from bigbatch.trainer.doctor import consult, speedups, verdict
 from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change, part_of_step
 from bigbatch.trainer.doctor.consult import main
@@ -266,7 +266,7 @@ def test_candidates_are_legal_and_leave_the_update_as_it_is(config: Config, mach
     found, _ = find(config, machine)
     assert found
     for candidate in found:
-        assert set(candidate.values) <= set(all_keys())
+        assert set(candidate.values) <= set(KEYS)
         changed = change(config, candidate.values, world_size=machine.world_size)
         assert isinstance(changed, Config)
         assert changed != config

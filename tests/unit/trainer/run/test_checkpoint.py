@@ -22,7 +22,6 @@ from thread_controls import alone, on_ranks
 
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.errors import CheckpointError, UserError
-from bigbatch.files import exchange
 from bigbatch.trainer.run import checkpoint as module
 from bigbatch.trainer.run.checkpoint import (
     best_checkpoint,
@@ -184,7 +183,6 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, *, die_before: int | None) -> l
     torch_save = torch.save
     monkeypatch.setattr(module.torch, "save", save_in_pieces)
     monkeypatch.setattr(module, "open_anew", stepping("create", module.open_anew))
-    monkeypatch.setattr(module, "exchange", stepping("exchange", module.exchange))
     for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
         counted = stepping(name, getattr(os, name))
         monkeypatch.setattr(os, name, counted)
@@ -205,13 +203,8 @@ def in_a_fork(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-@pytest.mark.parametrize("has_exchange", [True, False])
-def test_checkpoint_is_there_whole_wherever_its_writing_ends(
-    has_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_is_there_whole_wherever_its_writing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 2 is written without its accuracy, then with it, in place of step 1; one is kept."""
-    if not has_exchange:
-        monkeypatch.setattr(module, "exchange", lambda one, other: False)
 
     def save_both(folder: Path, told: Path) -> None:
         for top1 in (None, 0.5):
@@ -233,7 +226,7 @@ def test_checkpoint_is_there_whole_wherever_its_writing_ends(
 
     _, steps = cut_short(begun("whole"), die_before=None)
     assert len(steps) > 20
-    assert steps.count("rename") == (1 if has_exchange else 3), "step 2 first takes its name, then is replaced"
+    assert steps.count("rename") == 3, "step 2 first takes its name, then is replaced"
     for number in range(len(steps)):
         (tmp_path / "told").unlink()
         (tmp_path / "told").write_bytes(b"")
@@ -259,13 +252,12 @@ def test_checkpoint_is_on_disk_before_it_takes_its_name(tmp_path: Path, monkeypa
         flushed.append(Path(f"/proc/self/fd/{descriptor}").resolve())
         fsync(descriptor)
 
-    def exchange_flushed(aside: Path, path: Path) -> bool:
+    def require_flushed() -> None:
+        (aside,) = tmp_path.glob(".step-*")
         assert {aside / "state.pt", aside / "manifest.json", aside} == set(flushed)
-        return exchange(aside, path)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(module, "exchange", exchange_flushed)
-    save(tmp_path, 1, 0.5)
+    save_checkpoint(tmp_path, {"step": 1}, step=1, top1=0.5, keep=1, before_naming=require_flushed)
     assert flushed[-1] == tmp_path
 
 

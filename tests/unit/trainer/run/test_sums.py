@@ -1,7 +1,6 @@
 """What a checkpoint keeps of the order of sums, and what a run says that goes on with another one."""
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.run.checkpoint import load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.output import RunOutput
-from bigbatch.trainer.run.resume import ANEW, find_start
+from bigbatch.trainer.run.resume import Start, find_start
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.sums import describe_sums, sums_notes
 
@@ -122,7 +121,7 @@ def test_sums_of_a_run_that_goes_on_are_told_unless_it_is_reproducible(
     config = config_of(tmp_path, f"--run.reproducible={is_reproducible}")
     parts = make_parts()
     output = RunOutput(config, parts.communicator, plan=PLAN, terminal_columns=None, ask_to_stop=print)
-    output.open_folder(parts, replace(ANEW, sums=sums))
+    output.open_folder(parts, Start(sums=sums))
     output.close()
     assert capsys.readouterr().out.count(SAID) == lines
 
@@ -134,7 +133,7 @@ def test_output_names_a_folder_in_place_of_its_files(tmp_path: Path) -> None:
     for name in ("config.yaml", "metrics.jsonl", "summary.json"):
         (tmp_path / name).mkdir()
         with pytest.raises(RunFolderError, match=naming(tmp_path / name)):
-            output.open_folder(make_parts(), ANEW)
+            output.open_folder(make_parts(), Start())
         (tmp_path / name).rmdir()
 
 
