@@ -1,13 +1,11 @@
 """Choose the all-reduce algorithm by size, from a table made of measured times."""
 
 import bisect
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from bigbatch.files import parse_json
+from typing import Any
 
 LEAST_TOLERANCE = 0.01
 """A gain below this is never worth a switch."""
@@ -22,6 +20,12 @@ class HybridRow:
 
     up_to_bytes: int | None
     algorithm: str
+
+
+def _is_row(row: object) -> bool:
+    # type: a bool is an int to isinstance
+    is_pair = isinstance(row, list) and len(row) == 2
+    return is_pair and type(row[0]) in (int, type(None)) and isinstance(row[1], str)
 
 
 @dataclass(frozen=True)
@@ -53,17 +57,14 @@ class HybridTable:
         limits = [row.up_to_bytes for row in self.rows[:-1]]
         return self.rows[bisect.bisect_left(limits, num_bytes)].algorithm  # type: ignore[type-var]
 
-    def to_json(self) -> str:
-        """Write as text that from_json reads."""
-        return json.dumps([[row.up_to_bytes, row.algorithm] for row in self.rows])
+    def as_rows(self) -> list[list[Any]]:
+        """Return JSON values that from_rows reads."""
+        return [[row.up_to_bytes, row.algorithm] for row in self.rows]
 
     @staticmethod
-    def from_json(text: str) -> "HybridTable":
-        """Read the text of to_json. Raises: ValueError if the text is not such a table."""
-        rows = parse_json(text)
-        is_table = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
-        # type: a bool is an int to isinstance
-        if not is_table or not all(type(limit) in (int, type(None)) and isinstance(name, str) for limit, name in rows):
+    def from_rows(rows: object) -> "HybridTable":
+        """Read the values of as_rows. Raises: ValueError if they are not such a table."""
+        if not isinstance(rows, list) or not all(map(_is_row, rows)):
             raise ValueError('a hybrid table is a list such as [[65536, "doubling"], [null, "ring"]]')
         return HybridTable(tuple(HybridRow(limit, name) for limit, name in rows))
 

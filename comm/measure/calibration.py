@@ -82,7 +82,7 @@ def calibrate(
                 "changes": CHANGES,
                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "seconds": round(took, 3),
-                "table": json.loads(table.to_json()),
+                "table": table.as_rows(),
                 **facts,
                 "all_reduce_seconds": {
                     str(size): {name: measured.median for name, measured in at_size.items()}
@@ -91,7 +91,7 @@ def calibrate(
             }
             told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {_store(path, record)}"
         record, told = _from_first(communicator, [record, told])
-    return Calibration(_table_of(record), told, _as_text(record))
+    return Calibration(HybridTable.from_rows(record["table"]), told, _as_text(record))
 
 
 def _from_first(communicator: Communicator, value: Any) -> Any:
@@ -155,7 +155,7 @@ def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -
     if difference := _difference({**record, "cluster": complete_cluster(record["cluster"])}, facts):
         raise ValueError(f"it is of another cluster, or of other settings: {difference}")
     datetime.fromisoformat(record["date"])  # it is shown
-    if not set(_table_of(record).algorithms) <= set(algorithms):
+    if not set(HybridTable.from_rows(record["table"]).algorithms) <= set(algorithms):
         raise ValueError("it is damaged")
     return record
 
@@ -168,10 +168,6 @@ def _difference(there: Any, here: Any, *, name: str = "it") -> str:
         return ""
     values = f"{there!r} there, {here!r} here"
     return f"{name} {values}" if len(values) <= MOST_SHOWN else name
-
-
-def _table_of(record: dict[str, Any]) -> HybridTable:
-    return HybridTable.from_json(json.dumps(record["table"]))
 
 
 def _store(path: Path | None, record: dict[str, Any]) -> str:

@@ -153,7 +153,7 @@ def test_tune_and_use_what_it_found(tmp_path: Path) -> None:
         assert expected in text
     tuned = read_tuned(path)
     assert (tuned.cluster.world_size, tuned.cluster.group_sizes, tuned.cluster.placement) == (4, (2, 2), "block")
-    fastest = HybridTable.from_json(json.dumps(tuned.evidence["fastest_table"]))
+    fastest = HybridTable.from_rows(tuned.evidence["fastest_table"])
     check_promises(tuned.evidence, fastest.choose, tuned.tensors)
 
     bench = ["comm", "bench", *ONE_SIZE, "--interface", "lo", "--table", str(path)]

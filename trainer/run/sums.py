@@ -27,7 +27,7 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
     names = {*summing_algorithms(communicator), *(["native"] if is_sharded else [])}
     algorithm = communicator.algorithm
     if algorithm == "hybrid" and communicator.table:
-        algorithm = f"hybrid by table {_digest(communicator.table.to_json())}"
+        algorithm = f"hybrid by table {_digest(json.dumps(communicator.table.as_rows()))}"
     if is_sharded:
         algorithm = f"reduce-scatter, {algorithm} beside"  # which sums the statistics
     if names & summed_by_library(communicator.backend):

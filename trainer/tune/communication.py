@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -153,13 +152,13 @@ def _evidence(config: Config, conditions: Conditions, findings: Findings) -> dic
             str(size): {name: list(measured.seconds) for name, measured in at_size.items()}
             for size, at_size in f.times.items()
         },
-        "fastest_table": json.loads(f.fastest.to_json()),
+        "fastest_table": f.fastest.as_rows(),
         "backward_seconds": f.backward.seconds,
         "ready_seconds": dict(f.backward.ready_seconds),
         # of what the config states first
         "whole_steps": [
             {
-                "table": json.loads(step.candidate.table.to_json()),
+                "table": step.candidate.table.as_rows(),
                 "fusion": dataclasses.asdict(step.candidate.sizes),
                 "seconds": list(step.measured.seconds),
             }

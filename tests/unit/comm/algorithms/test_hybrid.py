@@ -1,6 +1,7 @@
 """The table of algorithms by size."""
 
 import itertools
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -29,8 +30,8 @@ def test_table_chooses_by_size(num_bytes: int, algorithm: str) -> None:
 def test_table_as_text_and_json() -> None:
     assert str(TABLE) == "doubling up to 1,000 bytes; native up to 50,000 bytes; ring above"
     assert str(HybridTable((HybridRow(None, "ring"),))) == "ring at any size"
-    assert TABLE.to_json() == '[[1000, "doubling"], [50000, "native"], [null, "ring"]]'
-    assert HybridTable.from_json(TABLE.to_json()) == TABLE
+    assert json.dumps(TABLE.as_rows()) == '[[1000, "doubling"], [50000, "native"], [null, "ring"]]'
+    assert HybridTable.from_rows(TABLE.as_rows()) == TABLE
     assert HybridTable((*TABLE.rows[1:2], HybridRow(None, "native"))).algorithms == ("native",)
 
 
@@ -48,12 +49,11 @@ def test_table_as_text_and_json() -> None:
         ('[[10, "ring"], [10, "native"], [null, "ring"]]', ("up_to_bytes", "[10, 10]")),
         ('[[0, "ring"], [null, "native"]]', ("up_to_bytes", "[0]")),
         ('[[null, "hybrid"]]', ("other algorithms", "hybrid")),
-        ("no JSON", ("line 1 column 1",)),
     ],
 )
 def test_table_that_is_malformed_is_refused(text: str, named: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=naming(*named)):
-        HybridTable.from_json(text)
+        HybridTable.from_rows(json.loads(text))
 
 
 def test_table_limits_lie_where_both_take_equally_long() -> None:
