@@ -409,12 +409,6 @@ def test_report_of_a_run_says_its_newest_noise_scale(tmp_path: Path) -> None:
     assert noise_table(runs).rows == ((str(tmp_path / "run"), "1,130 (900 to no bound)"),)
 
 
-@pytest.mark.parametrize("price", ["0", "-1", "nan", "inf"])
-def test_report_price_is_a_number(price: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(sweep), f"--price={price}"]) == 1
-    assert f"--price {price}" in capsys.readouterr().err
-
-
 # --- files ---
 
 
@@ -436,7 +430,7 @@ class Page(html.parser.HTMLParser):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rendered_figures")
-def test_report_page_stands_alone(sweep: Path) -> None:
+def test_report_page_stands_alone_beside_its_plots(sweep: Path) -> None:
     report(sweep)
     text = (sweep / "report/report.html").read_text()
     page = Page(text)
@@ -447,12 +441,6 @@ def test_report_page_stands_alone(sweep: Path) -> None:
     assert "@import" not in text
     assert "url(http" not in text
     assert "80.0% efficiency" in text
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("rendered_figures")
-def test_report_plots_are_images(sweep: Path) -> None:
-    report(sweep)
     for name in ("efficiency", "split"):
         with Image.open(sweep / f"report/{name}.png") as image:
             assert image.size[0] > 500
@@ -564,10 +552,15 @@ def test_report_values_are_no_mathematics_and_no_markup(tmp_path: Path) -> None:
     assert "\\| &lt;b&gt; # top" in text
 
 
-@pytest.mark.parametrize("target", ["75.9", "0", "-1", "nan"])
-def test_report_target_is_a_share(target: str, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(sweep), f"--target={target}"]) == 1
-    assert f"--target {target}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("target", value) for value in ("75.9", "0", "-1", "nan")] + [("price", value) for value in ("0", "-1", "inf")],
+)
+def test_report_target_is_a_share_and_price_a_number(
+    option: str, value: str, sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(sweep), f"--{option}={value}"]) == 1
+    assert f"--{option} {value}" in capsys.readouterr().err
 
 
 # --- runs ---

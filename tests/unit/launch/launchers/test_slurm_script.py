@@ -134,12 +134,6 @@ def test_slurm_script_value_that_could_be_misread_is_refused_in_one_line(field: 
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("exclude", ["n1;x", "n[3-1]", "n[1-2", "", "n1 n2", "$(id)", "-n1", "n1\nn2"])
-def test_slurm_script_node_list_that_is_none_is_refused(exclude: str) -> None:
-    with pytest.raises(LaunchOptionError, match="--exclude"):
-        JobSpec(TRAIN, 2, exclude=exclude)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -155,6 +149,7 @@ def test_slurm_script_node_list_that_is_none_is_refused(exclude: str) -> None:
         {"gpus_per_node": -1},
         {"cpus_per_rank": 0},
         {"stop_seconds": -1},
+        *({"exclude": nodes} for nodes in ("n1;x", "n[3-1]", "n[1-2", "", "n1 n2", "$(id)", "-n1", "n1\nn2")),
     ],
 )
 def test_slurm_script_values_that_cannot_be_are_refused_in_one_line(fields: dict[str, object]) -> None:
@@ -333,12 +328,6 @@ def test_slurm_script_starts_ranks_again_after_a_loss(stubs: Stubs) -> None:
     assert output.count("starting again") == 2
 
 
-def test_slurm_script_starts_ranks_again_as_often_as_stated_without_a_newer_checkpoint(stubs: Stubs) -> None:
-    code, output = stubs.run(HEALING, STUB_CODE="137")
-    assert (code, stubs.num_starts()) == (137, 3)
-    assert re.search(naming("3 starts", "no newer checkpoint", RUN), output)
-
-
 @pytest.mark.parametrize(("code", "of_script"), [(1, True), (2, False), (127, False), (130, False)])
 def test_slurm_script_starts_nothing_again_that_a_person_must_mend(stubs: Stubs, code: int, of_script: bool) -> None:
     assert (stubs.run(HEALING, STUB_CODE=str(code))[0], stubs.num_starts()) == (code, 1)
@@ -396,8 +385,11 @@ def test_slurm_script_starts_nothing_again_on_fewer_nodes_that_a_person_must_men
     assert (stubs.num_starts(), stubs.requeued()) == (1, False)
 
 
-def test_slurm_script_gives_up_on_fewer_nodes_as_on_all(stubs: Stubs) -> None:
-    code, output = stubs.run(SHRINKING, STUB_CODE="137", STUB_LOST="n1")
+@pytest.mark.parametrize(("script", "lost"), [(HEALING, ""), (SHRINKING, "n1")])
+def test_slurm_script_starts_ranks_again_as_often_as_stated_without_a_newer_checkpoint(
+    script: str, lost: str, stubs: Stubs
+) -> None:
+    code, output = stubs.run(script, STUB_CODE="137", STUB_LOST=lost)
     assert (code, stubs.num_starts()) == (137, 3)
     assert re.search(naming("3 starts", "no newer checkpoint", RUN), output)
 
