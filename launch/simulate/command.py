@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from bigbatch.errors import LaunchOptionError, SimulationError, first_line, or_nearest, print_line
-from bigbatch.files import replacing_named, write_named
+from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
+from bigbatch.files import replacing_named
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
@@ -139,10 +139,7 @@ def _write(
     }
     written = [path for path in makers if path]
     for path in written:
-        try:
-            write_named(Path(path), makers[path]().encode())
-        except OSError as error:
-            raise SimulationError(f"cannot write {path}: {first_line(error)}") from error
+        show.write(Path(path), makers[path]())
     if arguments.plot:
         figure = show.draw(points, title=title)
         try:

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch import __version__
 from bigbatch.colours import COLOURS
-from bigbatch.errors import printable
+from bigbatch.errors import SimulationError, first_line, printable
+from bigbatch.files import write_named
 from bigbatch.launch.efficiency import PARTS, WORTH_NAMING
 from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.simulate.network import BY_SIZE
@@ -339,3 +341,11 @@ def trace(point: Point) -> str:
 def _event(name: str, row: str, start: float, end: float, num_bytes: int | None = None) -> dict[str, Any]:
     facts = {} if num_bytes is None else {"args": {"bytes": num_bytes}}
     return {"name": name, "ph": "X", "pid": 0, "tid": row, "ts": 1e6 * start, "dur": 1e6 * (end - start), **facts}
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that the user named. Raises: SimulationError if that fails."""
+    try:
+        write_named(path, text.encode())
+    except OSError as error:
+        raise SimulationError(f"cannot write {path}: {first_line(error)}") from error
