@@ -111,7 +111,8 @@ def simulated_seconds(
         DEFAULTS,
         inside_latency_seconds=links.inside_seconds,
         across_latency_seconds=links.across_seconds,
-        straggler_share=0.0,  # a sleeping rank is not late
+        straggler_share=0.0,  # a sleeping rank is not late, and reads no images
+        input_share=0.0,
     )
     rate = parse_rate(case.link) or math.inf
     network = Network(
@@ -121,7 +122,7 @@ def simulated_seconds(
         links.across_share * rate / 8,
         constants=constants,
     )
-    job = Job(shape, network, SIZES, algorithm=algorithm, reads_pictures=False)
+    job = Job(shape, network, SIZES, algorithm=algorithm)
     return job.simulate(Compute(computing, 0.0), 1).seconds
 
 

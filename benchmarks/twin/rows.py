@@ -3,7 +3,7 @@
 import csv
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -199,13 +199,7 @@ class Row:
 
     def job(self, constants: Constants = DEFAULTS) -> Job:
         """Return the job of one of its steps."""
-        return Job(
-            self.shape,
-            self._network(constants),
-            self.fusion,
-            element_bytes=self.element_bytes,
-            reads_pictures="real" in self["input_data"].lower(),
-        )
+        return Job(self.shape, self._network(constants), self.fusion, element_bytes=self.element_bytes)
 
     def _network(self, constants: Constants) -> Network:
         per_node = max(1, self.num_devices // self.num_nodes)
@@ -221,7 +215,10 @@ class Row:
             across = across if rate else unstated
         if self.carrier == "servers":
             across = rate * GIGABIT if rate else constants.server_bytes_per_second
-        servers = re.search(rf"\b{self.num_devices} GPUs use (\d+) parameter servers", self["note"])
+        if servers := re.search(rf"\b{self.num_devices} GPUs use (\d+) parameter servers", self["note"]):
+            constants = replace(constants, most_servers=int(servers[1]))
+        if "real" not in self["input_data"].lower():
+            constants = replace(constants, input_share=0.0)
         return Network(
             self.num_nodes,
             per_node,
@@ -229,7 +226,6 @@ class Row:
             across,
             carrier=self.carrier,
             has_trees=self.has_trees,
-            num_servers=int(servers[1]) if servers else None,
             constants=constants,
         )
 

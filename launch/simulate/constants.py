@@ -56,7 +56,7 @@ class Constants:
     socket_node_seconds: float = 4e-3
     """Time that each doubling of nodes adds to that. ASSUMED."""
     most_servers: int = 8
-    """Number of parameter servers if a job does not state it. ASSUMED."""
+    """Number of parameter servers. ASSUMED."""
     server_bytes_per_second: float = 1.85 * GIGABIT
     """Bandwidth of a small virtual machine's Ethernet if its rate is not stated. ASSUMED."""
     straggler_share: float = 0.004

@@ -33,7 +33,6 @@ class Network:
     carrier: Carrier = "nccl"
     has_trees: bool = True
     """False for NCCL before 2.4, which has only rings."""
-    num_servers: int | None = None
     constants: Constants = DEFAULTS
 
     @property
@@ -64,7 +63,7 @@ class Network:
             return MODELS[algorithm](num_bytes, self.cluster())
         if self.carrier == "servers":
             # each of s servers receives its part of all other nodes' gradients: (m-1) * M/s
-            servers = min(self.num_nodes, self.num_servers or self.constants.most_servers)
+            servers = min(self.num_nodes, self.constants.most_servers)
             return (self.num_nodes - 1) * num_bytes / servers / self.across_bytes_per_second
         if self.carrier == "host":
             P = self.num_devices

@@ -99,7 +99,6 @@ class Job:
     sums_in_fp32: bool = False
     """Whether half-precision values are summed in fp32: then doubling and a library's own sums send fp32."""
     algorithm: str = "native"
-    reads_pictures: bool = True
     input_images_per_second: float | None = None
     """Rate of a node's loaders; None if they keep up."""
 
@@ -113,7 +112,7 @@ class Job:
         network, constants = self.network, self.network.constants
         late = constants.server_straggler_share if network.carrier == "servers" else constants.straggler_share
         share = late * math.log2(network.num_nodes)
-        if self.reads_pictures and network.num_nodes > 1:
+        if network.num_nodes > 1:
             share += constants.input_share
         stragglers, waits = share * computing, 0.0
         if self.input_images_per_second is not None:
