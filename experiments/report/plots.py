@@ -26,14 +26,8 @@ def draw_efficiency(found: Sequence[Efficiency], *, name: str | None) -> "Figure
     figure, axes = _figure()
     shown = [each for each in found if not doubts(each)]
     for index, points in enumerate(by_variant(shown).values()):
-        axes.plot(
-            [each.point.ranks for each in points],
-            [100 * each.efficiency for each in points],
-            marker=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
-            linestyle="-" if index < len(COLOURS) else "--",
-            label=label_of(points[0]),
-        )
+        ranks, shares = [each.point.ranks for each in points], [100 * each.efficiency for each in points]
+        _draw_line(axes, index, ranks, shares, label=label_of(points[0]))
     ticks = sorted({each.point.ranks for each in shown})
     axes.axhline(100, color="0.6", linewidth=1)
     axes.set_xscale("log", base=2)
@@ -93,13 +87,12 @@ def _draw_lines(found: Comparison, key: str) -> "Figure":
     for cell in sorted((cell for cell in found.cells if cell.each(name)), key=lambda cell: cell.values[key]):
         lines.setdefault(cell_label(cell, without=key), []).append(cell)
     for index, (label, cells) in enumerate(sorted(lines.items())):
-        colour = COLOURS[index % len(COLOURS)]
         x = [cell.values[key] for cell in cells]
         y = [factor * (cell.mean(name) or 0.0) for cell in cells]
         band = [factor * (cell.deviation(name) or 0.0) for cell in cells]
-        axes.plot(x, y, marker=MARKERS[index % len(MARKERS)], color=colour, label=plain_text(label) or None)
+        _draw_line(axes, index, x, y, label=plain_text(label))
         low, high = ([a + sign * b for a, b in zip(y, band, strict=True)] for sign in (-1, 1))
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(x, low, high, color=COLOURS[index % len(COLOURS)], alpha=0.15, linewidth=0)
     ticks = sorted({cell.values[key] for cell in found.cells})
     if ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:
         axes.set_xscale("log", base=2)
@@ -142,13 +135,8 @@ def draw_accuracy(runs: Sequence[tuple[str, ToAccuracy]]) -> "Figure":
     """Draw top-1 over hours."""
     figure, axes = _figure()
     for index, (label, run) in enumerate(runs):
-        axes.plot(
-            [each.hours for each in run.evaluations],
-            [100 * each.top1 for each in run.evaluations],
-            marker=MARKERS[index % len(MARKERS)],
-            color=COLOURS[index % len(COLOURS)],
-            label=plain_text(label),
-        )
+        hours, top1 = [each.hours for each in run.evaluations], [100 * each.top1 for each in run.evaluations]
+        _draw_line(axes, index, hours, top1, label=plain_text(label))
     axes.set(xlabel="hours", ylabel="top-1 (%)", title="Accuracy")
     axes.legend(fontsize=8)
     return figure
@@ -166,6 +154,12 @@ def _title(title: str, name: str | None) -> str:
 def plain_text(text: str) -> str:
     """Return text in one line, without matplotlib's mathematics between dollar signs."""
     return printable(text).replace("$", r"\$")
+
+
+def _draw_line(axes: Any, index: int, x: Sequence[float], y: Sequence[float], *, label: str) -> None:
+    """Draw the index-th line of a plot, distinct from the others in colour, marker or dashes."""
+    marker, colour = MARKERS[index % len(MARKERS)], COLOURS[index % len(COLOURS)]
+    axes.plot(x, y, marker=marker, color=colour, linestyle="-" if index < len(COLOURS) else "--", label=label or None)
 
 
 def _figure(height: float = 4.2) -> "tuple[Figure, Any]":
