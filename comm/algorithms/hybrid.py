@@ -22,8 +22,8 @@ class HybridRow:
     algorithm: str
 
 
-def _is_row(row: object) -> bool:
-    # type: a bool is an int to isinstance
+def _is_row(row: Any) -> bool:
+    # by type(): a bool is an int to isinstance
     is_pair = isinstance(row, list) and len(row) == 2
     return is_pair and type(row[0]) in (int, type(None)) and isinstance(row[1], str)
 
