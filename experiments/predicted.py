@@ -33,7 +33,7 @@ def predicted_table(points: Sequence[Point], folder: SweepFolder, *, cluster: st
         shape_of(point.config.model)
         question = _question(point, cluster)
         if base is not None and fitted is not None and point.config.model.name == base.config.model.name:
-            question = replace(question, compute=fitted.compute)
+            question = replace(question, compute=fitted)
         rows.append(_row(point, question, measured.get(point.number), base=base))
     head = ("point", "ranks", "nodes", "measured", "predicted", "90% interval", "error", "in doubt for")
     width = len(head) if any(row[-1] for row in rows) else len(head) - 1

@@ -132,8 +132,8 @@ def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Po
     return points, refused
 
 
-def fit_to_step(question: Question, count: int, seconds: float) -> Question:
-    """Return the question with a device's compute fitted to a measured step of that many devices."""
+def fit_to_step(question: Question, count: int, seconds: float) -> Compute:
+    """Return a device's compute with which a step of that many devices takes the measured seconds."""
     config = question.config
     num_microbatches = accumulation_steps(config.batch, world_size=count)
     network = _network(question, count)
@@ -141,8 +141,7 @@ def fit_to_step(question: Question, count: int, seconds: float) -> Question:
     job = _job(question, network, algorithm=_algorithms(question)[0])
     fixed = min(per_tensor * len(job.shape.num_elements), seconds / num_microbatches / 2)
     local_batch = config.batch.global_batch_size / count
-    found = fit_compute(job, fixed, local_batch, seconds, num_microbatches=num_microbatches)
-    return replace(question, compute=found)
+    return fit_compute(job, fixed, local_batch, seconds, num_microbatches=num_microbatches)
 
 
 def simulate_point(question: Question, count: int) -> Point:
