@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from fnmatch import filter as matching
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bigbatch.errors import ConfigError
@@ -25,6 +26,64 @@ def ghost_momentum(ghost_index: int, *, momentum: float, ghosts_per_step: int) -
     """
     num_later = ghosts_per_step - 1 - ghost_index
     return momentum / (ghosts_per_step - num_later * momentum)
+
+
+class NormalizeGhosts(torch.autograd.Function):
+    """Normalises each ghost batch by torch's own kernel, which writes it where it lies in the result.
+
+    Bits are those of F.batch_norm of each ghost batch alone, so they do not depend on how many share a microbatch.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        images_BCHW: Tensor,
+        weight_C: Tensor,
+        bias_C: Tensor,
+        running_mean_C: Tensor,
+        running_var_C: Tensor,
+        momenta: Sequence[float],
+        eps: float,
+    ) -> Tensor:
+        """Normalise as many ghost batches as there are momenta, and move the running statistics by each in turn."""
+        moments_G2C = weight_C.new_empty(len(momenta), 2, len(weight_C))
+        normalized_BCHW = torch.empty_like(images_BCHW)
+        ghosts = zip(*_ghosts(len(momenta), images_BCHW, normalized_BCHW), moments_G2C, momenta, strict=True)
+        for ghost_BCHW, result_BCHW, moments_2C, momentum in ghosts:
+            torch.native_batch_norm(
+                ghost_BCHW,
+                weight_C,
+                bias_C,
+                running_mean_C,
+                running_var_C,
+                True,
+                momentum,
+                eps,
+                out=(result_BCHW, *moments_2C),
+            )
+        ctx.save_for_backward(images_BCHW, weight_C, moments_G2C)
+        ctx.eps = eps
+        return normalized_BCHW
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BCHW: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of images, weight and bias; the last two add up from the last ghost batch on."""
+        images_BCHW, weight_C, moments_G2C = ctx.saved_tensors
+        grad_images_BCHW = torch.empty_like(images_BCHW)
+        totals: list[Tensor] = []
+        ghosts = zip(*_ghosts(len(moments_G2C), images_BCHW, grad_BCHW, grad_images_BCHW), moments_G2C, strict=True)
+        for ghost_BCHW, ghost_grad_BCHW, result_BCHW, moments_2C in reversed([*ghosts]):
+            images_grad_BCHW, *sums = torch.ops.aten.native_batch_norm_backward(
+                ghost_grad_BCHW, ghost_BCHW, weight_C, None, None, *moments_2C, True, ctx.eps, [True] * 3
+            )
+            result_BCHW.copy_(images_grad_BCHW)  # no kernel of torch writes it there
+            totals = [total_C.add_(sum_C) for total_C, sum_C in zip(totals, sums, strict=True)] if totals else sums
+        return grad_images_BCHW, *totals, None, None, None, None
+
+
+def _ghosts(count: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    return [tensor.chunk(count) for tensor in tensors]
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):
@@ -82,15 +141,35 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
                 f"{num_ghosts} ghost batches after {self.ghost_index} do not fit into a step of "
                 f"ghosts_per_step {self.ghosts_per_step}"
             )
-        ghosts = [self._normalize_ghost(ghost_BCHW) for ghost_BCHW in images_BCHW.split(self.part_size)]
+        momenta = [self._take_momentum() for _ in range(num_ghosts)]
+        # a compiler fuses the kernels; on a GPU torch takes cuDNN's, which write no slices (docs/decisions/003)
+        is_eager_cpu = images_BCHW.device.type == "cpu" and not torch.compiler.is_compiling()
+        if num_ghosts > 1 and self.group is None and is_eager_cpu:
+            normalized: Tensor = NormalizeGhosts.apply(
+                images_BCHW, self.weight, self.bias, *self._running(), momenta, self.eps
+            )
+            return normalized
+        parts = images_BCHW.split(self.part_size)
+        ghosts = [self._normalize_ghost(*pair) for pair in zip(parts, momenta, strict=True)]
         return ghosts[0] if len(ghosts) == 1 else torch.cat(ghosts)
 
-    def _normalize_ghost(self, ghost_BCHW: Tensor) -> Tensor:
+    def _take_momentum(self) -> float:
+        """Return the momentum of the next ghost batch: a Python number, for which nothing waits."""
         assert self.momentum is not None
         momentum = ghost_momentum(self.ghost_index, momentum=self.momentum, ghosts_per_step=self.ghosts_per_step)
-        # counted on the host: the momentum is a Python number, for which nothing waits
         self.ghost_index = (self.ghost_index + 1) % self.ghosts_per_step
-        running_mean, running_var = self.gathered or (self.running_mean, self.running_var)
+        return momentum
+
+    def _running(self) -> tuple[Tensor, Tensor]:
+        """Return the buffers of mean and variance that training moves."""
+        if self.gathered is not None:
+            return self.gathered
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        return self.running_mean, self.running_var
+
+    def _normalize_ghost(self, ghost_BCHW: Tensor, momentum: float) -> Tensor:
+        running_mean, running_var = self._running()
         if self.group is None:
             return F.batch_norm(
                 ghost_BCHW,
@@ -102,8 +181,6 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
                 momentum=momentum,
                 eps=self.eps,
             )
-        assert running_mean is not None
-        assert running_var is not None
         with torch.no_grad():  # SpreadNormalize knows the gradient through the moments
             mean_C, inverse_C = moments(
                 ghost_BCHW,

@@ -2,12 +2,15 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from error_texts import naming
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, flatten_running_statistics, ghost_momentum
 
@@ -123,6 +126,64 @@ def test_norm_outputs_gradients_and_statistics_match_the_formulas(num_ghosts: in
     ):
         np.testing.assert_allclose(got.detach().numpy(), want, rtol=1e-10, atol=1e-10)
     assert_statistics(norm.running_mean, norm.running_var, expected)
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up the bytes that operations read and write, but for views; a tensor counts once in an operation."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        if not func.is_view and "empty" not in func._schema.name:
+            touched = [t for t in tree_leaves((args, kwargs, results)) if isinstance(t, Tensor)]
+            self.num_bytes += sum({t.data_ptr(): t.nbytes for t in touched}.values())
+        return results
+
+
+def test_norm_of_ghosts_moves_no_more_bytes_than_plain_batch_norm_but_for_one_copy_in_backward() -> None:
+    images_BCHW = torch.randn(4 * SPAN, C, 32, 32).contiguous(memory_format=torch.channels_last)
+    ghost, plain = GhostBatchNorm2d(C, bn_span=SPAN, ghosts_per_step=4), nn.BatchNorm2d(C)
+    moved = []
+    for norm in (plain, ghost):
+        inputs_BCHW = images_BCHW.clone(memory_format=torch.preserve_format).requires_grad_()
+        grad_BCHW = images_BCHW.clone(memory_format=torch.preserve_format)
+        with Traffic() as forward:
+            outputs_BCHW = norm(inputs_BCHW)
+        with Traffic() as backward:
+            torch.autograd.grad(outputs_BCHW, [inputs_BCHW, norm.weight, norm.bias], grad_BCHW)
+        moved.append((forward.num_bytes / images_BCHW.nbytes, backward.num_bytes / images_BCHW.nbytes))
+    # vectors of C elements are 0.001 of the images
+    assert moved[0] == pytest.approx((2, 3), abs=0.05)
+    assert moved[1] == pytest.approx((2, 5), abs=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_norm_of_a_ghost_has_the_same_bits_beside_others_as_alone(
+    dtype: torch.dtype, memory_format: torch.memory_format
+) -> None:
+    inputs, grads = (make_inputs(3, seed=s).to(dtype).contiguous(memory_format=memory_format) for s in (0, 1))
+    found = []
+    for each in (SPAN, 3 * SPAN):
+        norm, results = make_norm(3).float(), []
+        for part, grad in zip(inputs.split(each), grads.split(each), strict=True):
+            part = part.clone(memory_format=torch.preserve_format).requires_grad_()
+            outputs = norm(part)
+            outputs.backward(grad)
+            assert outputs.is_contiguous(memory_format=memory_format)
+            results += [outputs.detach(), part.grad]
+        found.append([torch.cat(results[::2]), torch.cat(results[1::2]), norm.running_mean, norm.running_var])
+    assert all(map(torch.equal, *found))
+
+
+def test_norm_of_ghosts_compiles_to_the_same_program_without_its_own_function() -> None:
+    norm, twin = make_norm(2), make_norm(2)
+    inputs = make_inputs(2)
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(inputs), twin(inputs))
+    assert torch.equal(norm.running_var, twin.running_var)
 
 
 @pytest.mark.parametrize("ghosts_per_forward", [1, 2, 4])
