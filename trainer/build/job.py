@@ -46,6 +46,10 @@ def join_job(
         tuned = gather_tuned(config, met)
         return _with_algorithm(config, met, tuned, kept_calibration=kept_calibration)
 
+    if config.run.reproducible:
+        # a caller's, or an earlier run's, until set_up_process: NCCL's groups that torch makes with deterministic
+        # algorithms on do without NVLS, which sums integers of any order
+        torch.use_deterministic_algorithms(False)
     try:
         communicator = connect(
             backend=config.comm.backend,

@@ -28,6 +28,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.machine import host
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import BlurConv2d
 from bigbatch.trainer.run.summary import replayed
@@ -322,6 +323,30 @@ def test_momentum_of_a_run_mirrors_its_rate_where_the_config_says_so() -> None:
     parts = make_parts(config, communicator, plan=plan, tuned=None)
     parts.set_lr_(step=plan.steps_per_epoch - 1)
     assert [group["momentum"] for group in parts.optimizer.param_groups] == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("is_reproducible", [False, True])
+def test_join_job_connects_a_reproducible_run_before_torch_is_deterministic(
+    is_reproducible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch gives process groups that are made later no NVLS; a caller's own choice stays."""
+    seen: list[bool] = []
+
+    def connect_and_note(**settings: Any) -> Communicator:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return connect(**settings)
+
+    monkeypatch.setattr(build_job, "connect", connect_and_note)
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: None)
+    before = torch.get_num_threads()
+    torch.use_deterministic_algorithms(True)
+    try:
+        join_job(quickstart(f"run.reproducible={is_reproducible}"), ALONE)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(before)
+    assert seen == [not is_reproducible]
 
 
 def test_join_job_refuses_a_gpu_without_bf16_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
