@@ -20,6 +20,7 @@ from bigbatch.comm.backends.base import Backend, InFlight, dtype_name
 from bigbatch.comm.backends.host_staging import HostStaging, Staged
 from bigbatch.comm.backends.node_memory import NodeMemory
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
+from bigbatch.comm.rendezvous.bounded_store import is_asking, wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
@@ -27,13 +28,15 @@ from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline, merge
 from bigbatch.errors import CommError, exit_code_of, tell
-from bigbatch.exit_codes import CRASHED, FAILED
+from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED
 from bigbatch.words import count
 
 Collective = Callable[[Tensor], None]
 """Works on a flat tensor in place, together with the other ranks."""
 MOST_TRACED_RANKS = 64
 """A trace of more ranks is too long to look at."""
+LAST_SECONDS = 3.0
+"""How long a process that ends waits for what is under way after a failure."""
 open_connections: dict[Control, "Communicator"] = {}
 """Communicators that this process has not closed."""
 _aborted: list[Backend] = []
@@ -357,19 +360,24 @@ def abort_all(exit_code: int) -> None:
 def _close_all() -> None:
     """Close in turn, the newest first, as the first one finalizes MPI; after an uncaught exception tell the others.
 
-    If a rank was lost by then, or an operation is still under way, the process fails, too: a thread that returns from
-    C++ into an interpreter that ends would abort it.
+    If a rank was lost by then, the process fails, too. So it does if an operation, or a request to the store, is under
+    way for LAST_SECONDS more: a thread that returns from C++ into an interpreter that ends would abort it.
     """
-    has_failed = getattr(sys, "last_value", None) is not None
+    uncaught = getattr(sys, "last_value", None)
     has_lost = False
     for communicator in reversed(list(open_connections.values())):
         try:
-            communicator.abort() if has_failed else communicator.close()
+            communicator.abort() if uncaught is not None else communicator.close()
         except CommError as error:
             tell(*error.args)
             has_lost = True
-    if has_lost or any(backend.oldest() for backend in _aborted):
+    if has_lost or not wait_until(lambda: not _is_busy(), LAST_SECONDS):
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
-        os._exit(FAILED)  # the interpreter accepts no other exit code while it ends
+        # the interpreter accepts no other exit code while it ends
+        os._exit(INTERRUPTED if isinstance(uncaught, KeyboardInterrupt) else FAILED)
+
+
+def _is_busy() -> bool:
+    return is_asking() or any(backend.oldest() for backend in _aborted)

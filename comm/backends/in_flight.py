@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Lock, Thread
 
@@ -27,8 +27,6 @@ class _Job:
     future: "futures.Future[None]"
     operation: Callable[[], None]
     label: str
-    number: int
-    ranks: tuple[int, ...] | None
 
 
 class ThreadQueue:
@@ -43,7 +41,7 @@ class ThreadQueue:
         self._while_waiting = while_waiting
         self._failure: CommError | None = None
         self._number = 0
-        self._current: Pending | None = None
+        self._under_way: deque[Pending] = deque()
         self.is_closed = False
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="bigbatch-comm", daemon=True)
@@ -55,13 +53,14 @@ class ThreadQueue:
             raise CommError(f"{label} comes too late: the communicator is closed")
         future: futures.Future[None] = futures.Future()
         self._number += 1
-        self._jobs.put(_Job(future, operation, label, self._number, ranks))
+        self._under_way.append(Pending(self._number, label, awake_seconds(), ranks))
+        self._jobs.put(_Job(future, operation, label))
 
         def wait() -> None:
             start = awake_seconds()
             while not futures.wait([future], timeout=POLL_SECONDS).done:
                 # an earlier one may be what keeps this one waiting
-                running = self._current
+                running = self.oldest()
                 self._while_waiting(running.label if running else label, awake_seconds() - start)
             future.result()
 
@@ -69,17 +68,17 @@ class ThreadQueue:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._current = Pending(job.number, job.label, awake_seconds(), job.ranks)
+            self._under_way[0] = replace(self._under_way[0], since=awake_seconds())
             try:
                 self._run(job.operation, job.label)
                 job.future.set_result(None)
             except Exception as error:  # raised again by wait()
                 job.future.set_exception(error)
-            self._current = None
+            self._under_way.popleft()
 
     def oldest(self) -> Pending | None:
-        """Return the operation that runs now."""
-        return self._current
+        """Return the operation that runs now, or is the next to run."""
+        return next(iter(self._under_way.copy()), None)
 
     def _run(self, operation: Callable[[], None], label: str) -> None:
         # a later operation would meet the wrong one of its peers

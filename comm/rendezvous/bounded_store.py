@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from threading import Lock, Thread
+from threading import enumerate as running_threads
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -14,6 +15,9 @@ T = TypeVar("T")
 
 KEY_PAUSES_SECONDS = 0.0005, 0.02
 """First and longest pause between two checks for a missing key."""
+
+
+_ASKING = "bigbatch-ask"
 
 
 class NoAnswerError(RuntimeError):
@@ -30,11 +34,16 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
         except Exception as error:  # raised again below
             future.set_exception(error)
 
-    Thread(target=run, name="bigbatch-ask", daemon=True).start()
+    Thread(target=run, name=_ASKING, daemon=True).start()
     # not by result(): the request may raise a TimeoutError of its own
     if not wait_awake(lambda left: bool(wait([future], timeout=left).done), max(0.0, seconds)):
         raise NoAnswerError(f"a request was not answered within {max(0.0, seconds):.1f} s")
     return future.result()
+
+
+def is_asking() -> bool:
+    """Tell whether a request of this process is under way, maybe one that was given up."""
+    return any(thread.name == _ASKING for thread in running_threads())
 
 
 def wait_until(

@@ -28,7 +28,7 @@ from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import meeting, stall
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.meeting import listen
@@ -478,11 +478,10 @@ class Leaving:
 
     def __init__(self) -> None:
         self.noted: list[str] = []
-        self.pending: Pending | None = None
         self.roll_call, self.timeout_seconds = self, 60.0
 
     def oldest(self) -> Pending | None:
-        return self.pending
+        return None
 
     def close(self) -> None:
         self.noted.append("closed")
@@ -555,18 +554,42 @@ def test_connection_that_loses_a_peer_at_exit_says_so_in_one_line_and_fails(
     assert capsys.readouterr().err == "bigbatch: no answer from rank 1\n"
 
 
-@pytest.mark.parametrize("is_on_its_way", [True, False])
-def test_process_that_ends_behind_a_failure_leaves_at_once_where_an_operation_is_on_its_way(
-    is_on_its_way: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("looks_to_the_end", "last_value", "expected"),
+    [(0, None, []), (2, None, []), (10_000, None, [1]), (10_000, KeyboardInterrupt(), [130])],
+)
+def test_process_that_ends_behind_a_failure_waits_for_an_operation_a_while_and_leaves(
+    looks_to_the_end: int, last_value: BaseException | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A thread that returns from a library while the interpreter ends would abort the process."""
+    monkeypatch.setattr(communicator, "open_connections", {})
+    monkeypatch.setattr(communicator, "_aborted", [])
+    monkeypatch.setattr(communicator, "LAST_SECONDS", 1e9 if looks_to_the_end < 10_000 else 0.05)
+    monkeypatch.setattr(sys, "last_value", last_value, raising=False)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    made, _ = leaving()
+    looks = iter(range(looks_to_the_end))
+    made.backend.oldest = lambda: None if next(looks, None) is None else Pending(1, "sum", 0.0)  # type: ignore[method-assign]
+    with suppress(PeerLostError), made:
+        raise PeerLostError("no answer from rank 1")
+    communicator._close_all()
+    assert codes == expected
+
+
+def test_process_that_ends_waits_for_a_request_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicator, "open_connections", {})
     monkeypatch.setattr(communicator, "_aborted", [])
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    made, _ = leaving()
-    made.backend.pending = Pending(1, "sum", 0.0) if is_on_its_way else None  # type: ignore[attr-defined]
-    with suppress(PeerLostError), made:
-        raise PeerLostError("no answer from rank 1")
+    answer = threading.Event()
+    with pytest.raises(NoAnswerError):
+        answer_within(0.0, lambda: answer.wait(timeout=200))
+    monkeypatch.setattr(communicator, "LAST_SECONDS", 0.05)
     communicator._close_all()
-    assert codes == ([1] if is_on_its_way else [])
+    assert codes == [1]
+    monkeypatch.setattr(communicator, "LAST_SECONDS", 200.0)
+    answer.set()
+    communicator._close_all()
+    assert codes == [1]

@@ -67,6 +67,34 @@ def test_queue_tells_others_the_operation_that_runs() -> None:
     assert queue.oldest() is None
 
 
+def test_queue_tells_of_an_operation_until_it_has_ended_also_between_two() -> None:
+    """A process that ends leaves no thread in a library: that would abort it."""
+    queue = ThreadQueue(explain, while_waiting=be_patient)
+    running, gate, seen = threading.Event(), threading.Event(), list[str]()
+
+    def run() -> None:
+        running.set()
+        assert_true(gate.wait(timeout=200))
+
+    queue.submit(run, label="buffer 0")
+    behind = queue.submit(lambda: None, label="buffer 1")
+    assert running.wait(timeout=200)
+    jobs = queue._jobs
+
+    class Between:
+        put = jobs.put
+
+        def get(self) -> Any:
+            seen.append(getattr(queue.oldest(), "label", "nothing"))
+            return jobs.get()
+
+    queue._jobs = Between()  # type: ignore[assignment]
+    gate.set()
+    behind.wait()
+    queue.close()
+    assert seen == ["buffer 1", "nothing"]
+
+
 def test_queue_tries_nothing_more_after_a_failure() -> None:
     queue = ThreadQueue(explain, while_waiting=be_patient)
     done: list[str] = []
