@@ -126,6 +126,7 @@ class RecordedGpu(PlayedGpus):
         self._num_actors = self._num_memories = 0
         self._memories: dict[int, _Memory] = {}
         self._freed: list[_Memory] = []
+        self._kept: set[int] = set()
         self._pinned: set[int] = set()
         self._polled: set[int] = set()
         self._captured: _Graph | None = None
@@ -140,6 +141,8 @@ class RecordedGpu(PlayedGpus):
         }
         for name, value in played.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        # torch's own reads no stream but its own
+        monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.keep_for(tensor, stream.actor))
         run_backward = torch.autograd._engine_run_backward
 
         def run_backward_seen(*args: Any, **kwargs: Any) -> Any:
@@ -213,6 +216,11 @@ class RecordedGpu(PlayedGpus):
         self._pinned.add(_address(tensor))
         return tensor
 
+    def keep_for(self, tensor: Tensor, stream: Actor) -> None:
+        """Take it that torch gives the memory to no allocation before another stream is done with it."""
+        assert stream != self.memory(tensor).owner
+        self._kept.add(self.memory(tensor).number)
+
     def _register(self, address: int, *_: int) -> int:
         self._pinned.add(address)
         return 0
@@ -225,7 +233,9 @@ class RecordedGpu(PlayedGpus):
         """Return, once, what an allocation on this stream takes again, without a wait for any other stream."""
         gone = [key for key, memory in self._memories.items() if memory.reference.expired()]
         # that of the host is no danger: torch keeps what is locked until the copies that use it have ended
-        self._freed += [memory for memory in map(self._memories.pop, gone) if memory.is_there]
+        self._freed += [
+            memory for memory in map(self._memories.pop, gone) if memory.is_there and memory.number not in self._kept
+        ]
         taken = [memory.number for memory in self._freed if memory.owner == stream]
         self._freed = [memory for memory in self._freed if memory.owner != stream]
         return taken

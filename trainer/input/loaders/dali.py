@@ -24,8 +24,8 @@ from bigbatch.trainer.input.reading import EncodedBatch, UndecodableError, ahead
 class DaliDecoder:
     """Decodes in DALI's threads, working prefetch_batches ahead; one pipeline lives across all calls.
 
-    device_id None decodes on the CPU, where torch resizes, which takes a third of the time of DALI's resize; else the
-    JPEGs are decoded and resized by that GPU and the images stay there.
+    A thread feeds DALI and takes its images. device_id None decodes on the CPU, where torch resizes, which takes a
+    third of the time of DALI's resize; else the JPEGs are decoded and resized by that GPU and the images stay there.
     An image that is cut off is always an error; a JPEG damaged inside may pass with wrong pixels, as libjpeg
     only warns of that.
     """
@@ -59,13 +59,15 @@ class DaliDecoder:
         self._encoded: Iterator[EncodedBatch] = iter(())
         self._in_flight: deque[EncodedBatch] = deque()
         self._failure: Exception | None = None  # of encoded
+        self._stream: torch.cuda.Stream | None = None
+        """Of the GPU: the thread takes images in its order, whatever the consumer's stream computes."""
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
         """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
         if self._device_id is None:
             return ahead(self._resized(encoded), depth=1)
-        # a tensor that shares the memory of DALI's list (B, H, W, C), and keeps it from reuse
-        return self._decoded(encoded, lambda images: from_dlpack(images.as_tensor()))
+        self._stream = self._stream or torch.cuda.Stream(torch.device("cuda", self._device_id))
+        return self._handed_over(encoded)
 
     def close(self) -> None:
         self._pipeline = None
@@ -80,6 +82,31 @@ class DaliDecoder:
                 )
 
             yield from self._decoded(encoded, resized)
+
+    def _handed_over(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
+        with closing(ahead(self._marked(encoded), depth=1)) as batches:
+            for batch, is_copied in batches:
+                consumer = torch.cuda.current_stream(self._device_id)
+                consumer.wait_event(is_copied)
+                # without it, torch would give the memory to the next copy while the consumer's stream still reads it
+                batch.images_BCHW.record_stream(consumer)
+                yield batch
+
+    def _marked(
+        self, encoded: Generator[EncodedBatch, None, None]
+    ) -> Generator[tuple[Batch, torch.cuda.Event], None, None]:
+        """Yield each batch with the event after which its images are there."""
+
+        def copied(images: Any) -> Tensor:
+            # DALI's memory (B, H, W, C) is bound to this stream and goes back to DALI at once
+            with torch.cuda.stream(self._stream):
+                return from_dlpack(images.as_tensor()).clone()
+
+        with closing(self._decoded(encoded, copied)) as batches:
+            for batch in batches:
+                is_copied = torch.cuda.Event()
+                is_copied.record(self._stream)
+                yield batch, is_copied
 
     def _decoded(
         self, encoded: Generator[EncodedBatch, None, None], finish: Callable[[Any], Tensor]
@@ -128,7 +155,7 @@ class DaliDecoder:
     def _run(self) -> Any:
         """Return the next as DALI's tensor list, None at the end of the stream. Raises: DALI's RuntimeError."""
         try:
-            return self._pipeline.run(_current_stream(self._device_id))[0]
+            return self._pipeline.run(self._stream)[0]
         except StopIteration:
             return None
         except RuntimeError:
@@ -192,7 +219,7 @@ def _build_pipeline(
         num_threads=num_threads,
         device_id=device_id,
         prefetch_queue_depth=prefetch_batches,
-        # outputs then own their memory; bound to torch's stream they are freed in that stream's order
+        # outputs then own their memory; bound to a stream of torch's they are freed in that stream's order
         exec_dynamic=True,
     )
     is_gpu = device_id is not None
@@ -216,10 +243,6 @@ def _build_pipeline(
             boxes = fn.flip(boxes, horizontal=flips)
         pipeline.set_outputs(boxes)
     return pipeline
-
-
-def _current_stream(device_id: int | None) -> Any:
-    return None if device_id is None else torch.cuda.current_stream(device_id)
 
 
 def _raise_if_undecodable(batches: Iterable[EncodedBatch], *, device_id: int | None) -> None:
@@ -263,7 +286,7 @@ def _first_refused(rows: list[EncodedBatch], *, device_id: int | None) -> Encode
                 prefetch_batches=1,
                 hardware_share=0.0,
             )
-            pipeline.run(_current_stream(device_id))
+            pipeline.run()
         except RuntimeError:
             return row
     return None
