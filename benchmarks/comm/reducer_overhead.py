@@ -40,9 +40,9 @@ TARGET = 1.01
 Step = Callable[[], None]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write the record."""
-    options = parse()
+    options = parse(argv)
     device = torch.device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)

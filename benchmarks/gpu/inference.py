@@ -12,7 +12,7 @@ Compiling comes before measuring and is timed by itself. Logits are compared wit
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,9 @@ class Ready:
     compile_seconds: float | None
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the record."""
-    options = parse()
+    options = parse(argv)
     facts = {**conditions(options), "device": device_name(torch.device(options.device))}
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
@@ -90,7 +90,7 @@ def main() -> None:
     write_record(options.out, record)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line; default sizes fit the device."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -103,7 +103,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on the CPU")
     parser.add_argument("--only", nargs="+", choices=[form.name for form in FORMS], help="forms, by default all")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def make_models(options: argparse.Namespace) -> dict[bool, nn.Module]:

@@ -44,9 +44,9 @@ WARMUP_SHARE = 5 / 24
 """Share of the epochs, as in the config."""
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure what is missing, and write the record, the table and the plot."""
-    options = parse()
+    options = parse(argv)
     device = choose_device(ALONE)
     record = start_record(options, device)
     for precision, reason in record["left_out"].items():

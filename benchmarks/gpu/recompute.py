@@ -36,9 +36,9 @@ from bigbatch.trainer.step.precision import COMPUTE_DTYPES, in_forward, set_tf32
 GB = 1e9
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write the record, draw."""
-    options = parse()
+    options = parse(argv)
     device = choose_device(ALONE)
     clock = "seconds" if device.type == "cuda" else "processor seconds of one thread"
     facts = {**conditions(options), "device": device_name(device), "clock": clock}

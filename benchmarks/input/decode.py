@@ -33,9 +33,9 @@ from bigbatch.trainer.input.order import ImageIndex, read_index
 Rates = dict[str, list[float]]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write the record."""
-    options = parse()
+    options = parse(argv)
     facts = conditions(options)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     torch.set_num_threads(1)

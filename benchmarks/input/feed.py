@@ -35,9 +35,9 @@ UNITS = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write the record."""
-    options = parse()
+    options = parse(argv)
     facts = conditions(options)
     index = open_split(options.root, "train")
     facts |= {"pictures": len(index), "classes": len(index.classes)}

@@ -31,9 +31,9 @@ BANDWIDTH_BYTES = {"copy": 2 * 4, "triad": 3 * 4}
 Action = Callable[[], object]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write the record."""
-    options = parse()
+    options = parse(argv)
     torch.set_num_threads(options.threads)
     facts = conditions(options) | own_conditions(options)
     results = {name: measure_model(name, options) for name in options.models}

@@ -103,7 +103,9 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.twin.emulated ": (
         "tests/unit/benchmarks/test_emulated_twin.py::test_four_numbers_are_found_again_and_predict_four_nodes"
     ),
-    ".venv/bin/python -m benchmarks.gpu.run --small ": "tests/unit/benchmarks/test_gpu.py::test_cases_all_run_small",
+    ".venv/bin/python -m benchmarks.gpu.day --small ": (
+        "tests/unit/benchmarks/test_gpu.py::test_parts_all_run_small_and_a_second_call_skips_them"
+    ),
 }
 BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that really runs such a one
     "init": "tests/unit/trainer/init/test_init.py::test_init_to_a_prediction",
@@ -169,18 +171,16 @@ DRY_RUN = ("make check", "make proofs AGAINST=HEAD", "make docs", "make format",
 DECODE = "input.decode data/shapes --image-size 32 --batch 2 --batches 1 --repetitions 1 --contestants our_pillow"
 STEP = "largebatch.lars_step --models resnet18 --repeats 1 --threads 1 --bandwidth-mb 1 --out out.json"
 INFERENCE = "gpu.inference --device cpu --model resnet18 --image-size 32 --batches 1 --rounds 1 --half bf16 --only eager-fp32 folded half --out out.json"  # noqa: E501
-GPU = "gpu.run --guard --data d --cifar c --vision v --airbench a --list --out ."
+GPU = "gpu.day --minutes 14 --guard --data d --cifar c --vision v --airbench a --list --out ."
 RECOMPUTE = (
     "gpu.recompute --model resnet18 --precision fp32 --image-size 32 --batch 2 --blocks 4 8 --repetitions 1 "
     "--out out.json --plot out.png"
 )
 SMALLER = {  # benchmark: the same with sizes for a test
-    ".venv/bin/python -m benchmarks.gpu.run --out benchmarks/results": GPU,
-    ".venv/bin/python -m benchmarks.gpu.run --guard --out benchmarks/results": GPU,
-    ".venv/bin/python -m benchmarks.gpu.run --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench --out benchmarks/results": GPU,  # noqa: E501
-    ".venv/bin/python -m benchmarks.comm.reducer_overhead --device cuda --out benchmarks/results/comm-reducer-overhead.json": (  # noqa: E501
-        "comm.reducer_overhead --device cpu --repetitions 2 --out out.json"
-    ),
+    ".venv/bin/python -m benchmarks.gpu.day --minutes 14": GPU,
+    ".venv/bin/python -m benchmarks.gpu.day --minutes 14 --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench": GPU,  # noqa: E501
+    ".venv/bin/python -m benchmarks.gpu.day --dry-run": "gpu.day --dry-run --only lars --out . --logs logs",
+    ".venv/bin/python -m benchmarks.gpu.day --guard": GPU,
     ".venv/bin/python -m benchmarks.comm.run --out benchmarks/results": "comm.run --list --out .",
     ".venv/bin/python -m benchmarks.comm.run --only scaling --out benchmarks/results": (
         "comm.run --only scaling --list --out ."
@@ -189,7 +189,6 @@ SMALLER = {  # benchmark: the same with sizes for a test
         f"comm.plot {ROOT}/benchmarks/results --out comm.png"
     ),
     ".venv/bin/python -m benchmarks.input.decode data/imagenet --split val --out benchmarks/results/input-decode-1core.json": DECODE,  # noqa: E501
-    ".venv/bin/python -m benchmarks.input.decode data/imagenet --split val --threads 8 --device-id 0 --out benchmarks/results/input-decode-gpu.json": DECODE,  # noqa: E501
     ".venv/bin/python -m benchmarks.gpu.recompute --out benchmarks/results/recompute-gpu.json --plot recompute.png": RECOMPUTE,  # noqa: E501
     ".venv/bin/python -m benchmarks.gpu.recompute --precision fp32 --image-size 64 --batch 8 --repetitions 5 --out benchmarks/results/recompute-cpu.json --plot docs/recompute.png": RECOMPUTE,  # noqa: E501
     ".venv/bin/python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png": (

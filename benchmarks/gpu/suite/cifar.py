@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu.suite import scripts
 from benchmarks.gpu.suite.context import Context, Found
 from benchmarks.gpu.suite.images import small_images
-from benchmarks.gpu.suite.job import as_options
 from benchmarks.record import ratios
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.input.base import ImageSource
@@ -73,11 +73,9 @@ def train(context: Context, root: Path, *, seed: int) -> dict[str, Any]:
     folder = context.scratch / f"ours-{seed}"
     settings = {"data.root": str(root), "run.directory": str(folder), "run.seed": seed}
     settings |= TINY if context.is_small else {}
-    command = [sys.executable, "-m", "bigbatch", "train", "--config", RECIPE, *as_options(settings)]
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    summary = scripts.train(RECIPE, settings)
     seconds = time.perf_counter() - start
-    summary = json.loads((folder / "summary.json").read_text())
     return {"seconds": summary["seconds"], "process_seconds": seconds, "top1": summary["top1"]}
 
 

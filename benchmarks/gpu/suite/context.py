@@ -1,6 +1,6 @@
 """Input and result of a case."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,11 @@ class Context:
         return self.size.name == "small"
 
     @property
+    def precision(self) -> str:
+        """Return bf16, but fp32 for the small size on a CPU: few of them have instructions for bf16."""
+        return "bf16" if self.compiles else "fp32"
+
+    @property
     def compiles(self) -> bool:
         """Tell whether to compile; not for the small size on a CPU: compiling takes longer there than all the rest."""
         return not (self.is_small and self.device.type == "cpu")
@@ -112,6 +117,10 @@ class Found:
     def add(self, name: str, values: Sequence[float], *, unit: str) -> None:
         """Add a figure. The guard watches images/s, s, TFLOP/s and GB/s, not ratio and share."""
         self.figures[name] = {"unit": unit, **spread(values)}
+
+    def keep(self, name: str, figure: Mapping[str, float], *, unit: str) -> None:
+        """Add a figure of which a script's record has the spread already."""
+        self.figures[name] = {"unit": unit, **figure}
 
     def median(self, name: str) -> float:
         """Return the median of a figure."""

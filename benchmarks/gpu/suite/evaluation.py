@@ -29,7 +29,7 @@ def measure(context: Context) -> Found:
         "data.num_classes": len(open_split(root, "train").classes),
         "data.num_threads": num_workers(context),
     }
-    job = Job(settings_for(size, batch=size.batch, precision="bf16") | images)
+    job = Job(settings_for(size, batch=size.batch, precision=context.precision) | images)
 
     def drain() -> None:
         for _ in build_input.eval_batches(job.config, job.communicator, job.eval_split):

@@ -40,10 +40,12 @@ class Flags:
     cudnn_benchmark: bool = field(default_factory=lambda: torch.backends.cudnn.benchmark)
     convolutions_in_tf32: bool = field(default_factory=lambda: torch.backends.cudnn.allow_tf32)
     products: str = field(default_factory=torch.get_float32_matmul_precision)
+    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
 
     def switch(self) -> None:
         """Restore the flags as they were when this was made."""
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.use_deterministic_algorithms(self.deterministic)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch announces the newer ones
             torch.backends.cudnn.allow_tf32 = self.convolutions_in_tf32

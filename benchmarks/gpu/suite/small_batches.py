@@ -19,7 +19,7 @@ def measure(context: Context, *, batch: int) -> Found:
             if settings and not context.compiles:
                 found.left_out[mode] = TOO_LONG
             else:
-                everything = settings_for(context.size, batch=batch, precision="bf16") | settings
+                everything = settings_for(context.size, batch=batch, precision=context.precision) | settings
                 try:
                     made = contestant(everything, with_nccl=context.device.type == "cuda")
                 except UserError as error:

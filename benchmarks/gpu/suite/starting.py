@@ -36,7 +36,7 @@ def first_step(context: Context, settings: Settings, *, name: str, cache: str = 
     """Measure seconds from starting the process to the report of its first step."""
     size, folder = context.size, context.scratch / "starting" / name
     whole = {
-        **settings_for(size, batch=size.batch, precision="bf16"),
+        **settings_for(size, batch=size.batch, precision=context.precision),
         **settings,
         "data.num_synthetic_samples": 2 * size.batch,
         "run.directory": str(folder),

@@ -119,12 +119,15 @@ def peer(context: Context, batches: Batches, *, num_classes: int) -> Contestant:
     return Contestant(run, context.size.batch, batches.close, flags)
 
 
-def generated_batches(context: Context) -> Batches:
-    """Yield one batch, for ever, ready for the model on the device."""
+def generated_batches(
+    context: Context, *, batch: int | None = None, memory_format: torch.memory_format = torch.channels_last
+) -> Batches:
+    """Yield one batch, for ever, ready for the model on the device; batch: its images, by default the size's."""
     size, device = context.size, context.device
-    images_BCHW = torch.randn(size.batch, 3, size.image_size, size.image_size, device=device)
-    images_BCHW = images_BCHW.to(memory_format=torch.channels_last)
-    labels_B = torch.randint(size.num_classes, (size.batch,), device=device)
+    batch = batch or size.batch
+    images_BCHW = torch.randn(batch, 3, size.image_size, size.image_size, device=device)
+    images_BCHW = images_BCHW.to(memory_format=memory_format)
+    labels_B = torch.randint(size.num_classes, (batch,), device=device)
     while True:
         yield images_BCHW, labels_B
 

@@ -28,7 +28,7 @@ def measure_generated(context: Context) -> Found:
         batches = torchvision_peer.generated_batches(context)
         contestants[peer] = torchvision_peer.peer(context, batches, num_classes=size.num_classes)
         rates = rates_in_turn(contestants, size=size, device=context.device)
-    describe(found, rates, peer=peer)
+    describe(found, rates, peer=peer, batch=context.size.batch)
     return found
 
 
@@ -54,13 +54,13 @@ def measure_images(context: Context) -> Found:
         for name, make in makers.items():
             with closing(make()) as each:
                 rates[name].append(rate_alone(each, context))
-    describe(found, rates, peer=peer)
+    describe(found, rates, peer=peer, batch=context.size.batch)
     return found
 
 
 def precisions(context: Context) -> tuple[str, ...]:
     """List precisions, without fp16 on a CPU, where it is slow."""
-    return ("bf16",) if context.is_small else ("bf16", "fp16")
+    return (context.precision,) if context.is_small else ("bf16", "fp16")
 
 
 def fastest(context: Context, *, precision: str) -> dict[str, Any]:
@@ -94,9 +94,10 @@ def rate_alone(each: Contestant, context: Context) -> float:
     return turn(each, steps=3 * context.size.steps, device=context.device)
 
 
-def describe(found: Found, rates: dict[str, Any], *, peer: str) -> None:
-    """Describe rates of all, and ratios of ours to the peer's, round by round."""
+def describe(found: Found, rates: dict[str, Any], *, peer: str, batch: int) -> None:
+    """Describe rates and seconds of a step of all, and ratios of ours to the peer's, round by round."""
     for name, values in rates.items():
         found.add(name, values, unit="images/s")
+        found.add(f"{name} step", [batch / each for each in values], unit="s")
         if peer in rates and name != peer:
             found.add(f"{name} / {peer}", ratios(values, rates[peer]), unit="ratio")

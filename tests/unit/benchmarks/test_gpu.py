@@ -2,10 +2,15 @@
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,20 @@ from gpu_suite import run_small
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.gpu.suite import cifar, command, job, roofline, starting, steps, torchvision_peer, training
+from benchmarks.gpu import day
+from benchmarks.gpu.suite import (
+    checks,
+    cifar,
+    exact_sums,
+    job,
+    limits,
+    parts,
+    roofline,
+    starting,
+    steps,
+    torchvision_peer,
+    training,
+)
 from benchmarks.gpu.suite.context import FULL, SMALL, Context, Found, Size
 from benchmarks.gpu.suite.device import file_stem
 from benchmarks.gpu.suite.guard import compare_case
@@ -76,98 +94,171 @@ def test_guard_does_not_watch_ratios_and_new_figures() -> None:
     assert compare_case(case(a=(2.0, "ratio"), b=(0.9, "share")), case(a=(1.0, "ratio"), c=(1.0, "s"))) == []
 
 
-# --- the record ---
+# --- the command ---
 
 
 @pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs made-up cases into tmp_path: name -> images/s, or an error."""
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs made-up parts into tmp_path: name -> images/s, None for no figure, an error, or what the part does."""
 
-    def run(rates: dict[str, float | Exception | None], **options: Any) -> tuple[int, command.Suite]:
-        def measured(rate: float | Exception | None) -> Found:
+    def run(rates: dict[str, Any], *words: str, most: int = 60) -> tuple[int, day.Day]:
+        def measured(rate: Any) -> Found:
             if isinstance(rate, Exception):
                 raise rate
-            found = Found()
+            if callable(rate):
+                rate = rate()
+            found = Found(left_out={} if rate is not None else {"rate": "needs --airbench"})
             if rate is not None:
                 found.add("rate", [rate], unit="images/s")
             return found
 
-        cases = {name: lambda context, rate=rate: measured(rate) for name, rate in rates.items()}
-        monkeypatch.setattr(command, "cases_of", lambda size: cases)
-        monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path)])
-        parsed = argparse.Namespace(**{**vars(command.parse()), **options})
-        made = command.Suite(parsed, device=CPU, size=SMALL, path=tmp_path / "gpu-this.json")
-        return made.run(list(rates)), made
+        made = {name: parts.Part(lambda _, rate=rate: measured(rate), 1, most) for name, rate in rates.items()}
+        for module in (day, parts):
+            monkeypatch.setattr(module, "parts_of", lambda size: made)
+        options = day.parse(["--out", str(tmp_path), "--logs", str(tmp_path / "logs"), *words])
+        day.make_folder(options.logs)
+        command = day.Day(options, device=CPU, size=SMALL)
+        return command.run(list(rates)), command
 
     return run
 
 
+def words(command: day.Day) -> dict[str, str]:
+    return {name: each.words for name, each in command.outcomes.items()}
+
+
 def read(path: Path) -> dict[str, float]:
     cases = json.loads(path.read_text())["cases"]
-    return {name: each["figures"]["rate"]["median"] for name, each in cases.items()}
+    return {name: each["figures"]["rate"]["median"] for name, each in cases.items() if each["figures"]}
+
+
+def test_parts_with_a_result_of_this_commit_are_skipped(run: Any) -> None:
+    _, command = run({"a": 10.0})
+    record = json.loads(command.path.read_text())
+    code, command = run({"a": 20.0, "b": 30.0})
+    assert code == 0
+    assert words(command) == {"a": f"has a result of commit {day.source_commit()}", "b": "passed"}
+    assert read(command.path) == {"a": 10.0, "b": 30.0}
+    record["cases"]["a"]["conditions"]["commit"] = "another"
+    command.path.write_text(json.dumps(record))
+    assert read(run({"a": 40.0})[1].path) == {"a": 40.0}
+    assert read(run({"a": 50.0}, "--again")[1].path) == {"a": 50.0}
+
+
+def test_results_are_written_as_they_arrive(run: Any, tmp_path: Path) -> None:
+    def so_far() -> float:
+        (path,) = tmp_path.glob("gpu-small-*.json")
+        return read(path)["a"]
+
+    code, command = run({"a": 10.0, "b": so_far})
+    assert (code, read(command.path)) == (0, {"a": 10.0, "b": 10.0})
+    assert command.path.with_suffix(".md").exists()
 
 
 @pytest.mark.long
-def test_guard_keeps_the_better_record(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "gpu-other.json").write_text(json.dumps({"cases": {"a": case(rate=(9e9, "images/s"))}}))
-    assert suite({"a": 1000.0, "b": 10.0}, guard=True)[0] == 0
-    assert "no earlier results" in capsys.readouterr().err, "those of another GPU are none"
-    code, found = suite({"a": 949.0, "b": 20.0}, guard=True)
-    assert (code, found.failed) == (1, ["a"])
-    assert "LOST rate" in capsys.readouterr().err
-    assert read(tmp_path / "gpu-this.json") == {"a": 1000.0, "b": 20.0}
-    assert read(tmp_path / "gpu-this-lost.json") == {"a": 949.0}
-    assert suite({"a": 951.0}, guard=True)[0] == 0
-    assert read(tmp_path / "gpu-this.json") == {"a": 951.0, "b": 20.0}, "cases that did not run stay"
-    assert suite({"a": 500.0})[0] == 0, "not asked for"
+def test_part_beyond_its_limit_is_ended_with_its_children(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "GRACE_SECONDS", 1.0)
+
+    def endless() -> float:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that hangs
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        (tmp_path / "child").write_text(str(child.pid))
+        time.sleep(600)
+        return 0.0
+
+    code, command = run({"a": endless, "b": 20.0}, most=3)
+    assert code == 1
+    assert words(command)["a"].startswith("stopped after its 3 s")
+    assert read(command.path) == {"b": 20.0}
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_interrupt_keeps_what_was_measured(run: Any) -> None:
+    def interrupt() -> float:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+        return 0.0
+
+    code, command = run({"a": 10.0, "b": interrupt, "c": 30.0})
+    assert code == day.INTERRUPTED
+    assert words(command) == {"a": "passed", "b": "interrupted", "c": "not begun: interrupted"}
+    assert read(command.path) == {"a": 10.0}
+    assert "| b |  |  |  | interrupted |" in command.summary()
+
+
+def test_part_that_does_not_fit_is_not_begun(run: Any) -> None:
+    code, command = run({"a": 10.0}, "--minutes", "0.01")
+    assert (code, command.path.exists()) == (0, False)
+    assert words(command)["a"].startswith("not begun: takes about 1 s, and ")
+    assert words(run({"a": 10.0}, "--dry-run")[1]) == {"a": "would run: about 1 s, at most 60 s"}
+    assert not command.path.exists()
+
+
+@pytest.mark.long
+def test_part_of_a_gpu_begins_in_a_new_interpreter(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = limits.run_within(partial(print, "begun"), seconds=100, log=log, fork=False)
+    assert (code, log.read_text()) == (0, "begun\n")
+
+
+@pytest.mark.long
+def test_guard_keeps_the_better_record(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "gpu-small-other.json").write_text(json.dumps({"cases": {"a": case(rate=(9e9, "images/s"))}}))
+    code, command = run({"a": 1000.0, "b": 10.0}, "--guard")
+    assert code == 0, "those of another GPU are none"
+    code, command = run({"a": 949.0, "b": 20.0}, "--guard")
+    assert code == 1
+    assert words(command)["a"].startswith("lost speed")
+    assert "LOST rate" in (tmp_path / "logs/a.log").read_text()
+    assert read(command.path) == {"a": 1000.0, "b": 20.0}
+    assert read(command.path.with_name(f"{command.path.stem}-lost.json")) == {"a": 949.0}
+    assert run({"a": 951.0}, "--guard")[0] == 0
+    assert read(command.path) == {"a": 951.0, "b": 20.0}, "parts that did not run stay"
+    assert run({"a": 500.0}, "--again")[0] == 0, "not asked for"
 
 
 @pytest.mark.slow
-def test_guard_compares_with_another_folder(suite: Any, tmp_path: Path) -> None:
+def test_guard_compares_with_another_folder(run: Any, tmp_path: Path) -> None:
     before = tmp_path / "before"
     before.mkdir()
-    assert suite({"a": 1000.0})[0] == 0
-    (tmp_path / "gpu-this.json").rename(before / "gpu-this.json")
-    assert suite({"a": 900.0}, guard=True, against=before)[0] == 1
+    _, command = run({"a": 1000.0})
+    command.path.rename(before / command.path.name)
+    assert run({"a": 900.0}, "--guard", "--against", str(before))[0] == 1
 
 
 def test_guard_without_what_it_was_told_to_guard_is_refused(
-    suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match=naming(tmp_path / "nowhere", "gpu-this.json")):
-        suite({"a": 1000.0}, guard=True, against=tmp_path / "nowhere")
-    (tmp_path / "gpu-this.json").write_text('{"cases"')
-    with pytest.raises(UserError, match=naming(tmp_path / "gpu-this.json", "record")):
-        suite({"a": 1000.0})
-    monkeypatch.setattr(sys, "argv", ["run.py", "--against", str(tmp_path)])
+    path = tmp_path / f"{file_stem(CPU, size='small')}.json"
+    with pytest.raises(UserError, match=naming(tmp_path / "nowhere", path.name)):
+        run({"a": 1000.0}, "--guard", "--against", str(tmp_path / "nowhere"))
+    path.write_text('{"cases"')
+    with pytest.raises(UserError, match=naming(path, "record")):
+        run({"a": 1000.0})
     with pytest.raises(SystemExit):
-        command.parse()
-    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "gpu-this.json")])
-    with pytest.raises(SystemExit, match=naming("--out", tmp_path / "gpu-this.json", "File exists")):
-        command.main()
+        day.parse(["--against", str(tmp_path)])
+    with pytest.raises(SystemExit, match=naming("--out", path, "File exists")):
+        day.main(["--out", str(path)])
 
 
-@pytest.mark.long
-def test_case_that_fails_ends_no_other(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = suite({"a": ConfigError("name it by --vision"), "b": 10.0, "c": RuntimeError("broken")})
-    assert (code, found.failed) == (1, ["a", "c"])
-    assert read(tmp_path / "gpu-this.json") == {"b": 10.0}
-    told = capsys.readouterr().err
-    assert "== a failed: name it by --vision" in told
-    assert told.count("Traceback") == 1, "of what is not the user's error"
+def test_part_that_fails_ends_no_other(run: Any, tmp_path: Path) -> None:
+    code, command = run({"a": ConfigError("name it by --vision"), "b": 10.0, "c": RuntimeError("broken")})
+    assert code == 1
+    assert read(command.path) == {"b": 10.0}
+    assert words(command)["a"].startswith("failed, exit code 1: name it by --vision (")
+    assert words(command)["c"].startswith("failed, exit code 1: RuntimeError: broken (")
+    assert [(tmp_path / f"logs/{name}.log").read_text().count("Traceback") for name in "ac"] == [0, 1]
 
 
-@pytest.mark.long
-def test_case_without_figures_replaces_none(suite: Any, tmp_path: Path) -> None:
-    suite({"a": 10.0})
-    suite({"a": None})
-    assert read(tmp_path / "gpu-this.json") == {"a": 10.0}
-    assert suite({"a": None}, guard=True)[0] == 1
-
-
-def test_suite_out_of_time_says_how_to_go_on(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert suite({"a": 10.0, "b": 20.0}, minutes=-1.0)[0] == 0
-    assert "go on by --only a b" in capsys.readouterr().err
+def test_part_without_figures_replaces_none(run: Any) -> None:
+    _, command = run({"a": 10.0, "b": None})
+    assert words(command) == {"a": "passed", "b": "left out: rate: needs --airbench"}
+    _, command = run({"a": None, "b": 20.0}, "--again")
+    assert read(command.path) == {"a": 10.0, "b": 20.0}
+    assert run({"a": None}, "--guard")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -176,23 +267,43 @@ def test_suite_out_of_time_says_how_to_go_on(suite: Any, tmp_path: Path, capsys:
         ([], "cuda", FULL),
         ([], "cpu", SMALL),
         (["--small"], "cuda", SMALL),
-        (["--rounds", "3"], "cuda", replace(FULL, rounds=3)),
+        (["--rounds", "2", "--minutes", "14"], "cuda", replace(FULL, rounds=2)),
+        (["--minutes", "14"], "cuda", replace(FULL, rounds=3)),
     ],
 )
-def test_size_is_the_machines_and_turns_are_the_users(
-    options: list[str], device: str, expected: Size, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", *options])
-    assert command.size_of(command.parse(), torch.device(device)) == expected
+def test_size_is_the_machines_and_turns_are_the_users(options: list[str], device: str, expected: Size) -> None:
+    assert day.size_of(day.parse(options), torch.device(device)) == expected
 
 
-def test_cases_are_chosen_by_name_or_group() -> None:
+def test_parts_are_chosen_by_name_or_group() -> None:
     names = ["steps", "small_batches/16", "small_batches/32", "training/pictures"]
-    assert command.choose_cases(None, names) == names
-    assert command.choose_cases(["small_batches", "steps"], names) == names[:3]
-    assert command.choose_cases(["small_batches/32"], names) == ["small_batches/32"]
+    assert day.choose_parts(None, names) == names
+    assert day.choose_parts(["small_batches", "steps"], names) == names[:3]
+    assert day.choose_parts(["small_batches/32"], names) == ["small_batches/32"]
     with pytest.raises(UserError, match=naming("--only small:", ", ".join(names))):
-        command.choose_cases(["small"], names)
+        day.choose_parts(["small"], names)
+
+
+def test_summary_judges_the_targets_of_this_gpu(tmp_path: Path) -> None:
+    command = day.Day(day.parse(["--out", str(tmp_path)]), device=CPU, size=FULL)
+    calibrated = case(**{"ResNet-50, NCHW, AMP": (2700.0, "images/s")})
+    cases = {"calibration": calibrated, "quickstart": case(top1=(0.5, "share"))}
+    command.record |= {"device": "NVIDIA H100 80GB HBM3", "cases": cases}
+    command.outcomes = {"calibration": day.Outcome("passed", 40.0), "quickstart": day.Outcome("passed", 30.4)}
+    told = command.summary()
+    assert "less 2%: 2,700 | at least 2,734 | MISSED |" in told
+    assert told.count("| calibration |") == 1, "the H200's target is not this card's"
+    assert "| quickstart | 30 | top1: 0.5 share |  | passed |" in told
+
+
+def test_junit_report_is_counted(tmp_path: Path) -> None:
+    report, found = tmp_path / "tests.xml", Found()
+    tests = '<testcase name="a"/><testcase classname="t" name="b"><failure message="broken"/></testcase>'
+    tests += '<testcase name="c"><error/></testcase><testcase name="d"><skipped message="why"/></testcase>'
+    report.write_text(f"<testsuites><testsuite>{tests}</testsuite></testsuites>")
+    checks.describe_tests(found, report)
+    assert [found.median(name) for name in ("failed", "passed", "skipped")] == [2, 1, 1]
+    assert found.tables["failed tests"][0] == {"test": "t::b", "message": "broken"}
 
 
 def test_record_of_small_and_of_full_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +328,7 @@ def test_targets_in_closed_form() -> None:
 def test_targets_are_of_cases_that_there_are() -> None:
     from benchmarks.gpu.suite.context import FULL
 
-    names = set(command.cases_of(FULL))
+    names = set(parts.parts_of(FULL))
     assert {where[0] for each in TARGETS for where in (each.figure, each.over) if where} <= names
 
 
@@ -477,13 +588,18 @@ def test_steps_count_from_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.weekly
-@pytest.mark.timeout(900)  # of one core: one to two minutes
-def test_cases_all_run_small(tmp_path: Path) -> None:
-    record, stdout = run_small(tmp_path)
-    expected = {"training/generated", "training/pictures", "steps", "startup", "evaluation", "cifar"}
-    expected |= {"inference", "recompute", "small_batches/2", "small_batches/3"}
-    assert expected == set(record["cases"])
+@pytest.mark.timeout(1800)  # a minute of one core
+def test_parts_all_run_small_and_a_second_call_skips_them(tmp_path: Path) -> None:
+    record, told = run_small(tmp_path)
+    names = list(parts.parts_of(SMALL))
+    assert list(record["cases"]) == names, "in order of value"
+    without = {name for name, each in record["cases"].items() if not each["figures"]}
+    assert without == {"sanitizer/streams", "sanitizer/memory", "feed", "doctor"}
+    assert all(each["figures"] or each["left_out"] for each in record["cases"].values())
     assert record["cases"]["steps"]["tables"]["steps"][0]["step"] == "eager fp32"
-    assert {"torch", "commit", "device", "date"} <= set(record["cases"]["steps"]["conditions"])
-    assert "no figure of it means anything" in stdout
+    assert record["cases"]["exact_sums"]["figures"][exact_sums.DIFFERENT]["median"] == 0
+    assert {"torch", "commit", "device", "date", "seconds"} <= set(record["cases"]["steps"]["conditions"])
+    assert "no figure means anything" in told
+    again, told = run_small(tmp_path)
+    assert again["cases"]["steps"] == record["cases"]["steps"]
+    assert {name for name in names if f"{name}: has a result of commit" not in told} == without

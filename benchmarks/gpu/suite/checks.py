@@ -1,0 +1,155 @@
+"""Does it work: the quick start, the tests marked gpu, the sanitizers, the doctor, training from files."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.suite.context import Context, Found
+from benchmarks.gpu.suite.images import small_images
+from benchmarks.gpu.suite.job import as_options
+from benchmarks.gpu.suite.scripts import bigbatch, run_script, train
+from bigbatch.trainer.input.loaders import dali
+
+ROOT = Path(__file__).resolve().parents[3]
+ITS_OWN = "test_benchmarks.py"
+"""The suite's own test under tests/gpu, which would run these parts inside one of them."""
+PLUGINS = {"xdist": ("-n", "8"), "pytest_timeout": ("--timeout", "150")}
+"""Options by the package that brings them."""
+NO_GPU = "needs a GPU"
+TINY = {"batch.global_batch_size": 10, "batch.microbatch_size": 10, "batch.bn_span": 10, "model.options.width": 2}
+SHAPES = {"data.loader": "synthetic", "data.image_size": 32, "run.epochs": 1, "schedule.warmup_epochs": 0.5}
+SEARCHES = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
+
+
+def measure_quickstart(context: Context) -> Found:
+    """Train the quick start for two epochs on the embedded data set, from files."""
+    found, root = Found(), context.scratch / "shapes"
+    if context.is_small:
+        root = small_images(context.scratch)
+    else:
+        bigbatch("data", "generate", str(root))
+    settings: dict[str, Any] = {
+        "data.root": str(root),
+        "data.loader": "dali" if dali.is_installed() else "torchvision",
+        "data.num_threads": len(os.sched_getaffinity(0)),
+        "run.epochs": 2,
+        "schedule.warmup_epochs": 0.4,
+        "run.directory": str(context.scratch / "quickstart"),
+    }
+    summary = train("quickstart", settings | (TINY if context.is_small else {}))
+    found.add("top-1 after two epochs", [summary["top1"]], unit="share")
+    found.add("seconds", [summary["seconds"]], unit="seconds")
+    found.conditions["loader"] = settings["data.loader"]
+    return found
+
+
+def measure_tests(context: Context) -> Found:
+    """Run every test marked gpu; without a GPU collect a file of them."""
+    found, report = Found(), context.scratch / "tests.xml"
+    if importlib.util.find_spec("pytest") is None:
+        found.left_out["tests"] = "needs pytest"
+        return found
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-o", f"cache_dir={context.scratch}", "--tb=short"]
+    command += ["--continue-on-collection-errors", f"--junitxml={report}"]
+    environ = {**os.environ, "BIGBATCH_EXPECT_GPU": "1", "OMP_NUM_THREADS": "1"}
+    if context.device.type != "cuda":
+        command += ["--collect-only", "tests/gpu/test_saving.py"]
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+        found.add("collected", [done.stdout.count("::")], unit="tests")
+        found.left_out["tests"] = f"{NO_GPU}: one file is collected"
+        return found
+    for module, words in PLUGINS.items():
+        command += words if importlib.util.find_spec(module) else []
+    subprocess.run([*command, *map(str, marked_files())], cwd=ROOT, env=environ)
+    describe_tests(found, report)
+    return found
+
+
+def marked_files() -> list[Path]:
+    """List the files with such tests: others may need packages that this machine lacks."""
+    texts = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.name != ITS_OWN}
+    return [path for path, text in texts.items() if re.search(r"mark\.gpu|DEVICES", text)]
+
+
+def describe_tests(found: Found, report: Path) -> None:
+    """Count the results of a JUnit report, and list the tests that failed."""
+    cases = list(ET.parse(report).getroot().iter("testcase"))
+    bad = [each for each in cases if each.find("failure") is not None or each.find("error") is not None]
+    skipped = [each for each in cases if each.find("skipped") is not None]
+    found.add("failed", [len(bad)], unit="tests")
+    found.add("passed", [len(cases) - len(bad) - len(skipped)], unit="tests")
+    found.add("skipped", [len(skipped)], unit="tests")
+    found.tables["failed tests"] = [
+        {"test": f"{each.get('classname')}::{each.get('name')}", "message": next(iter(each)).get("message", "")[:120]}
+        for each in bad
+    ]
+
+
+def measure_streams(context: Context) -> Found:
+    """Train under torch's CUDA sanitizer, which finds kernels that do not wait for each other."""
+    return train_under([], {"TORCH_CUDA_SANITIZER": "1"}, {"data.num_synthetic_samples": 1024}, context)
+
+
+def measure_memory(context: Context) -> Found:
+    """Train under compute-sanitizer, which finds accesses outside of what is allocated."""
+    if (tool := next(filter(None, map(shutil.which, SEARCHES)), None)) is None:
+        return Found(left_out={"compute-sanitizer": "is not on this machine"})
+    settings = {"data.num_synthetic_samples": 512, "model.options.width": 4, "compute.cudnn_benchmark": False}
+    return train_under([tool, "--tool", "memcheck", "--error-exitcode", "9"], {}, settings, context)
+
+
+def train_under(tool: list[str], environ: dict[str, str], settings: dict[str, Any], context: Context) -> Found:
+    """Train briefly under a tool that ends the process with an exit code if it finds something."""
+    found = Found()
+    if context.device.type != "cuda":
+        found.left_out["sanitizer"] = NO_GPU
+        return found
+    start = time.perf_counter()
+    train(
+        "quickstart", {**SHAPES, **settings, "run.directory": str(context.scratch / "run")}, tool=tool, environ=environ
+    )
+    found.add("seconds without a finding", [time.perf_counter() - start], unit="seconds")
+    return found
+
+
+def measure_doctor(context: Context) -> Found:
+    """Time the doctor's quick examination of the recipe for ResNet-50 on generated images."""
+    found = Found()
+    if not context.compiles:
+        found.left_out["doctor"] = "left out small on a CPU: takes a minute"
+        return found
+    start = time.perf_counter()
+    bigbatch(
+        "doctor",
+        "--config",
+        "imagenet/resnet50_8k",
+        "--generated",
+        "--quick",
+        "--json",
+        str(context.scratch / "doctor.json"),
+    )
+    found.add("seconds", [time.perf_counter() - start], unit="seconds")
+    return found
+
+
+def measure_feed(context: Context) -> Found:
+    """Train ResNet-50 from the user's files beside generated images, by the whole command."""
+    found = Found()
+    if context.data is None:
+        found.left_out["feed"] = "needs a data set: name its folder by --data"
+        return found
+    batch = dict.fromkeys(("batch.global_batch_size", "batch.microbatch_size", "batch.bn_span"), context.size.batch)
+    epoch = {"run.epochs": 1, "schedule.warmup_epochs": 1, "schedule.decay_epochs": None}
+    options = [str(context.data), "--ranks", "1", "--repetitions", "1", "--", "--config", "imagenet/resnet50_8k"]
+    record = run_script("benchmarks.input.feed", [*options, *as_options(batch | epoch)], context)
+    found.figures["input wait"] = {"unit": "share", **record["real"]["input_wait_fraction"]}
+    found.figures["images from files"] = {"unit": "images/s", **record["real"]["images_per_second"]}
+    found.figures["files / generated"] = {"unit": "ratio", **record["real / generated"]}
+    return found
