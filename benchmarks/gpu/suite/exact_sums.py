@@ -40,7 +40,8 @@ def measure(context: Context) -> Found:
 
 def measure_rates(context: Context) -> dict[str, Any]:
     """Measure images/s of all three. The first job made asks torch for deterministic kernels; flags switch them off."""
-    size, contestants = context.size, {}
+    size = context.size
+    contestants: dict[str, Contestant] = {}
     settings = settings_for(size, batch=size.batch, precision=context.precision)
     with ExitStack() as stack:
         for name, changes in ((EXACT, REPRODUCIBLE), (FP32, {}), (USUAL, {})):

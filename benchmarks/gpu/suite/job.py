@@ -79,6 +79,7 @@ def settings_for(size: Size, *, batch: int, precision: str) -> dict[str, Any]:
         "schedule.base_lr": 0.1,
         "schedule.warmup_epochs": 0,
         "schedule.decay_epochs": None,
+        "compute.cpu_threads": 1 if size.name == "small" else None,
         **in_precision(precision),
     }
 

@@ -82,6 +82,8 @@ def parts_of(size: Size) -> dict[str, Part]:
 
 def run_part(name: str, *, options: argparse.Namespace, device: torch.device, size: Size, path: Path) -> None:
     """Measure a part and keep it. Ends the process with LOST if it lost speed, and 1 for a user's error."""
+    if size.name == SMALL.name:
+        torch.set_num_threads(1)
     try:
         entry = _measure(name, options=options, device=device, size=size)
     except UserError as error:
