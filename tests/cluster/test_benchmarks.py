@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from benchmark_process import run_benchmark
 
-from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import make_plan
-from bigbatch.launch.emulate.slurm_start import require_slurm
 from bigbatch.launch.emulate.state import EmulatedCluster, state_root
-from tests.cluster.conftest import Emulate, skip_unless_promised
+from tests.cluster.conftest import Emulate
 
 SETTING = {"ranks_per_node": "1,1", "link": "1gbit", "delay": "0", "place": "block"}
 CONTESTANTS = "hybrid,hierarchical,doubling,gloo,mpi"
@@ -75,29 +73,14 @@ def test_benchmarks_of_comm_run_and_are_summarised(emulate: Emulate, pair: Emula
         assert heading in text
 
 
-@pytest.mark.parametrize(("module", "options"), [("jobs", ("--states", "warm")), ("preflight", ())])
-def test_benchmarks_of_launching_run(module: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_benchmark_of_preflight_runs(tmp_path: Path) -> None:
     """Once each. Whether preflight is right every time is not asked here: other tests run beside it."""
-    if module == "jobs":
-        try:
-            require_slurm(tmp_path, environ=os.environ)
-        except EmulationError as error:
-            if os.geteuid() != 0:
-                pytest.skip(str(error))
-            skip_unless_promised(str(error))
     out = tmp_path / "out.json"
-    done = run_benchmark(module, "--trials", 1, "--out", out, *options, timeout=280)
+    done = run_benchmark("preflight", "--trials", 1, "--out", out, timeout=280)
     assert out.exists(), done.stdout + done.stderr
-    record = json.loads(out.read_text())
-    if module == "jobs":
-        seconds = [record["results"]["warm"][stage]["median"] for stage in ("submitted", "running", "ready")]
-        assert seconds == sorted(seconds)
-        after = [record["results"]["warm"][stage]["median"] for stage in ("saved", "running again", "next step")]
-        assert 0 < after[0] < after[1] < after[2]
-    else:
-        assert {name: result["trials"] for name, result in record["results"].items()} == dict.fromkeys(
-            ("none", "slow node", "slow link"), 1
-        )
+    results = json.loads(out.read_text())["results"]
+    trials = dict.fromkeys(("none", "slow node", "slow link"), 1)
+    assert {name: result["trials"] for name, result in results.items()} == trials
 
 
 def test_effective_time_of_a_job_that_is_struck(tmp_path: Path) -> None:

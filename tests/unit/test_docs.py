@@ -80,13 +80,9 @@ BENCHMARKS_RUN_BY = {  # the first of these that a command begins with says whic
     ".venv/bin/python -m benchmarks.faults.effective ": (
         "tests/cluster/test_benchmarks.py::test_effective_time_of_a_job_that_is_struck"
     ),
-    ".venv/bin/python -m benchmarks.jobs ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
-    ".venv/bin/python -m benchmarks.preflight ": ("tests/cluster/test_benchmarks.py::test_benchmarks_of_launching_run"),
+    ".venv/bin/python -m benchmarks.preflight ": ("tests/cluster/test_benchmarks.py::test_benchmark_of_preflight_runs"),
     ".venv/bin/python -m benchmarks.gpu.precision ": (
         "tests/unit/benchmarks/test_precision.py::test_precision_all_of_it_at_a_tiny_size"
-    ),
-    ".venv/bin/python -m benchmarks.largebatch.noise_cost ": (
-        "tests/unit/benchmarks/test_noise_scale.py::test_the_cost_of_a_measurement_is_of_steps_that_measure"
     ),
     ".venv/bin/python -m benchmarks.twin.predict ": (
         "tests/unit/benchmarks/test_predicted_rows.py::test_table_is_predicted_without_its_own_measurements"
@@ -194,31 +190,10 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.input.plot benchmarks/results/input-decode-1core.json --out docs/input.png": (
         f"input.plot {ROOT}/benchmarks/results/input-decode-1core.json --out input.png"
     ),
-    ".venv/bin/python -m benchmarks.sharded_update --ranks 2 --out benchmarks/results/sharded-update.json": (
-        "sharded_update --ranks 2 --model resnet18 --repetitions 1 --out out.json"
-    ),
     ".venv/bin/python -m benchmarks.largebatch.lars_step --device cuda --out benchmarks/results/lars-step-cuda.json": STEP,  # noqa: E501
     ".venv/bin/python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
     ".venv/bin/python -m benchmarks.gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
-    ".venv/bin/python -m benchmarks.replicas --out benchmarks/results/replicas-cpu.json": (
-        "replicas --model resnet18 --image-size 32 --batch 2 --rounds 2 --threads 1 --out out.json"
-    ),
-    ".venv/bin/python -m benchmarks.checkpoint --out benchmarks/results/checkpoint.json": (
-        "checkpoint --model resnet18 --image-size 32 --batch 2 --rounds 2 --threads 1 --out out.json"
-    ),
-    ".venv/bin/python -m benchmarks.comm.meeting --out benchmarks/results/comm-meeting.json": (
-        "comm.meeting --ranks 16 --processes 2 --rounds 1 --out out.json"
-    ),
-    ".venv/bin/python -m benchmarks.load steps --out benchmarks/results/load-steps.json": (
-        "load steps --steps 100 --scratch . --out out.json"
-    ),
-    ".venv/bin/python -m benchmarks.load pictures points reports --out benchmarks/results/load-files.json": (
-        "load points --points 20 --scratch . --out out.json"
-    ),
     ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
-    ".venv/bin/python -m benchmarks.largebatch.noise_scale --out benchmarks/results/noise-scale-cpu.json --plot docs/noise-scale.png": (  # noqa: E501
-        "largebatch.noise_scale --batches 32 128 --seeds 2 --per-class 10 --target 2.1 --lr 0.1 --out out.json"
-    ),
     ".venv/bin/python -m benchmarks.largebatch.exactness --out benchmarks/results/lars-exactness.json": (
         "largebatch.exactness --steps 2 --out out.json"
     ),
