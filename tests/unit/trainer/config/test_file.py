@@ -102,6 +102,35 @@ def test_dump_config_quotes_what_yaml_would_misread(write_text):
 
 
 @pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (
+            [
+                "--optimizer.name=schedulefree.SGDScheduleFree",
+                '--optimizer.options={"momentum": 0.8, "warmup_steps": 3, "betas": [0.9, 0.95]}',
+            ],
+            "optimizer.options",
+            {"momentum": 0.8, "warmup_steps": 3, "betas": [0.9, 0.95]},
+        ),
+        (
+            ["--model.name=own.Net", '--model.options={"a": null}', "--model.options.b=[1]"],
+            "model.options",
+            {"a": None, "b": [1]},
+        ),
+        (
+            ["--run.metrics={a: m.F, b: {name: m.G, options: {k: [1]}}}"],
+            "run.metrics",
+            {"a": "m.F", "b": {"name": "m.G", "options": {"k": [1]}}},
+        ),
+    ],
+)
+def test_dicts_for_other_packages_go_through_a_command_line_and_a_file(words, key, value, write_text):
+    config = load_config(["--config", "quickstart", *words])
+    assert lookup(config, key) == value
+    assert load_config(["--config", write_text(dump_config(config))]) == config
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         ["--config", "quickstart", "--run.epochs", "3"],

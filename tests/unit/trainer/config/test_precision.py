@@ -9,25 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.optimizer import LARGEST_SCALE, nearest_scale, precision_notice, require_hardware
-from tests.unit.trainer.config.test_schema import make_config, refusal
+from bigbatch.trainer.config.optimizer import nearest_scale, precision_notice, require_hardware
+from tests.unit.trainer.config.test_schema import make_config
 
 FP16 = {"optimizer.precision": "fp16", "optimizer.loss_scale": 1024.0}
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0, 65536.0, LARGEST_SCALE])
-@pytest.mark.parametrize("growth_steps", [None, 1, 2000])
-def test_loss_scale_powers_of_two_are_legal(scale: float, growth_steps: int | None) -> None:
-    make_config({**FP16, "optimizer.loss_scale": scale, "optimizer.loss_scale_growth_steps": growth_steps})
-
-
-@pytest.mark.parametrize(
-    ("scale", "nearest"), [(1000.0, "1024"), (0.5, "1"), (1e-3, "1"), (5.0, "4"), (7.0, "8"), (1e12, "1.67772e+07")]
-)
-def test_loss_scale_of_another_value_gets_the_nearest(scale: float, nearest: str) -> None:
-    message = refusal({**FP16, "optimizer.loss_scale": scale})
-    assert message.startswith(f"optimizer.loss_scale={scale:g} must be a power of two from 1 to 1.67772e+07")
-    assert message.endswith(f": {nearest} is the nearest")
 
 
 @given(st.floats(min_value=1e-30, max_value=1e30))
@@ -36,29 +21,6 @@ def test_loss_scale_that_is_offered_is_legal_and_nearest(scale: float) -> None:
     make_config({**FP16, "optimizer.loss_scale": nearest})
     assert all(abs(nearest - scale) <= abs(2.0**power - scale) for power in range(25))
     assert math.log2(nearest).is_integer()
-
-
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16_autocast"])
-def test_loss_scale_is_of_fp16_alone(precision: str) -> None:
-    base = {"optimizer.precision": precision}
-    assert "loss_scale=8.0 has no meaning" in refusal({**base, "optimizer.loss_scale": 8.0})
-    message = refusal({**base, "optimizer.loss_scale_growth_steps": 5})
-    named = ("optimizer.loss_scale_growth_steps=5 ", f"optimizer.precision={precision}:", "null")
-    assert re.search(naming(*named), message)
-    make_config(base)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp16_autocast"])
-def test_loss_scale_is_needed_by_fp16(precision: str) -> None:
-    assert "optimizer.loss_scale is null" in refusal({"optimizer.precision": precision})
-    make_config({**FP16, "optimizer.precision": precision, "optimizer.loss_scale_growth_steps": 5})
-
-
-def test_ema_decay_and_its_steps_go_together() -> None:
-    assert refusal({"optimizer.ema_decay": 0.9}).startswith("optimizer.ema_every_steps is null, but")
-    message = refusal({"optimizer.ema_every_steps": 2})
-    assert re.search(naming("optimizer.ema_every_steps=2 ", "optimizer.ema_decay", "null"), message)
-    make_config({"optimizer.ema_decay": 0.0, "optimizer.ema_every_steps": 1})
 
 
 @pytest.mark.parametrize(

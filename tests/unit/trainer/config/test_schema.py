@@ -7,7 +7,6 @@ from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from error_texts import naming
 
 import bigbatch.trainer
 from bigbatch.comm.algorithms import ALGORITHMS
@@ -180,14 +179,6 @@ def test_config_numbers_that_no_run_can_have_are_refused(key):
     assert refusal(too_large) == "model.options.norm_scale=3.5e+38 must be positive and at most 3.4e38"
 
 
-def test_config_comm_choices_that_contradict_each_other():
-    for key in ("comm.threshold_bytes", "comm.buffer_bytes"):
-        assert refusal({key: None}).startswith(f"{key} is null, so comm.table must give it")
-    assert refusal({"comm.algorithm": "hybrid"}).endswith("which is null: make one with bigbatch comm tune")
-    assert refusal({"comm.predivide": 8.0}).startswith("comm.predivide=8.0 has no meaning without comm.wire_dtype")
-    assert refusal({"comm.timeline_steps": (4, 3)}) == "comm.timeline_steps=[4, 3] must be the first and the last step"
-
-
 def test_config_ranges_leave_no_number_unchecked():
     """Every int or float of the config has its range beside it."""
     checked = {name for name, key in KEYS.items() if key.ranges}
@@ -229,64 +220,8 @@ def test_config_key_that_the_choice_does_not_know(changes, key, decider):
     assert f"{key} has no meaning with {decider}: set it to null" in refusals(changes)
 
 
-def test_loader_and_crop_go_together():
-    assert "data.crop=resized does not go with data.loader=resident" in refusal(
-        {"data.loader": "resident", "data.resident_on": "device"}
-    )
-    padded = {"data.crop": "padded", "data.crop_area_min": None}
-    assert "data.crop=padded does not go with data.loader=torchvision" in refusal(padded)
-    message = refusal({**RESIDENT, "data.eval_crop_fraction": 0.875})
-    assert message.startswith("data.eval_crop_fraction=0.875 does not go with data.loader=resident")
-    assert message.endswith("set it to 1.0")
-
-
-def test_warning_comes_before_the_time_limit():
-    """Said with all else that is wrong, and not by each rank as it connects."""
-    told = refusals(
-        {"comm.warn_seconds": 15.5, "comm.timeout_seconds": 15.0, "data.patience_seconds": 5.0, "comm.predivide": 8.0}
-    )
-    assert len(told) == 2
-    assert "comm.warn_seconds=15.5" in " ".join(told)
-    make_config({"comm.warn_seconds": 15.0, "comm.timeout_seconds": 15.0, "data.patience_seconds": 5.0})
-
-
 SYNTHETIC = {"data.loader": "synthetic", "data.num_synthetic_samples": 64}
 SIZES = ((0, 16), (4, 32))
-
-
-@pytest.mark.parametrize("choice", [RESIDENT, SYNTHETIC], ids=["resident", "synthetic"])
-@pytest.mark.parametrize(("key", "value"), [("max_skipped", 3), ("max_skipped", 0), ("stage", "/tmp/x")])
-def test_loader_that_reads_nothing_in_training_skips_and_stages_nothing(choice, key, value):
-    message = refusal({**choice, f"data.{key}": value})
-    assert message == f"data.{key}={value} has no meaning with data.loader={choice['data.loader']}: set it to null"
-    make_config({**choice, f"data.{key}": None})
-    make_config({f"data.{key}": value})
-
-
-def test_train_sizes_are_not_of_resident_images():
-    message = refusal({**RESIDENT, "data.train_sizes": SIZES})
-    assert message.startswith("data.train_sizes=[[")
-    assert message.endswith("]] has no meaning with data.loader=resident: set it to null")
-    for choice in ({}, SYNTHETIC):
-        assert make_config({**choice, "data.train_sizes": SIZES}).data.train_sizes == SIZES
-
-
-@pytest.mark.parametrize("sizes", [(), ((1, 16),), ((0, 16), (0, 32)), ((0, 16), (4, 32), (2, 24)), ((-1, 16),)])
-def test_train_sizes_are_given_from_the_first_epoch_on_and_in_order(sizes):
-    pairs = [list(pair) for pair in sizes]
-    assert refusal({"data.train_sizes": sizes}) == f"data.train_sizes={pairs} must give epochs that rise from 0"
-
-
-@pytest.mark.parametrize("size", [0, -16])
-def test_train_sizes_are_pixels(size):
-    message = refusal({"data.train_sizes": ((0, 16), (1, size))})
-    assert message == f"data.train_sizes=[[0, 16], [1, {size}]] must give sizes of 1 pixel or more"
-
-
-def test_train_sizes_are_large_enough_for_the_model():
-    message = refusal({"data.train_sizes": ((0, 7), (1, 32))})
-    assert message == "data.train_sizes=7 is too small for model.name=resnet9: give at least 8"
-    make_config({"data.train_sizes": ((0, 8), (1, 32))})
 
 
 @pytest.mark.parametrize("timeout", [2.5, 10.0, 600.0])
@@ -305,126 +240,6 @@ def test_patience_ends_before_the_other_ranks_lose_theirs(timeout):
     assert "is too long" in refusal({**changes, "data.patience_seconds": longest + 0.01})
     assert refusal({"comm.timeout_seconds": 2.0}).endswith("set that to at least 3")
     make_config({**changes, **SYNTHETIC})  # which reads nothing that could be late
-
-
-@pytest.mark.parametrize(
-    ("ops", "magnitude", "remedy", "legal"), [(2, None, "give one, 9 is usual", 9), (0, 9, "set it to null", None)]
-)
-def test_randaugment_is_a_number_and_a_strength(ops, magnitude, remedy, legal):
-    changes = {"augment.randaugment_ops": ops, "augment.randaugment_magnitude": magnitude}
-    assert refusal(changes) == (
-        f"augment.randaugment_magnitude={magnitude} does not go with augment.randaugment_ops={ops}: {remedy}"
-    )
-    make_config({**changes, "augment.randaugment_magnitude": legal})
-
-
-@pytest.mark.parametrize("magnitude", [0, 30])
-def test_randaugment_has_31_strengths(magnitude):
-    legal = {"augment.randaugment_ops": 2, "augment.randaugment_magnitude": magnitude}
-    assert make_config(legal).augment.randaugment_magnitude == magnitude
-    too_strong = {"augment.randaugment_ops": 2, "augment.randaugment_magnitude": 31}
-    assert refusal(too_strong) == "augment.randaugment_magnitude=31 must be at most 30"
-
-
-@pytest.mark.parametrize("size", [1, 7])
-def test_cutout_has_a_middle(size):
-    message = refusal({"augment.cutout_size": size})
-    assert message == f"augment.cutout_size={size} must be even: {size + 1} is"
-    make_config({"augment.cutout_size": size + 1})
-
-
-@pytest.mark.parametrize(
-    ("changes", "option", "choice"),
-    [
-        (
-            {"model.name": "alexnet_bn", "data.image_size": 63, "model.options.width": 8},
-            "model.options.width",
-            "takes no options",
-        ),
-        ({"model.name": "resnet50", "model.options.width": 8}, "model.options.width", "takes zero_gamma, blurpool"),
-        ({"model.options.blurpool": True}, "model.options.blurpool", "takes width, pool_first"),
-        ({"optimizer.options": {"block_size": 8}}, "optimizer.options.block_size", "takes no options"),
-        ({"schedule.options.gamma": 0.5}, "schedule.options.gamma", "takes power"),
-    ],
-)
-def test_config_option_of_another_choice_is_refused(changes, option, choice):
-    assert re.search(naming(f"{option} has no meaning with {option.partition('.')[0]}.name=", choice), refusal(changes))
-
-
-def test_config_option_that_is_misspelt_or_of_another_type_is_refused():
-    assert refusal({"model.options.widht": 8}).endswith("; the nearest is width")
-    assert refusal({"model.options.width": "wide"}) == "model.options.width=wide must be int"
-    assert refusal({"model.options.width": None}) == "model.options.width=None must be int"
-    assert make_config({"model.options.logit_scale": 1}).model.options["logit_scale"] == 1.0
-
-
-@pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
-def test_mixup_and_cutmix_need_another_image(key):
-    message = refusal({key: 0.2, "batch.bn_span": 1})
-    assert "batch.bn_span=1" in message
-    make_config({key: 0.2, "batch.bn_span": 2})
-    make_config({"batch.bn_span": 1})
-
-
-@pytest.mark.parametrize("key", ["augment.mixup_alpha", "augment.cutmix_alpha"])
-def test_mixup_and_cutmix_are_of_one_rank(key):
-    spread = {"batch.bn_span": 128}  # over 2 ranks of 64
-    assert refusal({**spread, key: 0.2}).endswith(
-        "batch.bn_span=128 spreads over ranks of batch.microbatch_size=64: set both to 0"
-    )
-    make_config({**spread, key: 0.0})
-
-
-def test_schedule_fits_the_run():
-    assert refusal({"schedule.warmup_epochs": 10.5}) == (
-        "schedule.warmup_epochs=10.5 is longer than run.epochs=10: give at most that"
-    )
-    assert refusal({"schedule.end_lr": 1.5}) == ("schedule.end_lr=1.5 exceeds schedule.base_lr=1.0: give at most that")
-
-
-@pytest.mark.parametrize("milestones", [(8.0, 4.0), (4.0, 4.0), (1.0, 4.0)])
-def test_milestones_rise_and_the_ones_named_are_legal(milestones):
-    message = refusal({**STEP, "schedule.options.milestone_epochs": milestones})
-    assert message.startswith(
-        f"schedule.options.milestone_epochs={list(milestones)} must rise from schedule.warmup_epochs=2.0"
-    )
-    named = re.search(r"on: \[(.*)\] does", message)
-    make_config({**STEP, "schedule.options.milestone_epochs": tuple(float(m) for m in named.group(1).split(", "))})
-
-
-@pytest.mark.parametrize("name", ["polynomial", "cosine", "one_cycle"])
-def test_decay_epochs_end_within_the_run(name):
-    form = {"schedule.name": name}
-    make_config({**form, "schedule.decay_epochs": 8.0})  # after the 2 of warm-up
-    make_config({**form, "schedule.decay_epochs": 0.5})
-    assert refusal({**form, "schedule.decay_epochs": 8.5}) == (
-        "schedule.warmup_epochs=2 and schedule.decay_epochs=8.5 are longer than run.epochs=10: set "
-        "schedule.decay_epochs to null, which means the rest of the run"
-    )
-
-
-def test_decay_epochs_are_not_of_steps():
-    assert refusal({**STEP, "schedule.decay_epochs": 3.0}) == (
-        "schedule.decay_epochs=3 has no meaning with schedule.name=step: set it to null"
-    )
-
-
-def test_milestones_lie_within_the_run():
-    """The first step at a milestone has the lower rate: one at the last epoch's end comes too late."""
-    assert refusal({**STEP, "schedule.options.milestone_epochs": (4.0, 8.0, 10.0, 12.0)}) == (
-        "schedule.options.milestone_epochs=[4.0, 8.0, 10.0, 12.0] reaches past the end of run.epochs=10: [4.0, 8.0] "
-        "does not"
-    )
-    make_config({**STEP, "schedule.options.milestone_epochs": (4.0, 9.9)})
-
-
-@pytest.mark.parametrize(("every", "offset"), [(1, 1), (4, 4), (4, 7)])
-def test_eval_offset_comes_within_the_interval(every, offset):
-    changes = {"run.eval_every_epochs": every, "run.eval_offset_epochs": offset}
-    assert refusal(changes) == (
-        f"run.eval_offset_epochs={offset} must be below run.eval_every_epochs={every}: give at most {every - 1}"
-    )
-    make_config({**changes, "run.eval_offset_epochs": every - 1})
 
 
 def test_config_models_are_those_that_are_built():
@@ -449,18 +264,6 @@ def test_smallest_image_is_the_smallest_that_the_model_takes(name):
             model(torch.zeros(1, 3, smallest - 1, smallest - 1))
     too_small = refusal({"model.name": name, "data.image_size": smallest - 1})
     assert too_small.endswith(f"is too small for model.name={name}: give at least {smallest}")
-
-
-def test_randaugment_needs_a_few_pixels():
-    ops = {
-        "model.name": "resnet18",
-        "augment.randaugment_ops": 2,
-        "augment.randaugment_magnitude": 9,
-    }
-    make_config({**ops, "data.train_sizes": ((0, 3),)})
-    assert refusal({**ops, "data.train_sizes": ((0, 2),)}) == (
-        "data.train_sizes=2 is too small for augment.randaugment_ops=2: give at least 3"
-    )
 
 
 @pytest.mark.parametrize(
