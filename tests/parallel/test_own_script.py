@@ -43,9 +43,10 @@ def launch(launcher: str, folder: Path, *words: str) -> "subprocess.CompletedPro
         ("local", ["--rate", "a b"], 0),
     ],
 )
-def test_own_script_runs_on_every_rank_with_its_arguments_and_ends_the_job_with_its_code(
+def test_own_script_runs_on_every_rank_with_its_arguments(
     launcher: str, words: list[str], code: int, tmp_path: Path
 ) -> None:
+    """And ends the job with its code."""
     done = launch(launcher, tmp_path, *words)
     assert done.returncode == code, done.stdout + done.stderr
     for rank in range(2):
