@@ -2,6 +2,7 @@
 
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Mapping
 
 WHOLE = r"[-+]?(0|[1-9][0-9]*)"
 DECIMAL = rf"({WHOLE}(\.[0-9]*)?|[-+]?\.[0-9]+)([eE][-+]?[0-9]+)?"
@@ -28,3 +29,8 @@ def decimal(text: str) -> float:
 def is_measure(value: object) -> bool:
     """Tell whether a value read from a file is a finite number that a float holds exactly enough; False for a bool."""
     return type(value) in (int, float) and abs(value) < 1e15  # type: ignore[arg-type]
+
+
+def has_measures(record: Mapping[str, object], *names: str) -> bool:
+    """Tell whether a record, perhaps of a damaged file or of another release, has such a number under each name."""
+    return all(is_measure(record.get(name)) for name in names)

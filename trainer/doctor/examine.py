@@ -8,10 +8,9 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.doctor.budget import STEPS_IN_BUDGET, Budget, Pace
-from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change, part_of_images
 from bigbatch.trainer.doctor.probes import Probe, Probes
 from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, compare
-from bigbatch.trainer.doctor.speedups import find_candidates
+from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, change, find_candidates, part_of_images
 from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
 
 IMAGES, TENSORS = "pictures", "tensors"

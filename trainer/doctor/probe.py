@@ -28,11 +28,10 @@ from bigbatch.trainer.build.whitening import fit_whitening_
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
-from bigbatch.trainer.doctor.always import measure_pinning, measure_update
-from bigbatch.trainer.doctor.candidates import change
 from bigbatch.trainer.doctor.exchange import ANSWERS, CONFIG, append, orders
+from bigbatch.trainer.doctor.measure import backward_of, flops_per_image, measure_pinning, measure_update, peak_flops
 from bigbatch.trainer.doctor.profile import profile_step
-from bigbatch.trainer.doctor.roofline import backward_of, flops_per_image, peak_flops
+from bigbatch.trainer.doctor.speedups import change
 from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.report import describe_input, input_record

@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from bigbatch.errors import DoctorError
-from bigbatch.trainer.doctor.candidates import Candidate
 from bigbatch.trainer.doctor.probes import Probe
+from bigbatch.trainer.doctor.speedups import Candidate
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -19,6 +20,8 @@ from bigbatch.trainer.input.report import MeasuredInput, Waited, hints
 WIDTH = 100
 """Width of a report that goes to a file."""
 Part = str | Table
+RIGHT = partial(Column, justify="right", no_wrap=True)
+"""A column of figures."""
 
 
 def print_report(findings: Findings, console: Console, *, config: Config, command: Sequence[str]) -> None:
@@ -63,16 +66,14 @@ def _limits(findings: Findings, rates: verdict.DoctorRates, config: Config) -> I
         )
         yield from hints(waited, MeasuredInput(tuple(found["ranks"]), settings), was_probed=True)
     yield ""
-    phases = Table("part of a step", "ms", "%", title="Where the step's time goes (first rank)")
+    phases = Table("part of a step", RIGHT("ms"), RIGHT("%"), title="Where the step's time goes (first rank)")
     seconds = findings.profile["seconds"]
     for name, taken in (*findings.profile["phases"].items(), ("the whole step", seconds)):
         phases.add_row(name, f"{1000 * taken:,.1f}", f"{taken / seconds:.1%}")
-    operators = Table("operator, without what it calls", "ms in a step", title="Operators that take most time")
+    operators = Table("operator, without what it calls", RIGHT("ms in a step"), title="Operators that take most time")
     for name, taken in findings.profile["operators"]:
         operators.add_row(Text(printable(name[:70])), f"{1000 * taken:,.1f}")
-    for table in (phases, operators):
-        _to_the_right(table.columns[1:])
-        yield table
+    yield from (phases, operators)
     if syncs := findings.profile["syncs"]:
         would = "makes" if findings.machine and findings.machine.is_gpu else "would make, on a GPU,"
         yield f"syncs: {would} the host wait:"
@@ -106,7 +107,8 @@ def _always(findings: Findings) -> Iterator[str]:
 def _speedups(findings: Findings, config: Config) -> Iterator[Part]:
     """Yield the table of speedups, and notes on its conditions and empty cells."""
     assert findings.noise is not None
-    table = Table("speedup", "now -> tried", "images/s", "gain", "memory", "", title="Known speedups, tried in turn")
+    figures = map(RIGHT, ("images/s", "gain", "memory"))
+    table = Table("speedup", "now -> tried", *figures, "", title="Known speedups, tried in turn")
     table.add_row("none", "the same again: noise", *_figures(findings.noise), "")
     failures = []
     for row in findings.rows:
@@ -119,7 +121,6 @@ def _speedups(findings: Findings, config: Config) -> Iterator[Part]:
         )
         if row.failure:
             failures.append(f"failed: {tried}: {row.failure}")
-    _to_the_right(table.columns[2:5])
     yield table
     yield from failures
     yield (
@@ -155,9 +156,3 @@ def _figures(found: Comparison) -> tuple[str, str, str]:
 
 def _gain(found: Comparison) -> str:
     return f"{100 * found.gain:+.1f}% ± {100 * found.spread:.1f}"
-
-
-def _to_the_right(columns: Sequence[Column]) -> None:
-    for column in columns:
-        column.justify = "right"
-        column.no_wrap = True

@@ -1,12 +1,11 @@
 """Read the records of a finished run, and convert them to MLPerf's log events."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from bigbatch.errors import RunFolderError
-from bigbatch.numbers import is_measure
+from bigbatch.numbers import has_measures
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.trust import TRUST
@@ -39,17 +38,14 @@ def read_run(rundir: RunDir) -> FinishedRun:
         at = float(record["time"]) if at is None else at + seconds
         records.append(record | {"time": at})
     starts = [record for record in records if record["kind"] == "start"]
-    evaluations = tuple(record for record in records if record["kind"] == "eval" and _is_whole(record))
+    evaluations = tuple(
+        record for record in records if record["kind"] == "eval" and has_measures(record, "step", "epoch", "top1")
+    )
     if not starts:
         raise RunFolderError(f"{rundir.metrics} does not say when the run started: train it with this version")
     if not evaluations:
         raise RunFolderError(f"{rundir.metrics} holds no evaluation yet: train on, at least for one")
     return FinishedRun(rundir, config, starts[0], evaluations)
-
-
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Tell whether an evaluation has its metrics; records of a damaged file are left out."""
-    return all(is_measure(record.get(name)) for name in ("step", "epoch", "top1"))
 
 
 def mlperf_events(run: FinishedRun, *, target_top1: float, division: str) -> list[Event]:

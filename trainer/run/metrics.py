@@ -1,14 +1,14 @@
 """Where numbers go: metrics.jsonl, the loggers, the plot."""
 
 import json
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.colours import COLOURS
 from bigbatch.files import open_to_append
+from bigbatch.numbers import has_measures
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir, read_records, writing
 from bigbatch.trainer.run.loggers import Guarded, figures_of
@@ -88,9 +88,9 @@ def draw_run(
     """
     from matplotlib.figure import Figure
 
-    train = [r for r in records if r["kind"] == "train" and _has_numbers(r, "epoch", "loss", "lr")]
-    evals = [r for r in records if r["kind"] == "eval" and _has_numbers(r, "epoch", "loss", "top1")]
-    noisy = [r for r in train if _has_numbers(r, "noise_scale", "noise_scale_low")]
+    train = [r for r in records if r["kind"] == "train" and has_measures(r, "epoch", "loss", "lr")]
+    evals = [r for r in records if r["kind"] == "eval" and has_measures(r, "epoch", "loss", "top1")]
+    noisy = [r for r in train if has_measures(r, "noise_scale", "noise_scale_low")]
     count = 4 if noisy else 3
     figure = Figure(figsize=(13 * count / 3, 4.4), layout="constrained")
     loss_axes, accuracy_axes, rate_axes, *noise_axes = panels = figure.subplots(1, count)
@@ -101,7 +101,7 @@ def draw_run(
         (accuracy_axes, evals, "top1", 100, "o-", EVAL_COLOUR, "top-1"),
         (rate_axes, train, "lr", 1, "-", TRAIN_COLOUR, None),
     ]
-    of_five = [r for r in evals if _has_numbers(r, "top5")]
+    of_five = [r for r in evals if has_measures(r, "top5")]
     if any(r["top5"] < 1 for r in of_five):  # of five classes or fewer it is always 1
         lines.append((accuracy_axes, of_five, "top5", 100, "s--", EVAL_COLOUR, "top-5"))
     for axes, rows, key, scale, style, color, label in lines:
@@ -128,13 +128,6 @@ def draw_run(
     return figure
 
 
-def _has_numbers(record: Mapping[str, Any], *names: str) -> bool:
-    """Tell whether a record can be drawn: one of another release, or edited, is no reason to end a run by its plot."""
-    return all(
-        isinstance(value := record.get(name), int | float) and abs(value) <= sys.float_info.max for name in names
-    )
-
-
 def _draw_noise_scale(axes: "Axes", rows: Sequence[dict[str, Any]], *, global_batch_size: int | None) -> None:
     """Draw the running noise scale with its band, which goes to the top where it has no bound."""
     epochs, values = [r["epoch"] for r in rows], [max(1.0, r["noise_scale"]) for r in rows]
@@ -147,7 +140,7 @@ def _draw_noise_scale(axes: "Axes", rows: Sequence[dict[str, Any]], *, global_ba
     axes.fill_between(
         epochs,
         [max(low, r["noise_scale_low"]) for r in rows],
-        [min(10 * high, r["noise_scale_high"]) if _has_numbers(r, "noise_scale_high") else 10 * high for r in rows],
+        [min(10 * high, r["noise_scale_high"]) if has_measures(r, "noise_scale_high") else 10 * high for r in rows],
         color=TRAIN_COLOUR,
         alpha=0.2,
         linewidth=0,

@@ -14,9 +14,9 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor.budget import Budget, Pace
-from bigbatch.trainer.doctor.candidates import change, part_of_images
 from bigbatch.trainer.doctor.examine import IMAGES, Examination, Findings
 from bigbatch.trainer.doctor.probes import Probes
+from bigbatch.trainer.doctor.speedups import change, part_of_images
 
 FACTS = {
     "device": "cpu",

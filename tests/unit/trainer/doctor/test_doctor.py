@@ -19,14 +19,13 @@ from bigbatch.errors import ConfigError, DoctorError, RunFolderError
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import KEYS, Config
 from bigbatch.trainer.doctor import consult, speedups, verdict
-from bigbatch.trainer.doctor.candidates import Candidate, Machine, Unmeasured, change, part_of_step
 from bigbatch.trainer.doctor.consult import main
 from bigbatch.trainer.doctor.examine import Examination, Findings, describe
 from bigbatch.trainer.doctor.probes import Probes, Turn
 from bigbatch.trainer.doctor.profile import covered
 from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, compare
 from bigbatch.trainer.doctor.report import print_report
-from bigbatch.trainer.doctor.speedups import find_candidates
+from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, change, find_candidates, part_of_step
 
 CPU = Machine(device="cpu", device_type="cpu", capability=None, num_cores=4, world_size=1)
 GPU = Machine(device="a GPU", device_type="cuda", capability=(9, 0), num_cores=16, world_size=1)

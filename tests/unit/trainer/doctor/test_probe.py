@@ -26,11 +26,17 @@ from bigbatch.trainer.build.job import join_job
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import lookup
 from bigbatch.trainer.datasets.generated import write_dataset
-from bigbatch.trainer.doctor.always import OF_TORCH, make_step, measure_pinning, measure_update
 from bigbatch.trainer.doctor.exchange import ORDERS, append, orders
+from bigbatch.trainer.doctor.measure import (
+    OF_TORCH,
+    flops_per_image,
+    make_step,
+    measure_pinning,
+    measure_update,
+    peak_flops,
+)
 from bigbatch.trainer.doctor.probe import _Probe, splits_again, with_generated
 from bigbatch.trainer.doctor.profile import PREPARE, REPLAYED, REST
-from bigbatch.trainer.doctor.roofline import flops_per_image, peak_flops
 from bigbatch.trainer.doctor.syncs import FindSyncs
 from bigbatch.trainer.input.loaders.resident import ResidentLoader
 from bigbatch.trainer.input.prepare_batch import Prepared
