@@ -1,4 +1,4 @@
-"""Identify the boot of this machine: the same for all processes on one kernel, also in different containers."""
+"""Identify the boot of this machine, which all containers on one kernel share, and a process within it."""
 
 from pathlib import Path
 
@@ -11,3 +11,14 @@ def boot_id() -> str:
         return BOOT.read_text().strip()
     except OSError:
         return ""
+
+
+def start_ticks(pid: int | str) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it has ended, or is a zombie."""
+    # not psutil's create_time(): seconds since 1970, which another process computes otherwise once the clock was set
+    try:
+        # after the last ): the program's name in parentheses may hold blanks and )
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(fields[18])

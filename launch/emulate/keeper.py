@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from bigbatch.boot import boot_id
+from bigbatch.boot import boot_id, start_ticks
 from bigbatch.files import write_new
 from bigbatch.launch.emulate import namespaces
 from bigbatch.launch.emulate.plan import ClusterPlan, host, hosts_file
 from bigbatch.launch.emulate.programs import build_commands, port
-from bigbatch.launch.emulate.state import EmulatedCluster, save, start_ticks
+from bigbatch.launch.emulate.state import EmulatedCluster, save
 from bigbatch.launch.emulate.switch import forward, open_port
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bigbatch.boot import boot_id
+from bigbatch.boot import boot_id, start_ticks
 from bigbatch.comm.rendezvous.environ import runtime_folder
 from bigbatch.errors import EmulationError
 from bigbatch.files import mode_of_own, parse_json, write_whole
@@ -68,17 +68,6 @@ def load(folder: Path) -> EmulatedCluster | None:
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-
-
-def start_ticks(pid: int | str) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended, or is a zombie."""
-    # not psutil's create_time(): seconds since 1970, which another process computes otherwise once the clock was set
-    try:
-        # after the last ): the program's name in parentheses may hold blanks and )
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def is_alive(cluster: EmulatedCluster) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Event, Thread
 
-from bigbatch.boot import boot_id
+from bigbatch.boot import boot_id, start_ticks
 from bigbatch.comm.rendezvous.environ import slurm_job, start_of_launcher
 from bigbatch.errors import RunFolderError
 from bigbatch.files import open_plain, parse_json, read_plain, write_new, write_whole
@@ -84,7 +84,7 @@ def own_claim() -> Claim:
         user=user,
         host=socket.gethostname(),
         pid=os.getpid(),
-        born=_born(os.getpid()) or "",
+        born=str(start_ticks(os.getpid()) or ""),
         kernel=kernel,
         job=job,
         restart=restart,
@@ -218,7 +218,7 @@ def _lives(owner: Claim, claim: Claim) -> bool | None:
     if owner.has_ended or (owner.job and owner.job == claim.job and owner.restart < claim.restart):
         return False
     if owner.kernel and owner.kernel == claim.kernel:
-        return owner.folder == claim.folder and _born(owner.pid) == owner.born
+        return owner.folder == claim.folder and str(start_ticks(owner.pid)) == owner.born
     return None
 
 
@@ -274,13 +274,3 @@ def _create(path: Path, text: bytes) -> bool:
         return False
     finally:
         aside.unlink()
-
-
-def _born(pid: int) -> str | None:
-    """Return when a process began, in ticks since the boot; None where it has ended, seen by its parent or not."""
-    try:
-        # its name, in parentheses, may hold anything
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return None
-    return None if state in "ZX" else fields[18]

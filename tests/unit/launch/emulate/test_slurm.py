@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 
-from bigbatch.boot import boot_id
+from bigbatch.boot import boot_id, start_ticks
 from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, slurm_start
 from bigbatch.launch.emulate.plan import ClusterPlan
 from bigbatch.launch.emulate.slurm import log_path, parse_states, slurm_commands, slurm_conf, slurm_environ
-from bigbatch.launch.emulate.state import EmulatedCluster, load, save, start_ticks, state_root
+from bigbatch.launch.emulate.state import EmulatedCluster, load, save, state_root
 from bigbatch.launch.start import main
 
 UNEVEN = ClusterPlan("box", (3, 1), None, slurm=True)

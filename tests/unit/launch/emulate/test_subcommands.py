@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 
-from bigbatch.boot import boot_id
+from bigbatch.boot import boot_id, start_ticks
 from bigbatch.errors import EmulationError, LaunchOptionError
 from bigbatch.launch.emulate import cluster, subcommands
 from bigbatch.launch.emulate.plan import ClusterPlan
-from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save, start_ticks, state_root
+from bigbatch.launch.emulate.state import EmulatedCluster, is_alive, load, save, state_root
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.start import main
 

@@ -103,18 +103,6 @@ def test_owner_that_is_dead_here_is_replaced_at_once(clock: Clock, tmp_path: Pat
     assert clock.now == 100
 
 
-def test_owner_that_waits_for_its_parent_to_look_is_dead(clock: Clock, tmp_path: Path) -> None:
-    process = os.fork()
-    if process == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    lay(tmp_path, replace(HERE, pid=process, born="1"))
-    assert module._born(process) is None
-    may_take(tmp_path)
-    os.waitpid(process, 0)
-    assert clock.now == 100
-
-
 def test_owner_that_dies_while_it_is_waited_for_is_replaced(clock: Clock, tmp_path: Path) -> None:
     """As the first rank of a job that has lost another one, and says so before it ends."""
     held = take(tmp_path, HERE)
