@@ -240,7 +240,6 @@ def check_reproducible(run: RunConfig, batch: BatchConfig, compute: ComputeConfi
         )
     refused = (
         ("compute.compile", compute.compile, "null", "chooses kernels by the machine"),
-        ("compute.cuda_graph", compute.cuda_graph or None, "false", "has not been tried with sums on a grid"),
         ("comm.wire_dtype", comm.wire_dtype, "null", "rounds gradients, and sums of integers must not be rounded"),
     )
     for key, value, remedy, why in refused:

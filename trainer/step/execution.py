@@ -29,7 +29,7 @@ class Execution(Protocol):
     """Runs the work of a step."""
 
     measures_waits: bool
-    """Whether the reducer's ExposedTime measures waits for other ranks."""
+    """Whether Python sees each step, so that the reducer can measure waits, and count what its grid rounds to 0."""
 
     def __call__(self, work: Work, microbatches: Iterator[tuple[Prepared, bool]]) -> Tensor:
         """Run the work once and return what it does."""

@@ -33,7 +33,8 @@ class TrainStep:
     def __call__(self, step: int, stream: InputStream) -> None:
         """Set the learning rate, train on this rank's microbatches, and update the average of the weights."""
         self.parts.set_lr_(step=step)
-        self.parts.reducer.count_underflow(self.plan.is_report(step + 1))
+        # a replay would count in each step, or in none
+        self.parts.reducer.count_underflow(self.plan.is_report(step + 1) and self.parts.execution.measures_waits)
         # before what is captured: all microbatches but the last are then the same work
         self.parts.reducer.zero_grad()
         self.parts.accumulation.start_over()

@@ -1,5 +1,6 @@
 """A run whose steps are captured and replayed ends with the bits of one whose steps are not."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -50,7 +51,9 @@ CASES: dict[str, dict[str, str]] = {
 }
 
 
-def make_run(tmp_path: Path, settings: dict[str, str], *, num_microbatches: int = 1) -> tuple[Plan, Parts]:
+def make_run(
+    tmp_path: Path, settings: dict[str, str], *, num_microbatches: int = 1, words: tuple[str, ...] = ()
+) -> tuple[Plan, Parts]:
     """The rates of the schedule, of 4 steps up and 4 down, have few digits: fp32 holds them as fp64 does."""
     schedule = {"name": "one_cycle", "base_lr": "0.25", "warmup_epochs": "4", "power": "null", "end_lr": "0.0"}
     arguments = [
@@ -66,6 +69,7 @@ def make_run(tmp_path: Path, settings: dict[str, str], *, num_microbatches: int 
         "--data.bind_numa=false",
         *(f"--schedule.{key}={value}" for key, value in schedule.items()),
         *(f"--optimizer.{key}={value}" for key, value in settings.items()),
+        *words,
     ]
     config = load_config(arguments)
     communicator, tuned = join_job(config, ALONE)
@@ -134,10 +138,11 @@ def run_both(
     change: Callable[[Parts], object] = lambda parts: None,
     *,
     num_microbatches: int = 1,
+    words: tuple[str, ...] = (),
 ) -> tuple[Outcome, Outcome, RecordedCapture]:
     outcomes, capture = [], RecordedCapture()
     for is_captured in (False, True):
-        plan, parts = make_run(tmp_path, settings, num_microbatches=num_microbatches)
+        plan, parts = make_run(tmp_path, settings, num_microbatches=num_microbatches, words=words)
         change(parts)
         if is_captured:
             parts = replace(parts, execution=captured(capture, parts))
@@ -173,6 +178,39 @@ def test_cuda_graph_of_several_microbatches_ends_with_the_same_bits(
     assert len({record["loss"] for record in at_once.records}) == len(at_once.records) > 3
     assert (capture.num_warm_ups, capture.num_captures) == (WARM_UP_STEPS, 2)
     assert capture.num_replays == num_microbatches * (NUM_STEPS - WARM_UP_STEPS)
+
+
+def read_sums_as_on_a_gpu(parts: Parts) -> None:
+    """After all have come, by the thread that captures."""
+    parts.reducer.grid_sums._reads_on_arrival = False
+
+
+@pytest.mark.parametrize("name", ["lars fp32", "sgd fp16"])
+def test_cuda_graph_keeps_the_bits_of_a_reproducible_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums on the grid: of gradients, statistics and losses. With one law for both, any division has these bits."""
+    # as on a GPU, where the host does not look whether numbers are beyond the grid
+    monkeypatch.setattr(torch, "aminmax", lambda steps_N: (math.inf,))
+
+    def source() -> Iterator[Batch]:
+        return batches((16,) * NUM_STEPS * 3)
+
+    try:
+        at_once, replayed, capture = run_both(
+            tmp_path,
+            CASES[name],
+            source,
+            read_sums_as_on_a_gpu,
+            num_microbatches=3,
+            words=("--run.reproducible=true",),
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    require_same_bits(replayed, at_once)
+    assert capture.num_replays == 3 * (NUM_STEPS - WARM_UP_STEPS)
+    assert {record["grid_underflow_fraction"] for record in replayed.whole_records} == {None}
+    assert None not in {record["grid_underflow_fraction"] for record in at_once.whole_records}
 
 
 @pytest.mark.parametrize(("num_microbatches", "num_captures"), [(1, 1), (2, 2), (16, 2), (64, 2)])
