@@ -52,7 +52,13 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_run(
-    tmp_path: Path, settings: dict[str, str], *, is_captured: bool, nccl: bool, num_microbatches: int = 1
+    tmp_path: Path,
+    settings: dict[str, str],
+    *,
+    is_captured: bool,
+    nccl: bool,
+    num_microbatches: int = 1,
+    words: tuple[str, ...] = (),
 ) -> tuple[Plan, Parts]:
     config = load_config(
         [
@@ -61,6 +67,7 @@ def make_run(
             *("--schedule.base_lr=0.5", "--schedule.warmup_epochs=8", "--compute.cudnn_benchmark=false"),
             f"--compute.cuda_graph={str(is_captured).lower()}",
             *(f"--optimizer.{key}={value}" for key, value in settings.items()),
+            *words,
         ]
     )
     communicator, tuned = join_job(config, ALONE)
@@ -145,6 +152,27 @@ def test_graph_captures_sums_of_nccl(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["lars fp32", "lars sharded fp16", "sgd fp16"])
 def test_graph_of_several_microbatches(name: str, num_microbatches: int, tmp_path: Path) -> None:
     require_same_way(tmp_path, CASES[name], nccl=True, num_microbatches=num_microbatches)
+
+
+def test_graph_keeps_the_bits_of_a_reproducible_run(tmp_path: Path) -> None:
+    """The rates of these steps are multiples of 1/16: fp32 holds them."""
+    ends = []
+    try:
+        for is_captured in (False, True):
+            plan, parts = make_run(
+                tmp_path,
+                {},
+                is_captured=is_captured,
+                nccl=False,
+                num_microbatches=3,
+                words=("--run.reproducible=true",),
+            )
+            way_of(plan, parts, sizes=(32,) * 8)
+            ends.append(torch.cat([weights_of(parts), parts.statistics.running_N.double()]))
+            parts.close()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*ends)
 
 
 def test_graph_of_each_size_of_images(tmp_path: Path) -> None:
