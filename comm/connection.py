@@ -95,8 +95,8 @@ def _count_gpus() -> int:
             major, minor = divmod(int(found[1]) // 10, 100)
             raise CommError(
                 f"the NVIDIA driver supports CUDA {major}.{minor}, and this torch was built for CUDA "
-                f"{torch.version.cuda}: update the driver, install a torch for CUDA {major}.{minor} or earlier, or "
-                f"{ON_CPU}"
+                f"{torch.version.cuda}: update the driver, install a torch for CUDA {major}.{minor} or earlier "
+                f"(docs/install.md; in a checkout: make clean, then make train CUDA={major}), or {ON_CPU}"
             ) from None
     return 0
 

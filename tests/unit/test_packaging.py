@@ -68,7 +68,10 @@ def test_wheel_holds_all_rooms_as_real_files(wheel: Path) -> None:
     assert all(held[name] == path.read_bytes() for name, path in expected.items())
 
 
-EXTRAS = {"dali", "mpi", "horovod", "tune", "verify", "export", "energy", "huggingface", "wandb", "docs", "dev"}
+EXTRAS = {"dali", "dali-cuda12", "mpi", "horovod", "tune", "verify", "export", "energy", "huggingface", "wandb"} | {
+    "docs",
+    "dev",
+}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,8 @@ def test_extras_leave_out_what_a_platform_lacks(wheel: Path, platform: str, mach
         if r.marker and r.marker.evaluate({**here, "extra": extra})
     }
     assert chosen == expected
+    old = {r.name for r in required if r.marker and r.marker.evaluate({**here, "extra": "dali-cuda12"})}
+    assert old == {name.replace("cuda130", "cuda120") for name in expected if "dali" in name}
 
 
 def test_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
@@ -141,6 +146,16 @@ def test_train_starts_as_many_ranks_as_told() -> None:
     text = subprocess.run(command, cwd=ROOT, env=CLEAN, check=True, capture_output=True, text=True).stdout
     assert "launch mpirun --ranks 4 -- train --config quickstart" in text
     assert "--data.loader torchvision" in text  # there is no DALI
+
+
+def test_make_installs_no_cuda_13_for_an_old_driver() -> None:
+    command = ["make", "--dry-run", "--always-make", ".venv/ready", "CUDA=12", "TORCH_INDEX=https://mirror/cu126"]
+    text = subprocess.run(command, cwd=ROOT, env=CLEAN, check=True, capture_output=True, text=True).stdout
+    torch, kept, rest = text.splitlines()[-4:-1]
+    assert torch.endswith("pip install --quiet --index-url https://mirror/cu126 torch torchvision")
+    assert kept.endswith("keep_base.py constraints.txt >.venv/constraints.txt")
+    assert "-c .venv/constraints.txt" in rest
+    assert "-e '.[dali-cuda12,mpi,dev]'" in rest
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

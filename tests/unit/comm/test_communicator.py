@@ -24,6 +24,7 @@ from bigbatch.comm.connection import choose_device, connect, make_wire, only_gpu
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.errors import CommError
+from bigbatch.trainer.machine.gpu_driver import find_gpu, read_clock
 
 CPU = torch.device("cpu")
 TABLE = HybridTable((HybridRow(64, "doubling"), HybridRow(None, "ring")))
@@ -303,11 +304,24 @@ def test_device_driver_too_old_for_torch_is_said_instead_of_training_on_the_cpu(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(
-                CommError, match=naming("CUDA 12.8", "CUDA 13.0", "driver", "comm.backend", "gloo", "--device cpu")
+                CommError,
+                match=naming("CUDA 12.8", "CUDA 13.0", "driver", "make train CUDA=12", "gloo", "--device cpu"),
             ):
                 choose_device(ALONE, backend=backend)
     for proposed in (choose_device(ALONE, backend="gloo"), choose_device(replace(ALONE, keeps_to_cpu=True))):
         assert proposed == CPU, "as the message proposes"
+
+
+def test_device_of_a_torch_for_rocm_is_called_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's GPUs; nothing asks for a version of CUDA or for NVIDIA's driver."""
+    PlayedGpus(2, monkeypatch=monkeypatch)
+    monkeypatch.setattr(torch.version, "hip", "7.1.25424", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    device = choose_device(ALONE)
+    assert device == torch.device("cuda", 0)
+    assert read_clock(device) is None
+    assert find_gpu(device) is None
 
 
 @pytest.mark.parametrize(

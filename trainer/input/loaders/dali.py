@@ -41,9 +41,11 @@ class DaliDecoder:
     ) -> None:
         """Set up DALI. hardware_share: of the JPEGs, those that a GPU's decoding engine takes where it has one.
 
-        Raises: ConfigError if DALI is not installed.
+        Raises: ConfigError if DALI is not installed, or for a GPU of AMD.
         """
         _import_dali()
+        if device_id is not None and torch.version.hip:
+            raise ConfigError("data.loader=dali needs an NVIDIA GPU, and this torch is for ROCm: set torchvision there")
         self._build = partial(
             _build_pipeline,
             self._feed,
@@ -186,8 +188,9 @@ def _import_dali() -> tuple[Any, Any, Any]:
     try:
         from nvidia.dali import Pipeline, fn, types
     except ImportError as error:
+        extra = "dali-cuda12" if (torch.version.cuda or "").startswith("12") else "dali"
         raise ConfigError(
-            f"data.loader=dali needs NVIDIA DALI ({error}): pip install 'bigbatch[dali]', or set data.loader to "
+            f"data.loader=dali needs NVIDIA DALI ({error}): pip install 'bigbatch[{extra}]', or set data.loader to "
             "torchvision"
         ) from error
     return Pipeline, fn, types

@@ -237,10 +237,20 @@ def test_loaders_the_size_is_that_of_the_requests_epoch(make, index, monkeypatch
                 assert apart_B.max() <= (0 if is_exact(loader) else 1.0)
 
 
-def test_loaders_dali_missing_names_the_extra(monkeypatch, index):
+@pytest.mark.parametrize(("cuda", "extra"), [("13.0", "dali"), ("12.6", "dali-cuda12"), (None, "dali")])
+def test_loaders_dali_missing_names_the_extra(monkeypatch, index, cuda, extra):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    with pytest.raises(ConfigError, match=naming("data.loader=dali", "pip install 'bigbatch[dali]'")):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError, match=naming("data.loader=dali", f"pip install 'bigbatch[{extra}]'")):
         make_image_loader("dali", index, **SETTINGS)
+
+
+def test_loaders_dali_is_refused_for_a_gpu_of_amd(monkeypatch, index):
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    monkeypatch.setattr(torch.version, "hip", "7.1.25424", raising=False)
+    make_image_loader("dali", index, **SETTINGS)  # on the CPU
+    with pytest.raises(ConfigError, match=naming("data.loader=dali", "ROCm", "torchvision")):
+        make_image_loader("dali", index, **SETTINGS, device_id=0)
 
 
 def test_loaders_a_loader_that_does_not_exist_is_refused(index):
