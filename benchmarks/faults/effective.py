@@ -6,12 +6,11 @@ Each way trains a ResNet-18 on emulated nodes, one rank each, which needs what `
 that is drawn gets SIGKILL at moments that are drawn, or as soon as it runs again: one every --mean-seconds, on average.
 What the last one cost is waited for. The share is the number of steps of the state at the end, times what a step takes
 where nothing fails, of the time from the first step on. A failure's cost is the time until the job is as far as it was.
-Name ways to measure these alone; torchft is among them where it is installed.
+Name ways to measure these alone.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -130,8 +129,6 @@ def main() -> None:
         }
         cost = f"{statistics.median(cost for cost, _ in costs):.1f} s each" if costs else "none made good"
         print(f"{way.what:45} {100 * share:5.1f}%  {len(course.strikes)} failures, {cost}", file=sys.stderr)
-    if "torchft" not in known:
-        print("torchft is not installed here: left out", file=sys.stderr)
     if options.plot and found:
         plot(found, options)
     write_record(options.out, {"benchmark": "effective time", "conditions": facts, "ways": found})
@@ -142,7 +139,7 @@ def main() -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", metavar="WAY", help="memory, disk, torchrun, torchrun-often, torchft (all)")
+    parser.add_argument("ways", nargs="*", metavar="WAY", help="memory, disk, torchrun, torchrun-often (all)")
     parser.add_argument("--nodes", type=at_least(2), default=2)
     parser.add_argument("--seconds", type=at_least(1), default=240, help="time of each way, from its first steps on")
     parser.add_argument("--mean-seconds", type=at_least(1), default=60, help="between two failures")
@@ -191,19 +188,13 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
         script = ["-m", "benchmarks.faults.ddp", "--folder", str(folder), "--save-every", str(save_every), *peer]
         return [*emulate, "--python", "--", *agent, *script]
 
-    def torchft(folder: Path) -> list[str]:
-        return [*emulate, "--python", "--", "-m", "benchmarks.faults.torchft_ddp", "--folder", str(folder), *peer]
-
     memory, epoch = options.memory_steps, options.epoch_steps
-    found = {
+    return {
         "memory": Way(f"ours, a copy in memory every {memory} steps", partial(ours, memory=memory), look_at_run),
         "disk": Way(f"ours, a checkpoint every {epoch} steps", partial(ours, memory=0), look_at_run),
         "torchrun": Way(f"DDP, a checkpoint every {epoch} steps", partial(torchrun, save_every=epoch), look_at_note),
         "torchrun-often": Way(f"DDP, a checkpoint every {memory}", partial(torchrun, save_every=memory), look_at_note),
     }
-    if importlib.util.find_spec("torchft"):
-        found["torchft"] = Way("torchft", torchft, look_at_note)
-    return found
 
 
 def look_at_run(folder: Path) -> tuple[float, float] | None:
@@ -302,17 +293,17 @@ def strike(mark: str, rank: int) -> bool:
     """Kill a rank; return False if there is none at the moment. Processes that a rank started are younger than it."""
     for pid, environ in marked(mark):
         with contextlib.suppress(OSError):
-            if environ.get("RANK") != str(rank) or is_agent(pid, environ):
+            if environ.get("RANK") != str(rank) or is_agent(pid):
                 continue
             os.kill(pid, signal.SIGKILL)
             return True
     return False
 
 
-def is_agent(pid: int, environ: dict[str, str]) -> bool:
+def is_agent(pid: int) -> bool:
     """Tell whether a process starts ranks again, and is not a rank."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return any(agent in words for agent in AGENTS) or (b"torchft_ddp" in words and "BENCHMARK_WORKER" not in environ)
+    return any(agent in words for agent in AGENTS)
 
 
 def plot(found: dict[str, Any], options: argparse.Namespace) -> None:

@@ -2,9 +2,7 @@
 
 import io
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +13,7 @@ from PIL import Image
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.augment.crops import random_resized_crop
 from bigbatch.trainer.input.base import Loader, Request
-from bigbatch.trainer.input.formats import encoded_size, open_image
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
-from bigbatch.trainer.input.loaders.encoded import resize_into
 from bigbatch.trainer.input.order import ImageIndex
 
 OURS = ("our_dali", "our_pillow")
@@ -187,46 +183,6 @@ def torchvision_recipe(work: Work) -> Draw:
     return lambda number: iter(batches)
 
 
-def simplejpeg_threads(work: Work) -> Draw:
-    """Decode with simplejpeg (libjpeg-turbo) at the smallest scale that leaves the box large enough; torch resizes."""
-    import simplejpeg
-
-    crop, size = random_resized_crop(seed=0), work.image_size
-    pool = ThreadPoolExecutor(work.threads)
-
-    def scaled(data: bytes, box: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        need = min(1.0, max(size / box[2], size / box[3]))
-        pixels_HWC = simplejpeg.decode_jpeg(data, "RGB", min_height=int(height * need), min_width=int(width * need))
-        # a scaled side is rounded up, so the box stays inside
-        box = (box * (pixels_HWC.shape[0] / height)).astype(int).clip(0)
-        box[2:] = box[2:].clip(1)
-        return pixels_HWC, box
-
-    def load(position: int, number: int) -> np.ndarray:
-        data, name = work.index.read(position), work.index.name(position)
-        height, width = encoded_size(data, path=name)
-        boxes_B4, flips_B = crop(number, np.array([position]), np.array([[height, width]]))
-        try:
-            pixels_HWC, box = scaled(data, boxes_B4[0], height, width)
-        except ValueError:  # a PNG, or a JPEG in CMYK
-            pixels_HWC, box = np.array(open_image(data, path=name).convert("RGB")), boxes_B4[0]
-        top, left, height, width = box.tolist()
-        resized_HWC = np.empty((size, size, 3), np.uint8)
-        resize_into(resized_HWC, pixels_HWC[top : top + height, left : left + width], flip=bool(flips_B[0]))
-        return resized_HWC
-
-    def draw(number: int) -> Iterator[Any]:
-        in_flight: deque[list[Future[np.ndarray]]] = deque()
-        for positions_B in random_positions(work, number):
-            in_flight.append([pool.submit(load, position, number) for position in positions_B.tolist()])
-            if len(in_flight) > work.prefetch_batches:
-                yield np.stack([each.result() for each in in_flight.popleft()])
-        for batch in in_flight:
-            yield np.stack([each.result() for each in batch])
-
-    return draw
-
-
 def bare_decoder(work: Work) -> Draw:
     """Decode whole images from memory with Pillow's libjpeg-turbo in one thread: no crop, no resize."""
 
@@ -246,6 +202,5 @@ MAKERS: dict[str, Callable[[Work], Draw]] = {
     "our_pillow": our_pillow,
     "bare_dali": bare_dali,
     "torchvision": torchvision_recipe,
-    "simplejpeg": simplejpeg_threads,
     "limit_pillow_whole_picture": bare_decoder,
 }

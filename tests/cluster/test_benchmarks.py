@@ -73,16 +73,6 @@ def test_benchmarks_of_comm_run_and_are_summarised(emulate: Emulate, pair: Emula
         assert heading in text
 
 
-def test_benchmark_of_preflight_runs(tmp_path: Path) -> None:
-    """Once each. Whether preflight is right every time is not asked here: other tests run beside it."""
-    out = tmp_path / "out.json"
-    done = run_benchmark("preflight", "--trials", 1, "--out", out, timeout=280)
-    assert out.exists(), done.stdout + done.stderr
-    results = json.loads(out.read_text())["results"]
-    trials = dict.fromkeys(("none", "slow node", "slow link"), 1)
-    assert {name: result["trials"] for name, result in results.items()} == trials
-
-
 def test_effective_time_of_a_job_that_is_struck(tmp_path: Path) -> None:
     """Ours and torchrun's, each with one failure; what the figures are is asked of a machine that does nothing else."""
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"

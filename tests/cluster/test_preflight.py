@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slowed_node import slowed
 
-from benchmarks.preflight import slowed
 from bigbatch.launch.emulate import cluster as clusters
 from bigbatch.launch.emulate.plan import make_plan
 from bigbatch.launch.emulate.state import EmulatedCluster, state_root

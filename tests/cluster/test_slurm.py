@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from slowed_node import slowed
 
-from benchmarks.preflight import slowed
 from bigbatch.comm.rendezvous.environ import expand_hostlist
 from bigbatch.errors import EmulationError
 from bigbatch.launch.emulate import cluster as clusters

@@ -3,12 +3,8 @@
 import argparse
 import json
 import sys
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from benchmark_process import run_benchmark
 from PIL import Image
@@ -42,29 +38,6 @@ def test_spread_and_its_line():
 
 
 # --- decode ---
-
-
-class FakeJpeg(SimpleNamespace):
-    """simplejpeg by way of Pillow: decodes RGB only, and counts the images that wait."""
-
-    def decode_jpeg(self, data, colorspace, min_height, min_width):
-        with self.lock:
-            self.calls += 1
-        path = self.folder / f"{threading.get_ident()}-{time.monotonic_ns()}"
-        path.write_bytes(data)
-        image = Image.open(path)
-        if image.format != "JPEG" or image.mode == "CMYK":
-            raise ValueError("colorspace is not supported")
-        return np.array(image.convert(colorspace))
-
-
-@pytest.fixture
-def simplejpeg(tmp_path, monkeypatch):
-    folder = tmp_path / "seen"
-    folder.mkdir()
-    module = FakeJpeg(lock=threading.Lock(), calls=0, folder=folder)
-    monkeypatch.setitem(sys.modules, "simplejpeg", module)
-    return module
 
 
 @pytest.mark.long
