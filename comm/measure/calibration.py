@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -21,14 +22,12 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.measure.sizes import make_table, measure_times, sizes_below
 from bigbatch.comm.rendezvous.environ import nccl_settings
 from bigbatch.comm.tuning.conditions import cpu_name, device_name, gather_cluster, link_rates, nccl_version, num_cores
+from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
 from bigbatch.comm.tuning.tuned import CHANGES, complete_cluster
-from bigbatch.files import parse_json, read_own, write_own
 
 FORMAT = "bigbatch calibration 1"
 SECONDS = 10.0
 """How much longer the first start on a cluster may take in total."""
-MOST_SHOWN = 100
-"""Most characters of a difference, in the line that reports it."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,9 @@ def calibrate(
     path = folder / f"{communicator.backend.name}-{size}-{digest}.json" if folder else None
     record, told = None, ""
     if is_first and not is_fresh:
-        record, told = _look([each for each in (kept, path) if each], facts=facts, algorithms=communicator.algorithms)
-    record, told = _from_first(communicator, [record, told])
+        check = partial(_require_valid, facts=facts, algorithms=communicator.algorithms)
+        record, told = find_record([each for each in (kept, path) if each], form=FORMAT, check=check)
+    record, told = from_first(communicator, [record, told])
     if record is None:
         sizes = sizes_below(buffer_bytes)
         times = measure_times(communicator, sizes, dtype=torch.float32, start=start, seconds=seconds)
@@ -89,14 +89,9 @@ def calibrate(
                     for size, at_size in sorted(times.items())
                 },
             }
-            told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {_store(path, record)}"
-        record, told = _from_first(communicator, [record, told])
-    return Calibration(HybridTable.from_rows(record["table"]), told, _as_text(record))
-
-
-def _from_first(communicator: Communicator, value: Any) -> Any:
-    """Return rank 0's value, which must be JSON. Collective."""
-    return json.loads(communicator.gather_text(json.dumps(value) if communicator.rank == 0 else "")[0])
+            told += f"measured in {took:.1f} s{_left_out(times, sizes)} and {store_record(path, record)}"
+        record, told = from_first(communicator, [record, told])
+    return Calibration(HybridTable.from_rows(record["table"]), told, as_text(record))
 
 
 def _left_out(times: Times, sizes: Sequence[int]) -> str:
@@ -130,56 +125,9 @@ def _collect_facts(communicator: Communicator, *, interface: str | None) -> dict
     return dict(json.loads(json.dumps(facts)))  # tuples become lists, as in the file
 
 
-def _look(
-    paths: Sequence[Path], *, facts: dict[str, Any], algorithms: Collection[str]
-) -> tuple[dict[str, Any] | None, str]:
-    """Read the first valid file; return its record and origin, or None and the error of each file."""
-    complaints = ""
-    for path in paths:
-        try:
-            record = _parse(read_own(path), facts=facts, algorithms=algorithms)
-            return record, f"{complaints}{path}, measured {record['date']}"
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            complaints += f"{path} is not read ({error.strerror}); "
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            complaints += f"{path} is not taken ({' '.join(str(error).split())}); "
-    return None, complaints
-
-
-def _parse(data: bytes, *, facts: dict[str, Any], algorithms: Collection[str]) -> dict[str, Any]:
-    record = parse_json(data)
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"it is not of the form {FORMAT!r}")
-    if difference := _difference({**record, "cluster": complete_cluster(record["cluster"])}, facts):
+def _require_valid(record: dict[str, Any], *, facts: dict[str, Any], algorithms: Collection[str]) -> None:
+    """Raise ValueError, KeyError or TypeError for a table that does not hold here."""
+    if difference := difference_of({**record, "cluster": complete_cluster(record["cluster"])}, facts):
         raise ValueError(f"it is of another cluster, or of other settings: {difference}")
-    datetime.fromisoformat(record["date"])  # it is shown
     if not set(HybridTable.from_rows(record["table"]).algorithms) <= set(algorithms):
         raise ValueError("it is damaged")
-    return record
-
-
-def _difference(there: Any, here: Any, *, name: str = "it") -> str:
-    """Return the first fact that differs, with its values if they are short; "" if all are equal."""
-    if isinstance(here, dict) and isinstance(there, dict):
-        return next(filter(None, (_difference(there.get(key), here[key], name=key) for key in here)), "")
-    if there == here:
-        return ""
-    values = f"{there!r} there, {here!r} here"
-    return f"{name} {values}" if len(values) <= MOST_SHOWN else name
-
-
-def _store(path: Path | None, record: dict[str, Any]) -> str:
-    """Write the file; return a text that says whether it was stored."""
-    if path is None:
-        return "not stored: there is no home folder"
-    try:
-        write_own(path, _as_text(record).encode())
-    except OSError as error:
-        return f"not stored in {path}: {error.strerror}"
-    return f"stored in {path} for later starts"
-
-
-def _as_text(record: dict[str, Any]) -> str:
-    return json.dumps(record, indent=1) + "\n"

@@ -302,10 +302,10 @@ def keep_compiled_code(environ: MutableMapping[str, str] = os.environ, *, torchs
     return Path(environ[COMPILED_VARIABLE])
 
 
-def calibration_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of tables measured on the user's clusters, or None if there is no home."""
+def measured_folder(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of that name for the user's measurements, or None if there is no home."""
     with contextlib.suppress(RuntimeError):
-        return _own_folder(environ, "cache") / "calibration"
+        return _own_folder(environ, "cache") / name
     return None
 
 

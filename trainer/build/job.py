@@ -10,7 +10,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.measure.calibration import calibrate
-from bigbatch.comm.rendezvous.environ import ProcessEnv, calibration_folder
+from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder
 from bigbatch.comm.tuning.conditions import gather_cluster
 from bigbatch.comm.tuning.tuned import Tuned, parse_tuned, read_text
 from bigbatch.errors import ConfigError, TunedError, UserError
@@ -91,7 +91,7 @@ def _with_algorithm(
         is_fresh=comm.calibrate == "always",
         interface=comm.interface,
         kept=kept_calibration,
-        folder=calibration_folder(),
+        folder=measured_folder("calibration"),
         buffer_bytes=stated_sizes(config).buffer_bytes,
     )
     communicator = communicator.with_algorithm(comm.algorithm, table=measured.table, table_from=measured.source)

@@ -14,9 +14,9 @@ from bigbatch.comm.rendezvous import environ
 from bigbatch.comm.rendezvous.environ import (
     SECRET_VARIABLE,
     ProcessEnv,
-    calibration_folder,
     expand_hostlist,
     keep_compiled_code,
+    measured_folder,
     nccl_settings,
     prefer_interface,
     read_process_env,
@@ -350,16 +350,16 @@ def test_cache_of_compiled_code_is_kept_from_run_to_run(
 
 
 def test_calibrations_lie_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(calibration_folder({"XDG_CACHE_HOME": "/scratch"})) == "/scratch/bigbatch/calibration"
+    assert str(measured_folder("calibration", {"XDG_CACHE_HOME": "/scratch"})) == "/scratch/bigbatch/calibration"
     monkeypatch.setenv("HOME", "/home/me")
-    assert str(calibration_folder({})) == "/home/me/.cache/bigbatch/calibration"
-    assert str(calibration_folder({"XDG_CACHE_HOME": "~/c"})) == "/home/me/c/bigbatch/calibration"
+    assert str(measured_folder("calibration", {})) == "/home/me/.cache/bigbatch/calibration"
+    assert str(measured_folder("calibration", {"XDG_CACHE_HOME": "~/c"})) == "/home/me/c/bigbatch/calibration"
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert calibration_folder({}) is None
+    assert measured_folder("calibration", {}) is None
 
 
 def test_settings_of_nccl_are_those_that_change_how_it_sums() -> None:
