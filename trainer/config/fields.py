@@ -1,7 +1,6 @@
 """Read from the fields of a section each key's type, default, legal numbers and the choices it applies to."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
@@ -18,15 +17,15 @@ class Range:
     holds: Callable[[float], bool]
 
 
-POSITIVE = Range("positive and finite", lambda v: 0 < v < math.inf)
-NOT_NEGATIVE = Range("0 or more, and finite", lambda v: 0 <= v < math.inf)
-FP32 = Range("positive and at most 3.4e38", lambda v: 0 < v <= 3.4e38)
+POSITIVE = Range("positive and at most 3.4e38", lambda v: 0 < v <= 3.4e38)  # fp32 holds no larger number
+NOT_NEGATIVE = Range("0 or more, and at most 1e9", lambda v: 0 <= v <= 1e9)
+DECAY = Range("0 or more, and at most 1000", lambda v: 0 <= v <= 1000)  # with a larger one no weight is learned
 COUNT = Range("positive and at most 1e9", lambda v: 0 < v <= 1e9)  # whole numbers, and seconds: clocks overflow
 SHARE = Range("at least 0 and at most 1", lambda v: 0 <= v <= 1)
 ABOVE_ZERO = Range("above 0 and at most 1", lambda v: 0 < v <= 1)
 BELOW_ONE = Range("at least 0 and below 1", lambda v: 0 <= v < 1)
 MEGAPIXELS = Range("above 0 and at most 178", lambda v: 0 < v <= 178)  # Pillow opens none with more than 178.9
-BELOW_2_63 = Range("below 2**63", lambda v: v < 2**63)
+BELOW_2_63 = Range("0 or more, and below 2**63", lambda v: 0 <= v < 2**63)
 PATH = "path"
 """Marks a field that holds a path, or may hold one."""
 

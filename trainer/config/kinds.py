@@ -10,7 +10,6 @@ from bigbatch.trainer.config.fields import (
     ABOVE_ZERO,
     BELOW_ONE,
     COUNT,
-    FP32,
     NOT_NEGATIVE,
     POSITIVE,
     Key,
@@ -29,9 +28,9 @@ class ResNet9Options:
     """Channels of the first layer."""
     pool_first: bool = True
     """Max-pool before norm and activation, which then compute on a quarter of the pixels."""
-    celu_alpha: Annotated[float | None, FP32] = None
+    celu_alpha: Annotated[float | None, POSITIVE] = None
     """CELU with this alpha instead of ReLU; null for ReLU."""
-    norm_scale: Annotated[float | None, FP32] = None
+    norm_scale: Annotated[float | None, POSITIVE] = None
     """Fix batch norm's scales at this value; null to learn them."""
     logit_scale: Annotated[float, POSITIVE] = 0.125
     """Factor on the logits."""
@@ -88,7 +87,7 @@ class StepOptions:
 
     milestone_epochs: Annotated[tuple[float, ...] | None, NOT_NEGATIVE] = None
     """Epochs at which the rate is multiplied by gamma."""
-    gamma: Annotated[float, POSITIVE] = 0.1
+    gamma: Annotated[float, COUNT] = 0.1
     """Factor at each milestone."""
 
 

@@ -8,6 +8,7 @@ from bigbatch.trainer.config.fields import (
     BELOW_2_63,
     BELOW_ONE,
     COUNT,
+    DECAY,
     MEGAPIXELS,
     NOT_NEGATIVE,
     PATH,
@@ -29,7 +30,7 @@ class RunConfig:
 
     directory: Annotated[str, PATH] = "runs/{name}"
     """Folder for config, metrics, checkpoints, plot and summary; {name} stands for the name of the config file."""
-    seed: Annotated[int, NOT_NEGATIVE, BELOW_2_63] = 0
+    seed: Annotated[int, BELOW_2_63] = 0
     """Seed of initial weights, sample order and random augmentation."""
     epochs: Annotated[int, COUNT] = 90
     """Passes over the training set."""
@@ -244,7 +245,7 @@ class OptimizerConfig:
     """Nesterov's momentum; only for lars, sgd, muon and shampoo, else null."""
     betas: Annotated[tuple[float, float] | None, BELOW_ONE, OnlyFor("name", ("lamb", "adamw"))] = (0.9, 0.999)
     """Decay rates of the running means of gradients and of their squares; only for lamb and adamw, else null."""
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 1e-4
+    weight_decay: Annotated[float, DECAY] = 1e-4
     """Weight decay: L2 in lars, sgd and shampoo, decoupled in lamb, adamw and muon (for its matrices)."""
     exclude_bias_and_norm: bool = True
     """No weight decay and no trust ratio for biases and batch norm (Jia et al. 2018: worth 1.3% top-1)."""

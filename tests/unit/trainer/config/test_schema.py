@@ -1,8 +1,11 @@
 """The config's checks, and that each remedy they name is legal: the catalogue of this room's messages."""
 
 import ast
+import math
 import re
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -13,10 +16,13 @@ from bigbatch.comm.algorithms import ALGORITHMS
 from bigbatch.comm.algorithms.auto import AUTO
 from bigbatch.comm.connection import BACKENDS
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.build.plan import make_schedule_of
 from bigbatch.trainer.config import sections as config_sections
 from bigbatch.trainer.config.checks import SMALLEST_IMAGE
+from bigbatch.trainer.config.fields import POSITIVE
+from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, complete, fold
-from bigbatch.trainer.config.schema import KEYS, Config, lookup, with_defaults
+from bigbatch.trainer.config.schema import KEYS, Config, lookup, typed, with_defaults, with_values
 from bigbatch.trainer.models import MODELS
 from bigbatch.trainer.models.resnet import ResNet
 from bigbatch.trainer.optim.lars import MOMENTUM_FORMS
@@ -115,19 +121,21 @@ OUTSIDE = {
         batch.bn_span batch.virtual_ranks compute.cpu_threads optimizer.ema_every_steps comm.group_size
         optimizer.loss_scale_growth_steps comm.warn_seconds comm.timeout_seconds comm.meeting_seconds
         model.options.width optimizer.options.newton_schulz_steps optimizer.options.block_size
-        optimizer.options.root_every_steps""",
-    ("positive and at most 3.4e38", 0): "model.options.celu_alpha model.options.norm_scale",
-    ("positive and finite", 0): """
+        optimizer.options.root_every_steps schedule.options.gamma""",
+    ("positive and at most 3.4e38", 0): """
+        model.options.celu_alpha model.options.norm_scale
         data.std model.linear_std optimizer.bias_lr_factor optimizer.trust_coefficient optimizer.clip_norm
         optimizer.loss_scale schedule.base_lr schedule.decay_epochs schedule.low_momentum comm.predivide
         comm.threshold_bytes comm.buffer_bytes comm.first_buffer_bytes model.options.logit_scale
-        model.options.whitening_eps optimizer.options.vector_lr_factor schedule.options.power schedule.options.gamma
+        model.options.whitening_eps optimizer.options.vector_lr_factor schedule.options.power
         schedule.options.cycle_epochs""",
-    ("0 or more, and finite", -1): """
-        run.seed run.eval_offset_epochs run.checkpoint_every_steps run.memory_every_steps run.compare_every_steps
+    ("0 or more, and below 2**63", -1): "run.seed",
+    ("0 or more, and at most 1000", 1001): "optimizer.weight_decay",
+    ("0 or more, and at most 1e9", -1): """
+        run.eval_offset_epochs run.checkpoint_every_steps run.memory_every_steps run.compare_every_steps
         run.digest_every_steps run.noise_scale_every_steps data.max_skipped data.probe_seconds augment.color_jitter
         augment.randaugment_ops augment.randaugment_magnitude augment.cutout_size augment.mixup_alpha
-        augment.cutmix_alpha compute.recomputed_blocks optimizer.weight_decay optimizer.eps schedule.warmup_epochs
+        augment.cutmix_alpha compute.recomputed_blocks optimizer.eps schedule.warmup_epochs
         schedule.end_lr comm.timeline_steps schedule.options.milestone_epochs""",
     ("above 0 and at most 1", 0): """
         run.target_top1 data.crop_area_min data.eval_crop_fraction schedule.options.cycle_factor""",
@@ -156,14 +164,14 @@ def test_config_ranges_of_each_key(key, value, legal):
     ("key", "value", "legal"),
     [
         ("data.patience_seconds", float("inf"), "positive and at most 1e9"),
-        ("schedule.base_lr", float("nan"), "positive and finite"),
-        ("schedule.base_lr", float("inf"), "positive and finite"),
-        ("data.probe_seconds", float("inf"), "0 or more, and finite"),
-        ("augment.mixup_alpha", float("nan"), "0 or more, and finite"),
+        ("schedule.base_lr", float("nan"), "positive and at most 3.4e38"),
+        ("schedule.base_lr", float("inf"), "positive and at most 3.4e38"),
+        ("data.probe_seconds", float("inf"), "0 or more, and at most 1e9"),
+        ("augment.mixup_alpha", float("nan"), "0 or more, and at most 1e9"),
         ("data.mean", (0.5, 0.5, -0.5), "at least 0 and at most 1"),
         ("run.target_top1", 76.1, "above 0 and at most 1"),
         ("optimizer.ema_decay", -0.1, "at least 0 and below 1"),
-        ("run.seed", 2**63, "below 2**63"),
+        ("run.seed", 2**63, "0 or more, and below 2**63"),
     ],
 )
 def test_config_ranges_have_two_ends(key, value, legal):
@@ -177,6 +185,27 @@ def test_config_numbers_that_no_run_can_have_are_refused(key):
     assert refusal({key: value}) == f"{key}={value} must be positive and at most 1e9"
     too_large = {"model.options.norm_scale": 3.5e38}
     assert refusal(too_large) == "model.options.norm_scale=3.5e+38 must be positive and at most 3.4e38"
+
+
+HUGE = (2**63 - 1, 10**40, 1e308, float("nan"), float("inf"))
+ODD = (-1, -1.0, 0, *HUGE, "", None, [], {})
+
+
+def test_config_refuses_odd_values_of_each_key_in_a_line_or_takes_them():
+    """No traceback, no loop and no memory of the size of the number; a number that is taken is one that fp32 holds."""
+    start, keys, taken, said = load_config(["--config", "quickstart"]), KEYS | OPTION_KEYS, set(), []
+    for key, value in product(keys, ODD):
+        try:
+            config = with_values(start, {key: typed(key, value)})
+        except ConfigError as error:
+            said.append((key.replace(".options", ""), str(error).replace(".options", "")))
+            continue
+        if value in HUGE:
+            taken.add(key)
+        rate = make_schedule_of(config, SimpleNamespace(steps_per_epoch=4))
+        assert all(math.isfinite(rate(step)) for step in range(4 * config.run.epochs)), (key, value)
+    assert [(key, text) for key, text in said if key not in text or max(map(len, text.splitlines())) > 400] == []
+    assert {key for key in taken if keys[key].ranges != (POSITIVE,)} == {"run.seed"}
 
 
 def test_config_ranges_leave_no_number_unchecked():
