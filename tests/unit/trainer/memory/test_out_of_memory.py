@@ -132,7 +132,7 @@ class FullCapture(RecordedCapture):
 def test_out_of_memory_tries_are_captured_where_the_run_is(
     capture: RecordedCapture, is_fitting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps of two microbatches before the capture fit; then a graph for each microbatch must, too."""
+    """Three steps of two microbatches before the capture fit; then both graphs must, too."""
     monkeypatch.setattr(parts, "require_capturable", lambda communicator: None)
     monkeypatch.setattr(compute, "CudaCapture", lambda device: capture)
     config = quickstart(64, 16, 8, "--compute.cuda_graph=true")
