@@ -211,7 +211,7 @@ def test_load_config_refuses_a_wrong_type(key, text, shown, legal, write):
         ("run.directory", "null", "null", "str"),
         ("run.epochs", "true", "true", "int"),
         ("data.flip", "1", "1", "bool"),
-        ("schedule.base_lr", ".inf", "inf", "finite"),
+        ("schedule.base_lr", ".inf", "inf", "3.4e38"),
     ],
 )
 def test_load_config_refuses_a_wrong_type_in_yaml(key, text, shown, legal, write):
