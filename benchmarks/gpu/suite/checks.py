@@ -23,7 +23,15 @@ ITS_OWN = "test_benchmarks.py"
 PLUGINS = {"xdist": ("-n", "8"), "pytest_timeout": ("--timeout", "150")}
 """Options by the package that brings them."""
 NO_GPU = "needs a GPU"
-TINY = {"batch.global_batch_size": 10, "batch.microbatch_size": 10, "batch.bn_span": 10, "model.options.width": 2}
+TINY = {
+    "batch.global_batch_size": 10,
+    "batch.microbatch_size": 10,
+    "batch.bn_span": 10,
+    "model.options.width": 2,
+    "data.num_threads": 1,
+    "data.probe_seconds": 0,
+    "compute.cpu_threads": 1,
+}
 SHAPES = {"data.loader": "synthetic", "data.image_size": 32, "run.epochs": 1, "schedule.warmup_epochs": 0.5}
 SEARCHES = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 
@@ -62,7 +70,7 @@ def measure_tests(context: Context) -> Found:
     if context.device.type != "cuda":
         command += ["--collect-only", "tests/gpu/test_saving.py"]
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-        found.add("collected", [done.stdout.count("::")], unit="tests")
+        found.add("collected", [sum(map(int, re.findall(r"\.py: (\d+)$", done.stdout, re.MULTILINE)))], unit="tests")
         found.left_out["tests"] = f"{NO_GPU}: one file is collected"
         return found
     for module, words in PLUGINS.items():
@@ -126,15 +134,8 @@ def measure_doctor(context: Context) -> Found:
         found.left_out["doctor"] = "left out small on a CPU: takes a minute"
         return found
     start = time.perf_counter()
-    bigbatch(
-        "doctor",
-        "--config",
-        "imagenet/resnet50_8k",
-        "--generated",
-        "--quick",
-        "--json",
-        str(context.scratch / "doctor.json"),
-    )
+    words = "doctor --config imagenet/resnet50_8k --data.loader synthetic --quick"
+    bigbatch(*words.split(), "--json", str(context.scratch / "doctor.json"))
     found.add("seconds", [time.perf_counter() - start], unit="seconds")
     return found
 

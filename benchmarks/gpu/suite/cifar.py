@@ -33,6 +33,7 @@ TINY = {
     "optimizer.loss_scale": None,
     "optimizer.loss_scale_growth_steps": None,
     "data.probe_seconds": 0,
+    "compute.cpu_threads": 1,
 }
 
 

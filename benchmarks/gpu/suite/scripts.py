@@ -76,7 +76,9 @@ def measure_decode(context: Context) -> Found:
     if context.device.type == "cuda":
         options += ["--device-id", "0"]
     if context.is_small:
-        options += ["--image-size", "32", "--batch", "2", "--contestants", "our_pillow", "limit_pillow_whole_picture"]
+        options += ["--image-size", "32", "--batch", "2", "--contestants", "our_pillow"]
+    else:
+        options += ["--contestants", "our_dali", "our_pillow", "bare_dali", "torchvision"]
     record = run_script("benchmarks.input.decode", options, context)
     found.left_out |= record["conditions"]["left_out"]
     for name, rate in record["images_per_second_per_core"].items():
@@ -90,6 +92,7 @@ def measure_reducer(context: Context) -> Found:
     """Measure steps with the gradient reducer beside steps without, eager and in a CUDA graph."""
     found, turns = Found(), 1 if context.is_small else 10
     options = ["--device", context.device.type, "--repetitions", str(turns), "--steps", str(min(5, context.size.steps))]
+    options += ["--batch", "2", "--image-size", "32"] if context.is_small else []
     record = run_script("benchmarks.comm.reducer_overhead", options, context)
     for kind, result in record["results"].items():
         found.keep(f"{kind}, with the reducer", result["reducer_seconds"], unit="s")
@@ -99,7 +102,7 @@ def measure_reducer(context: Context) -> Found:
 
 def measure_lars(context: Context) -> Found:
     """Measure LARS steps over all weights beside other implementations and SGD."""
-    found, model = Found(), context.size.model
+    found, model = Found(), "resnet9" if context.is_small else context.size.model
     options = ["--device", context.device.type, "--models", model, "--repeats", str(10 if not context.is_small else 1)]
     options += ["--bandwidth-mb", "1"] if context.is_small else []
     results = run_script("benchmarks.largebatch.lars_step", options, context)["models"][model]
@@ -115,7 +118,8 @@ def measure_precisions(context: Context) -> Found:
     """Measure training steps of five depths at 32 pixels by precision."""
     found, options = Found(), ["--no-largest", "--repeats", str(min(3, context.size.rounds))]
     if context.is_small:
-        options += ["--small", "--steps", "1", "--batch", "32", "--models", context.size.model, "--precisions", "fp32"]
+        words = "--small --steps 1 --untimed 0 --batch 32 --precisions fp32 --models"
+        options += [*words.split(), context.size.model]
     else:
         options += ["--models", *RESNETS]
     record = run_script("benchmarks.gpu.precision", options, context)

@@ -168,7 +168,7 @@ def test_part_beyond_its_limit_is_ended_with_its_children(
         time.sleep(600)
         return 0.0
 
-    code, command = run({"a": endless, "b": 20.0}, most=3)
+    code, command = run({"a": endless, "b": 20.0}, "--minutes", "9", most=3)
     assert code == 1
     assert words(command)["a"].startswith("stopped after its 3 s")
     assert read(command.path) == {"b": 20.0}
@@ -193,7 +193,9 @@ def test_part_that_does_not_fit_is_not_begun(run: Any) -> None:
     code, command = run({"a": 10.0}, "--minutes", "0.01")
     assert (code, command.path.exists()) == (0, False)
     assert words(command)["a"].startswith("not begun: takes about 1 s, and ")
-    assert words(run({"a": 10.0}, "--dry-run")[1]) == {"a": "would run: about 1 s, at most 60 s"}
+    for minutes, most in ((["--minutes", "9"], 60), ([], 240)):
+        _, command = run({"a": 10.0}, "--dry-run", *minutes)
+        assert words(command) == {"a": f"would run: about 1 s, at most {most} s"}
     assert not command.path.exists()
 
 
