@@ -11,11 +11,9 @@ in one turn: with the reducer / without.
 import argparse
 import platform
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +22,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.arguments import require_at_least_one
-from benchmarks.record import spread, write_record
+from benchmarks.gpu.suite.device import device_conditions
+from benchmarks.gpu.suite.job import seconds_of
+from benchmarks.largebatch.lars_step import captured
+from benchmarks.record import conditions, ratios, spread, write_record
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.tuning.conditions import device_name, source_commit
 from bigbatch.trainer.models import build_model
 
 WARM_UP_STEPS = 5
-"""Before timing and before a graph is captured; the reducer learns the order of gradients in the first one."""
+"""Before timing; the reducer learns the order of gradients in the first one."""
 TARGET = 1.01
 """With CUDA graphs, on a GPU."""
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     pairs = {"eager": (make_step(options), make_step(options, communicator=communicator))}
     if device.type == "cuda":
         pairs["CUDA graph"] = (
-            capture(make_step(options)),
-            capture(make_step(options, communicator=communicator)),
+            captured(make_step(options)),
+            captured(make_step(options, communicator=communicator)),
         )
     results = {}
     for kind, seconds in measure(pairs, options=options).items():
@@ -64,7 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"({ratio['min']:.4f} to {ratio['max']:.4f}, n = {ratio['n']})"
         )
     if options.out:
-        record = {"benchmark": "reducer_overhead", "conditions": facts(options, device), "results": results}
+        record = {
+            "benchmark": "reducer_overhead",
+            "conditions": conditions(options) | device_conditions(device),
+            "results": results,
+        }
         write_record(options.out, record)
         print(f"written: {options.out}", file=sys.stderr)
     communicator.close()
@@ -127,49 +131,23 @@ def make_step(options: argparse.Namespace, *, communicator: Communicator | None 
     return step
 
 
-def capture(step: Step) -> Step:
-    """Capture the step as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def measure(
     pairs: dict[str, tuple[Step, Step]], *, options: argparse.Namespace
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Measure the seconds of each repetition, without and with the reducer; the order alternates."""
-    timed = partial(seconds_of, count=options.steps, device=options.device)
+
+    def timed(step: Step, count: int) -> float:
+        return seconds_of(lambda: [step() for _ in range(count)], device=torch.device(options.device))
+
     for pair in pairs.values():
         for step in pair:
-            seconds_of(step, count=WARM_UP_STEPS, device=options.device)
+            timed(step, WARM_UP_STEPS)
     seconds: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in pairs}
     for turn in range(options.repetitions):
         for kind, pair in pairs.items():
             for index in (0, 1) if turn % 2 == 0 else (1, 0):
-                seconds[kind][index].append(timed(pair[index]))
+                seconds[kind][index].append(timed(pair[index], options.steps))
     return seconds
-
-
-def seconds_of(step: Step, *, count: int, device: str) -> float:
-    """Time count steps, up to the device's end."""
-    _finish(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    _finish(device)
-    return time.perf_counter() - start
-
-
-def _finish(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def describe(plain: Sequence[float], reducer: Sequence[float], *, steps: int) -> dict[str, Any]:
@@ -177,22 +155,7 @@ def describe(plain: Sequence[float], reducer: Sequence[float], *, steps: int) ->
     return {
         "plain_seconds": spread([each / steps for each in plain]),
         "reducer_seconds": spread([each / steps for each in reducer]),
-        "ratio": spread([b / a for a, b in zip(plain, reducer, strict=True)]),
-    }
-
-
-def facts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Gather the facts that others need to repeat the measurement."""
-    return {
-        "commit": source_commit(),
-        "device": device_name(device),
-        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "cpu_threads": torch.get_num_threads(),
-        "options": {key: str(value) for key, value in vars(options).items() if key != "out"},
+        "ratio": spread(ratios(reducer, plain)),
     }
 
 

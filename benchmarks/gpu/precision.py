@@ -6,7 +6,7 @@
 Every measurement is a process of its own (precision_case.py tells what it measures); speeds are repeated in turn, each
 precision once before any of them twice. A speed-up is of neighbours: fp32's in the same turn. Accuracy is the top-1 of
 `bigbatch train --config cifar10` with that model and precision after --epochs, for each of --seeds, on DATA as that
-config describes it; without --data there is none. Beside --out it writes a table (.md) and an image (.png). What --out
+config describes it; without --data there is none. Beside --out it writes a table (.md). What --out
 holds already is not measured again, so an interrupted run goes on. --small: sizes for a CPU.
 """
 
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from benchmarks.arguments import at_least
 from benchmarks.arguments import run as run_main
@@ -45,7 +44,7 @@ WARMUP_SHARE = 5 / 24
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what is missing, and write the record, the table and the plot."""
+    """Measure what is missing, and write the record and the table."""
     options = parse(argv)
     device = choose_device(ALONE)
     record = start_record(options, device)
@@ -60,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     record["rows"] = make_rows(record["measurements"])
     text = table(record)
     write_record_and_table(options.out, record, text)
-    draw(record).savefig(options.out.with_suffix(".png"), dpi=120)
     print(text)
 
 
@@ -244,25 +242,6 @@ def show(values: dict[str, float] | None, form: str) -> str:
     if values is None:
         return "not measured"
     return form.format(values["median"]) + f" ({form.format(values['min'])} to {form.format(values['max'])})"
-
-
-def draw(record: dict[str, Any]) -> Figure:
-    """Draw speed and memory, a group of bars for each model."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    models = list(dict.fromkeys(row["model"] for row in record["rows"]))
-    precisions = list(dict.fromkeys(row["precision"] for row in record["rows"]))
-    width = 0.8 / len(precisions)
-    panels = (("images_per_second", "images/s", "training step"), ("peak_mb", "MB", "peak memory"))
-    for axes, (key, unit, title) in zip(figure.subplots(1, 2), panels, strict=True):
-        for number, precision in enumerate(precisions):
-            rows = [row for row in record["rows"] if row["precision"] == precision]
-            heights = [row[key]["median"] if key == "images_per_second" else row[key] for row in rows]
-            places = [models.index(row["model"]) + width * number for row in rows]
-            axes.bar(places, heights, width, label=precision)
-        axes.set_xticks([index + 0.4 - width / 2 for index in range(len(models))], models)
-        axes.set(ylabel=unit, title=title)
-    figure.axes[0].legend()
-    return figure
 
 
 if __name__ == "__main__":

@@ -72,7 +72,6 @@ def test_precision_all_of_it_at_a_tiny_size(tmp_path: Path) -> None:
     assert row["peak_mb"] > 100, "fp32 weights, gradients and momentum of 11 million"
     assert 0 <= row["top1"]["median"] <= 1
     assert "| resnet18 | fp32 | " in out.with_suffix(".md").read_text()
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
     again = run("--precisions", "fp32", "tf32")
     assert again.returncode == 0, again.stderr
