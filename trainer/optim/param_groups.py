@@ -141,6 +141,5 @@ def _require_same_names(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
             f"{min(only_one)} is trained in one of them only: if the model is the same, set model.frozen as it was"
         )
     raise ValueError(
-        "the names of their groups differ: set optimizer.exclude_bias_and_norm, optimizer.bias_lr_factor and "
-        "optimizer.lr_factors as they were"
+        "the names of their groups differ: set optimizer.bias_lr_factor and optimizer.lr_factors as they were"
     )

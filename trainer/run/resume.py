@@ -29,8 +29,8 @@ OTHER_CLASSES = (
     "run.directory"
 )
 
-OBJECTIVE = ("model.frozen", "optimizer.loss", "optimizer.loss_options")
-"""Keys that say what is trained, and for what."""
+OBJECTIVE = ("model.frozen", "optimizer.loss", "optimizer.loss_options", "optimizer.exclude_bias_and_norm")
+"""Keys that say what is trained, for what, and in which groups of weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +211,8 @@ def require_same_objective(old: str, config: Config, *, path: Path) -> None:
     """Raise CheckpointError where other weights were trained, or for something else: what is there has no sequel."""
     before, now = read_dumped(old), read_dumped(dump_config(config))
     for key in OBJECTIVE:
-        there, here = before[key] or None, now[key] or None
-        if there != here:
+        there, here = before[key], now[key]
+        if (there or None) != (here or None):
             raise CheckpointError(
                 f"checkpoint {path} is of a run with {key}={as_yaml(there)}, and it is {as_yaml(here)} here: set it as "
                 "it was, or begin anew from its weights, with model.weights and another run.directory"

@@ -191,6 +191,8 @@ def test_resume_optimizer_goes_on_from_state_of_its_kind(there: str, here: str, 
         ("model.frozen", "[conv1.*]", ("null", "[conv1.*, bn1.*]")),
         ("optimizer.loss", "mine.Loss", ("mine.OtherLoss",)),
         ("optimizer.loss_options", "{gamma: 2}", ("null", "{gamma: 3}")),
+        ("optimizer.exclude_bias_and_norm", "true", ("false",)),
+        ("optimizer.exclude_bias_and_norm", "false", ("true",)),
     ],
 )
 def test_resume_goes_on_with_what_was_trained_for_what(key: str, there: str, others: tuple[str, ...]) -> None:
