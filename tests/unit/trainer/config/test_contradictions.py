@@ -33,6 +33,8 @@ GROUPS = {
     "FP16": FP16,
     "WEIGHTS": WEIGHTS,
     "OPS": OPS,
+    "DIGESTS": {"run.digest_layers": ("fc",), "run.digest_every_steps": 1},
+    "NOISE": {"run.noise_scale_every_steps": 5},
 }
 REFUSED = """
 comm.threshold_bytes=null | comm.threshold_bytes is null, so comm.table must give it | comm.table=t
@@ -271,6 +273,32 @@ OWN_MODEL; compute.recomputed_blocks=1
   | compute.recomputed_blocks=1 & model.name=no_such_package.models.Net & 0 | compute.recomputed_blocks=0
 compute.compile_fallback=true | compute.compile_fallback=True & false | compute.compile=max-autotune
 compute.compile=default; batch.bn_span=128 | compute.compile to null & batch.bn_span to at most 64 | batch.bn_span=64
+
+run.stop_metric=accuracy; run.stop_after_evaluations=3
+  | run.stop_metric=accuracy & top1, top5, loss | run.stop_metric=top5
+run.stop_metric=loss | run.stop_after_evaluations is null & run.stop_metric=loss | run.stop_after_evaluations=3
+run.stop_after_evaluations=2 | run.stop_after_evaluations=2 & run.stop_metric & null | run.stop_metric=loss
+run.divergence_steps=5; data.num_classes=1 | run.divergence_steps=5 & data.num_classes=1, & null | data.num_classes=2
+run.loggers=[wandb, wandb] | run.loggers & wandb twice | run.loggers=[wandb]
+
+run.reproducible=true; batch.bn_span=128
+  | run.reproducible=True & set batch.bn_span=128 to at most batch.microbatch_size=64 | batch.bn_span=64
+run.reproducible=true; compute.compile=default
+  | run.reproducible=True & compute.compile=default & null | compute.compile=null
+run.reproducible=true; comm.wire_dtype=bfloat16
+  | run.reproducible=True & comm.wire_dtype=bfloat16 & set it to null | comm.wire_dtype=null
+
+run.digest_layers=[fc, block.*]
+  | run.digest_layers=['fc', 'block.*'] & run.digest_every_steps=0 | run.digest_every_steps=1
+DIGESTS; compute.compile=default | run.digest_layers=['fc'] & set compute.compile to null | compute.compile=null
+DIGESTS; compute.cuda_graph=true | run.digest_layers=['fc'] & set compute.cuda_graph to false | compute.cuda_graph=false
+
+NOISE; batch.bn_span=128
+  | noise_scale_every_steps=5 & set batch.bn_span to 64, or batch.microbatch_size to 128 | batch.bn_span=64
+NOISE; batch.global_batch_size=64
+  | noise_scale_every_steps=5 & set batch.microbatch_size & 32 | batch.global_batch_size=128
+NOISE; batch.global_batch_size=1; batch.microbatch_size=1; batch.bn_span=1 | noise_scale_every_steps=5 & raise it
+NOISE; compute.cuda_graph=true | noise_scale_every_steps=5 & set compute.cuda_graph to false | compute.cuda_graph=false
 """
 """Settings | parts of the refusal | further settings that make it legal, if the test knows any."""
 

@@ -66,13 +66,6 @@ def test_stopping_reason_names_rule_and_best() -> None:
     assert re.search(naming("run.stop_metric=loss: ", " 1 evaluation", " 0.2500 ", "step 20"), text)
 
 
-def test_stopping_unknown_metric_gets_the_list() -> None:
-    message = refusal({"run.stop_metric": "accuracy", "run.stop_after_evaluations": 3})
-    assert re.search(naming("run.stop_metric=accuracy ", "top1, top5, loss"), message)
-    for metric in METRICS:
-        make_config({"run.stop_metric": metric, "run.stop_after_evaluations": 3})
-
-
 @pytest.mark.parametrize(("every", "offset", "num"), [(1, 0, 10), (4, 0, 3), (4, 2, 3), (4, 1, 4), (10, 0, 1)])
 def test_stopping_patience_beyond_the_run_is_refused(every: int, offset: int, num: int) -> None:
     """The first evaluation is the best so far: as many as the run has cannot all be worse."""
@@ -82,18 +75,3 @@ def test_stopping_patience_beyond_the_run_is_refused(every: int, offset: int, nu
     assert re.search(named, refusal({**rule, "run.stop_after_evaluations": num}))
     if num > 1:
         make_config({**rule, "run.stop_after_evaluations": num - 1})
-
-
-def test_stopping_metric_and_patience_go_together() -> None:
-    assert re.search(
-        naming("run.stop_after_evaluations ", "run.stop_metric=loss"), refusal({"run.stop_metric": "loss"})
-    )
-    named = naming("run.stop_after_evaluations=2 ", "run.stop_metric", "null")
-    assert re.search(named, refusal({"run.stop_after_evaluations": 2}))
-
-
-def test_stopping_a_guess_needs_classes_to_choose_from() -> None:
-    named = naming("run.divergence_steps=5 ", "data.num_classes=1,", "null")
-    assert re.search(named, refusal({"run.divergence_steps": 5, "data.num_classes": 1}))
-    make_config({"run.divergence_steps": 5, "data.num_classes": 2})
-    make_config({"data.num_classes": 1})
