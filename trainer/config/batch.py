@@ -26,7 +26,13 @@ def check_batch(batch: BatchConfig) -> Iterator[str]:
             remedy += "" if batch.global_batch_size % microbatch_size else f", or batch.bn_span to {microbatch_size}"
         yield f"batch.global_batch_size={batch.global_batch_size} is not a multiple of {divisor}: {remedy}"
     elif batch.virtual_ranks is not None:
-        yield from _check_virtual_ranks(batch, batch.virtual_ranks)
+        fitting = _fitting_ranks(batch, limit=batch.virtual_ranks)
+        if batch.virtual_ranks != fitting:
+            yield (
+                f"batch.virtual_ranks={batch.virtual_ranks} cannot share batch.global_batch_size="
+                f"{batch.global_batch_size} in microbatches of {microbatch_size} and ghost batches of {bn_span}: "
+                f"{fitting} can"
+            )
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -122,12 +128,3 @@ def _fitting_ranks(batch: BatchConfig, *, limit: int) -> int:
     """Return the most ranks up to limit that can divide the global batch, or the fewest if all exceed limit."""
     shares, num_parts = ranks_per_ghost(batch), batch.global_batch_size // max(batch.bn_span, batch.microbatch_size)
     return shares * largest_divisor(num_parts, max(1, limit // shares))
-
-
-def _check_virtual_ranks(batch: BatchConfig, virtual_ranks: int) -> Iterator[str]:
-    fitting = _fitting_ranks(batch, limit=virtual_ranks)
-    if virtual_ranks != fitting:
-        yield (
-            f"batch.virtual_ranks={virtual_ranks} cannot share batch.global_batch_size={batch.global_batch_size} in "
-            f"microbatches of {batch.microbatch_size} and ghost batches of {batch.bn_span}: {fitting} can"
-        )

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from bigbatch.errors import print_line
+from bigbatch.errors import columns, print_line
 from bigbatch.paths import expand_path
 from bigbatch.trainer.config.file import resolve
 from bigbatch.trainer.config.schema import KEYS, lookup
@@ -30,8 +30,6 @@ def main(argv: Sequence[str]) -> int:
         print_line(f"{names[0]} and {names[1]} are equal")
         return 0
     values = [[f"{as_yaml(lookup(each.config, key))} ({each.origins[key]})" for each in (a, b)] for key in differing]
-    table = [("key", *names), *((key, *both) for key, both in zip(differing, values, strict=True))]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        print_line("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in columns([("key", *names), *((key, *both) for key, both in zip(differing, values, strict=True))]):
+        print_line(line)
     return 0

@@ -51,7 +51,12 @@ def main(argv: Sequence[str]) -> int:
         columns=None if arguments.unpack else columns,
         leave_out=arguments.leave_out,
     )
-    pictures = _part(folder, found, val_share=arguments.val_share, seed=arguments.seed)
+    if found.splits is not None:
+        pictures = _Pictures(found.splits, None)
+    else:
+        assert found.by_class is not None
+        parted = split_classes(found.by_class, val_share=arguments.val_share, seed=arguments.seed)
+        pictures = _Pictures({split: index_of(str(folder), parted, split) for split in SPLITS}, parted)
     findings += [*found.findings, *_class_findings(pictures, folder)]
     measured = None
     if sum(map(len, pictures.splits.values())):
@@ -119,14 +124,6 @@ def _unpack(arguments: argparse.Namespace, columns: tuple[str, str] | None) -> l
             require_no_columns(folder, columns)
             return unpack(shards, target, on_progress=on_progress, leave_out=leave_out)
         return unpack_tables(folder, tables, target, columns=columns, on_progress=on_progress, leave_out=leave_out)
-
-
-def _part(folder: Path, found: Found, *, val_share: float, seed: int) -> _Pictures:
-    if found.splits is not None:
-        return _Pictures(found.splits, None)
-    assert found.by_class is not None
-    listed = split_classes(found.by_class, val_share=val_share, seed=seed)
-    return _Pictures({split: index_of(str(folder), listed, split) for split in SPLITS}, listed)
 
 
 def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[Finding]:

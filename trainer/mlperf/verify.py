@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from statistics import mean
 
-from bigbatch.errors import ConfigError, print_line, print_lines
+from bigbatch.errors import ConfigError, columns, print_line, print_lines
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import KEYS
@@ -131,10 +131,8 @@ def _epochs_to_target(runs: Sequence[FinishedRun]) -> list[float]:
 
 def table(verdicts: Sequence[Verdict]) -> str:
     """Return one line per rule: verdict, rule, value, legal values."""
-    rows = [("holds", "rule", "value", "legal"), *((VERDICTS[v.holds], v.rule, v.value, v.legal) for v in verdicts)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
-    return "\n".join(lines)
+    rows = ((VERDICTS[v.holds], v.rule, v.value, v.legal) for v in verdicts)
+    return "\n".join(columns([("holds", "rule", "value", "legal"), *rows]))
 
 
 def _parser() -> argparse.ArgumentParser:
