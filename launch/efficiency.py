@@ -1,4 +1,4 @@
-"""Scaling efficiency, and what the rest is lost to. Pure.
+"""Scaling efficiency, and the causes of the loss. Pure.
 
 A step of S seconds is computing + waiting for the wire + waiting for images + waiting for stragglers. At perfect
 scaling a step with b images a rank would take S0 * b / b0 seconds, as at the fewest ranks; efficiency E is that over
@@ -13,7 +13,7 @@ from typing import Any
 from bigbatch.words import percent
 
 Variant = tuple[tuple[str, Any], ...]
-"""The values of a point but for its number of ranks."""
+"""The values of a point except its number of ranks."""
 PARTS = ("computing", "communication", "input", "stragglers")
 WORTH_NAMING = 0.005
 """A smaller loss, as a share of the step, is not named in a sentence."""
@@ -21,16 +21,16 @@ WORTH_NAMING = 0.005
 
 @dataclass(frozen=True)
 class Step:
-    """A step takes so many seconds, and so its parts; medians over reports."""
+    """Seconds of a step and of its parts; medians over reports."""
 
     seconds: float
     parts: dict[str, float | None]
-    """Seconds of each of PARTS, which add up to seconds; None for a part that a replayed CUDA graph does not show."""
+    """Seconds of each of PARTS, which add up to seconds; None for a part that is hidden in a CUDA graph."""
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """Holds what all repeats of one point of a sweep measured."""
+    """Measurements of all repeats of one point of a sweep."""
 
     variant: Variant
     ranks: int
@@ -40,9 +40,9 @@ class MeasuredPoint:
     rates: tuple[float, ...]
     """Images per second of each report, over all repeats."""
     fewest_ranks: int
-    """Fewest ranks of the points with the same other values, with figures or without."""
+    """Fewest ranks of the points with the same other values, measured or not."""
     joules_per_image: float | None
-    """Over all ranks; None where a driver did not tell."""
+    """Over all ranks; None if a driver did not report it."""
     device: str
     """Device of a rank, with its threads on a CPU."""
 
@@ -64,7 +64,7 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """This is a point beside the one of its variant with the fewest ranks."""
+    """A point compared with the point of its variant with the fewest ranks."""
 
     point: MeasuredPoint
     base: MeasuredPoint
@@ -75,12 +75,12 @@ class Efficiency:
 
     @property
     def lacks_base(self) -> bool:
-        """Say whether the point that should be the base has no figures; the next one is it then."""
+        """Return whether the point with the fewest ranks has no figures, so that the next one is the base."""
         return self.base.ranks > self.base.fewest_ranks
 
     @property
     def unsplit(self) -> float | None:
-        """Return what the parts that were not measured lose together; None where all were."""
+        """Return the total loss of the parts that were not measured; None if all were."""
         if None not in self.losses.values():
             return None
         return 1 - self.efficiency - sum(share for share in self.losses.values() if share is not None)
@@ -91,7 +91,7 @@ class Efficiency:
         return self.point.rate / self.base.rate
 
     def name_of(self, part: str) -> str:
-        """Return what a part's loss comes from."""
+        """Return the cause of a part's loss."""
         if part == "computing":
             return "smaller local batch" if self.point.local_batch < self.base.local_batch else "slower computing"
         return {"communication": "exposed communication", "input": "input", "stragglers": "stragglers"}[part]
@@ -110,19 +110,19 @@ def median_step(records: Sequence[dict[str, Any]], *, global_batch_size: int) ->
     keys = {"communication": "wire_wait_fraction", "input": "input_wait_fraction", "stragglers": "straggler_fraction"}
     shares = {part: _median([record[key] for record in records]) for part, key in keys.items()}
     told = [share for share in shares.values() if share is not None]
-    # computing is what the others leave, so that the parts add up
+    # computing is the rest, so that the parts add up
     shares["computing"] = 1 - sum(told) if len(told) == len(keys) else None
     return Step(seconds, {part: None if share is None else seconds * share for part, share in shares.items()})
 
 
 def _median(shares: Sequence[float | None]) -> float | None:
-    """Return None where any report does not tell."""
+    """Return None if a report lacks it."""
     told = [share for share in shares if share is not None]
     return median(told) if len(told) == len(shares) else None
 
 
 def compare(points: Sequence[MeasuredPoint]) -> list[Efficiency]:
-    """Set each point beside the base of its variant, itself included; in order of variant and ranks."""
+    """Compare each point with the base of its variant, also the base itself; sorted by variant and ranks."""
     variants: dict[Variant, list[MeasuredPoint]] = {}
     for point in points:
         variants.setdefault(point.variant, []).append(point)
@@ -135,7 +135,7 @@ def compare(points: Sequence[MeasuredPoint]) -> list[Efficiency]:
 
 def efficiency_of(point: MeasuredPoint, base: MeasuredPoint) -> Efficiency:
     """Divide by the base's images per second and rank."""
-    # a rank with more images is not slower for that alone: what its step has beyond the base's, scaled, is lost
+    # more images alone are no loss: the loss is the part of a step beyond the base's step, scaled
     scale = point.local_batch / base.local_batch
     losses: dict[str, float | None] = {}
     for part in PARTS:

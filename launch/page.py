@@ -1,4 +1,4 @@
-"""One HTML page that needs no other file."""
+"""A self-contained HTML page."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def make_page(
     tables: Sequence[Table],
     note: str | None,
 ) -> str:
-    """Write the page; images: name -> SVG of ours; all other text is escaped; note: what the words mean."""
+    """Return the page. images: name -> our own SVG; all other text is escaped. note: explanation of terms."""
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
@@ -49,7 +49,7 @@ def make_page(
 
 
 def as_svg(figure: "Figure") -> str:
-    """Return the element alone, without what precedes it in a file."""
+    """Return the svg element without the file's header."""
     from matplotlib import rc_context
 
     buffer = io.StringIO()

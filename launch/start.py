@@ -27,7 +27,7 @@ REMOVED = {
     "--qsub": "write it as #PBS into a script that calls `bigbatch launch mpirun`: docs/slurm.md shows one",
     "--kind": "jobs are JobSets; examples/mpijob.yaml is an MPIJob to be edited",
 }
-"""Launchers and options of earlier checkouts, and what takes their place."""
+"""Removed launchers and options, with their replacements."""
 
 OF_OTHERS = {
     **dict.fromkeys(("-n", "-np", "--np", "--ntasks"), "--ranks"),
@@ -38,14 +38,14 @@ OF_OTHERS = {
     **dict.fromkeys(("-H", "--host"), "--hosts"),
     "-x": "--env",
 }
-"""Options of torchrun, mpirun and srun, and what they are called here."""
+"""Options of torchrun, mpirun and srun, with the equivalents here."""
 
 Run = Callable[[argparse.Namespace, tuple[str, ...]], int]
-"""Runs a subcommand: what stands before -- on the command line, and behind it; its exit code."""
+"""Runs a subcommand with the parsed options and the command after --; returns the exit code."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a subcommand of `bigbatch launch`; return the job's exit code, or 0 for one that was submitted."""
+    """Run a subcommand of `bigbatch launch`; return the job's exit code, or 0 for a submitted job."""
     words = list(argv)
     if words[:1] == ["emulate"]:
         return emulate.main(words[1:], environ=os.environ)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         raise JobRefused([f"{name} is of another launcher: here it is {here}"])
     if others and not others[0].startswith("-") and split == len(words):
         left = list(others)
-        # what is left over, in its order, is the command
+        # the remaining words are the command
         options = [word for word in words if not (left and word == left[0] and left.pop(0))]
         parser.error(f"-- is missing before the command: bigbatch launch {shlex.join([*options, '--', *others])}")
     if others:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
-    # counting takes a moment, as of GPUs: only where nobody says how many
+    # counting GPUs takes time: only if no number is stated
     default_ranks = launcher.count_ranks() if arguments.ranks is None and arguments.device is None else 1
     with Findings() as findings:
         findings.ask(_apply_site, arguments, launcher)
@@ -88,7 +88,7 @@ def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str
 
 
 def _apply_site(arguments: argparse.Namespace, launcher: Launcher) -> None:
-    """Fill in what a site's files state, and say so. Raises: LaunchOptionError."""
+    """Apply the settings of site files, and print them. Raises: LaunchOptionError."""
     for line in apply_site(arguments, refused=launcher.refused, table=launcher.site_table):
         tell(line)
 
@@ -103,11 +103,11 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     options = () if arguments.json is None else ("--json", arguments.json)
     with Findings() as findings:
         words = preflight_command(command, *options)
-        # by what is typed: a file that names a partition for jobs in Slurm makes none of this
+        # from the command line only: a partition in a site file does not make this a Slurm job
         launcher = choose_launcher(read_job(arguments, words, findings=findings))
         findings.ask(_apply_site, arguments, LAUNCHERS[launcher])
         job = read_job(arguments, words, findings=findings)
-        # other ranks than those of the experiment may look at the nodes
+        # the preflight may have another number of ranks than the experiment
         check_job(replace(job, command=command, num_ranks=0), findings, starts=not arguments.dry_run, sees="shared")
     environ, good_hosts = without_identity(), arguments.good_hosts
     if launcher == "slurm":
@@ -149,12 +149,12 @@ def _queue(name: str) -> Queue:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="bigbatch launch",
         description="Start a bigbatch command on several ranks. Here, the first Ctrl-C saves a checkpoint and stops "
-        "the job, the second one ends it at once. What cannot work is said before anything starts, all at once, with "
-        "exit code 2. A cluster in a box: bigbatch launch emulate --help",
+        "the job, the second one ends it at once. All mistakes are reported before anything starts, with exit code 2. "
+        "A cluster in a box: bigbatch launch emulate --help",
         epilog="example: bigbatch launch mpirun --ranks 2 -- train --config quickstart",
         allow_abbrev=False,
     )
@@ -167,15 +167,15 @@ def make_parser() -> argparse.ArgumentParser:
         parents=[options],
         allow_abbrev=False,
         usage="bigbatch launch preflight [OPTION ...] [-- train --config EXPERIMENT]",
-        help="compare the nodes of a job before it: versions, disks, images, speed, links",
-        description="Compares nodes in less than half a minute: by a job in Slurm where --nodes or anything else is "
-        "asked of it, else by mpirun on --hosts, or on this host. With a command behind --, its experiment's folders "
-        f"and images, too. Exit code {UNFIT} where something is wrong.",
+        help="compare the nodes of a job before training: versions, disks, images, speed, links",
+        description="Compares nodes in less than half a minute: by a Slurm job if --nodes or another request to Slurm "
+        "is stated, else by mpirun on --hosts, or on this host. With a command after --, it also checks the "
+        f"experiment's folders and images. Exit code {UNFIT} if something is wrong.",
         epilog="example: bigbatch launch preflight --hosts n0:8,n1:8 -- train --config imagenet/resnet50_8k",
     )
     checks.set_defaults(run=_preflight)
     checks.add_argument("--good-hosts", type=as_path, metavar="FILE", help="mpirun: write a hostfile of the fit ones")
-    checks.add_argument("--json", type=expand_path, metavar="FILE", help="write all that was found there")
+    checks.add_argument("--json", type=expand_path, metavar="FILE", help="write all findings to FILE")
     status = actions.add_parser("status", help="state of jobs in Slurm, and the last report of their runs")
     status.set_defaults(run=_status)
     status.add_argument("jobs", nargs="*", metavar="JOB", help="number (default: all of yours)")
@@ -184,9 +184,7 @@ def make_parser() -> argparse.ArgumentParser:
     cancel.add_argument("jobs", nargs="+", metavar="JOB", help="number")
     cancel.add_argument("--now", action="store_true", help="end it at once, without a checkpoint")
     for each in (status, cancel):
-        each.add_argument(
-            "--launcher", choices=LAUNCHERS, default="slurm", help="that has the job in its queue (default: slurm)"
-        )
+        each.add_argument("--launcher", choices=LAUNCHERS, default="slurm", help="launcher of the job (default: slurm)")
     actions.add_parser("emulate", add_help=False, help="a cluster in a box: nodes and links on this machine")
     return parser
 
@@ -200,10 +198,10 @@ def _add_launcher(
         allow_abbrev=False,
         usage=f"bigbatch launch {launcher.name} [OPTION ...] -- COMMAND [OPTION ...]",
         help=launcher.help,
-        description=f"{launcher.help[0].upper()}{launcher.help[1:]}. Ranks where none are stated: "
-        f"{launcher.default_ranks}. Of this shell's variables the ranks get: {launcher.passes}; "
-        "none by which another launcher, around this one, numbers its ranks. An option that it cannot honour is "
-        "refused. What the command line leaves open is taken from bigbatch.toml of the user or the site, and said.",
+        description=f"{launcher.help[0].upper()}{launcher.help[1:]}. Default number of ranks: "
+        f"{launcher.default_ranks}. The ranks get these variables of the shell: {launcher.passes}; not those in which "
+        "an enclosing launcher states a rank. Unsupported options are refused. Options that the command line does not "
+        "state are taken from bigbatch.toml of the user or the site, and printed.",
         epilog=f"example: bigbatch launch {launcher.name} {launcher.example}",
     )
     parser.add_argument("--python", action="store_true", help=PYTHON_HELP)

@@ -1,4 +1,4 @@
-"""Tables of text, for the terminal, Markdown and a page alike."""
+"""Tables of text for the terminal, Markdown and HTML pages."""
 
 import html
 import re
@@ -15,14 +15,14 @@ from bigbatch.errors import printable
 NOT_MEASURED = "Not measured"
 NOT_TOLD = "not told by a driver"
 NUMBER = re.compile(r"[-+]?\d[\d,.]*(\s|%|$)")
-"""What the cells of a column of numbers begin with."""
+"""First characters of a cell in a column of numbers."""
 BLANKS = ("", NOT_MEASURED.lower(), NOT_TOLD)
-"""What stands in such a column where there is no number."""
+"""Cells of such a column without a number."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table is rows of text under a title."""
+    """Rows of text under a title."""
 
     title: str
     head: tuple[str, ...]
@@ -30,7 +30,7 @@ class Table:
 
     @property
     def is_number(self) -> tuple[bool, ...]:
-        """Say of each column whether it holds numbers, which are aligned to the right."""
+        """Return for each column whether it contains numbers, which are right-aligned."""
         columns = [[row[column] for row in self.rows if row[column] not in BLANKS] for column in range(len(self.head))]
         return tuple(bool(told) and all(map(NUMBER.match, told)) for told in columns)
 
@@ -41,17 +41,17 @@ def table_of(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
 
 
 def stdout_console() -> Console:
-    """Make one as wide as the terminal; where there is none, wide enough not to break rows."""
+    """Return a console as wide as the terminal; without one, wide enough not to wrap rows."""
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def shown_text(text: str) -> Text:
-    """Make a line for a terminal that is no markup, and holds nothing that a terminal obeys."""
+    """Return a line for a terminal without markup and control sequences."""
     return Text(printable(text))
 
 
 def show_table(table: Table, console: Console) -> None:
-    """Print it on a terminal, without taking its text for markup, or for what a terminal obeys."""
+    """Print the table; its text is not interpreted as markup or control sequences."""
     shown = Shown(title=shown_text(table.title))
     for name, is_number in zip(table.head, table.is_number, strict=True):
         shown.add_column(shown_text(name), justify="right" if is_number else "left")
@@ -61,7 +61,7 @@ def show_table(table: Table, console: Console) -> None:
 
 
 def markdown(table: Table) -> str:
-    """Write it as Markdown, with a heading."""
+    """Return Markdown with a heading."""
     rules = ["---:" if is_number else "---" for is_number in table.is_number]
     lines = [table.head, rules, *table.rows]
     rows = ("| " + " | ".join(map(plain_cell, line)) + " |" for line in lines)
@@ -69,5 +69,5 @@ def markdown(table: Table) -> str:
 
 
 def plain_cell(text: str) -> str:
-    """Write a cell of a Markdown table: in one line, and no markup of its own."""
+    """Return a cell of a Markdown table: one line, escaped."""
     return html.escape(" ".join(text.split()), quote=False).replace("|", "\\|")

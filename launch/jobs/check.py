@@ -1,4 +1,4 @@
-"""What is known of a job on the host that starts or submits it: its command, its experiment, its files."""
+"""Check a job on the host that starts or submits it: its command, experiment and files."""
 
 import os
 import re
@@ -26,25 +26,25 @@ from bigbatch.trainer.config.trust import TRUST
 from bigbatch.trainer.run.folder import RunDir, load_run_config
 
 SHARES_A_GPU = ("gloo", "horovod")
-"""Backends that do not need, or may not take, a GPU for each rank."""
+"""Backends that do not need a GPU for each rank."""
 IMAGE_FILES = (".sif", ".sqsh")
 
 Sees = Literal["all", "shared", "none"]
-"""Which of this host's files a job's hosts see: all; those of the work folder, and maybe others; none."""
+"""Which files of this host a job's hosts see: all; those of the work folder, and maybe others; none."""
 
 
 def check_job(job: JobSpec, findings: Findings, *, starts: bool = True, sees: Sees = "all") -> None:
-    """Put what is wrong into findings, and print as warnings what the nodes or an image may know better.
+    """Collect mistakes in findings, and print as warnings what may be right on the nodes or in an image.
 
-    An image has a bigbatch of its own; and a job that is only shown (starts is false) may be for elsewhere.
-    sees: which of this host's files the job's hosts see.
+    An image has its own bigbatch, and a job that is only shown (starts is false) may be for another machine.
+    sees: which files of this host the job's hosts see.
     """
     doubts, of_image = Findings(), Findings()
     of_command = findings if job.image is None else of_image
     of_command.ask(check_command, job)
     of_command.ask(check_experiment, job)
     if job.restarts:
-        of_command.ask(find_run_folder, job)  # a run of which each start begins anew is refused
+        of_command.ask(find_run_folder, job)  # a run that restarts from the beginning each time is refused
     if sees != "none":
         _check_files(job, findings if starts else doubts, doubts=doubts, of_image=of_image, sees=sees)
     of_others = (f"{each} (so on this host; the image has its own bigbatch)" for each in of_image.found)
@@ -53,7 +53,7 @@ def check_job(job: JobSpec, findings: Findings, *, starts: bool = True, sees: Se
 
 
 def check_command(job: JobSpec) -> None:
-    """Raise LaunchOptionError for an unknown subcommand, and for what is neither a script nor a module."""
+    """Raise LaunchOptionError for an unknown subcommand, or if the command is neither a script nor a module."""
     if job.is_python:
         word = job.command[0] if job.command else "-m"
         if word.startswith("-") and (word != "-m" or len(job.command) == 1):
@@ -66,7 +66,7 @@ def check_command(job: JobSpec) -> None:
 
 
 def _hint(command: Sequence[str]) -> str:
-    """Say how a command is written that begins as it would elsewhere; nothing for others."""
+    """Return the right form of a command that begins as with another launcher; "" for others."""
     word, rest = command[0], shlex.join(command[1:])
     if re.fullmatch(r"(.*/)?python[\d.]*", word):
         return (
@@ -78,7 +78,7 @@ def _hint(command: Sequence[str]) -> str:
 
 
 def check_experiment(job: JobSpec) -> None:
-    """Check what `train` is told, and that the ranks can share its batch and have a GPU each where GPUs are stated.
+    """Check the arguments of `train`, and that its batch is divisible and each rank has a GPU if GPUs are stated.
 
     Raises: ConfigError; JobRefused.
     """
@@ -92,7 +92,7 @@ def check_experiment(job: JobSpec) -> None:
 
 
 def _check_files(job: JobSpec, certain: Findings, *, doubts: Findings, of_image: Findings, sees: Sees) -> None:
-    """Look for each file; where the nodes may have disks of their own, only what is in the work folder is certain."""
+    """Check that each file exists; if the nodes may have their own disks, only those in the work folder count."""
 
     def of_path(path: str) -> Findings:
         is_shared = sees == "all" or Path(path).absolute().is_relative_to(Path.cwd())
@@ -108,12 +108,12 @@ def _check_files(job: JobSpec, certain: Findings, *, doubts: Findings, of_image:
             (of_image if job.image else of_path(folder)).ask(_check_writable, Path(folder))
         (of_image if job.image else certain).ask(require_experiment, job)
         if run := certain.ask(trained_run, job):
-            # what the ranks may import they find out by all their words; here nothing is imported
+            # the ranks check what they may import; nothing is imported here
             (of_image if job.image else of_path(run)).ask(
                 load_run_config, RunDir(Path(run)), [TRUST], prog="bigbatch launch"
             )
     elif words[:1] == ("-m",):
-        # what is set for the ranks may lead them to other modules
+        # --env may lead the ranks to other modules
         is_known = not job.modules and "PYTHONPATH" not in dict(job.environment)
         (of_image if job.image else certain if is_known else doubts).ask(_check_module, words[1:])
     elif words and not words[0].startswith("-"):
@@ -121,7 +121,7 @@ def _check_files(job: JobSpec, certain: Findings, *, doubts: Findings, of_image:
 
 
 def _container_files(job: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yield the option and path of the image, where it is a file and no address, and of each mount's folder."""
+    """Yield option and path of the image, if it is a file, and of each mount's folder."""
     image = job.image or ""
     if "://" not in image and (image.endswith(IMAGE_FILES) or image.startswith(("/", "./", "../"))):
         yield "--image", image
@@ -129,13 +129,13 @@ def _container_files(job: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def require_taken(job: JobSpec, environ: Mapping[str, str]) -> None:
-    """Raise JobRefused where a variable that --env names without a value is not set here."""
+    """Raise JobRefused if --env names a variable without a value that is not set here."""
     if missing := [name for name, _ in job.taken if name not in environ]:
         raise JobRefused([f"--env {name}: it is not set here: export it, or state {name}=VALUE" for name in missing])
 
 
 def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
-    if job.num_ranks < 1:  # they contradict each other, which is a finding
+    if job.num_ranks < 1:  # they contradict each other, which is reported
         return
     refusal = _refusal(batch, job.num_ranks)
     if refusal is None:
@@ -147,7 +147,7 @@ def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
 
 
 def most_ranks(job: JobSpec, *, limit: int) -> int | None:
-    """Return the most ranks, up to limit, that can share the job's batch; of an own script, all. None where none can.
+    """Return the largest number of ranks up to limit that divides the batch; limit for a user's script; None if none.
 
     Raises: ConfigError.
     """
@@ -156,7 +156,7 @@ def most_ranks(job: JobSpec, *, limit: int) -> int | None:
 
 
 def fitting_nodes(job: JobSpec) -> tuple[int, ...]:
-    """Return how many of the job's nodes, all full, can share its batch, in falling order; of an own script, any.
+    """Return the numbers of full nodes that can divide the batch, in falling order; any for a user's script.
 
     Raises: ConfigError.
     """
@@ -173,7 +173,7 @@ def _most_sharing(batch: BatchConfig, *, limit: int) -> int | None:
 
 
 def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
-    """Return why so many ranks cannot share a batch; None where they can."""
+    """Return why so many ranks cannot divide a batch; None if they can."""
     try:
         accumulation_steps(batch, world_size=num_ranks)
     except ConfigError as error:
@@ -192,14 +192,14 @@ def _check_gpus(job: JobSpec) -> None:
 def _check_module(words: tuple[str, ...]) -> None:
     for name in words[:1]:
         top = name.partition(".")[0]
-        # the ranks look for it in the work folder, too; what is installed to be edited has a finder of its own
+        # the ranks also search the work folder; editable installs have their own finder
         others = (finder.find_spec(top, None) for finder in sys.meta_path)
         if PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None and not any(others):
             raise LaunchOptionError(f"--python: there is no module {name} here: name one, or a script")
 
 
 def _check_script(path: Path) -> None:
-    """Python starts a folder or an archive with a __main__.py, too."""
+    """Return whether Python can run it: a script, or a folder or archive with a __main__.py."""
     if not path.exists():
         near = nearest(path.name, [each.name for each in path.parent.glob("*.py")])
         hint = f"; the nearest is {path.with_name(near)}" if near else ""
@@ -207,7 +207,7 @@ def _check_script(path: Path) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Look at the nearest folder that exists; the root tells nothing of what the nodes have mounted below it."""
+    """Check the nearest existing folder; / does not show what the nodes mount below it."""
     path = folder.absolute()
     there = next(each for each in (path, *path.parents) if os.path.exists(each))
     if there != Path(there.anchor) and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):

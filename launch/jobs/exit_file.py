@@ -1,4 +1,4 @@
-"""The file in which a job's first rank leaves its exit code: mpirun's own is 0 after it lost the daemon of a node."""
+"""File for the exit code of a job's rank 0, since mpirun exits with 0 after it lost a node's daemon."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from bigbatch.launch.jobs.spec import JobSpec
 
 @contextmanager
 def exit_file(folder: Path) -> Iterator[Path | None]:
-    """Make an empty file for the first rank; None in a folder that takes none."""
+    """Create an empty file for rank 0; None if the folder is not writable."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".stopped-", dir=folder)
     except OSError:
@@ -32,14 +32,14 @@ def exit_file(folder: Path) -> Iterator[Path | None]:
 
 
 def telling(path: Path | None) -> tuple[tuple[str, str], ...]:
-    """Return the variable by which the ranks find the file."""
+    """Return the variable that names the file for the ranks."""
     return () if path is None else ((STOPPED_VARIABLE, str(path)),)
 
 
 def as_first_rank_ended(ended: Ended, job: JobSpec, *, path: Path | None) -> Ended:
-    """Return how a job ended, by its first rank's record, if mpirun ended with 0 or waited for a lost host.
+    """Correct a job's end by rank 0's record, if mpirun exited with 0 or waited for a lost host.
 
-    An own script that never connected records nothing, nor does a host that does not see the file: mpirun is believed.
+    Without a record (a script that never connected, or a host that does not see the file) mpirun's code counts.
     """
     here = socket.gethostname()
     begins_here = not job.hosts or job.hosts[0][0] in ("localhost", "127.0.0.1", here, here.partition(".")[0])

@@ -1,4 +1,4 @@
-"""All that is wrong with a job, in one answer."""
+"""Collect all mistakes of a job, to report them together."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -10,13 +10,13 @@ Answer = TypeVar("Answer")
 
 
 class Findings:
-    """Collects what checks refuse, each thing once; as a context, raises JobRefused at the end if there is any."""
+    """Collects errors of checks, each once; as a context manager raises JobRefused at the end if there are any."""
 
     def __init__(self) -> None:
         self._found: dict[str, None] = {}
 
     def ask(self, check: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer | None:
-        """Return what a check returns, or None where it refuses."""
+        """Return a check's result, or None if it raises."""
         try:
             return check(*args, **kwargs)
         except JobRefused as error:
@@ -28,7 +28,7 @@ class Findings:
 
     @property
     def found(self) -> tuple[str, ...]:
-        """Return them in the order in which they were found."""
+        """Return them in order."""
         return tuple(self._found)
 
     def __enter__(self) -> "Findings":

@@ -1,4 +1,4 @@
-"""Which hosts of a job are fit, as a preflight wrote it, and which still answer."""
+"""Find the hosts of a job that a preflight found fit, and those that still answer."""
 
 import operator
 import socket
@@ -17,24 +17,24 @@ from bigbatch.trainer.run.folder import writing
 
 
 def preflight_command(command: Sequence[str], *options: str) -> tuple[str, ...]:
-    """Return what checks the hosts for `train ...`: its experiment is looked at, too; other commands have none."""
+    """Return the preflight command for a job's command; for `train` with its experiment."""
     experiment = command[1:] if command[:1] == ("train",) else ()
     return ("preflight", *options, *(word for word in experiment if word not in FLAGS))
 
 
 def preflight_of(job: JobSpec) -> JobSpec:
-    """Return the job that looks at the hosts of another; of an own script, at no experiment."""
+    """Return the preflight job for another job; without an experiment for a user's script."""
     return replace(job, command=preflight_command(() if job.is_python else job.command), is_python=False)
 
 
 def choose_launcher(job: JobSpec) -> str:
-    """Return slurm where anything is asked of a scheduler, else mpirun."""
+    """Return slurm if a request to a scheduler is stated, else mpirun."""
     asked = [field for field in fields(JobSpec) if field.name in (*SCHEDULED, "num_nodes")]
     return "slurm" if any(getattr(job, field.name) != field.default for field in asked) else "mpirun"
 
 
 def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
-    """Return the job on its other hosts. Raises: LaunchOptionError where they have too few slots, or cannot be told."""
+    """Return the job on its other hosts. Raises: LaunchOptionError if they have too few slots or are unknown."""
     hosts = fit_hosts(job.hosts, bad=bad)
     slots = sum(count for _, count in hosts)
     if not hosts or slots < job.num_ranks:
@@ -46,20 +46,20 @@ def without(job: JobSpec, bad: Sequence[str]) -> JobSpec:
 
 
 def write_hostfile(path: Path, hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> None:
-    """Write a hostfile of the fit hosts. Raises: RunFolderError; LaunchOptionError where they cannot be told."""
+    """Write a hostfile of the fit hosts. Raises: RunFolderError; LaunchOptionError if they are unknown."""
     lines = [f"{host} slots={slots}\n" for host, slots in fit_hosts(hosts, bad=bad)]
     with writing(path):
         write_named(path, "".join(lines).encode())
 
 
 def fit_hosts(hosts: Sequence[tuple[str, int]], *, bad: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """Return those that are no bad nodes. Raises: LaunchOptionError where a bad node cannot be told among them."""
+    """Return the hosts that are not bad nodes. Raises: LaunchOptionError if a bad node matches none of them."""
     unfit = {_find_host(name, [host for host, _ in hosts]) for name in bad if hosts}
     return tuple((host, slots) for host, slots in hosts if host not in unfit)
 
 
 def _find_host(name: str, hosts: Sequence[str]) -> str:
-    """Return the stated host that a node is, whose ranks call it by that name."""
+    """Return the stated host of a node, given the name that its ranks report."""
     ways: tuple[Callable[[str, str], bool], ...] = (operator.eq, _same_label, _same_address)
     for is_same in ways:
         found = {host for host in hosts if is_same(host, name)}
@@ -72,7 +72,7 @@ def _find_host(name: str, hosts: Sequence[str]) -> str:
 
 
 def _same_label(a: str, b: str) -> bool:
-    """Say whether n1 is n1.cluster; the dots of an address mean something else."""
+    """Return whether two names are one host, such as n1 and n1.cluster; addresses must be equal."""
     return not (_is_address(a) or _is_address(b)) and a.partition(".")[0] == b.partition(".")[0]
 
 
@@ -89,7 +89,7 @@ def _same_address(a: str, b: str) -> bool:
 
 
 def _addresses(host: str) -> set[str]:
-    """Resolve it as this host does, without loopback, which is another host everywhere; none for an unknown name."""
+    """Return the addresses of a name on this host, without loopback; none for an unknown name."""
     try:
         found = {str(where[0]) for *_, where in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):  # UnicodeError: too long for a name
@@ -98,10 +98,10 @@ def _addresses(host: str) -> set[str]:
 
 
 def on_hosts_left(job: JobSpec, *, answers: Callable[[str], bool]) -> JobSpec:
-    """Return the job on those of its hosts that answer, with as many of its ranks as can share its batch there.
+    """Return the job on its hosts that answer, with as many ranks as can divide the batch.
 
-    Batch, order of samples and ghost batches stay: the ranks that are left do more each.
-    Raises: LaunchOptionError where no ranks can.
+    Batch, order of samples and ghost batches stay: the remaining ranks do more work each.
+    Raises: LaunchOptionError if no number of ranks divides the batch.
     """
     if not job.hosts:
         return job

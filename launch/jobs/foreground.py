@@ -17,52 +17,52 @@ from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
 
 LOOK_SECONDS = 1.0
-"""Between two looks whether what a launcher has started has ended without it."""
+"""Period of the check whether a launcher's ranks have ended without it."""
 END_SECONDS = 1.0
-"""How long such a launcher may take to end by SIGTERM."""
+"""Time for such a launcher to end after SIGTERM."""
 RECALL_SECONDS = 60.0
-"""How often it is looked whether a job can have more."""
+"""Period of the check whether more hosts are available for a job."""
 
 
 class Stopper:
-    """This signal handler asks a job to stop, more firmly each time: send is called with the next of steps."""
+    """Signal handler that asks a job to stop, escalating: each call sends the next of steps."""
 
     def __init__(self, send: Callable[[signal.Signals], None], *steps: signal.Signals) -> None:
         self._send, self._steps = send, steps
         self.asked = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Say so the first time; the last step repeats."""
+        """Print a line the first time; the last step repeats."""
         self.asked += 1
         if self.asked == 1:
-            with suppress(OSError, RuntimeError):  # the terminal may be gone; within a print Python prints no more
+            with suppress(OSError, RuntimeError):  # the terminal may be gone, and print is not reentrant
                 print("\nbigbatch: asking all ranks to save a checkpoint and stop", file=sys.stderr, flush=True)
         self._send(self._steps[min(self.asked, len(self._steps)) - 1])
 
 
 def shell_code(returncode: int) -> int:
-    """Return a process's exit code as a shell states it: 128 + signal where one ended it."""
-    # subprocess states a signal as its negative number
+    """Return a process's exit code as a shell states it: 128 + signal if a signal ended it."""
+    # subprocess returns a signal as a negative number
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def one_line(text: str) -> str:
-    """Return what a program said, for a message."""
+    """Return a program's output for a message."""
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Says how a launcher ended."""
+    """How a launcher ended."""
 
     code: int
-    """Its exit code, 128 + signal where one ended it."""
+    """Its exit code; 128 + signal if a signal ended it."""
     was_asked: bool
-    """To stop, by a signal to this process; mpirun's code does not tell: 1 after a second Ctrl-C."""
+    """Whether a signal asked this process to stop; mpirun's code does not show it (1 after a second Ctrl-C)."""
     was_recalled: bool = False
-    """It was asked to stop in order to start again."""
+    """Whether it was asked to stop for a restart."""
     has_left: bool = False
-    """Its first rank had failed, and it was ended as it did not end itself."""
+    """Whether rank 0 had failed and the launcher had to be ended."""
 
 
 def run_in_foreground(
@@ -74,15 +74,15 @@ def run_in_foreground(
     has_left: Callable[[], bool] | None = None,
     leaves: Sequence[Path] = (),
 ) -> Ended:
-    """Start argv and wait for its end. is_recalled, asked every RECALL_SECONDS, tells whether to stop it before.
+    """Start argv and wait for its end. is_recalled: called every RECALL_SECONDS; if true, the job is stopped.
 
-    has_left, asked every LOOK_SECONDS, tells whether its first rank has failed some time ago: then a launcher that
-    waits for a lost host, which takes a quarter of an hour where its last words to it are still on their way, is ended.
+    has_left: called every LOOK_SECONDS; if true, rank 0 failed some time ago, and the launcher is ended. It may wait a
+    quarter of an hour for a lost host otherwise.
 
-    The job gets a session of its own, so that Ctrl-C reaches only this process: the first one becomes asks_to_stop
-    for the launcher, which passes it on (the ranks save a checkpoint and stop), the second one SIGTERM, the third
-    SIGKILL. If this process is killed, the launcher gets asks_to_stop, and what leaves names is removed after it.
-    Under nohup a closed terminal changes nothing.
+    The job runs in a new session, so Ctrl-C reaches only this process. The first Ctrl-C sends asks_to_stop to the
+    launcher, which passes it on (the ranks save a checkpoint and stop), the second SIGTERM, the third SIGKILL. If this
+    process is killed, the launcher gets asks_to_stop, and the files that leaves names are removed afterwards. Under
+    nohup a closed terminal changes nothing.
     Raises: LaunchOptionError when the launcher is not installed.
     """
     started: list[subprocess.Popen[bytes]] = []
@@ -92,7 +92,7 @@ def run_in_foreground(
         process = _start(argv, environ=environ)
         watch(process.pid)
         started.append(process)
-        # who asked before had nobody to ask; a launcher that hears it twice has not begun anything
+        # repeat earlier requests, which had no receiver; twice does no harm this early
         if stopper.asked:
             process.send_signal(asks_to_stop)
         asked_at = monotonic()
@@ -125,13 +125,13 @@ def _start(argv: list[str], *, environ: Mapping[str, str]) -> "subprocess.Popen[
 
 
 def _end(process: "subprocess.Popen[bytes]", name: str) -> int:
-    """End a launcher that has not ended after its ranks; return its code."""
+    """End a launcher whose ranks have ended; return its code."""
     tell(f"{Path(name).name} waits, and the job's first rank has failed: ending it")
     process.terminate()
     try:
         return process.wait(timeout=END_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # what it has started, such as ssh, too
+        os.killpg(process.pid, signal.SIGKILL)  # with its children, such as ssh
         return process.wait()
 
 

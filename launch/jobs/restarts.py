@@ -1,4 +1,4 @@
-"""Jobs that heal: one that has lost a rank starts again by itself, and goes on from its newest checkpoint."""
+"""Restart a job that has lost a rank; it resumes from its newest checkpoint."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,15 +11,15 @@ from bigbatch.launch.jobs.run_folder import find_run_folder, keeps_in_memory, ne
 from bigbatch.launch.jobs.spec import JobSpec
 
 FIRST_SIGNAL = 129
-"""Smallest code of a process that a signal ended."""
+"""Smallest exit code of a process that a signal ended."""
 FINAL = (0, REFUSED, INTERRUPTED, PIPE_CLOSED)
-"""Codes after which nothing starts again, whatever runs."""
+"""Exit codes after which no job restarts."""
 
 
 def may_go_on(code: int, *, is_python: bool) -> bool:
-    """Tell whether a job that ended with this code may go on as it is: nobody must mend anything first.
+    """Return whether a job that exited with this code can restart without a repair.
 
-    What the codes of an own script mean is not known: any failure may be such a one.
+    The codes of a user's script are unknown, so any failure counts.
     """
     if code in FINAL:
         return False
@@ -27,7 +27,7 @@ def may_go_on(code: int, *, is_python: bool) -> bool:
 
 
 def describe_restarts(job: JobSpec) -> str:
-    """Return what a dry run says of them, as a shell's comment; empty where there are none."""
+    """Return a dry run's comment about restarts; empty if there are none."""
     if not job.restarts:
         return ""
     return f"# after a lost rank again, up to {job.restarts} time(s) in a row without a newer checkpoint\n"
@@ -40,11 +40,10 @@ def run_healing(
     refit: Callable[[JobSpec], JobSpec] = lambda job: job,
     say: Callable[[str], None] = tell,
 ) -> Ended:
-    """Start the job, and again as often as job.restarts says in a row without a newer checkpoint; how it ended.
+    """Start the job, restart it up to job.restarts times in a row without a newer checkpoint, and return its end.
 
-    refit returns what starts in its place after a loss: the job on the hosts that are left. Where one that it had is
-    not among them, something was lost whatever the code is.
-    Raises: what start and refit raise.
+    refit: returns the job on the remaining hosts after a loss. If a host is missing, it restarts whatever the code is.
+    Raises: errors of start and refit.
     """
     restarts = job.restarts or 0
     folder = find_run_folder(job) if restarts else None
@@ -52,7 +51,7 @@ def run_healing(
     while True:
         ended = start(fit)
         goes_on = may_go_on(ended.code, is_python=job.is_python)
-        # it saved and stopped, or did not listen yet
+        # it saved and stopped, or did not handle signals yet
         if ended.was_recalled and not ended.was_asked and (goes_on or ended.code == INTERRUPTED):
             fit = refit(job)
             say(_again(fit, job, folder=folder, saved=newest_checkpoint(folder)))
@@ -63,7 +62,7 @@ def run_healing(
         if not goes_on and set(fit.hosts) <= set(left_over.hosts):
             return ended
         saved = newest_checkpoint(folder)
-        # where the newest was damaged, and set aside, the one before it is no newer one
+        # after a damaged newest checkpoint was renamed, the one before it is not newer
         if saved and (newest is None or saved > newest):
             left, newest = restarts, saved
         if left == 0:

@@ -1,4 +1,4 @@
-"""What a job's command says about its run, found before the job waits in a queue for hours."""
+"""Facts about the run of a job's command, found before the job waits in a queue."""
 
 import re
 from collections import deque
@@ -18,34 +18,34 @@ from bigbatch.trainer.run.owner import has_failed
 
 OF_A_RUN = (("evaluate",), ("predict",), ("export",))
 LEFT_LOOKS = 3
-"""So many more the other ranks, and what started them, may take to end after the first rank has failed. By looks, as
-none goes by while this process is stopped with its job."""
+"""Checks that the other ranks and their launcher get to end after rank 0 has failed. Counted in checks, because none
+happens while this process is stopped with its job."""
 SHOWN = ("step", "epoch", "loss", "top1", "images_per_second")
 """Figures of a report."""
 
 
 def first_words(job: JobSpec) -> tuple[str, ...]:
-    """Return the words of the command, as the first job of an array has them."""
+    """Return the words of the command for the first job of an array."""
     first = re.findall(r"\d+", job.array or "0")[0]
     return tuple(word.replace(INDEX, first) for word in job.command)
 
 
 def load_experiment(job: JobSpec) -> Config | None:
-    """Load that of `train`; None for other commands, and for its help. Raises: ConfigError."""
+    """Load the config of `train`; None for other commands and for its help. Raises: ConfigError."""
     if job.is_python or job.command[:1] != ("train",) or {"-h", "--help"} & set(job.command):
         return None
     return load_config(first_words(job)[1:])
 
 
 def trained_run(job: JobSpec) -> str | None:
-    """Return the run folder that a command works on which trains nothing; None without one. Raises: PathError."""
+    """Return the run folder of a command other than `train`; None without one. Raises: PathError."""
     words = first_words(job)
     is_named = not job.is_python and words[:1] in OF_A_RUN and len(words) > 1 and not words[1].startswith("-")
     return expand_path(words[1]) if is_named else None
 
 
 def require_experiment(job: JobSpec) -> None:
-    """Look whether there is the experiment that another command than `train` names. Raises: ConfigError."""
+    """Check that the experiment of a command other than `train` exists. Raises: ConfigError."""
     words = first_words(job)
     is_of_another = bool(words) and words[0] != "train" and not job.is_python
     if is_of_another and (name := _stated(words, "--config")):
@@ -53,10 +53,10 @@ def require_experiment(job: JobSpec) -> None:
 
 
 def find_run_folder(job: JobSpec) -> str | None:
-    """Find that of `train`, by its config; None for other commands, and for a container with a bigbatch of its own.
+    """Return the run folder of `train`; None for other commands, and for a container with its own bigbatch.
 
-    In an array it may hold {index}; its first job's experiment is the one that is checked.
-    Raises: ConfigError for a wrong experiment, and for one that could not go on after it was requeued.
+    In an array it may contain {index}; the first job's experiment is checked.
+    Raises: ConfigError for a wrong experiment, or one that could not resume after it was requeued.
     """
     config = None if job.image is not None else load_experiment(job)
     if config is None:
@@ -76,36 +76,36 @@ def find_run_folder(job: JobSpec) -> str | None:
 
 
 def known_experiment(job: JobSpec) -> Config | None:
-    """Load that of `train`, also one that an image runs; None for a wrong one, which is refused elsewhere."""
+    """Load the config of `train`, also for an image; None for a wrong one, which is refused elsewhere."""
     with suppress(ConfigError):
         return load_experiment(job)
     return None
 
 
 def newest_checkpoint(folder: str | None) -> Path | None:
-    """Return that of a run, by its name alone; None without one."""
+    """Return the name of a run's newest checkpoint; None without one."""
     return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)
 
 
 def keeps_in_memory(folder: str) -> bool:
-    """Tell whether a run has kept copies of its state in its nodes' memory, of which one may be newer."""
+    """Return whether a run keeps copies of its state in node memory, which may be newer."""
     return RunDir(Path(folder)).memory_name.exists()
 
 
 class RunLeft:
-    """Tells whether the first rank of a start has failed, and LEFT_LOOKS have gone by; asked every now and then.
+    """Returns whether rank 0 of a start failed at least LEFT_LOOKS checks ago; called periodically.
 
-    Storage that does not answer holds nobody up: a thread looks, and while it waits nothing is known.
+    A thread checks, so storage that does not answer does not block the caller.
     """
 
     def __init__(self, folder: str | None, *, start: str) -> None:
-        """start: the path that the start's ranks have as STOPPED_VARIABLE; folder: that of a training."""
+        """start: the ranks' STOPPED_VARIABLE. folder: run folder of the training."""
         self._folder, self._start = folder, start
         self._num_looks = 0
         self._looking: Thread | None = None
 
     def __call__(self) -> bool:
-        """Tell by the looks so far, and look again."""
+        """Return the last check's result, and start the next check."""
         has_left = self._num_looks > LEFT_LOOKS
         if self._looking is None or not self._looking.is_alive():
             self._looking = Thread(target=self._look, name="bigbatch-run-left", daemon=True)

@@ -1,4 +1,4 @@
-"""A site's own settings of `bigbatch launch`, in bigbatch.toml: partition, account, interface, fabric, container."""
+"""Site settings of `bigbatch launch` in bigbatch.toml: partition, account, interface, fabric, container."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ KEYS = (
     *("partition", "account", "qos", "reservation", "constraint", "cpus_per_rank", "sbatch", "mpi", "interface"),
     *("image", "container", "mount", "module", "env"),
 )
-"""Options of bigbatch launch that a file may state; env is a table of names and values."""
+"""Options that a file may state; env is a table of names and values."""
 
 TABLES = {
     "k8s": (
@@ -30,10 +30,10 @@ TABLES = {
         *("image", "mount", "env", "interface", "cpus_per_rank", "memory", "gpus_per_node"),
     ),
 }
-"""What is stated for one launcher alone, in a table of its name: it may speak to another cluster than this host's."""
+"""Tables with settings for one launcher, which may submit to another cluster than this host's."""
 
 OF_SEVERAL_HOSTS = ("interface",)
-"""On one host the ranks keep to the loopback interface."""
+"""Options without effect on one host, where the ranks use the loopback interface."""
 
 OF_AN_IMAGE = ("container", "mount")
 
@@ -41,16 +41,16 @@ FILLED_UP: dict[str, Callable[[str], str]] = {
     "env": lambda word: re.split("[=@]", word)[0],
     "sbatch": lambda word: word.partition("=")[0],
 }
-"""Options that a file adds to, where the command line states other names; each says what a word names."""
+"""Options whose values are merged by name; value: function that returns a word's name."""
 
 FIELDS = {flag.removeprefix("--"): field for field, flag in OPTIONS.items()}
-"""Fields of JobSpec by option, if the option has another name."""
+"""Option -> field of JobSpec, if their names differ."""
 
 
 def read_file(path: Path, *, table: str | None = None) -> dict[str, Any]:
-    """Return what a file states, by option: words as on the command line, and env as a dict.
+    """Return a file's settings by option: words as on the command line, and env as a dict.
 
-    table: one of TABLES; None: what stands outside of them.
+    table: one of TABLES; None: settings outside of tables.
 
     Raises: LaunchOptionError, one line that names the file.
     """
@@ -98,12 +98,12 @@ def apply_site(
     refused: Collection[str],
     table: str | None = None,
 ) -> list[str]:
-    """Fill in what the options leave open, of the nearest file that states it; return lines that say what and whence.
+    """Set options that are not stated from the nearest file that has them; return lines with value and source.
 
-    refused: fields of JobSpec that the launcher cannot honour, of which the files may speak to others. The values of a
-    list are taken whole; env and sbatch are filled up name by name. The ranks are told, for the run's summary.
-    table: of TABLES, the launcher's own, which alone counts then.
-    Raises: LaunchOptionError, also for a file that nothing is taken of.
+    refused: fields of JobSpec that the launcher does not support; files may state them for others. A list is taken as a
+    whole; env and sbatch are merged by name. The ranks receive the settings for the run's summary.
+    table: use only this table of TABLES.
+    Raises: LaunchOptionError, also for an invalid file without a used value.
     """
     taken: dict[str, dict[str, Any]] = {}
     for path in site_files(None):
@@ -123,7 +123,7 @@ def apply_site(
 
 
 def _fill(arguments: argparse.Namespace, name: str, value: Any) -> Any:
-    """Set an option where the arguments leave it open; return what was new of it."""
+    """Set an option if the arguments do not state it; return the added values."""
     held = getattr(arguments, name)
     if name not in FILLED_UP:
         if held is None or held == []:

@@ -1,4 +1,4 @@
-"""What a launcher starts: a command on some ranks of some hosts, and what is asked of a scheduler."""
+"""JobSpec: a command, its ranks and hosts, and the requests to a scheduler."""
 
 import re
 from collections.abc import Mapping
@@ -12,26 +12,26 @@ from bigbatch.interpreter import SAFE_PATH_VARIABLE
 from bigbatch.launch.jobs.words import check_words, option
 
 INDEX = "{index}"
-"""In a word of an array's command: the number of the job in its array."""
+"""Placeholder in an array's command: the number of the job in its array."""
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job is a command for all ranks. None leaves a choice to the cluster, or to the launcher's own default.
+    """A job: one command for all ranks. None: the cluster's or launcher's default.
 
-    hosts maps each host to its number of ranks; empty: the launcher, or the scheduler, says where.
-    Raises: LaunchOptionError for a value that a launcher's own syntax could take for something else.
+    hosts: (host, number of ranks) each; empty: the launcher or scheduler decides.
+    Raises: LaunchOptionError for a value that a launcher's syntax could misread.
     """
 
     command: tuple[str, ...]
     num_ranks: int
     hosts: tuple[tuple[str, int], ...] = ()
     oversubscribe: bool = False
-    """More ranks than cores on a host: ranks that wait give up their core."""
+    """Whether a host has more ranks than cores: waiting ranks then yield their core."""
     num_nodes: int | None = None
     """Nodes with equally many ranks each."""
     node_rank: int | None = None
-    """Which of the nodes this is, from 0; torchrun only."""
+    """Index of this node, from 0; torchrun only."""
     master: tuple[str, int] | None = None
     """Host and port at which torchrun's nodes meet."""
     name: str | None = None
@@ -43,40 +43,40 @@ class JobSpec:
     reservation: str | None = None
     constraint: str | None = None
     exclude: str | None = None
-    """Nodes not to use, as Slurm writes them: n3,n[10-12]."""
+    """Excluded nodes in Slurm's form: n3,n[10-12]."""
     sbatch: tuple[tuple[str, str | None], ...] = ()
-    """Further options of sbatch by their long names, with their values, or None for one that has none."""
+    """Further sbatch options: (long name, value, or None without a value)."""
     mpi: str | None = None
-    """What srun offers MPI libraries, such as pmix; None: as the cluster is set up."""
+    """srun's --mpi, such as pmix; None: the cluster's default."""
     gpus_per_node: int | None = None
     gpu_type: str | None = None
-    """Type of these GPUs as Slurm's administrator calls it, such as a100."""
+    """Type of the GPUs in Slurm's configuration, such as a100."""
     cpus_per_rank: int | None = None
     memory: str | None = None
     """Memory of each node, such as 200G."""
     image: str | None = None
     """Container in which the ranks run."""
     mounts: tuple[str, ...] = ()
-    """What the container sees of the host: SOURCE:TARGET, or SOURCE:TARGET:FLAGS."""
+    """Mounts of the container: SOURCE:TARGET, or SOURCE:TARGET:FLAGS."""
     container: str | None = None
-    """What runs the image under Slurm: pyxis or apptainer; None: apptainer for .sif, else pyxis."""
+    """Container runtime under Slurm: pyxis or apptainer; None: apptainer for .sif, else pyxis."""
     environment: tuple[tuple[str, str], ...] = ()
     taken: tuple[tuple[str, str | None], ...] = ()
-    """Further variables, whose values are written nowhere: of the shell that starts the job, or of a Kubernetes Secret,
-    which may be named beside."""
+    """Further variables whose values are not written to files: from the shell that starts the job, or from a Kubernetes
+    Secret, which may be named."""
     modules: tuple[str, ...] = ()
     interface: str | None = None
     """Network interface between the nodes, such as eth0; several with commas between."""
     device: str | None = None
-    """cpu keeps all ranks to it; None: GPUs where there are some."""
+    """cpu: all ranks use the CPU; None: GPUs if there are any."""
     logs: str | None = None
     """Folder for the job's output."""
     array: str | None = None
-    """Numbers of an array's jobs, as Slurm writes them: 0-7, or 3,5,9, or 0-99%4 for four at a time."""
+    """Numbers of an array's jobs in Slurm's form: 0-7, or 3,5,9, or 0-99%4 for four at a time."""
     preflight: str | None = None
-    """What to do about unfit nodes before the start: warn, stop, or exclude them; None: do not look."""
+    """Action for unfit nodes before the start: warn, stop or exclude; None: no preflight."""
     restarts: int | None = None
-    """How often in a row it starts again, after it lost a rank, without a newer checkpoint; None: never."""
+    """Restarts in a row without a newer checkpoint after a lost rank; None: none."""
     namespace: str | None = None
     queue: str | None = None
     """LocalQueue of Kueue."""
@@ -87,15 +87,15 @@ class JobSpec:
     tolerations: tuple[str, ...] = ()
     """Taints that nodes may have, KEY[=VALUE][:EFFECT]."""
     pull_secrets: tuple[str, ...] = ()
-    """Secrets by which the image is pulled."""
+    """Secrets for pulling the image."""
     rdma: str | None = None
-    """Resource by which pods get the node's RDMA cards, NAME[=NUMBER]."""
+    """Resource for the node's RDMA cards, NAME[=NUMBER]."""
     user: str | None = None
-    """Numbers of the user and group that the pods run as, UID[:GID]."""
+    """User and group of the pods, UID[:GID]."""
     is_python: bool = False
-    """The command is a Python script, or -m and a module, with its arguments; else it is bigbatch's."""
+    """Whether the command is a Python script, or -m and a module, with arguments; else a bigbatch command."""
     stop_seconds: int | None = None
-    """How long before the time limit the ranks are asked to save a checkpoint and stop; 0: the limit ends the job."""
+    """Seconds before the time limit at which the ranks are asked to save and stop; 0: the limit ends the job."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -103,7 +103,7 @@ class JobSpec:
 
     @property
     def python_words(self) -> tuple[str, ...]:
-        """Return what comes behind the interpreter: a script or module with its arguments, or bigbatch with its own."""
+        """Return the arguments of the interpreter: a script or module, or bigbatch, with arguments."""
         return self.command if self.is_python else ("-m", "bigbatch", *self.command)
 
     @property
@@ -113,36 +113,33 @@ class JobSpec:
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """Return what every rank gets, whatever else its launcher passes on; of two of one name the last counts."""
+        """Return the variables that every rank gets from the job; of two with one name the last counts."""
         device = () if self.device is None else ((DEVICE_VARIABLE, self.device),)
-        # an own script's folder, or the work folder of an own module, is where it finds what belongs to it
+        # a user's script imports from its folder, a user's module from the work folder
         safe = () if self.is_python else ((SAFE_PATH_VARIABLE, "1"),)
         return (*interface_variables(self.interface), *device, *safe, *self.environment)
 
     @property
     def grace_seconds(self) -> int:
-        """Return what stop_seconds says, or this project's default."""
+        """Return stop_seconds, or its default."""
         return 120 if self.stop_seconds is None else self.stop_seconds
 
 
 MOST_RANKS = 10**6
-"""More than any cluster has; far more of them would fill the memory of this host before anything starts."""
+"""Limit of ranks: more than any cluster has; without it a typing error could fill this host's memory."""
 
 SCHEDULED = (
     *("name", "minutes", "partition", "account", "qos", "reservation", "constraint", "exclude", "sbatch", "mpi"),
     *("gpus_per_node", "gpu_type", "cpus_per_rank", "memory", "array", "stop_seconds"),
 )
-"""What only a scheduler can give."""
+"""Fields that need a scheduler."""
 
 OF_KUBERNETES = ("namespace", "queue", "priority", "node_selector", "tolerations", "pull_secrets", "rdma", "user")
-"""What only Kubernetes can give."""
+"""Fields that need Kubernetes."""
 
 
 def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
-    """Say which options a launcher cannot honour, and what to do instead, rather than drop them.
-
-    Raises: JobRefused.
-    """
+    """Refuse options that a launcher does not support, with the alternative. Raises: JobRefused."""
     of_others = () if launcher == "k8s" else OF_KUBERNETES
     refused = {**dict.fromkeys(of_others, "Kubernetes alone has it: leave it out"), **refused}
     found = [each.name for each in fields(JobSpec) if each.name in refused and getattr(job, each.name) != each.default]
@@ -157,7 +154,7 @@ def refuse(job: JobSpec, *, launcher: str, refused: Mapping[str, str]) -> None:
 
 
 def interface_variables(name: str | None) -> tuple[tuple[str, str], ...]:
-    """Return what tells bigbatch, gloo and NCCL which network interface to use, or which ones."""
+    """Return the variables that select the network interfaces for bigbatch, gloo and NCCL."""
     return () if name is None else ((INTERFACE_VARIABLE, name), *interface_settings(name).items())
 
 
@@ -218,9 +215,9 @@ def make_job(
     default_ranks: int = 1,
     **others: Any,
 ) -> JobSpec:
-    """Check the numbers; others are further fields of JobSpec.
+    """Check the numbers, and make the job; others: further fields of JobSpec.
 
-    default_ranks is how many a node gets of which nothing is said. Raises: LaunchOptionError.
+    default_ranks: ranks of a node if none are stated. Raises: LaunchOptionError.
     """
     if not command:
         raise LaunchOptionError(
@@ -253,9 +250,9 @@ def make_job(
 
 
 def check_time(job: JobSpec, *, stop_seconds: int, early_seconds: int = 0) -> None:
-    """Raise LaunchOptionError where ranks would be asked to stop before they have started, and trained a little.
+    """Raise LaunchOptionError if the request to stop would come before the ranks have trained a little.
 
-    early_seconds: how much earlier the scheduler may ask them.
+    early_seconds: how much earlier the scheduler may send it.
     """
     if job.minutes is not None and stop_seconds > 0 and job.minutes * 60 <= stop_seconds + early_seconds:
         earlier = f", and up to {early_seconds} s earlier" if early_seconds else ""

@@ -1,4 +1,4 @@
-"""Run the processes of a job together: one that fails ends all, Ctrl-C asks them to stop, nothing outlives them."""
+"""Run the processes of a job: one that fails ends all, Ctrl-C asks them to stop, and no process is left."""
 
 import signal
 import subprocess
@@ -15,21 +15,21 @@ from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
 
 LOOK_SECONDS = 0.05
-"""Between two looks at who has ended."""
+"""Period of the check which processes have ended."""
 GRACE_SECONDS = 12.0
-"""How long the others may take to end by SIGTERM after one has failed: a first rank ends the checkpoint it writes."""
+"""Time for the others to end after SIGTERM when one has failed: rank 0 may finish a checkpoint."""
 
 
 @dataclass(frozen=True)
 class NodeProcess:
-    """This is one process of a job, with variables on top of the environment."""
+    """One process of a job; variables are added to the environment."""
 
     node: int
     """Node of an emulated cluster; otherwise 0, this machine."""
     argv: tuple[str, ...]
     variables: tuple[tuple[str, str], ...] = ()
     name: str = ""
-    """What it is called where it fails before all others, such as rank 2 on n1; empty: it says that itself."""
+    """Name for the message if it fails first, such as rank 2 on n1; empty: it reports its failure itself."""
 
 
 def run_together(
@@ -39,13 +39,13 @@ def run_together(
     enter: Callable[[int], None] | None = None,
     asks_to_stop: signal.Signals,
 ) -> Ended:
-    """Start all and wait; the code is 0 where all ended well, else that of the first that failed, which is named.
+    """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
 
-    enter(node) is called in each new process. Every process gets a session of its own, so that Ctrl-C reaches only this
-    one: the first becomes asks_to_stop for all, the second SIGTERM, the third SIGKILL. If this process is killed, they
-    get asks_to_stop; in an emulated cluster, where their numbers are not those seen here, its own watcher ends them.
-    Before all are there, the first one ends those that are: none can have done anything that is worth saving.
-    Raises: LaunchOptionError when a program is not installed; SubprocessError when a process cannot enter its node.
+    enter(node): called in each new process. Every process has its own session, so Ctrl-C reaches only this one: the
+    first sends asks_to_stop to all, the second SIGTERM, the third SIGKILL. If this process is killed, they get
+    asks_to_stop; in an emulated cluster, whose process numbers differ, its own watcher ends them. A Ctrl-C before all
+    have started ends those that have: there is nothing to save yet.
+    Raises: LaunchOptionError if a program is not installed; SubprocessError if a process cannot enter its node.
     """
     running: dict[int, subprocess.Popen[bytes]] = {}
     stopper = Stopper(partial(_send, running), asks_to_stop, signal.SIGTERM, signal.SIGKILL)
@@ -56,7 +56,7 @@ def run_together(
             for number, start in enumerate(starts):
                 running[number] = _start(start, environ=environ, enter=enter)
                 watch(running[number].pid)
-                # a signal may have come between start and entry, and missed this one
+                # a signal may have come before this process was in the list
                 if stopper.asked:
                     return Ended(INTERRUPTED, was_asked=True)
             code = _wait(running, names=[start.name for start in starts])
@@ -85,30 +85,30 @@ def _start(
 
 
 def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str]) -> int:
-    """Wait until all have ended; they leave running one by one, those that were told to end, too.
+    """Wait until all have ended; each is removed from running when it ends.
 
-    By looking every now and then: who has joined a cluster's nodes can start no thread that waits.
+    Polls: after this process has joined a cluster's namespaces it cannot start threads that wait.
     """
     failed: int | None = None
-    since_end = 0.0  # by looks: while this process is stopped, as of a suspended job, none goes by
+    since_end = 0.0  # counted in polls: none happens while this process is stopped, as in a suspended job
     while running:
         time.sleep(LOOK_SECONDS)
         since_end += LOOK_SECONDS
         ended = {number: code for number, process in running.items() if (code := process.poll()) is not None}
-        # who ends since another one was lost is not the cause
+        # a process that ends because another one was lost is not the cause
         for number, code in sorted(ended.items(), key=lambda each: each[1] == LOST):
             del running[number]
             since_end = 0.0
-            # the first failure is the cause; those after it follow from our SIGTERM
+            # the first failure is the cause; later ones follow from our SIGTERM
             if code != 0 and failed is None:
                 failed = shell_code(code)
-                # alone, it has said itself what failed, but for a signal
+                # a single process has reported its failure itself, except for a signal
                 if names[number] and failed != INTERRUPTED and (running or code < 0):
                     others = "; ending the others" if running else ""
                     tell(f"{names[number]} {_how(code)}{others}")
                 _send(running, signal.SIGTERM)
         if failed is not None and since_end > GRACE_SECONDS:
-            _send(running, signal.SIGKILL)  # they did not heed the SIGTERM
+            _send(running, signal.SIGKILL)  # they ignored SIGTERM
     return failed or 0
 
 
@@ -123,4 +123,4 @@ def _send(running: Mapping[int, subprocess.Popen[bytes]], number: signal.Signals
     for process in tuple(running.values()):
         process.send_signal(number)
         if number == signal.SIGTERM:
-            process.send_signal(signal.SIGCONT)  # one that is stopped would heed it after all else only
+            process.send_signal(signal.SIGCONT)  # a stopped process handles it only after it continues

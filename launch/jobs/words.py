@@ -1,4 +1,4 @@
-"""Which words a job may hold, so that none is taken for something else in a script, an argument list or a manifest."""
+"""Legal words of a job, which no script, argument list or manifest can misread."""
 
 import math
 import re
@@ -9,12 +9,12 @@ from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE, expand_hostlist, 
 from bigbatch.errors import LaunchError, LaunchOptionError, shortened
 
 UNLIMITED = 2**32 - 1
-"""Minutes of a job without a time limit, as Slurm itself counts them."""
+"""Slurm's number of minutes for no time limit."""
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+@-]*"
 
 INTERFACE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}"
-"""Linux allows no longer name."""
+"""Longest file name of Linux."""
 
 VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
@@ -29,7 +29,7 @@ KEY = rf"(?:{SUBDOMAIN}/)?{QUALIFIED}"
 """Key of a Kubernetes label, taint or resource."""
 
 PATTERNS = {
-    # field: (pattern, what that means, example); Slurm reads #SBATCH lines without a shell's quotes
+    # field: (pattern, meaning, example); Slurm reads #SBATCH lines without a shell's quotes
     "name": (NAME, "letters, digits and . _ + @ -", "resnet50-32k"),
     "partition": (f"{NAME}(?:,{NAME})*", "letters, digits and . _ + @ -", "gpu"),
     "account": (NAME, "letters, digits and . _ + @ -", "vision"),
@@ -54,7 +54,7 @@ PATTERNS = {
 }
 
 NO_OPTION = re.compile(r"(?!-)")
-"""A path that begins with - would be taken for an option."""
+"""Pattern of a path: one that begins with - would be read as an option."""
 
 MIN_VALUES = {
     "gpus_per_node": 0,
@@ -84,10 +84,10 @@ OF_SBATCH = {
     "test-only": "--dry-run",
     **dict.fromkeys(("open-mode", "parsable", "wrap", "input", "help", "usage", "version"), "what is there"),
 }
-"""Options of sbatch that we state, and what to use instead; empty: the option of the same name."""
+"""sbatch options that our scripts set -> our option; empty: the option of the same name."""
 
 SBATCH_VALUE = r"[A-Za-z0-9][A-Za-z0-9._/+@=:,%()\[\]|&*!?~^-]*"
-"""Neither blanks nor quotes, # or \\: Slurm reads an #SBATCH line without a shell, by quotes of its own."""
+"""No blanks, quotes, # or \\: Slurm reads an #SBATCH line without a shell, with its own quotes."""
 
 OPTIONS = {
     "num_ranks": "--ranks",
@@ -102,11 +102,11 @@ OPTIONS = {
     "tolerations": "--toleration",
     "pull_secrets": "--pull-secret",
 }
-"""Options whose names are not those of their fields."""
+"""Field -> option, if their names differ."""
 
 
 def option(field: str) -> str:
-    """Return the command line's name of a field of JobSpec."""
+    """Return the option of a field of JobSpec."""
     return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
@@ -172,8 +172,8 @@ def _check_taken(pairs: tuple[tuple[str, str | None], ...]) -> None:
 
 
 def _refuse_rank(name: str) -> None:
-    """Refuse a variable that says which rank a process is: with one value, each rank would train alone."""
-    if is_identity(name) and name not in (STOPPED_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):  # one for all ranks
+    """Refuse a variable that states a process's rank: with one value, each rank would train alone."""
+    if is_identity(name) and name not in (STOPPED_VARIABLE, "MASTER_ADDR", "MASTER_PORT"):  # one value for all ranks
         raise LaunchOptionError(f"--env {name}: the launcher states it, for each rank another: leave it out")
 
 
@@ -183,9 +183,9 @@ def _check_characters(text: str, *, what: str) -> None:
 
 
 def _check_sbatch(options: tuple[tuple[str, str | None], ...]) -> None:
-    """Raise LaunchOptionError for what is no option's name, could be misread, or is ours.
+    """Raise LaunchOptionError if it is not an option's name, could be misread, or is set by our scripts.
 
-    sbatch takes the beginning of a name for the whole, so that one of ours is refused, too.
+    sbatch accepts abbreviated names, so abbreviations of our options are refused, too.
     """
     for key, value in options:
         if not re.fullmatch(r"[a-z][a-z0-9]+(?:-[a-z0-9]+)*", key, re.ASCII):
@@ -238,18 +238,18 @@ CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def parse_passed(words: list[str]) -> tuple[tuple[str, str | None], ...]:
-    """Read KEY=VALUE words, or KEY for an option without a value; _check_sbatch says which are right."""
+    """Parse KEY=VALUE words, or KEY for an option without a value; _check_sbatch checks them."""
     split = (word.partition("=") for word in words)
     return tuple((key, value if equals else None) for key, equals, value in split)
 
 
 def parse_environment(words: list[str]) -> tuple[tuple[str, str], ...]:
-    """Read the words NAME=VALUE among those of --env."""
+    """Parse the words NAME=VALUE of --env."""
     return tuple((name, value) for name, mark, value in (word.partition("=") for word in words) if mark)
 
 
 def parse_taken(words: list[str]) -> tuple[tuple[str, str | None], ...]:
-    """Read the others: NAME -> (NAME, None), NAME@SECRET -> (NAME, SECRET)."""
+    """Parse the other words of --env: NAME -> (NAME, None), NAME@SECRET -> (NAME, SECRET)."""
     split = (word.partition("@") for word in words if "=" not in word)
     return tuple((name, secret if mark else None) for name, mark, secret in split)
 
@@ -287,7 +287,7 @@ def parse_minutes(text: str) -> int:
 
 
 def format_minutes(minutes: int) -> str:
-    """Write D-HH:MM:SS as Slurm reads it, without days where there are none."""
+    """Return Slurm's form D-HH:MM:SS, or HH:MM:SS below one day."""
     if minutes == UNLIMITED:
         return "UNLIMITED"
     days, rest = divmod(minutes, 1440)

@@ -1,4 +1,4 @@
-"""Jobs for Kubernetes, as JobSet manifests to be kept and edited."""
+"""Launcher for Kubernetes: JobSet manifests, which can be kept and edited."""
 
 import argparse
 import json
@@ -44,7 +44,7 @@ NEEDS_SECRET = """\
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes each string that another reader of YAML may take for a number or a truth value, as Go's does 1e3 and y."""
+    """YAML dumper that quotes strings which another parser reads as a number or bool, such as 1e3 and y in Go's."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         is_plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9_./-]+", text, re.ASCII)
@@ -56,7 +56,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def manifest(job: JobSpec, *, name: str) -> str:
-    """Return YAML of the job; pure. Raises: LaunchOptionError for what Kubernetes cannot say."""
+    """Return YAML of the job; pure. Raises: LaunchOptionError if Kubernetes does not support it."""
     refuse(job, launcher="k8s", refused=REFUSED)
     if job.image is None:
         raise LaunchOptionError("--image is missing: name the image of bigbatch that the cluster can pull")
@@ -82,9 +82,9 @@ def _logs_command(job: JobSpec, *, name: str) -> str:
 
 
 def _check_folders(job: JobSpec) -> None:
-    """Refuse a run folder outside of the mounts, which would end with the pods, and data at a relative path.
+    """Refuse a run folder outside of the mounts, which is lost with the pods, and data at a relative path.
 
-    Data at an absolute path may come with the image. Raises: JobRefused; PathError.
+    Data at an absolute path may be part of the image. Raises: JobRefused; PathError.
     """
     found = []
     if config := known_experiment(job):
@@ -107,16 +107,16 @@ def _check_folders(job: JobSpec) -> None:
 
 
 def _mount_of(job: JobSpec, folder: str) -> str | None:
-    """Return the innermost mount that holds a folder; None for none, and for a relative path."""
+    """Return the innermost mount that contains a folder; None if there is none, and for a relative path."""
     targets = {mount: PurePosixPath(mount.split(":")[1]) for mount in job.mounts}
     holding = [mount for mount, target in targets.items() if PurePosixPath(folder).is_relative_to(target)]
     return max(holding, key=lambda mount: len(targets[mount].parts), default=None)
 
 
 def _draw_name(job: JobSpec) -> str:
-    """Return the job's name with five characters behind it: each start is another job. Raises: LaunchOptionError."""
+    """Return the job's name with five random characters: each start is another job. Raises: LaunchOptionError."""
     name = job.name or "bigbatch"
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?", name):  # its pods' names are longer, and no more than 63
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,36}[a-z0-9])?", name):  # its pods' names are longer, at most 63
         raise LaunchOptionError(
             f"--name {name!r} must be up to 38 of a-z, 0-9 and -, a letter first, for Kubernetes, such as resnet50-32k"
         )
@@ -124,10 +124,10 @@ def _draw_name(job: JobSpec) -> str:
 
 
 def _submit(job: JobSpec, text: str) -> None:
-    """Hand kubectl a manifest, and the Secret of its ranks, which is deleted with the job.
+    """Apply a manifest by kubectl, with the Secret of its ranks, which is deleted with the job.
 
-    The Secret's value is in no list of processes and in no file of ours.
-    Raises: SchedulerError with kubectl's words, or if it is not installed; nothing is left behind then.
+    The Secret's value appears in no process list and in no file of ours.
+    Raises: SchedulerError with kubectl's message, or if it is not installed; nothing remains then.
     """
     created = json.loads(_kubectl("create", "-f", "-", "-o", "json", text=text))
     if not has_secret(job):

@@ -16,15 +16,15 @@ from bigbatch.launch.launchers.local import node_words
 from bigbatch.trainer.config.strict_yaml import parse_yaml
 
 SECRET, JOB_SECRET_KEY = "bigbatch", "secret"
-"""The Secret with the values of --env NAME; the key in that of a job: what its ranks prove that they know."""
+"""Secret with the values of --env NAME; key of the job's own secret in its Secret."""
 RESTARTS = 3
-"""Default: a lost node must not end the job."""
+"""Default number of restarts: a lost node must not end the job."""
 STEP_SECONDS = 60
-"""For the step under way, before a checkpoint is written."""
+"""Time for the current step before a checkpoint is written."""
 NO_PROGRAM = (126, 127)
-"""A shell's codes, and the container runtime's, if the command cannot be started."""
+"""Exit codes of a shell and a container runtime if the command cannot be started."""
 KNOWN_CODES = (*range(FAILED, CRASHED + 1), *NO_PROGRAM, PIPE_CLOSED)
-"""All but INTERRUPTED: deleting a job deletes its pods, so a pod that saved and stopped was on a drained node."""
+"""Exit codes that end the job. Not INTERRUPTED: a pod that saved and stopped was on a drained node."""
 
 IF_STOPPED = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [INTERRUPTED]}}
 TEMPLATE = Path(__file__).with_name("jobset.yaml")
@@ -33,9 +33,9 @@ Fields = dict[str, Any]
 
 
 def jobset(job: JobSpec, *, name: str) -> Fields:
-    """Return the job as plain objects. Raises: LaunchOptionError for what Kubernetes cannot say."""
+    """Return the job as plain objects. Raises: LaunchOptionError if Kubernetes does not support it."""
     user, _, group = (job.user or "1000").partition(":")
-    # Kubernetes replaces $(JOB_COMPLETION_INDEX), which it gives the pods of an indexed Job
+    # Kubernetes substitutes $(JOB_COMPLETION_INDEX) in the pods of an indexed Job
     starter = node_words(job, node_rank="$(JOB_COMPLETION_INDEX)", master=f"{name}-node-0-0.{name}:29500")
     # a container's own /dev/shm has 64 MB
     volumes: list[Fields] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
@@ -54,7 +54,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
         "restarts": RESTARTS if job.restarts is None else job.restarts,
         "nodes": job.num_nodes or 1,
         "deadline": None if job.minutes in (None, UNLIMITED) else (job.minutes or 0) * 60,
-        # a script may end with this code by itself, and would start again without end
+        # a script may exit with this code by itself and would restart forever
         "if_stopped": None if job.is_python else IF_STOPPED,
         "final_codes": [c for c in KNOWN_CODES if c in NO_PROGRAM or not may_go_on(c, is_python=job.is_python)],
         "grace": _grace_seconds(job),
@@ -79,7 +79,7 @@ def jobset(job: JobSpec, *, name: str) -> Fields:
 
 
 def has_secret(job: JobSpec) -> bool:
-    """Tell whether ranks of several pods must prove to each other that they are of one job."""
+    """Return whether ranks of several pods must authenticate to each other."""
     return (job.num_nodes or 1) > 1
 
 
@@ -93,9 +93,9 @@ def _filled(part: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _grace_seconds(job: JobSpec) -> int:
-    """Return how long pods may take to end: --stop-seconds, else the time in which the run's checkpoints must be saved.
+    """Return the pods' grace time: --stop-seconds, else the time limit of the run's checkpoints.
 
-    A pod whose ranks have saved ends at once. A script's time to save is not known.
+    A pod whose ranks have saved ends at once. A user's script's time to save is unknown.
     """
     if job.stop_seconds is not None or (config := known_experiment(job)) is None:
         return job.grace_seconds
@@ -109,7 +109,7 @@ def _affinity(exclude: str) -> Fields:
 
 
 def _toleration(word: str) -> Fields:
-    """Read KEY[=VALUE][:EFFECT], as kubectl taint writes it; without an effect, all of them."""
+    """Parse KEY[=VALUE][:EFFECT] in the form of kubectl taint; without an effect, all effects."""
     stated, _, effect = word.partition(":")
     key, mark, value = stated.partition("=")
     matches = {"operator": "Equal", "value": value} if mark else {"operator": "Exists"}
@@ -117,7 +117,7 @@ def _toleration(word: str) -> Fields:
 
 
 def _variables(job: JobSpec, *, name: str) -> list[Fields]:
-    """Return the environment of a container; the Secret of the job's name holds what its ranks share."""
+    """Return the environment of a container; the Secret with the job's name contains the ranks' secret."""
     stated = {**dict(job.variables), **({NOTICE_VARIABLE: str(grace)} if (grace := _grace_seconds(job)) else {})}
     taken = {variable: {"name": secret or SECRET, "key": variable} for variable, secret in job.taken}
     if has_secret(job) and SECRET_VARIABLE not in {*stated, *taken}:
@@ -129,7 +129,7 @@ def _variables(job: JobSpec, *, name: str) -> list[Fields]:
 
 
 def _limits(job: JobSpec) -> Fields:
-    """Return what a node's pod gets. Raises: LaunchOptionError for what Kubernetes cannot say."""
+    """Return the resources of a node's pod. Raises: LaunchOptionError if Kubernetes does not support them."""
     own = job.ranks_per_node if job.device is None else 0
     gpus = own if job.gpus_per_node is None else job.gpus_per_node
     limits: Fields = {"nvidia.com/gpu": gpus} if gpus else {}
@@ -141,11 +141,11 @@ def _limits(job: JobSpec) -> Fields:
     if job.memory is not None:
         if job.memory == "0":
             raise LaunchOptionError("--memory 0: Kubernetes gives no whole node: state how much, such as 200G")
-        # Slurm's units are powers of two, in letters of any case
+        # Slurm's units are powers of two, in upper or lower case
         limits["memory"] = job.memory.upper() + ("i" if job.memory[-1].isalpha() else "Mi")
     return limits
 
 
 def _literal(word: str) -> str:
-    """Write $$ for $, as Kubernetes replaces $(NAME) in commands and values; $$ stands for $."""
+    """Escape $ as $$, since Kubernetes substitutes $(NAME) in commands and values."""
     return word.replace("$", "$$")

@@ -1,6 +1,6 @@
-"""This host's ranks, without MPI or torchrun: processes of our own, which meet on the loopback interface alone.
+"""Launcher for ranks on this host without MPI or torchrun; they meet on the loopback interface only.
 
-With --nodes it starts one node's part of a job, as in the pods of a JobSet.
+With --nodes it starts one node's part of a job, for example in a pod of a JobSet.
 """
 
 import argparse
@@ -28,14 +28,14 @@ REFUSED = {
     "hosts": "it starts ranks on this host only: use bigbatch launch mpirun",
 }
 MOST_RANKS_OF_A_HOST = 4096
-"""Far more than a host has GPUs or cores; each is a process that imports torch."""
+"""Limit of ranks on a host; each is a process that imports torch."""
 
 
 def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
-    """Return the process of each rank, with the variables that torchrun would give it; pure.
+    """Return the process of each rank, with the same variables as from torchrun; pure.
 
-    Rank 0 serves the rendezvous, on one host at the port of the loopback interface alone.
-    Raises: JobRefused for what one host cannot do, and for several nodes without --node-rank and --master.
+    Rank 0 serves the rendezvous; on one host it listens on loopback only.
+    Raises: JobRefused for unsupported options, and for several nodes without --node-rank and --master.
     """
     refuse(job, launcher="local", refused=REFUSED)
     if job.ranks_per_node > MOST_RANKS_OF_A_HOST:
@@ -62,7 +62,7 @@ def local_starts(job: JobSpec, *, port: int) -> tuple[NodeProcess, ...]:
 
 
 def find_node(job: JobSpec, *, port: int) -> tuple[int, tuple[str, int]]:
-    """Return which of the job's nodes this host is, and where they meet: of one node here, at this port.
+    """Return this host's node index, and the meeting point: of one node, this port on this host.
 
     Raises: LaunchOptionError for several nodes without --node-rank and --master.
     """
@@ -80,9 +80,9 @@ def find_node(job: JobSpec, *, port: int) -> tuple[int, tuple[str, int]]:
 
 
 def node_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]:
-    """Return what starts a node's ranks of a job by this launcher, up to the job's own command.
+    """Return the command line that starts a node's ranks by this launcher, without the job's own command.
 
-    node_rank and master are words that the node replaces.
+    node_rank, master: placeholders that the node replaces.
     """
     several = ["--nodes", str(job.num_nodes), "--node-rank", node_rank, "--master", master]
     shape = [*(several if (job.num_nodes or 1) > 1 else []), "--ranks-per-node", str(job.ranks_per_node)]
@@ -90,7 +90,7 @@ def node_words(job: JobSpec, *, node_rank: str, master: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a free port."""
     address = loopback()
     with socket.socket(family_of(address)) as probe:
         probe.bind((address, 0))
@@ -113,12 +113,12 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
 
 
 def own_environment(job: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks' environment: with a new secret, but on several nodes that of all of them, if there is one."""
+    """Return the ranks' environment with a new secret; on several nodes with the common one, if it is set."""
     return dict(environ) if job.node_rank is not None else with_secret(environ)
 
 
 def shared_cores(job: JobSpec) -> dict[str, str]:
-    """Return what keeps a host's ranks to one thread each, where the environment states no number."""
+    """Return variables for one CPU thread per rank, if the environment states no number."""
     return {"OMP_NUM_THREADS": "1"} if job.ranks_per_node > 1 else {}
 
 

@@ -1,4 +1,4 @@
-"""Open MPI's mpirun (5.x): its argument list, and the look at the hosts before it, where --preflight asks for one."""
+"""Launcher for Open MPI's mpirun (5.x): argument list, preflight of the hosts, and restarts on fewer hosts."""
 
 import argparse
 import os
@@ -23,13 +23,13 @@ from bigbatch.launch.jobs.spec import SCHEDULED, JobSpec, refuse
 from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 
 ASKS_TO_STOP = signal.SIGUSR1
-"""What makes mpirun pass on a request to stop, without a deadline; after SIGTERM it kills within a second."""
+"""Signal that mpirun passes on to the ranks without a deadline; after SIGTERM it kills within a second."""
 
 ANSWER_SECONDS = 30.0
-"""How long a host may take to start a program, before it counts as lost."""
+"""Time for a host to start a program before it counts as lost."""
 
 FORWARDED = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "OMP_", SECRET_VARIABLE)
-"""Variables so named reach the ranks on other hosts, too; mpirun passes on none by itself."""
+"""Prefixes of variables that are passed to ranks on other hosts; mpirun itself passes none."""
 
 REFUSED = {
     **dict.fromkeys(SCHEDULED, "mpirun has no queue: use bigbatch launch slurm, or run mpirun inside a job"),
@@ -51,13 +51,12 @@ def mpirun_argv(
     variables: Iterable[str] = (),
     options: Sequence[str] = ("--map-by", "slot"),
 ) -> list[str]:
-    """Return the words of mpirun with one process per rank; pure, so that --dry-run shows what would run.
+    """Return mpirun's command line with one process per rank; pure.
 
-    Ranks are not bound to cores (each would decode and compute on one), and those that wait yield theirs where
-    ranks outnumber cores. mpirun passes SIGUSR1 on to all ranks, which then save a checkpoint and stop.
-    variables are the names of those that are set here; its environment must have job.variables. options: of mpirun
-    itself.
-    Raises: LaunchOptionError for what only a scheduler can do.
+    Ranks are not bound to cores (each would decode and compute on one); waiting ranks yield their core if ranks
+    outnumber cores. mpirun passes SIGUSR1 to all ranks, which then save a checkpoint and stop.
+    variables: names of the variables set here; mpirun's environment must have job.variables. options: of mpirun itself.
+    Raises: LaunchOptionError for options that need a scheduler.
     """
     refuse(job, launcher="mpirun", refused=REFUSED)
     argv = [mpirun, "-n", str(job.num_ranks), "--bind-to", "none", *options]
@@ -73,16 +72,16 @@ def mpirun_argv(
     for name in sorted(name for name in variables if job.hosts and name.startswith(FORWARDED)):
         if name not in stated:
             argv += ["-x", name]
-    # by their names: all users of a host see the words of a process, and none its environment
+    # names only: all users of a host see a command line, but not the environment
     for name in (*stated, *(name for name, _ in job.taken)):
         argv += ["-x", name]
-    # ranks write into a pipe, and cannot see how wide the terminal is
+    # ranks write into a pipe and cannot see the terminal's width
     argv += ["-x", f"{TERMINAL_VARIABLE}={terminal_columns}"]
     return [*argv, sys.executable, *job.python_words]
 
 
 def look_at_hosts(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended, list[str]]:
-    """Run a preflight on all slots of all hosts; return how it ended, and the hosts that are unfit."""
+    """Run a preflight on all slots of all hosts; return its end and the unfit hosts."""
     bad = _bad_nodes_path()
     try:
         looked = _run(_looking(job), environ=environ, leaves=(bad,))
@@ -98,7 +97,7 @@ def show_look(job: JobSpec, *, environ: Mapping[str, str]) -> str:
 
 
 def _bad_nodes_path() -> Path:
-    return Path.cwd() / f".preflight-{os.getpid()}"  # the first of the hosts writes it, and sees this folder as a run's
+    return Path.cwd() / f".preflight-{os.getpid()}"  # the first host writes it and sees this folder
 
 
 def _looking(job: JobSpec) -> JobSpec:
@@ -108,9 +107,9 @@ def _looking(job: JobSpec) -> JobSpec:
 
 
 def _without_unfit(job: JobSpec, *, environ: Mapping[str, str]) -> tuple[Ended | None, JobSpec]:
-    """Look first, as --preflight says; return how that ended where the job does not start, and the job that does."""
+    """Run the preflight that --preflight requests; return its end if the job does not start, and the job to start."""
     looked, bad = look_at_hosts(preflight_of(job), environ=environ)
-    if looked.was_asked:  # by Ctrl-C: nothing starts, whatever was found
+    if looked.was_asked:  # after Ctrl-C nothing starts
         return replace(looked, code=looked.code or INTERRUPTED), job
     if looked.code == 0 or job.preflight == "warn":
         return None, job
@@ -132,7 +131,7 @@ def _argv_here(job: JobSpec, *, environ: Mapping[str, str]) -> list[str]:
 
 
 def _answers(host: str, job: JobSpec, *, environ: Mapping[str, str]) -> bool:
-    """Tell whether mpirun can start something there."""
+    """Return whether mpirun can start a program on the host."""
     argv = _argv_here(replace(job, hosts=((host, 1),), num_ranks=1), environ=environ)
     ranks_at = len(argv) - len(job.python_words) - 1
     process = subprocess.Popen(
@@ -146,7 +145,7 @@ def _answers(host: str, job: JobSpec, *, environ: Mapping[str, str]) -> bool:
     try:
         return process.wait(timeout=ANSWER_SECONDS) == 0
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its ssh, too
+        os.killpg(process.pid, signal.SIGKILL)  # with its ssh
         process.wait()
         return False
 
@@ -156,15 +155,15 @@ def _on_hosts_left(job: JobSpec, *, environ: Mapping[str, str]) -> JobSpec:
 
 
 def _run_part(fit: JobSpec, *, job: JobSpec, environ: Mapping[str, str]) -> Ended:
-    """Run what is left of the job, until more of its hosts answer again, which lets it go on with more ranks."""
+    """Run the job on its remaining hosts until more hosts answer, so that it can continue with more ranks."""
 
     def has_grown() -> bool:
         try:
             return _on_hosts_left(job, environ=environ).num_ranks > fit.num_ranks
-        except (UserError, OSError):  # of hosts too few, or an experiment that was edited: what runs goes on
+        except (UserError, OSError):  # too few hosts, or an edited experiment: the running job continues
             return False
 
-    # an own script may die of the request, and not save
+    # the request may kill a user's script without saving
     is_waiting = fit.num_ranks < job.num_ranks and not job.is_python
     return _run(fit, environ=environ, is_recalled=has_grown if is_waiting else None)
 
@@ -179,7 +178,7 @@ def _run(
     if job.interface is not None:
         require_interface(job.interface)
     config = known_experiment(job)
-    # the first of other hosts sees this folder as a run's
+    # the first of other hosts sees this folder
     with exit_file(Path.cwd()) as path:
         told = replace(job, environment=(*job.environment, *telling(path)))
         ended = run_in_foreground(

@@ -1,4 +1,4 @@
-"""All launchers, by the name that a user types."""
+"""All launchers by name."""
 
 from bigbatch.launch.launchers import k8s, local, mpirun, slurm, torchrun
 
@@ -6,4 +6,4 @@ LAUNCHERS = {
     launcher.name: launcher
     for launcher in (local.LAUNCHER, mpirun.LAUNCHER, torchrun.LAUNCHER, slurm.LAUNCHER, k8s.LAUNCHER)
 }
-"""In the order in which the help lists them."""
+"""In the order of the help."""

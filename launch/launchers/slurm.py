@@ -1,4 +1,4 @@
-"""Jobs for Slurm: handed to sbatch, shown and cancelled in its queue."""
+"""Launcher for Slurm: submit by sbatch, list and cancel jobs."""
 
 import argparse
 import os
@@ -33,10 +33,10 @@ def job_script(job: JobSpec, *, folder: str | None) -> str:
 def submit_job(
     job: JobSpec, *, wait: bool = False, environ: Mapping[str, str] | None = None
 ) -> "tuple[str, subprocess.Popen[bytes]]":
-    """Hand a job to Slurm; return its number, and sbatch, which with wait ends with the job and its exit code.
+    """Submit a job; return its number, and the sbatch process, which with wait ends with the job's exit code.
 
-    environ is what sbatch, and so the job, gets; None: what this process has.
-    Raises: SchedulerError with Slurm's words; LaunchOptionError.
+    environ: environment of sbatch, and so of the job; None: this process's.
+    Raises: SchedulerError with Slurm's message; LaunchOptionError.
     """
     script = job_script(job, folder=find_run_folder(job))
     folder = Path(job.logs or "logs")
@@ -79,13 +79,13 @@ def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namesp
     number, sbatch = submit_job(job, wait=options.wait, environ=environ)
     print_line(f"job {number}; its output: {log_path(job, job_id=number if job.array is None else number + '_*')}")
     print_lines(f"  bigbatch launch status {number}\n  bigbatch launch cancel {number}")
-    return sbatch.wait()  # without --wait it ends at once
+    return sbatch.wait()  # without --wait it returns at once
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=as_path, metavar="FILE", help="write the script there; do not submit it")
-    parser.add_argument("--force", action="store_true", help="--output: write over a file that was edited")
-    parser.add_argument("--wait", action="store_true", help="until the job has ended, with its exit code")
+    parser.add_argument("--output", type=as_path, metavar="FILE", help="write the script to FILE; do not submit it")
+    parser.add_argument("--force", action="store_true", help="with --output: overwrite a file that was edited")
+    parser.add_argument("--wait", action="store_true", help="wait for the end of the job, and exit with its code")
 
 
 def _write_script(path: Path, script: str, *, force: bool) -> None:
@@ -101,7 +101,7 @@ def _write_script(path: Path, script: str, *, force: bool) -> None:
             )
         with replacing_named(path) as file:
             if not is_stream(path):
-                os.fchmod(file.fileno(), 0o600)  # it may hold values of --env
+                os.fchmod(file.fileno(), 0o600)  # it may contain values of --env
             file.write(data)
 
 
@@ -119,14 +119,14 @@ def _status(numbers: Sequence[str]) -> None:
 def _cancel(numbers: Sequence[str], now: bool) -> None:
     def cancel(number: str) -> None:
         jobs = slurm_queue.find_jobs(number)
-        for job in [job for job in jobs if not job.has_ended] or jobs:  # of an array, some may have ended
+        for job in [job for job in jobs if not job.has_ended] or jobs:  # some jobs of an array may have ended
             print_lines(slurm_queue.cancel(job, now=now))
 
     _for_each(numbers, cancel)
 
 
 def _for_each(numbers: Sequence[str], act: Callable[[str], None]) -> None:
-    """Call act with each; one that Slurm refuses does not hold up the others. Raises: SchedulerError, at the end."""
+    """Call act for each job, also after one that Slurm refuses. Raises: SchedulerError, at the end."""
     refused: dict[str, None] = {}
     for number in numbers:
         try:
@@ -139,7 +139,7 @@ def _for_each(numbers: Sequence[str], act: Callable[[str], None]) -> None:
 
 LAUNCHER = Launcher(
     name="slurm",
-    help="submit a job, which saves a checkpoint before its time limit and goes on from there",
+    help="submit a job, which saves a checkpoint before its time limit, requeues itself and resumes",
     default_ranks="--nodes times --ranks-per-node",
     passes="all but SLURM_*, SBATCH_*, SRUN_* of a job around it",
     example="--nodes 4 --ranks-per-node 8 --gpus-per-node 8 --cpus-per-rank 8 --time 2:00:00 "

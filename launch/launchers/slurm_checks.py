@@ -1,9 +1,9 @@
-"""What a job's script does before it trains, where --preflight asks for it: bash."""
+"""Bash of a job's script for --preflight."""
 
 from bigbatch.exit_codes import INTERRUPTED, UNFIT
 
 MOST_EXCLUSIONS = 3
-"""How often a job goes back into the queue to run on other nodes. Restarts for other reasons do not count."""
+"""Limit of requeues to get other nodes. Restarts for other reasons do not count."""
 
 LOOK = f"""\
 # Are the nodes fit? It ends with {UNFIT} where they are not, and writes the names of unfit ones.

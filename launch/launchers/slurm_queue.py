@@ -1,4 +1,4 @@
-"""Jobs in Slurm's queue: submit, status, cancel; thin layers around sbatch, squeue, scontrol and scancel."""
+"""Jobs in Slurm's queue: submit, status and cancel by sbatch, squeue, scontrol and scancel."""
 
 import re
 import subprocess
@@ -19,14 +19,14 @@ from bigbatch.launch.jobs.spec import INDEX
 from bigbatch.launch.launchers.slurm_script import MARK
 
 NONE = ("", "(null)", "None", "N/A", "Unknown")
-"""How Slurm writes nothing."""
+"""Slurm's words for an empty value."""
 
 
 NO_TASK = str(2**32 - 2)
-"""What is left of an array's jobs that were cancelled before they started."""
+"""Remaining entry of an array's jobs that were cancelled before they started."""
 
 ANSWER_SECONDS = 120.0
-"""Slurm's programs ask a controller that does not answer again, for longer than a minute."""
+"""Time limit of Slurm's programs, which retry for more than a minute if the controller does not answer."""
 
 LIVING = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGURING", "RESIZING")
 """States of a job that has not ended."""
@@ -34,7 +34,7 @@ LIVING = ("PENDING", "RUNNING", "SUSPENDED", "REQUEUED", "COMPLETING", "CONFIGUR
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """Slurm knows this about a job."""
+    """Slurm's facts about a job."""
 
     facts: Mapping[str, str]
     """Fields of `scontrol show job`, by their names."""
@@ -42,8 +42,8 @@ class QueuedJob:
 
     @property
     def number(self) -> str:
-        """Name it as a user does: 12, or 12_3 in an array, or 12_[4-7] for those of an array that have not started."""
-        # 4-7%2: what follows % is how many may run at once
+        """Return its number: 12, or 12_3 in an array, or 12_[4-7] for the jobs of an array that have not started."""
+        # 4-7%2: two of them may run at once
         task = self.facts.get("ArrayTaskId", "").partition("%")[0]
         if task in ("", NO_TASK):
             return self.facts["JobId"]
@@ -51,27 +51,27 @@ class QueuedJob:
 
     @property
     def state(self) -> str:
-        """Return one such as PENDING, RUNNING, REQUEUED, COMPLETED."""
+        """Return the state, such as PENDING, RUNNING, REQUEUED or COMPLETED."""
         return self.facts["JobState"]
 
     @property
     def has_ended(self) -> bool:
-        """Say whether it neither waits nor runs, nor will."""
+        """Return whether it has ended for good."""
         return self.state not in LIVING
 
     @property
     def is_ours(self) -> bool:
-        """Say whether its script heeds our requests."""
+        """Return whether its script handles our requests."""
         return any(line.startswith(MARK) for line in self.script.splitlines())
 
     @property
     def run_folder(self) -> Path | None:
-        """Return where its run keeps its files, if its script says so."""
+        """Return its run folder, if its script states it."""
         for line in self.script.splitlines():
             if line.startswith(MARK):
                 try:
                     folder = parse_json(line.removeprefix(MARK))
-                except ValueError:  # of somebody else's
+                except ValueError:  # another script's
                     return None
                 if not folder or not isinstance(folder, str):
                     return None
@@ -82,11 +82,11 @@ class QueuedJob:
 def submit(
     script: str, *, wait: bool = False, environ: Mapping[str, str] | None
 ) -> tuple[str, subprocess.Popen[bytes]]:
-    """Hand a script to sbatch; return the job's number, and sbatch, which with wait ends as the job does.
+    """Submit a script by sbatch; return the job's number, and the sbatch process, which with wait ends with the job.
 
-    environ is what sbatch, and so the job, gets, but for a job's around it; None: what this process has. What sbatch,
-    its plug-ins and a site's wrapper say is shown on stderr, or told by the error.
-    Raises: SchedulerError if Slurm refuses it, or is not installed.
+    environ: environment of sbatch, without an enclosing job's variables; None: this process's. Output of sbatch, its
+    plug-ins and a site's wrapper goes to stderr or into the error.
+    Raises: SchedulerError if Slurm refuses it or is not installed.
     """
     argv = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
     variables, left_out = outside_of_jobs(environ)
@@ -100,10 +100,10 @@ def submit(
     assert sbatch.stdin is not None
     assert sbatch.stdout is not None
     assert sbatch.stderr is not None
-    with suppress(BrokenPipeError), sbatch.stdin as stdin:  # it has ended before it read all, and says why
+    with suppress(BrokenPipeError), sbatch.stdin as stdin:  # it ended before it read all, and its output says why
         stdin.write(script.encode(errors="surrogateescape"))
     said: list[bytes] = []
-    # line by line: one that waits writes the number and goes on until the job ends
+    # line by line: with --wait it prints the number and runs until the job ends
     for line in sbatch.stdout:
         if found := re.fullmatch(r"(\d+)(?:;\S*)?\s*", line.decode(errors="replace"), re.ASCII):
             _show(said)
@@ -119,7 +119,7 @@ def submit(
 
 
 def _show(lines: Iterable[bytes]) -> None:
-    """Show on stderr what sbatch says, as it comes."""
+    """Copy sbatch's output to stderr as it comes."""
     for line in lines:
         print_line(line.decode(errors="replace").rstrip(), file=sys.stderr)
 
@@ -131,9 +131,9 @@ def _not_installed(program: str) -> SchedulerError:
 
 
 def find_jobs(number: str) -> list[QueuedJob]:
-    """Return the job of that number, or all of an array.
+    """Return the job of that number, or all jobs of an array.
 
-    Raises: SchedulerError for one that Slurm does not know, or forgot; LaunchOptionError for what is no number.
+    Raises: SchedulerError if Slurm does not know it (any more); LaunchOptionError if it is not a number.
     """
     if not re.fullmatch(r"\d+(?:_\d+)?", number, re.ASCII):
         raise LaunchOptionError(
@@ -145,7 +145,7 @@ def find_jobs(number: str) -> list[QueuedJob]:
         raise SchedulerError(
             f"job {number}: {error}; Slurm forgets a job minutes after its end, its log remains"
         ) from error
-    # the first piece is what stands before the first JobId=
+    # the first piece precedes the first JobId=
     records = re.split(r"^(?=JobId=)", shown, flags=re.MULTILINE)[1:]
     return [QueuedJob(facts, _script_of(facts["JobId"])) for facts in map(parse_facts, records)]
 
@@ -153,16 +153,16 @@ def find_jobs(number: str) -> list[QueuedJob]:
 def _script_of(number: str) -> str:
     try:
         return run_slurm(["scontrol", "write", "batch_script", number, "-"])
-    except SchedulerError:  # of another user, or not a batch job
+    except SchedulerError:  # another user's, or not a batch job
         return ""
 
 
 def parse_facts(line: str) -> dict[str, str]:
-    """Read 'JobId=7 JobName=a b Reason=None' -> a dict; values may hold blanks, and folders at the end a name and =."""
+    """Parse 'JobId=7 JobName=a b Reason=None' into a dict; values may contain blanks, folders at the end also NAME=."""
     words = re.split(r"(?:^|\s)([A-Za-z][A-Za-z/:]*)=", line.strip())
     facts: dict[str, str] = {}
     for name, value in zip(words[1::2], words[2::2], strict=True):
-        # the first wins: a later NAME= may be part of a folder's name
+        # the first one counts: a later NAME= may be part of a folder's name
         facts.setdefault(name, value)
     return facts
 
@@ -178,7 +178,7 @@ def describe(job: QueuedJob) -> str:
         "nodes": facts.get("NodeList"),
         "restarts": facts.get("Restarts"),
         "exit code": _exit_code(facts.get("ExitCode", "")) if job.has_ended else None,
-        "log": None if job.number.endswith("]") else facts.get("StdOut"),  # those to come have none yet
+        "log": None if job.number.endswith("]") else facts.get("StdOut"),  # jobs that have not started have none
         "last report": last_report(job.run_folder) if job.run_folder else None,
     }
     return "\n".join([*lines, *(f"  {name:12}{value}" for name, value in rows.items() if value)])
@@ -195,14 +195,14 @@ def _resume(job: QueuedJob) -> None:
 
 
 def cancel(job: QueuedJob, *, now: bool) -> str:
-    """Ask the ranks to save a checkpoint and stop; with now, and before its start, end the job; say what was done.
+    """Ask the ranks to save a checkpoint and stop; with now, or before its start, end the job. Return what was done.
 
-    A suspended job goes on for it: Slurm would kill it as it is, without a word to its ranks.
-    Raises: SchedulerError for a job that has ended or cannot be asked.
+    Continues a suspended job first: Slurm would kill it without a signal to its ranks.
+    Raises: SchedulerError for a job that has ended or does not handle the request.
     """
     if job.has_ended:
         raise SchedulerError(f"job {job.number} has ended already: {job.state}")
-    # before its start there is no script that could hear a request
+    # before its start there is no script to handle a request
     if now or job.state not in ("RUNNING", "SUSPENDED"):
         run_slurm(["scancel", job.number])
         return f"job {job.number} is cancelled"
@@ -210,7 +210,7 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
         raise SchedulerError(f"job {job.number} is none of bigbatch launch slurm's; to end it at once, add --now")
     if job.state == "SUSPENDED":
         _resume(job)
-    # the batch shell alone, whose trap asks the ranks by USR1
+    # only the batch shell, whose trap sends USR1 to the ranks
     run_slurm(["scancel", "--batch", "--signal=USR2", job.number])
     return (
         f"job {job.number} was asked to save a checkpoint and stop; "
@@ -219,7 +219,7 @@ def cancel(job: QueuedJob, *, now: bool) -> str:
 
 
 def run_slurm(argv: Sequence[str]) -> str:
-    """Return what one of Slurm's programs prints. Raises: SchedulerError with its own words."""
+    """Return the output of one of Slurm's programs. Raises: SchedulerError with its message."""
     try:
         done = subprocess.run(
             argv, capture_output=True, text=True, errors="replace", check=False, timeout=ANSWER_SECONDS
@@ -234,7 +234,7 @@ def run_slurm(argv: Sequence[str]) -> str:
 
 
 def _exit_code(text: str) -> str | None:
-    """Read '3:0' -> '3'; '0:9' -> 'signal 9'."""
+    """Parse '3:0' -> '3', and '0:9' -> 'signal 9'."""
     code, _, signal = text.partition(":")
     if code == str(INTERRUPTED):
         return f"{code} (stopped by request; a checkpoint is saved)"

@@ -1,15 +1,14 @@
-"""How a job's script starts its ranks again after a loss, where --restarts asks for it: bash."""
+"""Bash of a job's script for --restarts: start the ranks again after a loss."""
 
 from collections.abc import Sequence
 
 ANSWER_SECONDS = 30
-"""How long a node may take to start a program, before it counts as lost."""
+"""Time for a node to start a program before it counts as lost."""
 
 ENDED = "0 | 2 | 130 | 141"
-"""Codes after which nothing starts again, whatever was lost: done, refused, asked to stop, or nobody reads."""
+"""Exit codes without a restart in any case: done, refused, asked to stop, reader gone."""
 FINAL = "0 | 1 | 2 | 3 | 4 | 5 | 12[67] | 130 | 141"
-"""Codes after which nothing starts again where all nodes are there; of a script of one's own, whose 1 may be anything,
-fewer."""
+"""Exit codes without a restart if all nodes are there; fewer for a user's script, whose 1 may mean anything."""
 FINAL_OF_SCRIPTS = "0 | 2 | 12[67] | 130 | 141"
 
 ON_ALL = """\
@@ -45,7 +44,7 @@ nodes=("${left[@]}")
 """
 
 BEFORE = NODES + ALL
-"""What comes before the first start of a job that goes on without lost nodes: functions, and the nodes."""
+"""Bash before the first start of a job that continues without lost nodes: functions, and the list of nodes."""
 
 CHOICE = """\
 # Lost nodes are given back, as Slurm puts a job into the queue one of whose nodes is down; so it does where it notices
@@ -64,8 +63,8 @@ fi
 """
 
 PLACE = '--overlap --nodes="$count" --ntasks=$((count * @RANKS)) --nodelist="$(with_commas "${left[@]:0:count}")"'
-"""Options of srun: the ranks of so many nodes, on the first ones that are left. The step of
-before, of which Slurm waits for a lost node's part, may still have them: --overlap."""
+"""srun's options for the ranks of so many nodes, on the first remaining ones. --overlap: the previous step, in which
+Slurm waits for a lost node, may still hold them."""
 
 ON_THE_OTHERS = """\
 # Nobody must mend anything where a rank or a node was lost: they start again at once, without the lost nodes.
@@ -81,12 +80,12 @@ echo "bigbatch: $(date '+%F %T') exit code $code: starting again; nodes that ans
 
 
 def choose_count(node_counts: Sequence[int]) -> str:
-    """Return what chooses how many nodes have ranks; node_counts: those that can share the batch, in falling order."""
+    """Return bash that chooses the number of nodes; node_counts: those that divide the batch, in falling order."""
     first, last = node_counts[0], node_counts[-1]
     is_range = len(node_counts) > 2 and tuple(node_counts) == tuple(range(first, last - 1, -1))
     return CHOICE.replace("@COUNTS", f"{{{first}..{last}}}" if is_range else " ".join(map(str, node_counts)))
 
 
 def start_again(text: str, *, is_python: bool) -> str:
-    """Return ON_ALL or ON_THE_OTHERS for such a job: what ends the loop around srun, or prepares its next round."""
+    """Return ON_ALL or ON_THE_OTHERS for the job: bash that ends the loop around srun or prepares its next round."""
     return text.replace("@ENDED", ENDED).replace("@FINAL", FINAL_OF_SCRIPTS if is_python else FINAL)

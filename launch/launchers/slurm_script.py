@@ -1,4 +1,4 @@
-"""The sbatch script of a job: pure, and plain enough to be kept and edited."""
+"""The sbatch script of a job, simple enough to keep and edit. Pure."""
 
 import json
 import math
@@ -20,11 +20,10 @@ from bigbatch.launch.launchers.slurm_restarts import BEFORE, ON_ALL, ON_THE_OTHE
 from bigbatch.trainer.config.sections import CommConfig
 
 SIGNAL_EARLY_SECONDS = 60
-"""Slurm looks at time limits once a minute, so that its warning may come so much earlier than asked for."""
+"""Slurm checks time limits once a minute, so its signal may come so much earlier."""
 
 LEAVE_SECONDS = 30
-"""How long the ranks have to say which of them has ended, after they noticed: by comm.timeout_seconds at the latest.
-Slurm then ends them, with a code of its own."""
+"""Time for the ranks to name a lost rank after comm.timeout_seconds; then Slurm ends them with its own code."""
 
 REFUSED = {
     "hosts": "Slurm chooses the nodes: state --nodes and --ranks-per-node, and --exclude for bad ones",
@@ -33,18 +32,18 @@ REFUSED = {
 
 
 REGISTRY = re.compile(r"(docker://)?([^/#:]+\.[^/#:]+(?::\d+)?|[^/#:.]+:\d+|localhost)/([^#]+)(?<!\.sqsh)(?<!\.sif)")
-"""Name of an image with the host of its registry: it has a dot or a port."""
+"""Matches an image's name with a registry host: it has a dot or a port."""
 
 MARK = "# run folder: "
-"""Begins the line of a script that says where its run is, as JSON, and that it heeds SIGUSR2."""
+"""Start of the script's line that states its run folder as JSON, and that it handles SIGUSR2."""
 
 FOREIGN_VARIABLES = fill(
     " ".join(re.sub(r"(\w+)\*", r"${!\1@}", name) for name in IDENTITY_VARIABLES), width=110, break_on_hyphens=False
 ).replace("\n", " \\\n  ")
-"""Variables of the submitting shell, which describe another job, as bash finds them by their prefixes."""
+"""Bash: variables of the submitting shell that describe another job, by their prefixes."""
 
 SRUN_VARIABLES = "${!SRUN_@}"
-"""Wishes of the shell that submitted a kept script for an srun of its own, in bash."""
+"""Bash: options for srun in the shell that submitted a kept script."""
 
 TAKEN = """\
 for name in {names}; do   # --export above: those of the shell that submits
@@ -83,7 +82,7 @@ newest >> "$starts"
 
 
 MOST_STARTS = 5
-"""Most starts of a job that states no restarts, each from the queue."""
+"""Limit of starts from the queue for a job that states no restarts."""
 
 STARTED = """\
 ranks=$!
@@ -133,12 +132,12 @@ def sbatch_script(
     timeout_seconds: float = CommConfig.timeout_seconds,
     node_counts: Sequence[int] = (),
 ) -> str:
-    """Return the text that sbatch takes. folder is that of the run, if any; timeout_seconds its comm.timeout_seconds.
+    """Return the script. folder: run folder, if any. timeout_seconds: the run's comm.timeout_seconds.
 
-    python is the interpreter on the nodes; None: PATH there, or in the image, has bigbatch and python3.
-    node_counts are those that can share the batch, in falling order: with them, restarts go on without a lost node.
+    python: interpreter on the nodes; None: bigbatch and python3 on PATH there or in the image.
+    node_counts: numbers of nodes that divide the batch, in falling order; restarts use them after a lost node.
 
-    Raises: JobRefused for what Slurm cannot do, and for an array whose jobs would share their files.
+    Raises: JobRefused for unsupported options, and for an array whose jobs would share their files.
     """
     with Findings() as findings:
         findings.ask(refuse, job, launcher="slurm", refused=REFUSED)
@@ -150,13 +149,13 @@ def sbatch_script(
     if job.preflight is not None:
         parts.append(_preflight(job, python=python, wait_seconds=wait_seconds))
     start = _start(job, python=python, wait_seconds=wait_seconds, node_counts=node_counts)
-    # a script that does not listen would begin anew at each time limit, and never end
+    # a script that ignores the signal would restart at each time limit forever
     ending = ENDING.replace(AT_LIMIT, f"limit/{INTERRUPTED})") if job.is_python else ENDING
     return "\n".join([*parts, start, ending])
 
 
 def _check_array(job: JobSpec) -> None:
-    # an array without {index} overwrites its own files; {index} without an array stays as it stands
+    # an array without {index} overwrites its own files; without an array {index} stays as it is
     if (job.array is not None) != any(INDEX in word for word in job.command):
         raise LaunchOptionError(
             f"--array and {INDEX} belong together: each job of an array needs files of its own, such as "
@@ -173,14 +172,14 @@ def _check_container(job: JobSpec) -> None:
 
 
 def log_path(job: JobSpec, *, job_id: str = "%j") -> str:
-    """Return where the job's output goes; beside it a folder of the same name without .log holds one file per rank."""
+    """Return the path of the job's log; the folder of the same name without .log has one file per rank."""
     # sbatch's patterns: number of the array, and of the job in it
     number = "%A_%a" if job.array is not None and job_id == "%j" else job_id
     return f"{job.logs or 'logs'}/{job.name or 'bigbatch'}-{number}.log"
 
 
 def directives(job: JobSpec) -> list[str]:
-    """Return what is asked of Slurm, one option each."""
+    """Return the sbatch options."""
     time = None if job.minutes is None else format_minutes(job.minutes)
     gpus = f"{job.gpu_type}:{job.gpus_per_node}" if job.gpu_type else job.gpus_per_node
     asked = {
@@ -199,18 +198,18 @@ def directives(job: JobSpec) -> list[str]:
         "exclude": job.exclude,
         "array": job.array,
         "output": log_path(job),
-        # all variables of the shell that submits; a site may have another default
+        # all variables of the submitting shell; a site may have another default
         "export": "ALL",
-        # a requeued job goes on in the same log
+        # a requeued job appends to the same log
         "open-mode": "append",
-        "signal": f"B:USR1@{job.grace_seconds}",  # 0: when the job is preempted alone
+        "signal": f"B:USR1@{job.grace_seconds}",  # 0: only when the job is preempted
     }
     others = [f"--{name}" if value is None else f"--{name}={value}" for name, value in job.sbatch]
     return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), "--requeue", *others]
 
 
 def _head(job: JobSpec, *, folder: str | None) -> str:
-    shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # modules are defined by the login shell's files
+    shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # the login shell's files define the module command
     logs = shlex.quote(job.logs or "logs")
     lines = [
         shell,
@@ -235,9 +234,9 @@ def _setup(job: JobSpec) -> str:
         "# of the shell that submitted this: they describe another job, and the ranks go by Slurm's words",
         f"unset {FOREIGN_VARIABLES} {SRUN_VARIABLES}",
         "export PYTHONUNBUFFERED=1   # or logs would lag by minutes",
-        # anew for each start; users of these nodes cannot read a job's environment
+        # new for each start; other users cannot read a job's environment
         f"export {SECRET_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')   # who takes part proves it",
-        # 0: the limit is the end, which the ranks are not asked about
+        # 0: the job ends at the limit without a request to the ranks
         *([f"export {NOTICE_VARIABLE}={job.grace_seconds}   # as --signal above"] if job.grace_seconds else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in job.variables),
         *([TAKEN.format(names=" ".join(name for name, _ in job.taken))] if job.taken else []),
@@ -248,13 +247,13 @@ def _setup(job: JobSpec) -> str:
 
 
 def _progress(job: JobSpec, *, folder: str | None) -> str:
-    """Return what ends a job that is started again and again, and saves nothing new."""
+    """Return bash that ends a job which restarts repeatedly without a new checkpoint."""
     most = job.restarts + 1 if job.restarts else MOST_STARTS
     return f"run={_words([folder or ''], job)}\n{PROGRESS.replace('@MOST', str(most))}"
 
 
 def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
-    """Return what looks whether the nodes are fit, and what is done where they are not."""
+    """Return bash for the preflight, and for its action on unfit nodes."""
     assert job.preflight is not None
     words = _words(_rank_words(preflight_of(job), python=python), job)
     lines = [
@@ -266,14 +265,14 @@ def _preflight(job: JobSpec, *, python: str | None, wait_seconds: int) -> str:
 
 
 def _srun_options(job: JobSpec, *, wait_seconds: int) -> list[str]:
-    # stated again: from Slurm 22.05 on srun does not take --cpus-per-task over from sbatch
+    # repeated: from Slurm 22.05 on srun does not inherit --cpus-per-task from sbatch
     cpus = [] if job.cpus_per_rank is None else [f"--cpus-per-task={job.cpus_per_rank}"]
     mpi = [] if job.mpi is None else [f"--mpi={job.mpi}"]
     return ["--export=ALL", "--cpu-bind=none", *cpus, *mpi, "--kill-on-bad-exit=0", f"--wait={wait_seconds}"]
 
 
 def _start(job: JobSpec, *, python: str | None, wait_seconds: int, node_counts: Sequence[int]) -> str:
-    """Return what starts srun in the background, so that the shell can heed signals meanwhile."""
+    """Return bash that starts srun in the background, so that the shell can handle signals."""
     options = " ".join(_srun_options(job, wait_seconds=wait_seconds))
     lines = [
         "# Ranks bind themselves to cores. One that fails does not end the others at once: they say which one it was;",
@@ -300,12 +299,12 @@ def _rank_words(job: JobSpec, *, python: str | None) -> tuple[str, ...]:
 
 
 def _container(job: JobSpec) -> list[str]:
-    """Return what runs the image: options of srun (pyxis), or a program before the command. The work folder stays."""
+    """Return srun's options for the image (pyxis), or the program before the command. Keeps the work folder."""
     if job.image is None:
         return []
     kind, name = job.container or ("apptainer" if job.image.endswith(".sif") else "pyxis"), job.image
     address = None if Path(name).exists() else REGISTRY.fullmatch(name)
-    if address:  # as docker writes it; enroot takes the registry for a folder of its own
+    if address:  # docker's form; enroot separates the registry by #
         scheme, host, path = address.groups(default="")
         name = f"{scheme}{host}#{path}" if kind == "pyxis" else f"docker://{host}/{path}"
     image, mounts = shlex.quote(name), [shlex.quote(mount) for mount in job.mounts]
@@ -322,7 +321,7 @@ def _words(command: Sequence[str], job: JobSpec) -> str:
     """Quote the words for bash; {index} becomes the number of the job in its array."""
     if job.array is None:
         return shlex.join(command)
-    # outside of the single quotes of its neighbours, where bash would leave it as it is
+    # outside of the single quotes, in which bash would not expand it
     number = '"$SLURM_ARRAY_TASK_ID"'
     return " ".join(
         number.join(shlex.quote(part) if part else "" for part in word.split(INDEX)) or "''" for word in command

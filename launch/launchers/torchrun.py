@@ -1,4 +1,4 @@
-"""The argument list of torchrun: on one host, or this host's part of a job on several."""
+"""Launcher for torchrun: on one host, or this host's part of a job on several."""
 
 import argparse
 import signal
@@ -13,7 +13,7 @@ from bigbatch.launch.launchers.base import IN_A_TERMINAL, Launcher, command_line
 from bigbatch.launch.launchers.local import find_node, free_port, own_environment, shared_cores
 
 ASKS_TO_STOP = signal.SIGTERM
-"""torchrun passes it on and waits 30 seconds for the ranks; SIGUSR1 would end torchrun and leave them behind."""
+"""Signal that torchrun passes on, and waits 30 s for the ranks; SIGUSR1 would end torchrun without its ranks."""
 
 REFUSED = {
     **dict.fromkeys(SCHEDULED, "torchrun has no queue: use bigbatch launch slurm, or run torchrun inside a job"),
@@ -26,12 +26,12 @@ REFUSED = {
 
 
 def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> list[str]:
-    """Return the words of torchrun with one process per rank of this host; pure.
+    """Return torchrun's command line with one process per rank of this host; pure.
 
-    torchrun is started as a module, so that it runs in this Python whatever is on PATH. port is where it meets itself
-    on one host: its own --standalone listens on all interfaces and loads what anybody sends there, by pickle. log_dir
-    is for the ranks' error files; without it torchrun makes a folder that it leaves behind.
-    Raises: LaunchOptionError for what torchrun cannot do, and for several nodes without --node-rank and --master.
+    torchrun runs as a module, in this Python. port: rendezvous on one host; torchrun's --standalone would listen on all
+    interfaces and unpickle data from any client. log_dir: for the ranks' error files; without it torchrun leaves a
+    temporary folder.
+    Raises: LaunchOptionError for unsupported options, and for several nodes without --node-rank and --master.
     """
     refuse(job, launcher="torchrun", refused=REFUSED)
     node_rank, (address, port) = find_node(job, port=port)
@@ -47,7 +47,7 @@ def torchrun_argv(job: JobSpec, *, port: int, log_dir: str | None = None) -> lis
 
 
 def _kept(words: tuple[str, ...]) -> list[str]:
-    """Return words that torchrun hands on whole: a -- directly behind script or module it takes for its own."""
+    """Return words that torchrun passes on unchanged: it removes a -- directly after the script or module."""
     name_at = 1 if words[0] == "-m" else 0
     twice = ("--",) if words[name_at + 1 : name_at + 2] == ("--",) else ()
     return [*words[: name_at + 1], *twice, *words[name_at + 1 :]]
@@ -58,7 +58,7 @@ def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
 
 
 def _start(job: JobSpec, *, environ: Mapping[str, str], options: argparse.Namespace) -> int:
-    # as torchrun does itself, but without its five lines about it
+    # as torchrun does itself, but without its warning
     variables = {**shared_cores(job), **own_environment(job, environ), **dict(job.variables)}
     with tempfile.TemporaryDirectory(prefix="bigbatch-torchrun-", ignore_cleanup_errors=True) as logs:
         argv = torchrun_argv(job, port=free_port(), log_dir=logs)

@@ -65,7 +65,7 @@ def add_prepare(commands: "Subparsers") -> None:
         "prepare",
         help="turn the official archives of a data set into folders of images",
         description="Write ROOT/train/<class>/<image> and ROOT/val/<class>/<image>\nfrom a data set's official "
-        "archives. An interrupted run is gone on with: give the same command again.",
+        "archives. The same command continues an interrupted run.",
         epilog="`bigbatch data prepare DATASET --help` has an example for each.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
