@@ -86,29 +86,23 @@ class DaliDecoder:
             yield from self._decoded(encoded, resized)
 
     def _handed_over(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
-        with closing(ahead(self._marked(encoded), depth=1)) as batches:
-            for batch, is_copied in batches:
+        copied: deque[torch.cuda.Event] = deque()
+
+        def copy(images: Any) -> Tensor:
+            # DALI's memory (B, H, W, C) is bound to this stream, and goes back to DALI at once
+            with torch.cuda.stream(self._stream):
+                images_BHWC = from_dlpack(images.as_tensor()).clone()
+                copied.append(torch.cuda.Event())
+                copied[-1].record(self._stream)
+            return images_BHWC
+
+        with closing(ahead(self._decoded(encoded, copy), depth=1)) as batches:
+            for batch in batches:
                 consumer = torch.cuda.current_stream(self._device_id)
-                consumer.wait_event(is_copied)
+                consumer.wait_event(copied.popleft())
                 # without it, torch would give the memory to the next copy while the consumer's stream still reads it
                 batch.images_BCHW.record_stream(consumer)
                 yield batch
-
-    def _marked(
-        self, encoded: Generator[EncodedBatch, None, None]
-    ) -> Generator[tuple[Batch, torch.cuda.Event], None, None]:
-        """Yield each batch with the event after which its images are there."""
-
-        def copied(images: Any) -> Tensor:
-            # DALI's memory (B, H, W, C) is bound to this stream and goes back to DALI at once
-            with torch.cuda.stream(self._stream):
-                return from_dlpack(images.as_tensor()).clone()
-
-        with closing(self._decoded(encoded, copied)) as batches:
-            for batch in batches:
-                is_copied = torch.cuda.Event()
-                is_copied.record(self._stream)
-                yield batch, is_copied
 
     def _decoded(
         self, encoded: Generator[EncodedBatch, None, None], finish: Callable[[Any], Tensor]
