@@ -117,13 +117,6 @@ def test_input_report_hint_is_for_those_who_wait(wait: float, is_hinted: bool) -
     assert bool(hints(waited, None, was_probed=True)) is is_hinted
 
 
-def test_input_report_hint_on_slow_decoding() -> None:
-    assert told(WAITED, RATES) == [
-        "the input limits this run, steps wait 66% of their time for images: alone the input delivers 812 images/s, "
-        f"the model takes 2,400; decoding is its slowest stage (850): {THREADS}, or {SHRINK}"
-    ]
-
-
 DALI = "decode on the GPU by data.loader=dali"
 PACKED = {"is_packed": True}
 
