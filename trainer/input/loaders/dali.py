@@ -62,7 +62,7 @@ class DaliDecoder:
         self._in_flight: deque[EncodedBatch] = deque()
         self._failure: Exception | None = None  # of encoded
         self._stream: torch.cuda.Stream | None = None
-        """Of the GPU: the thread takes images in its order, whatever the consumer's stream computes."""
+        """The GPU's stream in whose order the thread takes images, whatever the consumer's stream computes."""
 
     def decode(self, encoded: Generator[EncodedBatch, None, None]) -> Generator[Batch, None, None]:
         """Yield one batch for each, in order. Raises: UndecodableError naming the image."""
