@@ -87,6 +87,22 @@ def make_execution(config: Config, communicator: Communicator, optimizer: torch.
     return CudaGraphExecution(capture, optimizer=optimizer, watch=watch)
 
 
+def logits_of_noise(
+    config: Config,
+    model: nn.Module,
+    size: int,
+    *,
+    normalize: Callable[[Tensor], Tensor],
+    forward: Callable[[], AbstractContextManager[Any]],
+) -> Tensor:
+    """Compute a microbatch of noise of that size; statistics stay as they are, and no hooks are called."""
+    pixels_BCHW = torch.randint(0, 256, (config.batch.microbatch_size, 3, size, size), dtype=torch.uint8)
+    images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
+    with forward():
+        logits_BK: Tensor = model.forward(images_BCHW)
+    return logits_BK.float()
+
+
 def _run_once(
     config: Config,
     model: nn.Module,
@@ -96,24 +112,20 @@ def _run_once(
 ) -> None:
     """Run all that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
 
-    model.forward(...) and autograd.grad leave statistics and gradients alone, and call no hooks.
+    autograd.grad leaves gradients alone.
     """
-    data, count = config.data, config.batch.microbatch_size
+    data = config.data
     weights = [p for p in model.parameters() if p.requires_grad]
 
     def logits(size: int) -> Tensor:
-        pixels_BCHW = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8)
-        images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
-        with forward():
-            logits_BK: Tensor = model.forward(images_BCHW)
-        return logits_BK.float()
+        return logits_of_noise(config, model, size, normalize=normalize, forward=forward)
 
     # the run's own draws must not depend on whether a model was tried before
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.train()
         for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):
             logits_BK = logits(size)
-            labels_B = torch.zeros(count, dtype=torch.int64, device=logits_BK.device)
+            labels_B = torch.zeros(len(logits_BK), dtype=torch.int64, device=logits_BK.device)
             torch.autograd.grad(F.cross_entropy(logits_BK, labels_B), weights)
         model.eval()
         with torch.no_grad():

@@ -1,6 +1,8 @@
 """Build the classifier of a config, for training or evaluation."""
 
 import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.errors import ConfigError, UserError
-from bigbatch.trainer.build.compute import memory_format
+from bigbatch.trainer.build.compute import logits_of_noise, memory_format
 from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.dotted import words_of
 from bigbatch.trainer.config.model import is_foreign_model
@@ -108,3 +110,24 @@ def explain_refusal_(model: nn.Module, *, name: str) -> None:
         return logits_BK
 
     model.forward = first
+
+
+def require_sizes(
+    config: Config,
+    model: nn.Module,
+    *,
+    normalize: Callable[[Tensor], Tensor],
+    forward: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Try each of data.train_sizes before the first step: the run comes to the later ones after epochs.
+
+    Call it on the model as it trains, on all ranks alike, before it is compiled. Raises: ConfigError if the model
+    refuses one.
+    """
+    device = next(model.parameters()).device
+    # the run's own draws must not depend on it
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        for size in sorted({size for _, size in config.data.train_sizes or ()}):
+            if "forward" not in vars(model):
+                explain_refusal_(model, name=config.model.name)
+            logits_of_noise(config, model, size, normalize=normalize, forward=forward)

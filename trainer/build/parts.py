@@ -16,7 +16,7 @@ from bigbatch.comm.tuning.tuned import Tuned
 from bigbatch.trainer.build import input as build_input
 from bigbatch.trainer.build.compute import make_execution, require_capturable, set_up_compute_
 from bigbatch.trainer.build.job import stated_sizes
-from bigbatch.trainer.build.model import make_model
+from bigbatch.trainer.build.model import make_model, require_sizes
 from bigbatch.trainer.build.optimizer import make_optimizer
 from bigbatch.trainer.build.plan import make_momentum_of, make_schedule_of
 from bigbatch.trainer.build.score import make_loss
@@ -82,6 +82,7 @@ def make_parts(
     if grid:
         refuse_own_state(model)
     normalize = build_input.make_normalize(config, communicator)
+    require_sizes(config, model, normalize=normalize, forward=precision.forward)
     notes += set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
     # before the reducer: its hooks come first
     adds_up = plan.accumulation_steps > 1 and not grid  # which does it exactly

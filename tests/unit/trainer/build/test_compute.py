@@ -19,9 +19,10 @@ from torch._inductor.utils import run_and_get_code
 
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import ComputeError
+from bigbatch.errors import ComputeError, ConfigError
 from bigbatch.trainer.build import compute as build_compute
 from bigbatch.trainer.build import input as build_input
+from bigbatch.trainer.build import model as build_model_file
 from bigbatch.trainer.build.compute import set_up_compute_
 from bigbatch.trainer.build.parts import make_parts
 from bigbatch.trainer.build.plan import make_plan
@@ -30,7 +31,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine import host
 from bigbatch.trainer.models import MODELS, build_model
-from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
+from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, NormFactory, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
 from bigbatch.trainer.models.spread_norm import RankGroup
 from bigbatch.trainer.step import compiling
@@ -265,10 +266,10 @@ def test_recomputed_blocks_of_ranks_that_share_ghost_batches_go_together(later: 
         assert all(map(torch.equal, a, b))
 
 
-def quickstart(*words: str) -> Config:
+def quickstart(*words: str, sizes: str = "null") -> Config:
     synthetic = ("--data.loader=synthetic", "--data.num_synthetic_samples=64", "--data.image_size=16")
     batch = ("--batch.global_batch_size=24", "--batch.microbatch_size=4", "--batch.bn_span=2")
-    options = [f"--compute.{word}" for word in words]
+    options = [f"--data.train_sizes={sizes}", *(f"--compute.{word}" for word in words)]
     return load_config(["--config", "quickstart", "--model.options.width=2", *synthetic, *batch, *options])
 
 
@@ -296,6 +297,32 @@ def test_compiled_code_goes_where_it_is_kept(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(build_compute, "compile_regions_", partial(compile_regions_, backend="eager"))
     parts_of(quickstart("compile=default"))
     assert cache_dir() == str(tmp_path / "bigbatch" / "compiled")
+
+
+class OnlyBelow24(nn.Module):
+    """Refuses images of 24 pixels and more."""
+
+    def __init__(self, norm: NormFactory) -> None:
+        super().__init__()
+        self.norm, self.fc = norm(3), nn.Linear(3, 10)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        assert images_BCHW.shape[-1] < 24, "too large"
+        logits_BK: Tensor = self.fc(self.norm(images_BCHW).mean((2, 3)))
+        return logits_BK
+
+
+def test_training_size_that_a_model_refuses_ends_the_run_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not epochs later, when the run comes to it. Sizes that it takes leave statistics and draws alone."""
+    monkeypatch.setattr(build_model_file, "_build_model", lambda config, norm: OnlyBelow24(norm))
+    plain = parts_of(quickstart())
+    draw = torch.random.get_rng_state()
+    parts = parts_of(quickstart("channels_last=false", sizes="[[0, 8], [1, 16]]"))
+    assert "forward" not in vars(parts.model)
+    assert torch.equal(torch.random.get_rng_state(), draw)
+    assert torch.equal(parts.statistics.running_N, plain.statistics.running_N)
+    with pytest.raises(ConfigError, match=naming("model.name=resnet9", "images of 24 x 24", "too large")):
+        parts_of(quickstart(sizes="[[0, 16], [1, 24]]"))
 
 
 @pytest.mark.usefixtures("no_compiler")
