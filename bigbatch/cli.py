@@ -18,6 +18,7 @@ from bigbatch import __version__
 from bigbatch.errors import FULL, UserError, or_nearest, printable, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED, PIPE_CLOSED, REFUSED
 from bigbatch.groups import GROUPS, load_command
+from bigbatch.paths import work_folder
 
 if TYPE_CHECKING:
     from bigbatch.comm.rendezvous.environ import ProcessEnv
@@ -187,10 +188,7 @@ def _dispatch(arguments: list[str]) -> int:
     if valueless := next((word for word in own if NO_VALUE.fullmatch(word)), None):
         tell(f"{valueless}: -- is no value: give another, or leave the option out")
         return REFUSED
-    try:
-        os.getcwd()
-    except OSError as error:  # torch's libraries do not load in a folder that was deleted
-        raise UserError(f"the work folder is not there any more ({error.strerror}): cd to one that is") from error
+    work_folder()  # torch's libraries do not load in a folder that was deleted
     return _run(arguments[0], arguments[1:])
 
 

@@ -5,7 +5,7 @@ import re
 from argparse import ArgumentTypeError
 from pathlib import Path
 
-from bigbatch.errors import ConfigError
+from bigbatch.errors import ConfigError, UserError
 
 VARIABLE = re.compile(r"\$\w+|\$\{\w+\}", re.ASCII)
 UNRESOLVED = re.compile(r"~[^/]*|.*?(\$(?:\w+|\{\w*\}?|\())", re.ASCII | re.DOTALL)
@@ -29,6 +29,14 @@ def expand_path(text: str) -> str:
     if found := UNRESOLVED.match(path):
         raise PathError(f"{text}: {found[1] or found[0]} has no value here: set it, or write the path itself")
     return path
+
+
+def work_folder() -> str:
+    """Return the work folder. Raises: UserError if it was deleted."""
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UserError(f"the work folder is not there any more ({error.strerror}): cd to one that is") from error
 
 
 def as_path(text: str) -> Path:

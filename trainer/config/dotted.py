@@ -1,13 +1,14 @@
 """Classes of other packages, by import path."""
 
 import inspect
-import os
 import sys
 import traceback
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from types import ModuleType
+
+from bigbatch.paths import work_folder
 
 LIBRARIES = ("bigbatch", "timm", "torch", "torchvision")
 """Packages with many callables besides models, losses and optimizers."""
@@ -21,14 +22,15 @@ def is_dotted(name: str) -> bool:
 def import_owner(name: str) -> tuple[ModuleType, str]:
     """Import the module of an import path, also from the work folder; return the module and the name within it.
 
-    Raises: ValueError saying what is missing, and how to get it.
+    Raises: ValueError saying what is missing, and how to get it; UserError if the work folder was deleted.
     """
     module_name, _, own_name = name.rpartition(".")
     package = module_name.partition(".")[0]
+    here = work_folder()
     try:
-        is_unknown = package not in LIBRARIES and os.getcwd() not in sys.path and find_spec(package) is None
-        if is_unknown and PathFinder.find_spec(package, [os.getcwd()]) is not None:
-            sys.path.append(os.getcwd())  # at the end: it cannot replace an installed package
+        is_unknown = package not in LIBRARIES and here not in sys.path and find_spec(package) is None
+        if is_unknown and PathFinder.find_spec(package, [here]) is not None:
+            sys.path.append(here)  # at the end: it cannot replace an installed package
         return import_module(module_name), own_name
     except ImportError as error:  # of this module, or of one that it imports in turn
         package = (error.name or package).partition(".")[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from error_texts import naming
 
+from bigbatch.errors import UserError
 from bigbatch.trainer.config.dotted import import_owner
 
 
@@ -21,4 +22,13 @@ def test_own_module_that_cannot_be_imported(
     (tmp_path / "own_of_mine.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=naming(*parts)):
+        import_owner("own_of_mine.Net")
+
+
+def test_work_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UserError, match=naming("the work folder is not there any more", "cd to")):
         import_owner("own_of_mine.Net")
