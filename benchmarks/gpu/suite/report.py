@@ -12,14 +12,14 @@ def page(record: Mapping[str, Any]) -> str:
     if record["size"] != "full":
         return "\n\n".join([title, "Small size: shows that all cases run, and no figure of it means anything.\n"])
     cases = record["cases"]
-    return "\n\n".join([title, targets(cases), *(case(name, each) for name, each in cases.items())]) + "\n"
+    return "\n\n".join([title, targets(record), *(case(name, each) for name, each in cases.items())]) + "\n"
 
 
-def targets(cases: Mapping[str, Any]) -> str:
-    """Write all targets, and whether they are met."""
+def targets(record: Mapping[str, Any]) -> str:
+    """Write this device's targets, and whether they are met."""
     rows = []
-    for target in TARGETS:
-        value = target.value(cases)
+    for target in (each for each in TARGETS if each.device in record["device"]):
+        value = target.value(record["cases"])
         verdict = "not measured" if value is None else "yes" if target.is_met(value) else "NO"
         rows.append([target.words, target.bound, "" if value is None else number(value), verdict])
     return table(("target", "wanted", "found", "met"), rows)

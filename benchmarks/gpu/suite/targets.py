@@ -42,7 +42,7 @@ class Target:
 TARGETS = (
     *(
         Target(
-            f"the card: images/s by the settings that give {rate:,} on {card} SXM, less 2%",
+            f"the card: images/s by the settings that give {rate:,} on an {card}, less 2%",
             ("calibration", calibration.FIGURE),
             least=round(0.98 * rate),
             device=card,
@@ -59,7 +59,7 @@ TARGETS = (
         "ResNet-50 bf16, images/s (stretch 5,000; MXNet's record 7,140)",
         ("training/generated", "bf16"),
         least=4300,
-        device="H100",
+        device="NVIDIA H100",
     ),
     *(
         Target(
@@ -84,7 +84,10 @@ TARGETS = (
     Target("time of sums of integers against fp32's, batch 256", ("exact_sums", exact_sums.RATIO), most=1.05),
     Target("digests of virtual ranks that differ", ("exact_sums", exact_sums.DIFFERENT), most=0),
     Target(
-        "ResNet-50 bf16, images/s: the published record's class", ("steps", "CUDA graph"), least=7960, device="H200"
+        "images/s of the published record's class",
+        ("steps", "CUDA graph"),
+        least=7960,
+        device="NVIDIA H200",
     ),
     Target("seconds to the first step, eager", ("startup", "eager"), most=15),
     Target("seconds to the first step, compiled, warm cache", ("startup", "compile, warm cache"), most=15),
