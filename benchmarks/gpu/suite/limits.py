@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
@@ -35,7 +36,16 @@ def _live(action: Callable[[], object], log: Path) -> None:
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     for number in (1, 2):
         os.dup2(sys.stdout.fileno(), number)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     action()
+
+
+def _end_with_caller() -> None:
+    """Kill this process's group once the caller was killed, to free the GPU."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os.killpg(0, signal.SIGKILL)
 
 
 @contextmanager

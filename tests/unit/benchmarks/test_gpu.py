@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -174,6 +175,34 @@ def test_part_beyond_its_limit_is_ended_with_its_children(
     assert read(command.path) == {"b": 20.0}
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def note_and_sleep(path: Path) -> None:
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+    time.sleep(600)
+
+
+@pytest.mark.long
+def test_part_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    words = {"seconds": 600, "log": tmp_path / "log", "fork": True}
+    command = multiprocessing.get_context("fork").Process(
+        target=limits.run_within, args=(partial(note_and_sleep, note),), kwargs=words
+    )
+    command.start()
+    wait_until(note.exists)
+    part = Path("/proc", note.read_text(), "stat")
+    command.kill()
+    command.join()
+    wait_until(lambda: not part.exists() or part.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_interrupt_keeps_what_was_measured(run: Any) -> None:
