@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
+from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder, read_process_env
 from bigbatch.errors import OutOfMemory, ReplicasDiffer
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build.staging import using_staged
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.doctor.mode import choose_mode
 from bigbatch.trainer.machine.host import leave_compiler_out
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.largest_batch import free_memory
@@ -79,6 +80,14 @@ def lead(
                     timeout_seconds=config.run.checkpoint_timeout_seconds,
                 )
             owner = next(iter(owners), None)
+            chosen = choose_mode(
+                config,
+                communicator,
+                kept=RunDir(Path(config.run.directory)).mode,
+                folder=measured_folder("modes"),
+                is_dry_run=is_dry_run,
+            )
+            config, job = chosen.config, replace(job, mode_told=chosen.told, mode_record=chosen.text)
             make_run = partial(TrainingRun, job=job, owner=owner, hooks=hooks or TrainingHooks(), is_quiet=is_quiet)
             summary = make_run(config).describe() if is_dry_run else _run_agreed(make_run, config)
     except (RuntimeError, MemoryError) as error:

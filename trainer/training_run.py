@@ -52,6 +52,10 @@ class Job:
     tuned: Tuned | None
     bound: str | None
     """Line for the log: the cores to which this process is bound."""
+    mode_told: str = ""
+    """Line for the log: how compute.mode=auto chose."""
+    mode_record: str = ""
+    """Record by which it did, for the run folder."""
 
 
 class TrainingRun:
@@ -66,7 +70,9 @@ class TrainingRun:
         local, staged = stage_data(config, communicator)
         self.train_split, self.eval_split = build_input.make_splits(local, communicator)
         left_out = describe_left_out(config.data.root, self.train_split.index, self.eval_split.index)
-        self.placement = [line for line in (left_out, job.bound, staged, describe_load(communicator.device)) if line]
+        self.placement = [
+            line for line in (left_out, job.bound, staged, describe_load(communicator.device), job.mode_told) if line
+        ]
         samples = build_input.samples_digest(self.train_split)
         classes = build_input.class_names(self.train_split)
         self.copies = open_copies(config, communicator)
@@ -113,6 +119,7 @@ class TrainingRun:
             plan=self.plan,
             terminal_columns=job.env.terminal_columns,
             ask_to_stop=self.parts.stop.ask,
+            mode_record=job.mode_record,
             is_quiet=is_quiet,
         )
         self.evaluator = Evaluator(config, self.parts, self.eval_split, score=score, evaluations=start.evaluations)

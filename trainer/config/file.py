@@ -27,11 +27,13 @@ from bigbatch.trainer.config.schema import (
     typed,
     with_defaults,
 )
+from bigbatch.trainer.config.sections import MODE_KEYS
 from bigbatch.trainer.config.strict_yaml import dump_yaml, parse_yaml
 from bigbatch.trainer.config.trust import RUN_CONFIG, TRUST, is_of_run, require_trusted
 
 PACKAGED = Path(__file__).resolve().parents[2] / "configs"
 """Folder of the packaged experiments, in a checkout and in a wheel."""
+KEEPS = "compute.mode_keeps"
 BASES = "bases"
 """Folder of packaged YAML that experiments extend; not experiments themselves."""
 
@@ -135,6 +137,7 @@ class Experiment:
         stated = overlay(stated, overrides)
         values = with_defaults(stated)
         values["run.directory"] = values["run.directory"].replace("{name}", self.path.stem)
+        values[KEEPS] = self._kept_by_auto(overrides)
         try:
             config = make_config(values)
         except ConfigError as error:
@@ -151,6 +154,14 @@ class Experiment:
             schedule = dataclasses.replace(config.schedule, base_lr=rate, range_test=None)
             config = dataclasses.replace(config, schedule=schedule)
         return Resolved(config, {key: origins[key] if key in stated else "default" for key in KEYS}, of_runs)
+
+    def _kept_by_auto(self, overrides: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys that compute.mode=auto leaves as they are: those that the user states, or names there."""
+        if KEEPS in overrides:
+            return tuple(overrides[KEEPS])
+        own = [key for key in MODE_KEYS if key in self.stated and not _is_packaged(self.origins[key])]
+        in_files = self.stated.get(KEEPS, own)
+        return tuple(key for key in MODE_KEYS if key in overrides or key in in_files)
 
 
 def read_experiment(name: str) -> Experiment:
@@ -232,6 +243,12 @@ def dump_config(config: Config) -> str:
 def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Flatten sections into dotted keys: {'run': {'seed': 0}} -> {'run.seed': 0}."""
     return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
+
+
+def _is_packaged(origin: str) -> bool:
+    """Tell whether an origin, such as 'base bases/mlperf.yaml', is a packaged file."""
+    name = origin.partition(" ")[2]
+    return not Path(name).is_absolute() and (PACKAGED / name).is_file()
 
 
 def _packaged() -> list[str]:

@@ -48,6 +48,8 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
         for name in [f"{section}.{key}" for key in values if is_run and f"{section}.{key}" in REMOVED]:
             value = values.pop(name.partition(".")[2])
             lines += [] if value in (None, DALIS_SHARE) else [f"{name}={value} has no effect: {REMOVED[name]}"]
+    if is_run and "compute" in sections:
+        sections["compute"].setdefault("mode", "eager")  # a run from before the key was computed as it stated
     return lines
 
 

@@ -1,7 +1,7 @@
 """The sections of an experiment. Each key is one field: its type, legal numbers and choices, default and help."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from bigbatch.trainer.config.fields import (
     ABOVE_ZERO,
@@ -22,6 +22,8 @@ MODELS = (*RESNETS, "alexnet_bn", "resnet9")
 READERS = ("dali", "torchvision")  # loaders that read images while training
 OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
+ModeKey = Literal["batch.microbatch_size", "compute.compile", "compute.cuda_graph"]
+MODE_KEYS: tuple[str, ...] = get_args(ModeKey)  # chosen by compute.mode=auto, unless the user states them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +216,13 @@ class BatchConfig:
 class ComputeConfig:
     """How forward and backward are computed: these keys change speed and memory, not what is learned."""
 
+    mode: Literal["auto", "eager"] = "auto"
+    """auto: on a GPU, the first start times larger microbatches, a CUDA graph and compilation for up to 60 seconds, and
+    trains by the fastest that gives the loss and gradients of the eager step; later starts take what it found. On a
+    CPU, and with run.reproducible, the same as eager. eager: microbatch_size, compile and cuda_graph as stated."""
+    mode_keeps: tuple[ModeKey, ...] = ()
+    """Keys that mode auto leaves as they are. Unless a file states this list, it holds those of the three that the
+    command line or your own file states; a packaged recipe's do not count."""
     compile: Literal["default", "max-autotune"] | None = None
     """torch.compile mode of the model's forward; max-autotune also tries several kernels for each operation, which
     takes minutes longer. null for no compilation."""

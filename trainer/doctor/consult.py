@@ -57,6 +57,10 @@ def main(argv: Sequence[str]) -> int:
         from bigbatch.trainer.doctor import probe  # torch takes seconds to import
 
         return probe.main(argv[1:])
+    if argv[:1] == ["mode"]:  # of a run that chooses its compute.mode
+        from bigbatch.trainer.doctor import mode_trials
+
+        return mode_trials.main(argv[1:])
     if argv and not argv[0].startswith("-"):
         return own_records.main(argv)
     arguments, overrides = _parser().parse_known_args(argv)

@@ -1,4 +1,4 @@
-"""Facts from a GPU's driver: compute capability and, by NVML, its clock and the energy that it has consumed."""
+"""Facts from a GPU's driver: compute capability and, by NVML, its version, clock and consumed energy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,18 @@ def find_gpu(device: torch.device) -> tuple[Any, Any] | None:
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the GPU's CUDA compute capability; None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def driver_version(device: torch.device) -> str:
+    """Return the version of a GPU's driver; "" if NVML does not tell it."""
+    found = find_gpu(device)
+    if found is None:
+        return ""
+    nvml, _ = found
+    try:
+        return str(nvml.nvmlSystemGetDriverVersion())
+    except nvml.NVMLError:
+        return ""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from bigbatch.trainer.machine.host import give_back_freed_memory, wait_for
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.step.execution import WARM_UP_STEPS
 from bigbatch.trainer.step.loop import TrainStep
+from bigbatch.trainer.step.plan import Parts
 
 MANY = 1000
 """Steps of an epoch: as many as in real runs, so that schedule and average are legal."""
@@ -93,19 +94,22 @@ def run_steps(
     num_microbatches: int = 1,
     num_untimed: int = 1,
     num_timed: int = 1,
+    look: Callable[[Parts, TrainStep], object] = lambda parts, train_step: None,
 ) -> float:
     """Train on generated images, on this rank alone; return the mean seconds of the timed steps at the end.
 
-    A size below batch.bn_span is a ghost batch of its own. No collectives. The optimizer's state is there from the
-    second step on, beside all else. Raises: RuntimeError; MemoryError.
+    All steps have the same images, which are the same for any division of them into microbatches, and the learning rate
+    0: each repeats the first. A size below batch.bn_span is a ghost batch of its own. No collectives. The optimizer's
+    state is there from the second step on, beside all else. look is called after the last step.
+    Raises: RuntimeError; MemoryError.
     """
     config, communicator = _alone(config, size, num_microbatches=num_microbatches), connect(env=ALONE, device=device)
     plan = make_plan(config, communicator, num_samples=MANY * config.batch.global_batch_size, first_step=0)
-    batch = _generated(config, device)  # may not fit, and nothing would close the parts
-    parts = make_parts(config, communicator, plan=plan, tuned=None)
+    batches = _generated(config, device)  # may not fit, and nothing would close the parts
+    parts = replace(make_parts(config, communicator, plan=plan, tuned=None), schedule=lambda step: 0.0)
     num_steps, start = num_untimed + num_timed, 0.0
     try:
-        stream, train_step = InputStream(iter([batch] * (num_steps * num_microbatches))), TrainStep(plan, parts)
+        stream, train_step = InputStream(iter(batches * num_steps)), TrainStep(plan, parts)
         parts.model.train()
         for step in range(num_steps):
             if step == num_untimed:
@@ -115,7 +119,9 @@ def run_steps(
                 start = time.perf_counter()
             train_step(step, stream)
         wait_for(device)
-        return (time.perf_counter() - start) / num_timed
+        seconds = (time.perf_counter() - start) / num_timed
+        look(parts, train_step)
+        return seconds
     finally:
         parts.close()
         communicator.abandon()
@@ -148,11 +154,16 @@ def _alone(config: Config, size: int, *, num_microbatches: int) -> Config:
     )
 
 
-def _generated(config: Config, device: torch.device) -> Batch:
-    """Return a microbatch of the largest images that the config trains on."""
+def _generated(config: Config, device: torch.device) -> list[Batch]:
+    """Return the microbatches of a step, of the largest images that the config trains on."""
     size = max([config.data.image_size, *(each for _, each in config.data.train_sizes or ())])
-    count = config.batch.microbatch_size
-    images_BHWC = torch.randint(0, 256, (count, size, size, 3), dtype=torch.uint8, device=device)
-    labels_B = torch.randint(config.data.num_classes, (count,), device=device)
-    request = Request(0, np.arange(count), np.ones(count, bool))
-    return Batch(images_BHWC.permute(0, 3, 1, 2), labels_B, labels_B >= 0, request)
+    total, generator = config.batch.global_batch_size, torch.Generator(device).manual_seed(0)
+    shape = (total, size, size, 3)
+    images_NHWC = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+    labels_N = torch.randint(config.data.num_classes, (total,), device=device, generator=generator)
+    batches = []
+    for part in torch.arange(total).split(config.batch.microbatch_size):
+        labels_B, request = labels_N[part[0] : part[-1] + 1], Request(0, part.numpy(), np.ones(len(part), bool))
+        images_BCHW = images_NHWC[part[0] : part[-1] + 1].permute(0, 3, 1, 2)
+        batches.append(Batch(images_BCHW, labels_B, labels_B >= 0, request))
+    return batches

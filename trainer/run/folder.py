@@ -31,6 +31,8 @@ class RunDir:
         """Records, a JSON object a line: a start, a report, an evaluation and so on, and when."""
         self.calibration = path / "calibration.json"
         """Table by which comm.algorithm=auto chose, if it did: the run goes on with it."""
+        self.mode = path / "mode.json"
+        """Record by which compute.mode=auto chose, if it did: a resumed run goes on in that mode."""
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb_id.txt"
         """Name of the run at Weights & Biases."""

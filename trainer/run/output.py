@@ -49,9 +49,12 @@ class RunOutput:
         plan: Plan,
         terminal_columns: int | None,
         ask_to_stop: Callable[[str], None],
+        mode_record: str = "",
         is_quiet: bool = False,
     ) -> None:
+        """mode_record: text of mode.json; empty for none."""
         self._config = config
+        self._mode_record = mode_record
         self._ask_to_stop = ask_to_stop
         self._communicator = communicator
         self._plan = plan
@@ -79,6 +82,8 @@ class RunOutput:
         rundir.write_text(rundir.config, dump_config(config))
         if self._communicator.calibration:
             rundir.write_text(rundir.calibration, self._communicator.calibration)
+        if self._mode_record:
+            rundir.write_text(rundir.mode, self._mode_record)
         with writing(rundir.checkpoints):
             damaged = {set_damaged_aside(path): why for path, why in start.damaged.items()}
             abandoned = set_aside_after(rundir.checkpoints, step=self._plan.first_step)

@@ -19,6 +19,7 @@ from bigbatch.trainer.config.kinds import KINDS, OPTION_KEYS, spread
 from bigbatch.trainer.config.names import ELSEWHERE, OTHERS_NAMES
 from bigbatch.trainer.config.options import FLAGS
 from bigbatch.trainer.config.schema import KEYS, Config, lookup, with_defaults
+from bigbatch.trainer.config.sections import MODE_KEYS
 
 QUICKSTART = config_file.PACKAGED / "quickstart.yaml"
 NAMES = {"cifar10", "cifar10_10epochs", "cifar10_24epochs", "cifar10_80epochs", "cifar100", "imagenette", "quickstart"}
@@ -310,8 +311,8 @@ def test_load_config_from_before_a_key_takes_its_default(key, write_text):
     del sections[section][field]
     path = write_text(yaml.safe_dump(sections))
     config = load_config(["--config", path])
-    expected = "runs/experiment" if key == "run.directory" else with_defaults(flatten(sections))[key]
-    assert lookup(config, key) == expected
+    of_a_file = {"run.directory": "runs/experiment", "compute.mode_keeps": MODE_KEYS}  # such a file states all three
+    assert lookup(config, key) == of_a_file.get(key, with_defaults(flatten(sections))[key])
     assert [k for k in KEYS if k != key and lookup(config, k) != lookup(unchanged, k)] == []
 
 
@@ -398,8 +399,8 @@ def test_find_config_takes_no_empty_name_for_the_folder_here(words, monkeypatch,
 def test_load_config_takes_a_path_that_starts_with_a_dash(monkeypatch, tmp_path):
     (tmp_path / "-mine.yaml").write_text(QUICKSTART.read_text())
     monkeypatch.chdir(tmp_path)
-    where = "--run.directory=runs/x"
-    assert load_config(["--config=-mine.yaml", where]) == load_config(["--config", "quickstart", where])
+    others = ("--run.directory=runs/x", "--compute.mode_keeps=[]")
+    assert load_config(["--config=-mine.yaml", *others]) == load_config(["--config", "quickstart", *others])
 
 
 def test_load_config_wants_exactly_one():

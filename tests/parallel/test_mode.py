@@ -1,0 +1,108 @@
+"""compute.mode=auto of real jobs on two ranks: one choice for all, and the update of an eager run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from forked_ranks import places
+from test_parallel import fork_job
+
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.trust import TRUST
+from bigbatch.trainer.datasets.generated import write_dataset
+from tests.laws.jobs import (
+    ROUNDING,
+    SGD,
+    final_state,
+    gradient_distance,
+    statistics_distance,
+    step_gradients,
+    train_command,
+)
+
+OF_AUTO = {
+    "batch.microbatch_size": 4,
+    "batch.bn_span": 4,
+    "compute.mode_keeps": "[compute.compile]",
+    "compute.cpu_threads": 1,
+    "comm.backend": "gloo",
+    "comm.interface": "lo",
+    "comm.timeout_seconds": 250,
+    "run.epochs": 1,
+    "schedule.warmup_epochs": 0,
+}
+"""Each rank has four microbatches of a ghost batch; sizes are 4, 8 and 16."""
+RATES = ({"4": 100.0, "8": 200.0, "16": 300.0}, {"4": 100.0, "8": 150.0, "16": 120.0})
+"""Of each rank: the second one is slower with the largest."""
+Train = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "shapes"
+    write_dataset(root, train_per_class=7, val_per_class=1, side_pixels=(36, 48))  # 70 images: two steps an epoch
+    return root
+
+
+@pytest.fixture
+def train(data: Path, tmp_path: Path) -> Train:
+    """Train on two ranks with a home each, in the folder run; all that was said."""
+
+    def run(*options: str, run: str, rates: object = RATES) -> str:
+        homes = [{"XDG_CACHE_HOME": str(tmp_path / f"home{rank}")} for rank in range(2)]
+        environs = [{**place, **home} for place, home in zip(places(2), homes, strict=True)]
+        command = train_command(data, tmp_path / run, {**SGD, **OF_AUTO})
+        code, text = fork_job(
+            "ranks_mode:train", (json.dumps(rates), *command, *options), environs, timeout_seconds=250
+        )
+        assert code == 0, text
+        return text
+
+    return run
+
+
+def microbatch_of(run: Path) -> int:
+    return load_config(["--config", str(run), TRUST]).batch.microbatch_size
+
+
+@pytest.mark.long
+def test_two_ranks_choose_alike_and_train_the_same_update(train: Train, tmp_path: Path) -> None:
+    text = train(run="auto")
+    (path,) = (tmp_path / "home0/bigbatch/modes").iterdir()
+    assert not (tmp_path / "home1").exists()
+    told = "compute.mode auto: eager, microbatch 8: 150 images/s of each GPU (eager, microbatch 4: 100)"
+    assert text.count(told) == 1
+    assert "2 ranks x 2 microbatches x 8, batch-norm span 4" in text
+    assert microbatch_of(tmp_path / "auto") == 8
+    assert (tmp_path / "auto/mode.json").read_text() == path.read_text()
+
+    text = train("--compute.mode", "eager", run="eager")
+    assert "compute.mode auto" not in text
+    assert "2 ranks x 4 microbatches x 4, batch-norm span 4" in text
+    ours, theirs = tmp_path / "auto", tmp_path / "eager"
+    assert len(step_gradients(ours)) == 2
+    assert 0 < gradient_distance(step_gradients(ours), step_gradients(theirs)) < ROUNDING
+    assert statistics_distance(final_state(ours), final_state(theirs)) < ROUNDING
+
+    untried = [{}, {}]  # a trial would raise
+    text = train(run="again", rates=untried)
+    assert f"{path}, measured " in text
+    path.unlink()
+    text = train("--run.epochs", "2", run="auto", rates=untried)  # goes on as it began
+    assert f"{tmp_path / 'auto/mode.json'}, measured " in text
+    assert "batch.microbatch_size=" not in text, "nothing has changed"
+    text = train("--dry-run", run="dry", rates=untried)
+    assert "compute.mode auto: the first start would time eager, microbatch 4, microbatch 8, microbatch 16, for" in text
+    assert not path.exists()
+
+
+@pytest.mark.long
+def test_two_ranks_try_modes_in_real_processes(train: Train, tmp_path: Path) -> None:
+    """Whatever is fastest here, and however busy the machine: the job trains, and says what it found."""
+    text = train(run="real", rates=None)
+    (line,) = (line for line in text.splitlines() if "compute.mode auto: " in line)
+    assert "images/s of each GPU" in line or "refused" in line
+    assert "differ by" not in line
+    assert "not finite" not in line
+    assert microbatch_of(tmp_path / "real") in (4, 8, 16)

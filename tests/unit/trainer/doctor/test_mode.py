@@ -1,0 +1,526 @@
+"""How compute.mode=auto chooses: modes in closed form, played rates and clocks, its file, and trials that go wrong."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from error_texts import naming
+from torch import nn
+
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import DoctorError
+from bigbatch.trainer.build import compute as build_compute
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.doctor import mode as doctor_mode
+from bigbatch.trainer.doctor.exchange import Child
+from bigbatch.trainer.doctor.mode import SECONDS, ChosenMode, choose_mode
+from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, Step, relative_distance, take_step
+from bigbatch.trainer.doctor.modes import (
+    BOUNDS,
+    Mode,
+    Modes,
+    Trial,
+    best_and_next,
+    disagreement,
+    find_modes,
+    merge_ranks,
+    with_mode,
+)
+
+CPU = torch.device("cpu")
+SMALL = ("--data.image_size=8", "--model.options.width=2", "--compute.cpu_threads=1", "--comm.timeout_seconds=300")
+EIGHTS = ("--batch.global_batch_size=32", "--batch.microbatch_size=8", "--batch.bn_span=8", "--compute.mode_keeps=[]")
+"""Four microbatches of a ghost batch each, all of which auto may change."""
+
+
+def config_of(*words: str, name: str = "quickstart") -> Config:
+    return load_config(["--config", name, *words])
+
+
+def quickstart(*words: str) -> Config:
+    return config_of(*SMALL, *EIGHTS, *words)
+
+
+def one_rank() -> Communicator:
+    return connect(env=ALONE, device=CPU)
+
+
+# --- the modes ---
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "sizes"),
+    [(8, [32, 64, 128, 256, 512]), (64, [32, 64, 128, 256, 512]), (512, [32, 64, 128]), (2048, [32])],
+)
+def test_mode_candidates_of_jia_on_any_number_of_gpus(num_gpus: int, sizes: list[int]) -> None:
+    """A rank's share of 65,536 is 8192, 1024, 128 and 32 images; a tried step has 512 at most."""
+    modes = find_modes(config_of(name="imagenet/jia_resnet50_64k"), world_size=num_gpus, can_capture=True)
+    assert modes == Modes(Mode(32), tuple(sizes), sizes[-1], can_capture=True, can_compile=True)
+    assert all(65_536 // num_gpus % size == 0 for size in sizes)
+
+
+def test_mode_candidates_divide_the_share_whatever_it_is() -> None:
+    """58,880 = 256 x 230; a third of that many ranks has 3 microbatches, of which 2 do not divide it."""
+    modes = find_modes(config_of(name="imagenet/resnet50_58880"), world_size=64, can_capture=False)
+    assert (modes.sizes, modes.num_images, modes.can_capture) == ((230, 460), 460, False)
+    three = find_modes(quickstart("--batch.global_batch_size=24"), world_size=1, can_capture=False)
+    assert three.sizes == (8, 24)
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "captures", "compiles"),
+    [
+        ((), (8, 16, 32), True, True),
+        (("--compute.mode_keeps=[batch.microbatch_size]",), (8,), True, True),
+        (("--compute.mode_keeps=[compute.compile, compute.cuda_graph]",), (8, 16, 32), False, False),
+        (("--compute.compile=default",), (8, 16, 32), True, False),
+        (("--compute.cuda_graph=true",), (8, 16, 32), False, True),
+        (("--run.digest_every_steps=1", "--run.digest_layers=[conv*]"), (8, 16, 32), False, False),
+        (("--optimizer.name=shampoo", "--optimizer.eps=1e-6"), (8, 16, 32), False, True),
+        (("--batch.bn_span=16",), (8,), True, False),  # two ranks share a ghost batch
+        (("--batch.virtual_ranks=4",), (8,), True, True),  # whose microbatches are those of four ranks
+    ],
+)
+def test_mode_keeps_what_is_stated_and_what_others_forbid(
+    words: tuple[str, ...], sizes: tuple[int, ...], captures: bool, compiles: bool
+) -> None:
+    world_size = 2 if "--batch.bn_span=16" in words else 1
+    config = quickstart(*words, *(("--batch.global_batch_size=64",) if world_size == 2 else ()))
+    modes = find_modes(config, world_size=world_size, can_capture=True)
+    assert (modes.sizes, modes.can_capture, modes.can_compile) == (sizes, captures, compiles)
+
+
+def test_mode_keeps_what_the_user_states(tmp_path: Path) -> None:
+    assert config_of(name="imagenet/resnet50_8k").compute.mode_keeps == ()
+    stated = config_of("--batch.microbatch_size=128", "--compute.compile=null", name="imagenet/resnet50_8k")
+    assert stated.compute.mode_keeps == ("batch.microbatch_size", "compute.compile")
+    own = tmp_path / "own.yaml"
+    own.write_text("base: imagenet/resnet50_8k\ncompute:\n  cuda_graph: false\n")
+    assert config_of(name=str(own)).compute.mode_keeps == ("compute.cuda_graph",)
+    own.write_text("base: imagenet/resnet50_8k\ncompute:\n  cuda_graph: false\n  mode_keeps: []\n")
+    assert config_of(name=str(own)).compute.mode_keeps == ()
+    assert config_of("--compute.compile=null", name=str(own)).compute.mode_keeps == ("compute.compile",)
+
+
+# --- the search ---
+
+
+def search(modes: Modes, rates: Mapping[Mode, float | str]) -> tuple[Mode, list[Mode]]:
+    """The best mode where each has that rate, or that refusal; and all that were tried, in their order."""
+    tried: dict[Mode, Trial] = {}
+    while True:
+        best, mode = best_and_next(modes, tried)
+        if mode is None:
+            return best, list(tried)
+        found = rates[mode]
+        tried[mode] = Trial(refusal=found) if isinstance(found, str) else Trial(found)
+
+
+ALL = Modes(Mode(8), (8, 16, 32), 32, can_capture=True, can_compile=True)
+CAPTURED, BOTH = Mode(16, cuda_graph=True), Mode(16, "default", cuda_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        # a microbatch that gains nothing ends the sizes; graph and compile come on top of the best
+        ({Mode(8): 100.0, Mode(16): 150.0, Mode(32): 151.0, CAPTURED: 300.0, BOTH: 400.0}, BOTH),
+        ({Mode(8): 100.0, Mode(16): 150.0, Mode(32): "out of memory", CAPTURED: 300.0, BOTH: "wrong"}, CAPTURED),
+        ({Mode(8): 100.0, Mode(16): 150.0, Mode(32): 90.0, CAPTURED: "no", Mode(16, "default"): 152.0}, Mode(16)),
+        ({Mode(8): "it crashed"}, Mode(8)),
+    ],
+)
+def test_mode_search_takes_the_fastest_that_is_right(rates: dict[Mode, float | str], expected: Mode) -> None:
+    best, tried = search(ALL, rates)
+    assert best == expected
+    assert tried == list(rates), "each once, and nothing else"
+
+
+def test_mode_of_all_ranks_is_that_of_the_slowest() -> None:
+    assert merge_ranks([Trial(30.0), Trial(20.0), Trial(25.0)]) == Trial(20.0)
+    refused = [Trial(30.0), Trial(refusal="out of memory"), Trial(refusal="later")]
+    assert merge_ranks(refused) == Trial(refusal="rank 1: out of memory")
+    assert merge_ranks([Trial(refusal="alone", is_cut=True)]) == Trial(refusal="alone", is_cut=True)
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+def test_mode_agrees_within_the_bound_of_law_1(precision: str) -> None:
+    bound = BOUNDS[precision]
+    assert disagreement(loss=bound, gradients=bound, precision=precision) == ""
+    for far in (1.001 * bound, float("inf"), float("nan")):
+        assert disagreement(loss=far, gradients=0.0, precision=precision).startswith("its loss ")
+        assert disagreement(loss=0.0, gradients=far, precision=precision).startswith("its gradients ")
+
+
+def test_mode_distance_is_relative_to_the_eager_gradient() -> None:
+    theirs_N = torch.tensor([3.0, 4.0])
+    assert relative_distance(theirs_N, theirs_N) == 0.0
+    assert relative_distance(1.5 * theirs_N, theirs_N) == pytest.approx(0.5)
+    assert relative_distance(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert relative_distance(theirs_N, torch.zeros(2)) == float("inf")
+    assert relative_distance(torch.tensor([float("nan"), 0.0]), theirs_N) != 0.0
+
+
+# --- the choice of a job ---
+
+
+class Played:
+    """Trials with known rates, that take so many seconds of a played clock; the limits that they were given."""
+
+    def __init__(self, rates: Mapping[Mode, float | str], *, seconds: float = 5.0) -> None:
+        self.rates, self.seconds, self.now = rates, seconds, 0.0
+        self.limits: dict[Mode, float] = {}
+        self.is_closed = False
+
+    def start(self, config: Config, *, modes: Modes, device: torch.device) -> "Played":
+        return self
+
+    def __call__(self, mode: Mode, *, limit_seconds: float) -> Trial:
+        self.limits[mode] = limit_seconds
+        found = self.rates.get(mode, "hangs")
+        is_cut = found == "hangs"
+        self.now += limit_seconds if is_cut else self.seconds
+        return Trial(refusal=found, is_cut=is_cut) if isinstance(found, str) else Trial(found)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+SIZES = {Mode(8): 100.0, Mode(16): 180.0, Mode(32): 250.0}
+COMPILED = {**SIZES, Mode(32, "default"): 2950.0}
+
+
+def choose(config: Config, played: Played, folder: Path | None, **options: Any) -> ChosenMode:
+    return choose_mode(
+        config,
+        one_rank(),
+        kept=options.pop("kept", None),
+        folder=folder,
+        measures=lambda communicator: True,
+        start_trials=played.start,
+        clock=lambda: played.now,
+        **options,
+    )
+
+
+def test_mode_is_measured_once_and_taken_again(tmp_path: Path) -> None:
+    played = Played(COMPILED)
+    first = choose(quickstart(), played, tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert first.told == (
+        "compute.mode auto: microbatch 32, compiled: 2,950 images/s of each GPU (eager, microbatch 8: 100); measured "
+        f"in 20 s and stored in {path} for later starts"
+    )
+    assert played.is_closed
+    chosen = first.config
+    assert (chosen.batch.microbatch_size, chosen.compute.compile, chosen.compute.cuda_graph) == (32, "default", False)
+    assert (chosen.compute.mode, chosen.compute.compile_fallback) == ("eager", True)
+    assert replace(chosen, batch=quickstart().batch, compute=quickstart().compute) == quickstart()
+    untried = Played({})
+    again = choose(quickstart(), untried, tmp_path)
+    assert (again.config, again.text, untried.limits) == (first.config, first.text, {})
+    assert str(path) in again.told
+    (tmp_path / "run.json").write_text(first.text)  # of a run that is resumed, where the cache is gone
+    path.unlink()
+    assert choose(quickstart(), untried, None, kept=tmp_path / "run.json").config == first.config
+    # nor does a run that was started by its folder measure anything
+    assert choose(first.config, untried, tmp_path) == ChosenMode(first.config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--optimizer.precision=bf16",),
+        ("--data.image_size=16",),
+        ("--model.options.width=4",),
+        ("--batch.global_batch_size=64",),
+        ("--compute.mode_keeps=[compute.compile]",),
+    ],
+)
+def test_mode_of_another_experiment_is_not_taken(words: tuple[str, ...], tmp_path: Path) -> None:
+    choose(quickstart(), Played(COMPILED), tmp_path)
+    other = Played({**COMPILED, Mode(64): 260.0})
+    choose(quickstart(*words), other, tmp_path)
+    assert other.limits
+    assert len(list(tmp_path.iterdir())) == 2
+    again = Played({})
+    choose(quickstart("--schedule.base_lr=0.5", "--optimizer.weight_decay=0", "--run.seed=1"), again, tmp_path)
+    assert not again.limits, "these change no speed"
+
+
+def test_mode_of_another_gpu_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = choose(quickstart(), Played(COMPILED), tmp_path)
+    monkeypatch.setattr(doctor_mode, "device_name", lambda device: "NVIDIA H200")
+    other = Played(SIZES)
+    (tmp_path / "run.json").write_text(first.text)
+    found = choose(quickstart("--compute.mode_keeps=[]"), other, tmp_path, kept=tmp_path / "run.json")
+    assert "is not taken (it is of another GPU, job or config: gpus ['cpu, driver '] there" in found.told
+    assert found.config.compute.compile is None
+
+
+def spoil(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
+    def spoiled(data: bytes) -> bytes:
+        record = json.loads(data)
+        change(record)
+        return json.dumps(record).encode()
+
+    return spoiled
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        lambda data: b"",
+        lambda data: data[:100],
+        lambda data: b"\xff\xfe\x00",
+        lambda data: b"[" * 100_000,
+        spoil(lambda record: record.update(format="bigbatch compute mode 9")),
+        spoil(lambda record: record.pop("mode")),
+        spoil(lambda record: record.update(is_final="yes")),
+        spoil(lambda record: record.update(date="2026-01-01\n0: all is well")),
+        spoil(lambda record: record["mode"].update(microbatch_size=12)),
+        spoil(lambda record: record["mode"].update(microbatch_size=True)),
+        spoil(lambda record: record["mode"].update(microbatch_size=10**30)),
+        spoil(lambda record: record["mode"].update(compile="__import__('os')")),
+        spoil(lambda record: record["mode"].update(compile=["default"])),
+        spoil(lambda record: record["mode"].update(cuda_graph=True)),
+        spoil(lambda record: record["mode"].update(cuda_graph=0)),
+        spoil(lambda record: record["mode"].update(shell="rm")),
+        spoil(lambda record: record.update(mode=None)),
+        spoil(lambda record: record.update(images_per_second={"mode": float("nan"), "stated": 1.0})),
+        spoil(lambda record: record.update(images_per_second={"mode": "fast", "stated": 1.0})),
+        spoil(lambda record: record.update(images_per_second=[])),
+        spoil(lambda record: record.update(keys="x" * 100_000)),
+    ],
+)
+def test_mode_file_that_is_damaged_is_named_and_measured_anew(
+    spoiled: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    first = choose(quickstart(), Played(COMPILED), tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(spoiled(path.read_bytes()))
+    again = Played(COMPILED)
+    found = choose(quickstart(), again, tmp_path)
+    assert f"{path} is not taken (" in found.told
+    assert "\n" not in found.told
+    assert len(found.told) < 1000
+    assert again.limits
+    assert found.config == first.config
+    untried = Played({})
+    assert choose(quickstart(), untried, tmp_path).config == first.config
+    assert not untried.limits
+
+
+def test_mode_trial_that_hangs_is_cut_and_tried_once_more(tmp_path: Path) -> None:
+    """It gets all of the time that is left, and the last start's answer holds."""
+    hangs = Played(SIZES)
+    first = choose(quickstart(), hangs, tmp_path)
+    assert hangs.now == SECONDS
+    assert hangs.limits[Mode(8)] == SECONDS, "it starts the process"
+    assert hangs.limits[Mode(16)] == (SECONDS - 5) / 2
+    assert first.config.batch.microbatch_size == 32
+    assert first.told.endswith("; microbatch 32, compiled refused: hangs")
+    slower = Played({mode: rate / 2 for mode, rate in SIZES.items() if isinstance(rate, float)})
+    second = choose(quickstart(), slower, tmp_path)
+    assert "tried once more" in second.told
+    assert json.loads(second.text)["images_per_second"]["mode"] == 250.0, "what was faster stays"
+    third = Played({})
+    choose(quickstart(), third, tmp_path)
+    assert not third.limits
+
+
+def test_mode_search_ends_in_time(tmp_path: Path) -> None:
+    slow = Played(COMPILED, seconds=SECONDS / 2 + 1)
+    found = choose(quickstart(), slow, tmp_path)
+    assert list(slow.limits) == [Mode(8), Mode(16)]
+    assert found.config.batch.microbatch_size == 16
+    assert found.told.endswith("microbatch 32 refused: there was no time left")
+    quick = Played(COMPILED)
+    choose(quickstart("--comm.timeout_seconds=60"), quick, None)
+    assert quick.limits[Mode(8)] == 30.0, "the other ranks wait no longer"
+
+
+def test_mode_trial_that_fails_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    found = choose(quickstart(), Played({Mode(8): "CUDA-capable device(s) is/are busy"}), tmp_path)
+    assert found.config == quickstart()
+    assert found.told == (
+        "compute.mode auto: eager, microbatch 8, as stated; eager, microbatch 8 refused: CUDA-capable device(s) is/are "
+        "busy"
+    )
+    assert not list(tmp_path.iterdir())
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    found = choose(quickstart(), Played(COMPILED), in_the_way / "modes")
+    assert found.config.batch.microbatch_size == 32
+    assert "not stored" in found.told
+
+
+def test_mode_auto_measures_nothing_where_it_means_eager(tmp_path: Path) -> None:
+    config = quickstart()
+    assert choose_mode(config, one_rank(), kept=None, folder=tmp_path) == ChosenMode(config), "a CPU"
+    untried = Played({})
+    eager = quickstart("--compute.mode=eager")
+    assert choose(eager, untried, tmp_path) == ChosenMode(eager)
+    same_bits = quickstart("--run.reproducible=true")
+    assert choose(same_bits, untried, tmp_path).config == same_bits
+    alone = quickstart("--batch.global_batch_size=8", "--compute.mode_keeps=[compute.compile]")
+    found = choose(alone, untried, tmp_path)
+    assert (found.config, untried.limits) == (alone, {})
+    assert "nothing else goes with these settings" in found.told
+
+
+def test_mode_of_a_dry_run_is_what_would_be_measured(tmp_path: Path) -> None:
+    untried = Played({})
+    found = choose(quickstart(), untried, tmp_path, is_dry_run=True)
+    assert found.told == (
+        "compute.mode auto: the first start would time eager, microbatch 8, microbatch 16, microbatch 32, compiled, "
+        "for up to 60 s"
+    )
+    assert (found.config, untried.limits, list(tmp_path.iterdir())) == (quickstart(), {}, [])
+    choose(quickstart(), Played(COMPILED), tmp_path)
+    assert choose(quickstart(), untried, tmp_path, is_dry_run=True).config.batch.microbatch_size == 32
+
+
+# --- trials ---
+
+
+class PlayedChild:
+    """A process that answers orders by a function, which may raise what Child does."""
+
+    num_started = 0
+    orders: ClassVar[list[Mode]] = []
+
+    def __init__(self, answer: Callable[[Mode], dict[str, Any]], config: Config, folder: Path, **options: Any) -> None:
+        PlayedChild.num_started += 1
+        self.answer = answer
+        assert options["command"] == "mode"
+
+    def ask(self, what: str, *, limit_seconds: float, mode: dict[str, Any], **details: Any) -> dict[str, Any]:
+        PlayedChild.orders.append(Mode(**mode))
+        return self.answer(Mode(**mode))
+
+    def kill(self) -> None:
+        pass
+
+
+RIGHT = {"images_per_second": 10.0, "loss": 0.0, "gradients": 0.0, "free_share": 0.5}
+
+
+def trials_of(config: Config, answer: Callable[[Mode], dict[str, Any]]) -> ModeTrials:
+    PlayedChild.num_started, PlayedChild.orders = 0, []
+    modes = find_modes(config, world_size=1, can_capture=True)
+    return ModeTrials(config, modes=modes, device=CPU, start=partial(PlayedChild, answer))
+
+
+def test_mode_trial_that_crashes_is_named_and_another_process_goes_on() -> None:
+    def answer(mode: Mode) -> dict[str, Any]:
+        if mode.cuda_graph:
+            raise DoctorError("CUDA error: an illegal memory access was encountered\nmore")
+        return RIGHT
+
+    trials = trials_of(quickstart(), answer)
+    order = [Mode(8), Mode(16, cuda_graph=True), Mode(16)]
+    found = [trials(mode, limit_seconds=60.0) for mode in order]
+    assert [trial.refusal for trial in found] == ["", "CUDA error: an illegal memory access was encountered", ""]
+    assert not found[1].is_cut
+    assert PlayedChild.num_started == 2
+    assert PlayedChild.orders == [*order[:2], Mode(8), Mode(16)], "the stated mode again, to compare with"
+    trials.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({**RIGHT, "gradients": 0.5}, "its gradients and the eager step's differ by 0.5, above 2e-05"),
+        ({**RIGHT, "loss": float("nan")}, "its loss or the eager step's: not finite"),
+        ({**RIGHT, "free_share": LEAST_FREE / 2}, "it leaves 5% of the memory free, less than 10%"),
+        ({"failure": "out of memory"}, "out of memory"),
+    ],
+)
+def test_mode_trial_is_refused_with_the_reason(answer: dict[str, Any], words: str) -> None:
+    trials = trials_of(quickstart(), lambda mode: answer if mode != Mode(8) else {**RIGHT, "free_share": 0.0})
+    assert trials(Mode(8), limit_seconds=60.0) == Trial(10.0), "the stated mode may fill the memory"
+    assert trials(Mode(16), limit_seconds=60.0) == Trial(refusal=words)
+    trials.close()
+
+
+def test_mode_trial_is_cut_at_its_limit() -> None:
+    """A real process, which cannot have started by then, and is gone after."""
+    started: list[Child] = []
+
+    def start(*arguments: Any, **options: Any) -> Child:
+        started.append(Child.__new__(Child))
+        Child.__init__(started[-1], *arguments, **options)
+        return started[-1]
+
+    modes = find_modes(quickstart(), world_size=1, can_capture=False)
+    trials = ModeTrials(quickstart(), modes=modes, device=CPU, start=start)
+    trial = trials(Mode(8), limit_seconds=0.2)
+    assert trial.is_cut
+    assert re.search(naming("took longer than", "was ended"), trial.refusal)
+    assert started[0]._process.exit_code() is not None
+    trials.close()
+
+
+@pytest.fixture(scope="module")
+def eager() -> Step:
+    return take_step(quickstart(), Mode(8), num_images=32, device=CPU)
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_mode_of_a_larger_microbatch_is_the_same_step(size: int, eager: Step) -> None:
+    step = take_step(quickstart(), Mode(size), num_images=32, device=CPU)
+    assert disagreement(**step.distances(eager), precision="fp32") == ""
+    assert step.figures["images_per_second"] > 0
+    assert step.gradients_N.norm() > 0
+
+
+def test_mode_that_computes_another_update_is_refused(eager: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the wrong code of a compiler would: logits that are 1% too large, which trains just as well."""
+
+    def compile_wrong_(model: nn.Module, *, mode: str | None) -> None:
+        model.register_forward_hook(lambda module, images, logits_BK: 1.01 * logits_BK)
+
+    monkeypatch.setattr(build_compute, "compile_regions_", compile_wrong_)
+    monkeypatch.setattr(build_compute, "compile_failure", lambda first_call: "")
+    wrong = take_step(quickstart(), Mode(8, "default"), num_images=32, device=CPU)
+    trials = trials_of(quickstart(), lambda mode: {**RIGHT, **(wrong if mode.compile else eager).distances(eager)})
+    assert trials(Mode(8), limit_seconds=60.0).images_per_second > 0
+    refused = trials(Mode(8, "default"), limit_seconds=60.0)
+    assert re.search(naming("differ by", "above 2e-05"), refused.refusal)
+    assert wrong.distances(eager)["gradients"] > 100 * BOUNDS["fp32"]
+    trials.close()
+
+
+@pytest.mark.long
+def test_mode_with_other_draws_is_another_update() -> None:
+    """A larger microbatch draws its dropout at once, so that auto leaves such models eager."""
+    config = config_of(
+        "--model.name=alexnet_bn", "--data.image_size=63", "--compute.cpu_threads=1", *EIGHTS, "--data.crop=resized"
+    )
+    one, other = (take_step(config, Mode(size), num_images=16, device=CPU) for size in (8, 16))
+    assert other.distances(one)["gradients"] > 1000 * BOUNDS["fp32"]
+
+
+def test_mode_of_a_record_is_one_of_the_config() -> None:
+    config = quickstart()
+    modes = find_modes(config, world_size=1, can_capture=True)
+    for mode in (Mode(8), Mode(32, "default", cuda_graph=True), Mode(16, cuda_graph=True)):
+        assert mode in modes
+        changed = with_mode(config, mode, world_size=1)
+        assert asdict(mode) == {
+            "microbatch_size": changed.batch.microbatch_size,
+            "compile": changed.compute.compile,
+            "cuda_graph": changed.compute.cuda_graph,
+        }
+    for mode in (Mode(12), Mode(8, "max-autotune"), Mode(64)):
+        assert mode not in modes

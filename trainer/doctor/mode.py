@@ -1,0 +1,221 @@
+"""compute.mode=auto: time the ways to compute a job's update at its first start, and take the fastest. Collective."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from bigbatch import __version__
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.tuning.conditions import device_name
+from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
+from bigbatch.errors import ConfigError
+from bigbatch.trainer.build.compute import require_capturable
+from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.doctor.mode_trials import ModeTrials
+from bigbatch.trainer.doctor.modes import (
+    Mode,
+    Modes,
+    Trial,
+    best_and_next,
+    describe,
+    find_modes,
+    merge_ranks,
+    read_mode,
+    with_mode,
+    write_mode,
+)
+from bigbatch.trainer.machine.gpu_driver import driver_version
+
+FORMAT = "bigbatch compute mode 1"
+SECONDS = 60.0
+"""How much longer the first start may take."""
+LEAST_SECONDS = 1.0
+"""Seconds without which no trial begins."""
+SHARE = 0.5
+"""Share of the remaining time that a trial may take, but for the first one and for compiling."""
+KEYS = (
+    *("model.name", "model.options", "model.frozen", "data.image_size", "data.train_sizes", "data.num_classes"),
+    *("augment.randaugment_ops", "augment.color_jitter", "augment.cutout_size", "augment.mixup_alpha"),
+    *("augment.cutmix_alpha", "batch.bn_span", "batch.virtual_ranks", "compute.mode_keeps", "compute.channels_last"),
+    *("compute.cudnn_benchmark", "compute.recomputed_blocks", "optimizer.name", "optimizer.options"),
+    *("optimizer.precision", "optimizer.sharded", "optimizer.clip_norm", "optimizer.loss", "optimizer.loss_options"),
+    *("optimizer.ema_decay", "comm.buffers"),
+)
+"""Keys on which the speed of a mode depends, beside those that are chosen."""
+
+
+@dataclass(frozen=True)
+class ChosenMode:
+    """A config with the chosen mode."""
+
+    config: Config
+    told: str = ""
+    """Line for the log."""
+    text: str = ""
+    """Text of the record's file, for a run to keep; empty if there is none."""
+
+
+class Trials(Protocol):
+    """Tries modes on this rank's device."""
+
+    def __call__(self, mode: Mode, *, limit_seconds: float) -> Trial: ...
+
+    def close(self) -> None: ...
+
+
+def is_on_gpus(communicator: Communicator) -> bool:
+    """Tell whether all ranks are on GPUs; the same answer on all."""
+    name = communicator.backend.name
+    return name == "nccl" or (name == "single" and communicator.device.type == "cuda")
+
+
+def choose_mode(
+    config: Config,
+    communicator: Communicator,
+    *,
+    kept: Path | None,
+    folder: Path | None,
+    is_dry_run: bool = False,
+    measures: Callable[[Communicator], bool] = is_on_gpus,
+    start_trials: Callable[..., Trials] = ModeTrials,
+    clock: Callable[[], float] = time.monotonic,
+) -> ChosenMode:
+    """Return the config in the fastest mode that computes the same update, or as it is. Collective.
+
+    Rank 0 reads the files and tells the other ranks: first kept, of a run that may be resumed, then one in folder
+    (None: there is none). Without a valid file all ranks try the same modes at the same time, and store what they
+    found. Nothing that a trial does ends the run. A dry run tries nothing. Raises: PeerLostError.
+    """
+    if config.compute.mode != "auto" or not measures(communicator):
+        return ChosenMode(config)
+    prefix = "compute.mode auto: "
+    if config.run.reproducible:
+        return ChosenMode(config, f"{prefix}as stated, since run.reproducible keeps the bits of one way to compute")
+    ranks = communicator.world_size
+    modes = find_modes(config, world_size=ranks, can_capture=_can_capture(communicator))
+    if str(modes) == str(modes.stated):
+        return ChosenMode(config, f"{prefix}{modes.stated}, as stated: nothing else goes with these settings")
+    facts = _collect_facts(config, communicator, modes)
+    digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"{digest}.json" if folder else None
+    record, told, earlier = _find(communicator, kept=kept, path=path, facts=facts, modes=modes)
+    if record is None and is_dry_run:
+        return ChosenMode(config, f"{prefix}{told}the first start would time {modes}, for up to {SECONDS:g} s")
+    if record is None:
+        trials = start_trials(config, modes=modes, device=communicator.device)
+        try:
+            seconds = min(SECONDS, config.comm.timeout_seconds / 2)  # the other ranks wait for the slowest
+            best, tried, took = _try_all(modes, trials, communicator, seconds=seconds, clock=clock)
+        finally:
+            trials.close()
+        refused = "".join(f"; {mode} refused: {trial.refusal}" for mode, trial in tried.items() if trial.refusal)
+        if not tried[modes.stated].images_per_second:
+            return ChosenMode(config, f"{prefix}{told}{modes.stated}, as stated{refused}")
+        record, stored = _record(
+            communicator, path, facts=facts, found=write_mode(modes, tried, best=best), earlier=earlier
+        )
+        told += f"measured in {took:.0f} s and {stored}{refused}"
+    mode = read_mode(record, modes=modes)
+    chosen = with_mode(config, mode, world_size=ranks)
+    return ChosenMode(chosen, f"{prefix}{describe(record, mode=mode, modes=modes)}; {told}", as_text(record))
+
+
+def _can_capture(communicator: Communicator) -> bool:
+    try:
+        require_capturable(communicator)
+    except ConfigError:
+        return False
+    return True
+
+
+def _collect_facts(config: Config, communicator: Communicator, modes: Modes) -> dict[str, Any]:
+    """Collect the facts of config and ranks on which a choice depends, as JSON values. Collective."""
+    device = communicator.device
+    gpus = communicator.gather_text(f"{device_name(device)}, driver {driver_version(device)}")
+    facts = {
+        "gpus": sorted(set(gpus)),
+        "backend": communicator.backend.name,
+        "versions": {"bigbatch": __version__, "torch": torch.__version__},
+        "images_per_rank": config.batch.global_batch_size // communicator.world_size,
+        "keys": {key: lookup(config, key) for key in KEYS},
+        "kept": {key: lookup(config, key) for key in config.compute.mode_keeps},
+        "can": [modes.can_capture, modes.can_compile],
+    }
+    return dict(json.loads(json.dumps(facts)))  # tuples become lists, as in the file
+
+
+def _find(
+    communicator: Communicator, *, kept: Path | None, path: Path | None, facts: Mapping[str, Any], modes: Modes
+) -> tuple[dict[str, Any] | None, str, dict[str, Any] | None]:
+    """Return rank 0's record and its origin, or what was wrong with the files; and a record that is tried once more."""
+    record, told, earlier = None, "", None
+    if communicator.rank == 0:
+        check = partial(_require_valid, facts=facts, modes=modes)
+        record, told = find_record([kept] if kept else [], form=FORMAT, check=check)
+        if record is None:
+            record, more = find_record([path] if path else [], form=FORMAT, check=check)
+            told += more
+            if record is not None and not record["is_final"]:
+                record, earlier = None, record
+                told += "; tried once more, since a trial was cut short; "
+    record, told, earlier = from_first(communicator, [record, told, earlier])
+    return record, told, earlier
+
+
+def _record(
+    communicator: Communicator,
+    path: Path | None,
+    *,
+    facts: Mapping[str, Any],
+    found: dict[str, Any],
+    earlier: dict[str, Any] | None,
+) -> tuple[dict[str, Any], str]:
+    """Return rank 0's record of what was found, or the earlier one if that was faster; and whether it was stored."""
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    record = {"format": FORMAT, "date": date, **facts, **found}
+    if earlier:
+        record = max(record, earlier, key=lambda each: float(each["images_per_second"]["mode"]))
+        record["is_final"] = True
+    record, stored = from_first(communicator, [record, store_record(path, record) if communicator.rank == 0 else ""])
+    return record, stored
+
+
+def _require_valid(record: dict[str, Any], *, facts: Mapping[str, Any], modes: Modes) -> None:
+    """Raise ValueError, KeyError or TypeError for a record that does not hold here."""
+    if difference := difference_of(record, dict(facts)):
+        raise ValueError(f"it is of another GPU, job or config: {difference}")
+    if type(record["is_final"]) is not bool:
+        raise ValueError("it is damaged")
+    read_mode(record, modes=modes)
+
+
+def _try_all(
+    modes: Modes, trials: Trials, communicator: Communicator, *, seconds: float, clock: Callable[[], float]
+) -> tuple[Mode, dict[Mode, Trial], float]:
+    """Try modes until none is left or time is up; return the best, all, and the seconds. Collective.
+
+    All ranks try the same one at the same time.
+    """
+    start, used = clock(), 0.0
+    tried: dict[Mode, Trial] = {}
+    while True:
+        best, mode = best_and_next(modes, tried)
+        if mode is None:
+            return best, tried, used
+        left = seconds - used
+        if left < LEAST_SECONDS and tried:
+            return best, {**tried, mode: Trial(refusal="there was no time left", is_cut=True)}, used
+        is_long = not tried or mode.compile is not None  # starts a process, or compiles
+        mine = trials(mode, limit_seconds=left if is_long else SHARE * left)
+        texts = communicator.gather_text(json.dumps([clock() - start, asdict(mine)]))
+        answers = [json.loads(text) for text in texts]
+        used = max(answer[0] for answer in answers)
+        tried[mode] = merge_ranks([Trial(**answer[1]) for answer in answers])

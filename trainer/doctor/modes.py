@@ -1,0 +1,199 @@
+"""Ways to compute the same update, and the choice among them by measured rates. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, ranks_per_ghost
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.doctor.candidates import change
+
+MOST_IMAGES = 512
+"""Largest microbatch that is tried, and the images of a tried step, unless the config's own microbatch is larger."""
+LEAST_GAIN = 0.03
+"""Gain in images/s below which the simpler mode stays: about the noise of two steps."""
+BOUNDS = {"fp32": 2e-5, "tf32": 0.1, "fp16": 0.1, "fp16_autocast": 0.1, "bf16": 0.3, "bf16_autocast": 0.3}
+"""Most that loss and gradients may differ from the eager step's, relative to these: law 1's bounds, by precision."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to compute an update."""
+
+    microbatch_size: int
+    compile: str | None = None
+    cuda_graph: bool = False
+
+    def __str__(self) -> str:
+        size = f"microbatch {self.microbatch_size}"
+        how = ["compiled"] * (self.compile is not None) + ["CUDA graph"] * self.cuda_graph
+        return ", ".join((size, *how)) if how else f"eager, {size}"
+
+    def values(self) -> dict[str, Any]:
+        """Return its values by dotted key."""
+        return {
+            "batch.microbatch_size": self.microbatch_size,
+            "compute.compile": self.compile,
+            "compute.cuda_graph": self.cuda_graph,
+        }
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes of a config on a job: the stated one, and what may be changed in it."""
+
+    stated: Mode
+    sizes: tuple[int, ...]
+    """Microbatches, rising from the stated one."""
+    num_images: int
+    """Images of each tried step: a multiple of all sizes."""
+    can_capture: bool = False
+    can_compile: bool = False
+
+    def __contains__(self, mode: Mode) -> bool:
+        stated = self.stated
+        return (
+            mode.microbatch_size in self.sizes
+            and mode.compile in (stated.compile, *(["default"] if self.can_compile else []))
+            and mode.cuda_graph in (stated.cuda_graph, *([True] if self.can_capture else []))
+        )
+
+    def __str__(self) -> str:
+        others = [f"microbatch {size}" for size in self.sizes[1:]]
+        others += ["CUDA graph"] * self.can_capture + ["compiled"] * self.can_compile
+        return ", ".join((str(self.stated), *others))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Outcome of a tried mode: images/s of the slowest rank, or why it cannot be used."""
+
+    images_per_second: float = 0.0
+    refusal: str = ""
+    is_cut: bool = False
+    """It took longer than there was time for; another start may find its compiled code."""
+
+
+def find_modes(config: Config, *, world_size: int, can_capture: bool) -> Modes:
+    """Return the modes that keep the update; keys that the user states, and a choice that others forbid, are kept.
+
+    can_capture: whether the job's device and backend allow CUDA graphs.
+    """
+    batch, compute, keeps = config.batch, config.compute, config.compute.mode_keeps
+    stated = Mode(batch.microbatch_size, compute.compile, compute.cuda_graph)
+    steps = accumulation_steps(batch, world_size=world_size)
+    most = largest_divisor(steps, max(1, MOST_IMAGES // batch.microbatch_size))
+
+    def is_legal(**changed: Any) -> bool:
+        return isinstance(change(config, replace(stated, **changed).values(), world_size=world_size), Config)
+
+    sizes = [batch.microbatch_size]
+    # larger parts of a ghost batch that several ranks share would change which ranks exchange statistics
+    if "batch.microbatch_size" not in keeps and ranks_per_ghost(batch) == 1:
+        whole = [batch.microbatch_size * count for count in range(2, most + 1) if most % count == 0]
+        sizes += [size for size in whole if is_legal(microbatch_size=size)]
+    return Modes(
+        stated=stated,
+        sizes=tuple(sizes),
+        num_images=batch.microbatch_size * most,
+        can_capture=can_capture
+        and not ("compute.cuda_graph" in keeps or compute.cuda_graph)
+        and is_legal(cuda_graph=True),
+        can_compile=not ("compute.compile" in keeps or compute.compile) and is_legal(compile="default"),
+    )
+
+
+def best_and_next(modes: Modes, tried: Mapping[Mode, Trial]) -> tuple[Mode, Mode | None]:
+    """Return the best mode so far, and the one to try next, or None at the end.
+
+    First larger microbatches, until one gains nothing; then a CUDA graph; then compiling, which takes longest and gains
+    least where the host limits a step.
+    """
+    best = modes.stated
+    if best not in tried:
+        return best, best
+    if not tried[best].images_per_second:
+        return best, None
+
+    def is_better(mode: Mode) -> bool:
+        return tried[mode].images_per_second > (1 + LEAST_GAIN) * tried[best].images_per_second
+
+    for size in modes.sizes[1:]:
+        mode = replace(best, microbatch_size=size)
+        if mode not in tried:
+            return best, mode
+        if not is_better(mode):
+            break
+        best = mode
+    changes = [{"cuda_graph": True}] * modes.can_capture + [{"compile": "default"}] * modes.can_compile
+    for changed in changes:
+        mode = replace(best, **changed)
+        if mode not in tried:
+            return best, mode
+        if is_better(mode):
+            best = mode
+    return best, None
+
+
+def merge_ranks(trials: Sequence[Trial]) -> Trial:
+    """Return the outcome for all ranks: the slowest one's rate, or the first refusal."""
+    for rank, trial in enumerate(trials):
+        if trial.refusal:
+            where = f"rank {rank}: " if len(trials) > 1 else ""
+            return replace(trial, refusal=f"{where}{trial.refusal}", images_per_second=0.0)
+    return Trial(min(trial.images_per_second for trial in trials))
+
+
+def disagreement(*, loss: float, gradients: float, precision: str) -> str:
+    """Return why a step that is so far from the eager one is another update; "" if it is the same up to rounding.
+
+    loss, gradients: distances relative to the eager step's.
+    """
+    bound = BOUNDS[precision]
+    for name, distance in (("loss", loss), ("gradients", gradients)):
+        if distance != distance:
+            return f"its {name} or the eager step's: not finite"
+        if distance > bound:
+            return f"its {name} and the eager step's differ by {distance:.2g}, above {bound:g}"
+    return ""
+
+
+def with_mode(config: Config, mode: Mode, *, world_size: int) -> Config:
+    """Return the config that computes by that mode, whatever the next start would choose."""
+    values = {**mode.values(), "compute.mode": "eager"}
+    if config.compute.compile is None and mode.compile is not None:
+        values["compute.compile_fallback"] = True  # what auto chose must not end the run
+    changed = change(config, values, world_size=world_size)
+    assert isinstance(changed, Config), changed
+    return changed
+
+
+def read_mode(record: Mapping[str, Any], *, modes: Modes) -> Mode:
+    """Return the mode of a record. Raises: KeyError, TypeError or ValueError if it is none of these modes."""
+    found, rates = Mode(**record["mode"]), record["images_per_second"]
+    is_typed = type(found.microbatch_size) is int and type(found.cuda_graph) is bool
+    if not is_typed or found not in modes:
+        raise ValueError("its mode is none of this config's")
+    if not all(isinstance(rates[name], float) and 0 < rates[name] < float("inf") for name in ("mode", "stated")):
+        raise ValueError("it is damaged")
+    return found
+
+
+def write_mode(modes: Modes, tried: Mapping[Mode, Trial], *, best: Mode) -> dict[str, Any]:
+    """Return the part of a record that says what was found."""
+    return {
+        "mode": asdict(best),
+        "images_per_second": {
+            "mode": tried[best].images_per_second,
+            "stated": tried[modes.stated].images_per_second,
+        },
+        "is_final": not any(trial.is_cut for trial in tried.values()),
+        "tried": {str(mode): trial.refusal or trial.images_per_second for mode, trial in tried.items()},
+    }
+
+
+def describe(record: Mapping[str, Any], *, mode: Mode, modes: Modes) -> str:
+    """Return the mode, its rate and that of the stated one."""
+    rates = record["images_per_second"]
+    line = f"{mode}: {rates['mode']:,.0f} images/s of each GPU"
+    return line if mode == modes.stated else f"{line} ({modes.stated}: {rates['stated']:,.0f})"
