@@ -37,12 +37,13 @@ test-unit: .venv/ready
 test-ranks: .venv/ready
 	$(PYTEST) tests/laws tests/parallel -n 2 --dist worksteal -m "not long"
 
-# the rest: full forms, compilers, benchmarks, launchers; jobs of ranks wait half of their time, and the runs that
-# several tests of a file compare with are made once where one process has the file
+# the rest: full forms, compilers, benchmarks, launchers; each process collects the files that have long tests alone.
+# Jobs of ranks wait half of their time, and the runs that several tests of a file compare with are made once where one
+# process has the file
 test-long: test-long-unit test-long-ranks
 
 test-long-unit: .venv/ready
-	$(PYTEST) tests/unit -n 3 -m "long and not weekly"
+	$(PYTEST) $$(grep -rl --include='test_*.py' 'mark\.long' tests/unit) -n 3 -m "long and not weekly"
 
 test-long-ranks: .venv/ready
 	$(PYTEST) tests/laws tests/parallel -n 4 --dist loadfile -m "long and not weekly"
