@@ -140,7 +140,6 @@ class TrainingRun:
 
     def run(self, *, came_back: str = "") -> dict[str, Any] | None:
         """Train to the end or a stop signal; return the summary, or None if stopped. came_back: why it starts here."""
-        summaries: list[dict[str, Any] | None] = []
         num_train, num_val = self.train_split.num_samples, self.eval_split.num_samples
         timeout_seconds = self.config.run.checkpoint_timeout_seconds
         try:
@@ -160,8 +159,8 @@ class TrainingRun:
                 except ReplicasDiffer:  # the run may go back to what is being written
                     self.loop.settle(wait=True)
                     raise
-            write_on_first(
-                lambda: summaries.append(
+            summary = write_on_first(
+                lambda: json.dumps(
                     self.output.finish(
                         totals,
                         ended_by=self.evaluator.reason_to_end() or "run.epochs",
@@ -182,14 +181,8 @@ class TrainingRun:
         self._close()
         if self.copies:  # what they are of is on disk
             self.copies.drop()
-        if totals.stopped_by is not None:
-            return None
-        told = self.communicator.control.tell_all(
-            json.dumps(summaries[0] if summaries else None),
-            what="summary of the run",
-            timeout_seconds=timeout_seconds,
-        )
-        return dict(json.loads(told))
+        found: dict[str, Any] | None = json.loads(summary)
+        return found
 
     def describe(self) -> dict[str, Any]:
         """Print what run() prints before its first step, and what it would do next. Writes nothing. Collective."""
