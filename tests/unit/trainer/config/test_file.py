@@ -245,53 +245,38 @@ def test_load_config_refuses_an_unknown_option(key, nearest):
         assert message.endswith(f" {nearest}")
 
 
-@pytest.mark.parametrize("key", ["confg", "xyzzy"])
-def test_load_config_names_nothing_that_was_not_meant(key):
-    """--config is given, and no key is like these."""
-    assert refusal("--config", "quickstart", f"--{key}=1").endswith("; bigbatch train --help lists all")
-
-
-def test_load_config_that_is_misspelt_is_meant():
-    """And is not missing, too."""
-    with pytest.raises(ConfigError, match=r"^command line: unknown key confg; the nearest legal one is config$"):
-        load_config(["--confg=quickstart"])
-
-
 @pytest.mark.parametrize(
-    ("option", "words"),
+    ("words", "named"),
     [
-        ("--local-rank=0", "bigbatch launch"),
-        ("--test-only=1", "bigbatch evaluate"),
-        ("--grad-accum-steps=2", "batch.microbatch_size"),
-        ("--arch=resnet50", "model.name"),
-        ("--data-dir=x", "data.root"),
-        ("--num_train_epochs=3", "run.epochs"),
+        ("--config=quickstart --confg=1", "unknown key confg; bigbatch train --help lists all"),  # --config is given
+        ("--config=quickstart --xyzzy=1", "unknown key xyzzy; bigbatch train --help lists all"),
+        ("--confg=quickstart", "unknown key confg; the nearest legal one is config"),  # and it is not missing, too
+        ("--config=quickstart --local-rank=0", "bigbatch launch"),
+        ("--config=quickstart --test-only=1", "bigbatch evaluate"),
+        ("--config=quickstart --grad-accum-steps=2", "batch.microbatch_size"),
+        ("--config=quickstart --arch=resnet50", "model.name"),
+        ("--config=quickstart --data-dir=x", "data.root"),
+        ("--config=quickstart --num_train_epochs=3", "run.epochs"),
+        ("--config=quickstart --batch.bn_span=--", "--batch.bn_span=--: state a value behind ="),
+        ("--config=quickstart --run={epochs:3}", " run;"),  # there is one way to state a key
+        ("--config=quickstart extra", "extra is no option"),
+        ("quickstart", "--config quickstart"),
+        ("--config=quickstart --run.epochs", " --run.epochs: "),
+        ("--run.epochs=3", "--config is missing: name a YAML file or one of cifar10, "),
+        (
+            "--config=quickstart --config=cifar10",
+            "--config is given 2 times: keep one, and override its keys by ",
+        ),
     ],
 )
-def test_load_config_leads_from_the_names_of_others(option, words):
-    assert words in refusal("--config", "quickstart", option)
+def test_load_config_refuses_a_command_line_and_says_what_was_meant(words, named):
+    assert named in refusal(*words.split())
 
 
 def test_names_of_others_lead_to_keys():
     assert not set(ELSEWHERE) & {*OTHERS_NAMES, *(key.name for key in KEYS.values())}
     assert set(OTHERS_NAMES.values()) <= {*KEYS, *OPTION_KEYS}
     assert not set(OTHERS_NAMES) & {key.name for key in KEYS.values()}
-
-
-def test_load_config_refuses_dashes_for_a_value():
-    with pytest.raises(ConfigError, match=r"--batch\.bn_span=--: state a value behind ="):
-        load_config(["--config=quickstart", "--batch.bn_span=--"])
-
-
-def test_load_config_takes_no_section_for_an_option():
-    """There is one way to state a key."""
-    assert " run;" in refusal("--config", "quickstart", "--run", "{epochs: 3}")
-
-
-def test_load_config_refuses_words_that_are_no_option():
-    assert "extra is no option" in refusal("--config", "quickstart", "extra")
-    assert refusal("quickstart").endswith("--config quickstart")
-    assert " --run.epochs: " in refusal("--config", "quickstart", "--run.epochs")
 
 
 def test_load_config_refuses_an_unknown_key_in_yaml(write_text):
@@ -401,12 +386,6 @@ def test_load_config_takes_a_path_that_starts_with_a_dash(monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
     others = ("--run.directory=runs/x", "--compute.mode_keeps=[]")
     assert load_config(["--config=-mine.yaml", *others]) == load_config(["--config", "quickstart", *others])
-
-
-def test_load_config_wants_exactly_one():
-    assert re.search(naming("--config ", "YAML", " cifar10, "), refusal("--run.epochs", "3"))
-    named = naming("--config ", "2 times", "--section.key")
-    assert re.search(named, refusal("--config", "quickstart", "--config=cifar10"))
 
 
 @pytest.mark.parametrize(
