@@ -121,7 +121,11 @@ class JobStore(Store):
 
     @property
     def torch_store(self) -> "JobStore":
-        """Return a store for torch's process groups, whose waits have their own limits."""
+        """Return a store for torch's process groups, whose waits have their own limits.
+
+        In Python, although NCCL's threads ask it: of torch's stores in C++, TCPStore listens without authentication,
+        FileStore needs a shared disk, and the others do not see other ranks.
+        """
         made = JobStore(self.line, self._prefix, seconds=self._seconds, is_for_torch=True)
         _of_torch.append(made)
         return made

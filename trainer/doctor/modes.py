@@ -6,7 +6,7 @@ from typing import Any
 
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor, ranks_per_ghost
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.doctor.candidates import change
+from bigbatch.trainer.doctor.speedups import change
 
 MOST_IMAGES = 512
 """Largest microbatch that is tried, and the images of a tried step, unless the config's own microbatch is larger."""

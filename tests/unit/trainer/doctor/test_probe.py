@@ -297,7 +297,7 @@ def doctor(*words: str) -> list[str]:
     return [sys.executable, "-m", "bigbatch", "doctor", *words]
 
 
-QUICK = ("--quick", "--seconds", "0.05", "--limit", "200", "--only", "prefetch")
+QUICK = ("--quick", "--within", "280", "--seconds", "0.05", "--limit", "200", "--only", "prefetch")
 
 
 @pytest.mark.long
