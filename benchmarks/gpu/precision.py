@@ -152,6 +152,7 @@ def train(asked: dict[str, Any], options: argparse.Namespace) -> float:
     with tempfile.TemporaryDirectory() as folder:
         overrides = {
             **settings(asked["model"], asked["precision"]),
+            "compute.mode": "eager",  # the same way in each precision
             "run.directory": folder,
             "run.seed": asked["turn"],
             "run.epochs": options.epochs,

@@ -38,6 +38,7 @@ def first_step(context: Context, settings: Settings, *, name: str, cache: str = 
     whole = {
         **settings_for(size, batch=size.batch, precision=context.precision),
         **settings,
+        "compute.mode": "eager",  # as stated: a first start would measure other modes
         "data.num_synthetic_samples": 2 * size.batch,
         "run.directory": str(folder),
         "run.epochs": 1,
