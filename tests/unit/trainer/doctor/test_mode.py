@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import yaml
 from error_texts import naming
 from torch import nn
 
@@ -18,7 +19,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DoctorError
 from bigbatch.trainer.build import compute as build_compute
-from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.config.file import dump_config, load_config, read_dumped
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import mode as doctor_mode
 from bigbatch.trainer.doctor.exchange import Child
@@ -524,3 +525,15 @@ def test_mode_of_a_record_is_one_of_the_config() -> None:
         }
     for mode in (Mode(12), Mode(8, "max-autotune"), Mode(64)):
         assert mode not in modes
+
+
+def test_mode_of_a_run_from_before_the_key_is_eager(tmp_path: Path) -> None:
+    """Its folder states all that it computed by; a new experiment that states no mode gets auto."""
+    sections = yaml.safe_load(dump_config(quickstart("--compute.compile=default")))
+    del sections["compute"]["mode"], sections["compute"]["mode_keeps"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
+    (tmp_path / "metrics.jsonl").write_text("")
+    before = load_config(["--config", str(tmp_path)])
+    assert (before.compute.mode, before.compute.compile) == ("eager", "default")
+    assert read_dumped(yaml.safe_dump(sections))["compute.mode"] == "eager"
+    assert quickstart().compute.mode == "auto"
