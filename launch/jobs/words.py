@@ -264,7 +264,7 @@ def parse_gpus(text: str) -> tuple[str | None, int]:
     return kind or None, int(number)
 
 
-def parse_minutes(text: str) -> int:
+def parse_minutes(text: str, *, option: str = "--time") -> int:
     """Read Slurm's forms of a time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; begun minutes count.
 
     UNLIMITED and INFINITE, in letters of any case, are UNLIMITED. Raises: LaunchOptionError.
@@ -273,7 +273,7 @@ def parse_minutes(text: str) -> int:
         return UNLIMITED
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
     if not match:
-        raise LaunchOptionError(f"--time {text!r} must be minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED, such as 2:00:00")
+        raise LaunchOptionError(f"{option} {text!r} must be minutes, H:MM:SS, D-HH:MM:SS or UNLIMITED, such as 2:00:00")
     days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
     if days is not None:
@@ -282,7 +282,7 @@ def parse_minutes(text: str) -> int:
         hours, minutes, seconds = {1: (0, *numbers, 0), 2: (0, *numbers), 3: tuple(numbers)}[len(numbers)]
     total = int(days or 0) * 1440 + hours * 60 + minutes + math.ceil(seconds / 60)
     if not total:
-        raise LaunchOptionError(f"--time {text!r} is no time; leave it out for the limit of the partition")
+        raise LaunchOptionError(f"{option} {text!r} is no time; leave it out for the limit of the partition")
     return total
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bigbatch.errors import LaunchOptionError, first_line, or_nearest, print_line
 from bigbatch.files import replacing_named
+from bigbatch.launch.jobs.words import parse_minutes
 from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
@@ -28,6 +29,8 @@ CHOICES = (*ALGORITHMS, BY_SIZE)
 MOVED = ("--given", "--rows", "--out")
 UNITS = {"s": 1 / 3600, "m": 1 / 60, "h": 1.0, "d": 24.0}
 """Hours of each unit of a deadline."""
+DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m?)?", re.ASCII)
+"""Several units, such as 2h30 or 1d2h30m."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -180,11 +183,15 @@ def read_counts(text: str, *, per_node: int) -> list[int]:
 
 
 def read_hours(text: str) -> float:
-    """Parse a time such as 90s, 6.6m, 1h or 2d; without a unit, hours."""
+    """Parse a time such as 90s, 6.6m, 1h, 2h30 or 2d, or Slurm's 2:30:00 or 1-12; a number alone means hours."""
+    if re.search(r"\d[:-]", text):
+        return parse_minutes(text, option="--deadline") / 60
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     hours = float(found[1]) * UNITS[found[2] or "h"] if found else 0.0
+    if several := None if found else DURATION.fullmatch(text):
+        hours = sum(int(several[place] or 0) * UNITS[unit] for place, unit in enumerate("dhm", 1))
     if not 0 < hours < 1e6:
-        raise LaunchOptionError(f"--deadline {text} is no time: write 90s, 30m, 1h or 2d")
+        raise LaunchOptionError(f"--deadline {text} is no time: write 90s, 30m, 1h, 2h30 or 2d")
     return hours
 
 

@@ -495,7 +495,8 @@ def test_arguments_are_read_and_refused():
         with pytest.raises(LaunchOptionError, match="--gpus"):
             read_counts(text, per_node=8)
     assert [read_hours(text) for text in ("1h", "90m", "2", "36s")] == [1, 1.5, 2, 0.01]
-    for text in ("", "1w", "-1h", "0"):
+    assert [read_hours(text) for text in ("2h30", "2h30m", "1d2h30", "2:30:00", "1-12")] == [2.5, 2.5, 26.5, 2.5, 36]
+    for text in ("", "1w", "-1h", "0", "2h30x", "h30", "1:2:3:4", "0:0"):
         with pytest.raises(LaunchOptionError, match="--deadline"):
             read_hours(text)
     assert read_factors("link=2x,batch=0.5x") == Factors(link=2.0, batch=0.5)
