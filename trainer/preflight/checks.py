@@ -11,6 +11,7 @@ from bigbatch.trainer.machine.kernel_files import leading_number
 from bigbatch.trainer.machine.limits import Limits
 from bigbatch.trainer.machine.network import Card, Port, usual_rate
 from bigbatch.trainer.machine.nvidia import Driver
+from bigbatch.words import count
 
 LEAST_OPEN_FILES = 1024
 """Open files for connections, shards and libraries: Linux's default limit."""
@@ -133,8 +134,8 @@ def _own_health(host: Host) -> list[tuple[str, Mapping[str, str]]]:
 @_check("ECC", "have its administrator reset the GPU, and replace it where they come back")
 def _memory_errors(host: Host) -> Iterator[str]:
     for uuid, row in _own_health(host):
-        if (leading_number(count := row["ecc.errors.uncorrected.volatile.total"]) or 0) > 0:
-            yield f"{uuid}: {count} uncorrected memory errors"
+        if (leading_number(errors := row["ecc.errors.uncorrected.volatile.total"]) or 0) > 0:
+            yield f"{uuid}: {errors} uncorrected memory errors"
 
 
 @_check("row remapping", "have the GPU replaced")
@@ -181,8 +182,8 @@ def _nvlinks(host: Host) -> Iterator[str]:
 
 @_check("Xid", "look it up in NVIDIA's list of Xids; reset the GPU, or reboot", is_finding=False)
 def _xids(host: Host) -> Iterator[str]:
-    for told, count in host.xids.items():
-        yield f"{told}, {count} times since the host started"
+    for told, times in host.xids.items():
+        yield f"{told}, {times} times since the host started"
 
 
 def _state(port: Port) -> str:
@@ -220,8 +221,8 @@ def _gids(host: Host) -> Iterator[str]:
 
 @_check("port errors", "look at its cable", is_finding=False)
 def _errors(host: Host) -> Iterator[str]:
-    for name, count in host.errors_after.items():
-        if (risen := count - host.errors.get(name, count)) > 0:
+    for name, total in host.errors_after.items():
+        if (risen := total - host.errors.get(name, total)) > 0:
             yield f"{name} rose by {risen:,.0f} while links were measured"
 
 
@@ -283,7 +284,8 @@ def _open_files(host: Host) -> Iterator[str]:
 @_check("threads", "raise pids.max of the job (--pids-limit of a container)", is_finding=False)
 def _tasks(host: Host) -> Iterator[str]:
     if host.limits.tasks < LEAST_TASKS * host.num_ranks:
-        yield f"{host.limits.tasks:,.0f} more threads may start, below {LEAST_TASKS} for each of {host.num_ranks} ranks"
+        ranks = count(host.num_ranks, "rank")
+        yield f"{host.limits.tasks:,.0f} more threads may start, below {LEAST_TASKS} for each of {ranks}"
 
 
 @_check("memory", "ask for more (--mem of Slurm, --memory of a container)", is_finding=False)
@@ -291,13 +293,13 @@ def _memory(host: Host) -> Iterator[str]:
     least = LEAST_MEMORY_BYTES * host.num_ranks
     if host.limits.memory_bytes < least:
         left = host.limits.memory_bytes / 1e9
-        yield f"{left:,.1f} GB of memory left, below {least / 1e9:g} for {host.num_ranks} ranks"
+        yield f"{left:,.1f} GB of memory left, below {least / 1e9:g} for {count(host.num_ranks, 'rank')}"
 
 
 @_check("cores", "ask for more (--cpus-per-rank)", is_finding=False)
 def _cores(host: Host) -> Iterator[str]:
     if host.limits.cores < host.num_ranks:
-        yield f"{host.limits.cores:g} cores for {host.num_ranks} ranks"
+        yield f"{host.limits.cores:g} cores for {count(host.num_ranks, 'rank')}"
 
 
 def find_troubles(host: Host) -> dict[str, list[str]]:
@@ -316,7 +318,7 @@ def describe_hardware(host: Host) -> dict[str, str]:
     shown = {}
     if host.on_gpus:
         rates = Counter(port.gbit_per_second for port in host.usable_ports)
-        shown["RDMA ports"] = ", ".join(f"{count} of {rate:g} Gbit/s" for rate, count in sorted(rates.items()))
+        shown["RDMA ports"] = ", ".join(f"{number} of {rate:g} Gbit/s" for rate, number in sorted(rates.items()))
         # not how many: a node may have fewer ranks than others
         widths = {row["pcie.link.width.current"] for _, row in _own_health(host)}
         shown["PCIe lanes"] = ", ".join(sorted(widths))

@@ -23,6 +23,7 @@ from bigbatch.trainer.run.rank_memory import sharded_notes
 from bigbatch.trainer.run.sums import summing_algorithms
 from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.window import Totals, straggler_hint
+from bigbatch.words import count
 
 NO_WAITS = "steps are replayed as CUDA graphs, which do not tell what ranks wait for each other: not measured"
 
@@ -41,7 +42,7 @@ def introduction(
         f"{communicator}; device {device_name(communicator.device)}, {precision}",
         *([f"all-reduce {communicator.algorithm}, as comm.algorithm=auto chose: {why}"] if why else []),
         f"{num_train} training and {num_val} validation images; loader {config.data.loader}",
-        f"global batch {batch.global_batch_size} = {communicator.world_size} ranks x "
+        f"global batch {batch.global_batch_size} = {count(communicator.world_size, 'rank')} x "
         f"{plan.accumulation_steps} microbatches x {batch.microbatch_size}, batch-norm span "
         f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs",
         *replayed(batch.virtual_ranks, world_size=communicator.world_size),

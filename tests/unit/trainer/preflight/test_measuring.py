@@ -169,7 +169,7 @@ def test_what_the_node_lacks_is_told_and_its_links_are_left(
     lines = capsys.readouterr().out.splitlines()
     name = socket.gethostname()
     assert f"bigbatch: {name}: a rank may lock 64 KiB, below 1,048,576: have it unlimited (ulimit -l; " in lines[-4]
-    assert lines[-2].startswith(f"remark: {name}: 0.5 cores for 1 ranks: ask for more")
+    assert lines[-2].startswith(f"remark: {name}: 0.5 cores for 1 rank: ask for more")
     assert "findings: 1, unfit: " in lines[-1]
     (found,) = json.loads((tmp_path / "facts.json").read_text())["nodes"]
     assert found["network"] == {"mlx5_0/1": "400 Gbit/s InfiniBand, ACTIVE"}

@@ -104,7 +104,7 @@ def test_run_dry_says_what_it_would_be_and_writes_nothing(
     run = tmp_path / "run"
     assert start(run, {"run.eval_every_epochs": 3}, flags=["--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "global batch 32 = 1 ranks x 2 microbatches x 16" in printed
+    assert "global batch 32 = 1 rank x 2 microbatches x 16" in printed
     assert "\nbuffer 0: " in printed
     # 64 images are 2 steps of 32, in each of 6 epochs, and each third is evaluated
     assert re.search(naming("dry run: 12 steps, 2 in an epoch, with 2 evaluations", run), printed)
