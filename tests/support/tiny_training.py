@@ -1,7 +1,8 @@
-"""Settings of a training that takes seconds, and the command itself in a process of its own."""
+"""Settings of a training that takes seconds, and the command itself in processes of its own."""
 
 import subprocess
-import sys
+
+from tests.laws.jobs import forked, run
 
 TINY = {
     "data.loader": "synthetic",
@@ -17,7 +18,6 @@ TINY = {
 TINY_OPTIONS = [f"--{key}={value}" for key, value in TINY.items()]
 
 
-def bigbatch(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command, and return its code and what it printed."""
-    argv = [sys.executable, "-m", "bigbatch", *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+def bigbatch(*words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run the command on so many ranks, forked with torch imported, and return its code and what it printed."""
+    return run(forked(words, ranks=ranks), expect=None)
