@@ -1,7 +1,6 @@
 """`bigbatch comm bench` and `tune` as real jobs of several ranks, on one host that plays several nodes."""
 
 import json
-import os
 import re
 import statistics
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import places
+from forked_ranks import exit_codes, places, start_rank
 from test_parallel import fork_job, needs_mpi, run_job
 
 from bigbatch.comm.algorithms.hybrid import HybridTable
@@ -104,17 +103,14 @@ def test_bench_share_of_a_measured_link(tmp_path: Path) -> None:
         assert r["limit_share"] == pytest.approx(40_000 / bytes_per_second / (r["time_us"] / 1e6), rel=1e-9)
 
 
-@needs_mpi
-def test_bench_finds_ranks_with_other_arguments() -> None:
-    bench = f"{sys.executable} -m bigbatch comm bench --min-bytes 1K --max-bytes"
-    rank = f"if [ $OMPI_COMM_WORLD_RANK = 1 ]; then exec {bench} 2K; else exec {bench} 1K; fi"
-    beside = Path(sys.executable).with_name("mpirun")
-    argv = [str(beside), "-n", "2", "--oversubscribe", "--bind-to", "none", "sh", "-c", rank]
-    if os.geteuid() == 0:
-        argv.insert(1, "--allow-run-as-root")
-    code, text = run_job(argv, timeout_seconds=250)
-    assert code == 1
-    assert re.search(r"rank 1 and rank 0 .*command line.*\b2K\b.*\b1K\b", text), text
+def test_bench_finds_ranks_with_other_arguments(tmp_path: Path) -> None:
+    log, command = tmp_path / "log", ("comm", "bench", "--min-bytes", "1K", "--max-bytes")
+    ranks = [
+        start_rank("forked_ranks:bigbatch", (*command, size), environ=place, stdout=log, stderr=log)
+        for size, place in zip(("1K", "2K"), places(2), strict=True)
+    ]
+    assert exit_codes(ranks, timeout_seconds=250) == [1, 1]
+    assert re.search(r"rank 1 and rank 0 .*command line.*\b2K\b.*\b1K\b", log.read_text()), log.read_text()
 
 
 def test_verify_on_uneven_nodes_of_three_ranks(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from forked_ranks import start_scripts
 from test_parallel import job_argv, needs_mpi, run_job
 
 SCRIPT = Path(__file__).with_name("script_leaving.py")
+weekly = (pytest.mark.long, pytest.mark.weekly)
 
 
 def run_processes(*arguments: str) -> list[tuple[int, str]]:
@@ -22,7 +23,7 @@ def run_processes(*arguments: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [pytest.param("tcp", marks=pytest.mark.long), "gloo"])
+@pytest.mark.parametrize("backend", [pytest.param("tcp", marks=weekly), "gloo"])
 def test_script_that_forgets_to_close_ends_well_and_in_silence(backend: str) -> None:
     assert run_processes("forgets", backend) == [(0, "rank 0: 2\n"), (0, "rank 1: 2\n")]
 
@@ -48,7 +49,7 @@ def test_exception_inside_with_ends_the_other_ranks(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("gloo", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("gloo", marks=weekly)])
 def test_exit_before_the_others_ends_them_and_is_named(backend: str) -> None:
     (other, told), (own, _) = run_processes("exits", backend)
     assert (own, other) == (1, 1)
