@@ -167,7 +167,7 @@ def _answer(arguments: list[str]) -> int:
 
 
 def _is_pipe_closed() -> bool:
-    """Tell whether standard output is a pipe without a reader."""
+    """Return whether standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -97,7 +97,7 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def is_stream(path: Path) -> bool:
-    """Tell whether a path that the user named is a device, a pipe or an open file of a process, such as /dev/stdout."""
+    """Return whether a path of the user is a device, a pipe or an open file of a process, such as /dev/stdout."""
     parent = os.path.realpath(path.parent)
     if parent == "/dev" or re.fullmatch(r"/proc/\d+(/task/\d+)?/fd", parent):
         return True

@@ -27,7 +27,7 @@ def decimal(text: str) -> float:
 
 
 def is_measure(value: object) -> bool:
-    """Tell whether a value read from a file is a finite number that a float holds exactly enough; False for a bool."""
+    """Check that a value read from a file is a finite number that a float holds exactly enough; False for a bool."""
     return type(value) in (int, float) and abs(value) < 1e15  # type: ignore[arg-type]
 
 

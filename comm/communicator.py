@@ -89,7 +89,7 @@ class Communicator:
 
     @property
     def is_timed_by_host(self) -> bool:
-        """Tell whether a thread of the host waits for the end of each operation: its clock then times them."""
+        """Return whether a thread of the host waits for the end of each operation: its clock then times them."""
         return self.staging is not None or self.backend.name in ("mpi", "horovod")
 
     @property

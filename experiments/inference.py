@@ -33,7 +33,7 @@ class Inference:
 
     @property
     def undone(self) -> bool:
-        """Tell whether any form gave no result for a run."""
+        """Return whether any form gave no result for a run."""
         return any(isinstance(each, str) for found in self.forms.values() for each in found)
 
     @property

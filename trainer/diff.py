@@ -110,7 +110,7 @@ def read_run(path: Path) -> Run:
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
-    """Tell whether a record has all required keys; digests of single microbatches are optional."""
+    """Return whether a record has all required keys; digests of single microbatches are optional."""
     kinds = {phase: str if phase == "pictures" else dict for phase in PHASES if phase not in BY_MICROBATCH}
     if not all(isinstance(record.get(name), kind) for name, kind in {**kinds, "step": int}.items()):
         return False

@@ -28,10 +28,10 @@ from bigbatch.trainer.step.window import Totals
 
 
 class NoticeWatch:
-    """Remembers how long a stop may have to wait for each kind of work, and says once where that is too long.
+    """Tracks how long a stop may have to wait for each kind of work, and warns once if that is too long.
 
     A stop waits for the step under way, or for an evaluation's batches up to its next exchange, and then for two
-    checkpoints: the last one may still be being written. notice_seconds: how long before the end the ranks are asked.
+    checkpoints, since one may be under way. notice_seconds: time between the request and the job's limit.
     """
 
     def __init__(self, *, notice_seconds: int) -> None:
@@ -40,7 +40,7 @@ class NoticeWatch:
         self._has_said = False
 
     def see(self, kind: str, seconds: float) -> str | None:
-        """Take in a step, the part of an evaluation, or a checkpoint; return a line for the user, or None."""
+        """Record the seconds of a step, part of an evaluation, or checkpoint; return a warning or None."""
         self._longest[kind] = max(self._longest[kind], seconds)
         before = max(("step", "evaluation"), key=lambda each: self._longest[each])
         saving = 2 * self._longest["checkpoint"]
@@ -197,7 +197,7 @@ class TrainingLoop:
         timeline, is_active = communicator.timeline, steps[0] <= step <= steps[1]
         was_active = timeline.is_active
         if was_active and not is_active:
-            self.parts.precision.settle()  # what is still on its way is recorded as it ends
+            self.parts.precision.settle()  # operations under way are recorded when they end
         timeline.is_active = is_active
         if was_active and not is_active:
             trace = communicator.gather_trace()

@@ -232,7 +232,7 @@ def median(row: Record) -> float:
 
 
 def is_repeated(at_size: Mapping[str, Any], *names: str) -> bool:
-    """Tell whether all of them have more than their first sum."""
+    """Return whether all of them have more than their first sum."""
     return all(name in at_size and at_size[name]["seconds"]["n"] > 1 for name in names)
 
 

@@ -67,7 +67,7 @@ class Course:
 
     @property
     def has_made_good(self) -> bool:
-        """Tell whether the job is further than at the last strike, beside the step that was under way."""
+        """Return whether the job is further than at the last strike, beside the step that was under way."""
         if not self.strikes:
             return True
         return self.steps[-1][1] > self._last_before(self.strikes[-1][0])
@@ -301,7 +301,7 @@ def strike(mark: str, rank: int) -> bool:
 
 
 def is_agent(pid: int) -> bool:
-    """Tell whether a process starts ranks again, and is not a rank."""
+    """Return whether a process starts ranks again, and is not a rank."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes()
     return any(agent in words for agent in AGENTS)
 

@@ -92,7 +92,7 @@ def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Comp
 
 
 def is_extrapolated(question: Row, base: Row) -> bool:
-    """Tell whether no published row checks such a step: another system, a size or a batch beyond all of them."""
+    """Return whether no published row checks such a step: another system, a size or a batch beyond all of them."""
     share = question.local_batch / base.local_batch
     return (
         _kinship(question, base) != "ladder"

@@ -88,7 +88,7 @@ class Row:
 
     @property
     def is_measured(self) -> bool:
-        """Tell whether a step is stated, or a rate that it follows from."""
+        """Return whether a step is stated, or a rate that it follows from."""
         return bool(self["ms_per_step"] or self["images_per_second"])
 
     @cached_property
@@ -150,7 +150,7 @@ class Row:
 
     @property
     def has_trees(self) -> bool:
-        """Tell whether NCCL has more than rings: from 2.4, of 2019, on."""
+        """Return whether NCCL has more than rings: from 2.4, of 2019, on."""
         if self.library_version:
             return self.library_version >= (2, 4)
         return not (self["collective_library_version"] == "NCCL" and self.year is not None and self.year < 2019)
@@ -183,7 +183,7 @@ class Row:
 
     @property
     def is_compiled(self) -> bool:
-        """Tell whether a step is one compiled program, with its sums: on TPUs."""
+        """Return whether a step is one compiled program, with its sums: on TPUs."""
         return self["accelerator"].startswith("TPU")
 
     def _seconds_per_tensor(self, constants: Constants) -> float:

@@ -30,11 +30,11 @@ class Wire:
         return self.dtype if self.dtype is not None and tensor_N.dtype == torch.float32 else tensor_N.dtype
 
     def sums_in_fp32(self, tensor_N: Tensor) -> bool:
-        """Tell whether this tensor travels in less than fp32 and must be summed in fp32."""
+        """Return whether this tensor travels in less than fp32 and must be summed in fp32."""
         return self.in_fp32 and self.of(tensor_N) in HALF
 
     def widens(self, backend: Backend) -> bool:
-        """Tell whether the backend's own sums must be given fp32, as it would round each addition."""
+        """Return whether the backend's own sums must be given fp32, as it would round each addition."""
         return self.in_fp32 and not backend.capabilities.sums_half_in_fp32
 
     @contextmanager

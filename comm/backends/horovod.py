@@ -38,7 +38,7 @@ def import_horovod() -> Any:
 
 
 def sums_on_gpus() -> bool:
-    """Tell whether Horovod was built to sum GPU tensors by NCCL. Raises: CommError as import_horovod()."""
+    """Return whether Horovod was built to sum GPU tensors by NCCL. Raises: CommError as import_horovod()."""
     return bool(import_horovod().nccl_built())
 
 

@@ -139,7 +139,7 @@ def _summable(tensor_N: Tensor) -> Iterator[Any]:
 
 
 def is_cuda_aware() -> bool:
-    """Tell whether MPI takes pointers to GPU memory (Open MPI and MPICH answer this; others count as not aware)."""
+    """Return whether MPI takes pointers to GPU memory (Open MPI and MPICH answer this; others count as not aware)."""
     library = ctypes.CDLL(import_mpi().__file__)
     query = getattr(library, "MPIX_Query_cuda_support", None)
     return bool(query and query())

@@ -53,7 +53,7 @@ class MeasuredStep:
         return self.measured.median
 
     def is_behind(self, fastest: "MeasuredStep") -> bool:
-        """Tell whether this is slower than the fastest by more than DROP_RATIO and noise."""
+        """Return whether this is slower than the fastest by more than DROP_RATIO and noise."""
         noise = math.hypot(self.measured.noise, fastest.measured.noise)
         return self.median > max(DROP_RATIO, 1 + noise) * fastest.median
 

@@ -42,7 +42,7 @@ def answer_within(seconds: float, ask: Callable[[], T]) -> T:
 
 
 def is_asking() -> bool:
-    """Tell whether a request of this process is under way, maybe one that was given up."""
+    """Return whether a request of this process is under way, maybe one that was given up."""
     return any(thread.name == _ASKING for thread in running_threads())
 
 

@@ -112,7 +112,7 @@ class Comparison:
 
     @property
     def has_accuracy(self) -> bool:
-        """Tell whether any run was evaluated on images."""
+        """Return whether any run was evaluated on images."""
         return any(cell.each("top1") for cell in self.cells)
 
 

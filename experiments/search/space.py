@@ -55,7 +55,7 @@ class SearchRange:
         return replace(self, low=max(ends[0], self.low), high=min(ends[1], self.high))
 
     def is_edge(self, best: str) -> bool:
-        """Tell whether there may be better values beyond an end."""
+        """Return whether there may be better values beyond an end."""
         low, high, here = (self._scale(number) for number in (self.low, self.high, float(best)))
         return not EDGE_SHARE <= (here - low) / (high - low) <= 1 - EDGE_SHARE
 
@@ -88,7 +88,7 @@ class Grid:
         return replace(self, texts=self.texts[start : start + count])
 
     def is_edge(self, best: str) -> bool:
-        """Tell whether there may be better values beyond an end."""
+        """Return whether there may be better values beyond an end."""
         return self.is_ordered and len(self.texts) > 1 and best in (self.texts[0], self.texts[-1])
 
     def __str__(self) -> str:

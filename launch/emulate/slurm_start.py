@@ -53,7 +53,7 @@ def require_slurm(folder: Path, *, environ: Mapping[str, str]) -> None:
 
 
 def _may_set_groups() -> bool:
-    """Tell whether this user may: root may, except root of a user namespace that was made without root."""
+    """Return whether this user may: root may, except root of a user namespace that was made without root."""
     switch = Path("/proc/self/setgroups")
     return os.geteuid() == 0 and not (switch.exists() and switch.read_text().strip() == "deny")
 

@@ -71,5 +71,5 @@ def load(folder: Path) -> EmulatedCluster | None:
 
 
 def is_alive(cluster: EmulatedCluster) -> bool:
-    """Tell whether the keeper runs."""
+    """Return whether the keeper runs."""
     return cluster.boot_id == boot_id() and start_ticks(cluster.keeper) == cluster.start_ticks

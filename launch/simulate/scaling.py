@@ -81,7 +81,7 @@ class Point:
 
     @property
     def is_extrapolated(self) -> bool:
-        """Tell whether no published step checks this one."""
+        """Return whether no published step checks this one."""
         return self.beyond_checked is not None
 
     @property

@@ -157,7 +157,7 @@ class Job:
 
     @property
     def _is_blocking(self) -> bool:
-        """Tell whether nothing hides behind backward."""
+        """Return whether nothing hides behind backward."""
         return self.network.carrier == "sockets" and self.network.num_nodes > 1
 
     def _exposed(self, backward: Backward, transfers: tuple[PlannedTransfer, ...], computing: float) -> float:

@@ -204,11 +204,11 @@ class RecordedGpu(PlayedGpus):
         return self._memories[storage._cdata]
 
     def is_there(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is on the GPU."""
+        """Return whether a tensor is on the GPU."""
         return self.memory(tensor).is_there
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in memory that is locked for a GPU."""
+        """Return whether a tensor lies in memory that is locked for a GPU."""
         return _address(tensor) in self._pinned
 
     def pin(self, tensor: Tensor) -> Tensor:

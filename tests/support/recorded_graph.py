@@ -22,7 +22,7 @@ READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 
 
 def is_recording() -> bool:
-    """Tell whether the calling thread is within a capture."""
+    """Return whether the calling thread is within a capture."""
     return any(isinstance(mode, _Recording) for mode in _get_current_dispatch_mode_stack())
 
 

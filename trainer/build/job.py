@@ -99,7 +99,7 @@ def _with_algorithm(
 
 
 def _calibrates(config: Config, communicator: Communicator) -> bool:
-    """Tell whether to measure or read a table: only if there is a choice and gradients use it.
+    """Return whether to measure or read a table: only if there is a choice and gradients use it.
 
     With NCCL only by comm.calibrate: always: NCCL's own sum uses every link of a node, and a first start should not
     begin with sums made of many messages.

@@ -106,7 +106,7 @@ def _make(dotted: str, options: Mapping[str, Any], *, key: str, device: torch.de
 
 
 def _is_library_score(found: object) -> bool:
-    """Tell whether it is a torch module or from FUNCTIONS: others may load files or start processes."""
+    """Return whether it is a torch module or from FUNCTIONS: others may load files or start processes."""
     if isinstance(found, type):
         return issubclass(found, nn.Module)
     home = f"{getattr(found, '__module__', None)}."

@@ -15,7 +15,7 @@ LIBRARIES = ("bigbatch", "timm", "torch", "torchvision")
 
 
 def is_dotted(name: str) -> bool:
-    """Tell whether name has the form of an import path, such as schedulefree.SGDScheduleFree; imports nothing."""
+    """Return whether name has the form of an import path, such as schedulefree.SGDScheduleFree; imports nothing."""
     return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
@@ -47,7 +47,7 @@ def import_owner(name: str) -> tuple[ModuleType, str]:
 
 
 def is_of_library(found: object, *, name: str) -> bool:
-    """Tell whether an object belongs to a library or Python, by its import path or by where it was defined.
+    """Return whether an object belongs to a library or Python, by its import path or by where it was defined.
 
     Of these it may load files or start processes: it is called only where its kind is known.
     """

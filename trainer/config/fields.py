@@ -116,7 +116,7 @@ def ambiguous(value: Any) -> Iterator[str]:
 
 
 def takes_text(kind: Any) -> bool:
-    """Tell whether any text is legal."""
+    """Return whether any text is legal."""
     return kind is str or str in get_args(kind)
 
 

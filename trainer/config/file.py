@@ -246,7 +246,7 @@ def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_packaged(origin: str) -> bool:
-    """Tell whether an origin, such as 'base bases/mlperf.yaml', is a packaged file."""
+    """Return whether an origin, such as 'base bases/mlperf.yaml', is a packaged file."""
     name = origin.partition(" ")[2]
     return not Path(name).is_absolute() and (PACKAGED / name).is_file()
 

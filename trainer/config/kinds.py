@@ -122,7 +122,7 @@ _BEFORE_OPTIONS = tuple(f"{key}." for key in SPREAD)
 
 
 def is_option(name: str) -> bool:
-    """Tell whether a dotted key is an option of a model, optimizer or schedule, of bigbatch or another package."""
+    """Return whether a dotted key is an option of a model, optimizer or schedule, of bigbatch or another package."""
     return name.startswith(_BEFORE_OPTIONS)
 
 

@@ -19,7 +19,7 @@ STATED_ELSEWHERE = {
 
 
 def is_foreign_model(name: str) -> bool:
-    """Tell whether the model comes from torchvision, timm or, by its import path, from another package."""
+    """Return whether the model comes from torchvision, timm or, by its import path, from another package."""
     return "." in name or ":" in name
 
 

@@ -54,7 +54,7 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
 
 
 def says_nothing(option: str, *, name: object) -> bool:
-    """Tell whether null under an old key states no option: it did for all models and optimizers but the option's own.
+    """Return whether null under an old key states no option: it did for all models and optimizers but the option's own.
 
     option: its new dotted key. name: the model, optimizer or schedule; None if it is not stated beside the key.
     """

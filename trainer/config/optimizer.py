@@ -28,7 +28,7 @@ TENSOR_CORES = (7, 0)
 
 
 def is_foreign(name: str) -> bool:
-    """Tell whether the optimizer is an import path, not one of bigbatch's own names."""
+    """Return whether the optimizer is an import path, not one of bigbatch's own names."""
     return "." in name
 
 

@@ -195,7 +195,7 @@ def _or_plain(value: Any, kind: Any) -> str:
 
 
 def _is_idle(key: Key, values: Mapping[str, Any]) -> bool:
-    """Tell whether the key has no meaning with the values of the others."""
+    """Return whether the key has no meaning with the values of the others."""
     return key.only_for is not None and values[key.decider] not in key.only_for.values
 
 

@@ -27,7 +27,7 @@ caller checks the kind of each object that it calls (docs/decisions/127)."""
 
 
 def is_of_run(path: Path) -> bool:
-    """Tell whether a file lies in or below a run folder, by its path or by the path that its links resolve to."""
+    """Return whether a file lies in or below a run folder, by its path or by the path that its links resolve to."""
     for place in (Path(os.path.abspath(path)), path.resolve()):
         if any(any(folder.glob(name)) for folder in place.parents for name in BESIDE):
             return True

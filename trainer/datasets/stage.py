@@ -214,7 +214,7 @@ def _only_process(target: Path, on_wait: Callable[[], None] | None) -> Iterator[
 
 
 def _is_complete(split: _Split) -> bool:
-    """Tell whether a split was staged from this source, by its index and the sizes of its files."""
+    """Return whether a split was staged from this source, by its index and the sizes of its files."""
     try:
         is_ours = (split.target / FACTS).read_bytes() == split.index
         if not is_ours or (split.target / NOTE).read_bytes() != CHECKED:

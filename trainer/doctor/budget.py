@@ -33,7 +33,7 @@ class Budget:
 
     @property
     def is_limited(self) -> bool:
-        """Tell whether there is a time limit."""
+        """Return whether there is a time limit."""
         return self.seconds < math.inf
 
     def used(self) -> float:
@@ -83,7 +83,7 @@ class Pace:
         return START_MARGIN * self.start_seconds + EXTRA_SECONDS.get(name, 0.0) + self.warm + self.comparison
 
     def fits(self, name: str, budget: Budget, *, others: int = 0) -> bool:
-        """Tell whether a speedup fits after that many others and before the final comparison."""
+        """Return whether a speedup fits after that many others and before the final comparison."""
         return others * self.trial("") + self.trial(name) + self.comparison <= budget.left()
 
     def look_turns(self, budget: Budget) -> int:

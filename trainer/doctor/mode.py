@@ -72,7 +72,7 @@ class Trials(Protocol):
 
 
 def is_on_gpus(communicator: Communicator) -> bool:
-    """Tell whether all ranks are on GPUs; the same answer on all."""
+    """Return whether all ranks are on GPUs; the same answer on all."""
     name = communicator.backend.name
     return name == "nccl" or (name == "single" and communicator.device.type == "cuda")
 

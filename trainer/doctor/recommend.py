@@ -29,7 +29,7 @@ class Comparison:
         return max(abs(self.gain), self.spread)
 
     def is_worth(self, *, noise: float) -> bool:
-        """Tell whether the gain exceeds the spread of turns and the noise between equal configs."""
+        """Return whether the gain exceeds the spread of turns and the noise between equal configs."""
         return self.gain > max(self.spread, noise)
 
 
@@ -75,7 +75,7 @@ class Greedy:
         self._tried: list[dict[str, Any]] = [{}]
 
     def is_new(self, candidate: Candidate) -> bool:
-        """Tell whether it gives, with those taken so far, a config that was not tried yet."""
+        """Return whether it gives, with those taken so far, a config that was not tried yet."""
         return {**self.taken, **candidate.values} not in self._tried
 
     def consider(self, candidate: Candidate) -> Row:

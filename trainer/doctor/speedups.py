@@ -61,7 +61,7 @@ class Machine:
 
     @property
     def is_gpu(self) -> bool:
-        """Tell whether it is a CUDA device."""
+        """Return whether it is a CUDA device."""
         return self.device_type == "cuda"
 
 

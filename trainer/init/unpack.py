@@ -133,5 +133,5 @@ def _samples(shard: Path, *, number: int, lacking: list[str]) -> Iterator[Stored
 
 
 def is_folder_name(label: str) -> bool:
-    """Tell whether a label can name a folder that lies below another, on any file system."""
+    """Return whether a label can name a folder that lies below another, on any file system."""
     return label.isprintable() and "/" not in label and not label.startswith(".") and 0 < len(label.encode()) < 200

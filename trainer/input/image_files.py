@@ -74,12 +74,12 @@ class Contents:
 
 
 def is_hidden(name: str) -> bool:
-    """Tell whether a file or folder is hidden, such as the ._NAME that macOS leaves on other file systems."""
+    """Return whether a file or folder is hidden, such as the ._NAME that macOS leaves on other file systems."""
     return name.startswith(".")
 
 
 def is_image(name: str) -> bool:
-    """Tell whether a file of this name is an image of a data set."""
+    """Return whether a file of this name is an image of a data set."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not is_hidden(name)
 
 

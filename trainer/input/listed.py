@@ -69,7 +69,7 @@ def listed_classes(path: Path) -> tuple[str, ...]:
 
 
 def _leads_out(path: str) -> bool:
-    """Tell whether a path below a folder leads outside of it; all symbolic links are followed.
+    """Return whether a path below a folder leads outside of it; all symbolic links are followed.
 
     A zero byte is in no name that a file system takes, nor is a surrogate that stands for no byte.
     """

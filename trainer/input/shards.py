@@ -160,7 +160,7 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
 
 
 def is_packed(folder: Path) -> bool:
-    """Tell whether a split holds, or is to hold, shards."""
+    """Return whether a split holds, or is to hold, shards."""
     return (folder / FACTS).exists() or (folder / SETTINGS).exists()
 
 

@@ -15,7 +15,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", 
 
 
 def lies_in_memory(path: Path, *, proc: Path = Path("/proc")) -> bool:
-    """Tell whether files at path lie in memory, as in /dev/shm; False if unknown. Raises: OSError."""
+    """Return whether files at path lie in memory, as in /dev/shm; False if unknown. Raises: OSError."""
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:

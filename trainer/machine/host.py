@@ -74,7 +74,7 @@ def usable_cores() -> list[int]:
 
 
 def has_cpu_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether the CPU has bfloat16 multiplication; False if unknown."""
+    """Return whether the CPU has bfloat16 multiplication; False if unknown."""
     try:
         flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "")
     except OSError:

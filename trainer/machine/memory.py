@@ -15,7 +15,7 @@ NO_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is a lack of memory, of a GPU or of a CPU."""
+    """Return whether an error is a lack of memory, of a GPU or of a CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, UserError)

@@ -46,7 +46,7 @@ class Port:
 
     @property
     def is_usable(self) -> bool:
-        """Tell whether the port can carry data of any job."""
+        """Return whether the port can carry data of any job."""
         return self.state == "ACTIVE" and self.gbit_per_second > 0
 
 

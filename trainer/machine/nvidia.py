@@ -147,7 +147,7 @@ def count_on_bus(root: Path = Path("/")) -> int:
 
 
 def may_reach_memory(root: Path = Path("/")) -> bool:
-    """Tell whether a network card may reach GPUs' memory (GPUDirect): by a module, or by dmabuf.
+    """Return whether a network card may reach GPUs' memory (GPUDirect): by a module, or by dmabuf.
 
     dmabuf wants Linux 5.12 and the driver's open kernel modules, and the card's driver beside; so it is possible.
     """

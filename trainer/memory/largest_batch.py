@@ -68,7 +68,7 @@ def largest_fitting(
 
 
 def fits_memory(config: Config, size: int, *, device: torch.device, num_microbatches: int = 1) -> bool:
-    """Tell whether training steps of generated images fit, on this rank alone; frees their memory afterwards.
+    """Return whether training steps of generated images fit, on this rank alone; frees their memory afterwards.
 
     A sharded update is tried with all shares on this rank, and a step that is captured with its graphs, which take
     memory of their own.

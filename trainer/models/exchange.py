@@ -89,7 +89,7 @@ def head_of(model: nn.Module) -> str:
 
 
 def names_head(model: nn.Module, patterns: Sequence[str]) -> bool:
-    """Tell whether a pattern matches a weight of the classifier layer."""
+    """Return whether a pattern matches a weight of the classifier layer."""
     own, head = model.state_dict(), head_of(model)
     return any(_owner(name) == head for pattern in patterns for name in matching(own, pattern))
 
@@ -123,7 +123,7 @@ def _unwrapped(state: object) -> object:
 
 
 def holds_weights(state: object) -> bool:
-    """Tell whether there are tensors alone in state, behind what training scripts put around weights."""
+    """Return whether there are tensors alone in state, behind what training scripts put around weights."""
     found = _unwrapped(state)
     return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())
 

@@ -35,7 +35,7 @@ def library_model(name: str) -> Callable[..., nn.Module]:
 
 
 def is_library_builder(found: object) -> bool:
-    """Tell whether it is a function of torchvision or timm that builds a model of library_model."""
+    """Return whether it is a function of torchvision or timm that builds a model of library_model."""
     from torchvision import models
 
     name = str(getattr(found, "__name__", ""))

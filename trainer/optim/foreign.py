@@ -64,5 +64,5 @@ def resume_training(optimizer: torch.optim.Optimizer, in_training: list[Tensor])
 
 
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the optimizer has two sets of weights, for training and for evaluation."""
+    """Return whether the optimizer has two sets of weights, for training and for evaluation."""
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))

@@ -12,7 +12,7 @@ NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RM
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
-    """Tell whether weight decay applies, by parameter name; a shared parameter appears once, under its first name.
+    """Return whether weight decay applies, by parameter name; a shared parameter appears once, under its first name.
 
     False for every parameter of a normalisation layer (by module type, so names do not matter), for every bias, torch's
     in_proj_bias and bias_ih_l0 included, for other vectors and scalars, such as timm's layer scales, and for what the
@@ -29,7 +29,7 @@ def decays(model: nn.Module) -> dict[str, bool]:
 
 
 def is_bias(name: str) -> bool:
-    """Tell whether a parameter of that name is a bias, such as bn1.bias, in_proj_bias and bias_ih_l0."""
+    """Return whether a parameter of that name is a bias, such as bn1.bias, in_proj_bias and bias_ih_l0."""
     return "bias" in name.rpartition(".")[2]
 
 

@@ -153,7 +153,7 @@ class Shampoo(MatrixOptimizer):
         return finish_
 
     def _are_roots_due(self, weights: list[Tensor]) -> bool:
-        """Tell whether this is update 1, 1 + root_every_steps and so on: skipped calls are none."""
+        """Return whether this is update 1, 1 + root_every_steps and so on: skipped calls are none."""
         if self._calls_before_roots:
             self._calls_before_roots -= 1
             return False

@@ -65,7 +65,7 @@ class Host:
 
     @property
     def crosses_nodes(self) -> bool:
-        """Tell whether some ranks are on other hosts."""
+        """Return whether some ranks are on other hosts."""
         return self.num_ranks < self.world_size
 
     @property
@@ -309,7 +309,7 @@ def find_troubles(host: Host) -> dict[str, list[str]]:
 
 
 def links_are_broken(host: Host) -> bool:
-    """Tell whether measuring links would fail for certain."""
+    """Return whether measuring links would fail for certain."""
     return any(True for check in CHECKS if check.breaks_links for _ in check.find(host))
 
 

@@ -1,4 +1,4 @@
-"""What lets training go on while a checkpoint is written: a copy of the state, and a thread that writes it."""
+"""Write checkpoints beside training: a copy of the state, and a thread that writes it."""
 
 import copy
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from bigbatch.trainer.machine.memory import is_out_of_memory
 
 
 def copy_to_host(state: Any) -> Any:
-    """Return a copy on the host of a state of dicts, lists and tensors, which no later step changes.
+    """Return a copy of a state of dicts, lists and tensors in host memory.
 
-    Tensors that share memory share it in the copy, too, so that it takes as much as the state. Waits for a GPU.
+    Tensors that share memory also share it in the copy, so both take the same memory. Synchronizes with a GPU.
     """
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
@@ -35,7 +35,7 @@ def copy_to_host(state: Any) -> Any:
             return {key: copied(each) for key, each in value.items()}
         if type(value) is list:
             return [copied(each) for each in value]
-        # whatever else an optimizer of others keeps
+        # other values of foreign optimizers
         return copy.deepcopy(value)
 
     return copied(state)
@@ -66,7 +66,7 @@ class BackgroundWrite:
     ) -> None:
         """Begin. name: what is written. started: since when seconds count, by awake_seconds()."""
         self.started, self.seconds = started, 0.0
-        """seconds: how long it took, once it has ended."""
+        """Duration after the end."""
         self.error: BaseException | None = None
         self._is_wanted = True
         self._thread = Thread(target=self._run, args=(_copied(state, name=name), write), name=name, daemon=True)
@@ -81,12 +81,12 @@ class BackgroundWrite:
             if isinstance(copied, CheckpointError):
                 raise copied
             write(copied, require_wanted)
-        except BaseException as error:  # whoever waits is told
+        except BaseException as error:  # wait() raises it
             self.error = error
         self.seconds = awake_seconds() - self.started
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end, at most so long; tell whether it has ended."""
+        """Wait at most so long; return whether it has ended."""
 
         def joined(left: float) -> bool:
             self._thread.join(left)
@@ -95,10 +95,10 @@ class BackgroundWrite:
         return wait_awake(joined, max(0.0, seconds))
 
     def abandon(self) -> None:
-        """Let what is being written get no name: it is removed, where the process lives that long."""
+        """Abandon the write: its files are removed, if the process lives long enough."""
         self._is_wanted = False
 
     @property
     def is_awaited(self) -> bool:
-        """Tell whether it has not ended, and may."""
+        """Return whether it is still running and not abandoned."""
         return self._is_wanted and self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside, hashed, renamed; loaded without executing code."""
+"""Atomic checkpoints: written to a temporary folder, hashed and renamed; loaded without executing code."""
 
 import hashlib
 import json
@@ -30,18 +30,18 @@ FORMAT = 1
 STATE_FILE = "state.pt"
 MANIFEST_FILE = "manifest.json"
 REPLACED = ".replaced"
-"""Ends the hidden name of a checkpoint that makes room for another one of its step."""
+"""Suffix of the hidden name of a checkpoint while another one of the same step replaces it."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Describes a checkpoint on disk, as its manifest does. top1 is None where it was not evaluated."""
+    """A checkpoint on disk, as its manifest describes it. top1: None if it was not evaluated."""
 
     path: Path
     step: int
     top1: float | None
     is_agreed: bool = False
-    """All ranks were found to hold the same bits as it was saved."""
+    """Whether all ranks held equal bits when it was saved."""
 
 
 def checkpoint_path(directory: Path, *, step: int) -> Path:
@@ -60,13 +60,12 @@ def save_checkpoint(
     within: Path | None = None,
     before_naming: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write directory/step-XXXXXXXX, then drop all but the keep newest and the best, and what killed writes left.
+    """Write directory/step-XXXXXXXX; then delete all but the keep newest and the best, and leftovers of killed writes.
 
-    The folder appears by one rename, after its bytes are on disk. Wherever the write is interrupted, a whole one is
-    listed: the new one, or that which it replaces and all older ones. within: the folder that the user named, below
-    which no folder may be a link (default: directory's parent). before_naming is called before the rename: where it
-    raises, nothing is renamed.
-    Raises: CheckpointError naming the path, as on a full disk; a UserError of before_naming.
+    One rename makes the folder visible after its bytes are on disk. After an interruption at any point the new
+    checkpoint or the one that it replaces is listed, with all older ones. within: folder below which no folder may be a
+    link (default: directory's parent). before_naming: called before the rename; if it raises, nothing is renamed.
+    Raises: CheckpointError naming the path, for example on a full disk; a UserError of before_naming.
     """
     path = checkpoint_path(directory, step=step)
     aside = directory / f".{path.name}.{os.getpid()}"
@@ -74,7 +73,7 @@ def save_checkpoint(
         make_folder(directory, within=within or directory.parent)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        with open_anew(aside / STATE_FILE) as file:  # by its path torch would not say why it cannot write
+        with open_anew(aside / STATE_FILE) as file:  # given a path, torch would not say why it cannot write
             torch.save(state, file)
         manifest = {
             "format": FORMAT,
@@ -85,7 +84,7 @@ def save_checkpoint(
             "sha256": _sha256(aside / STATE_FILE),
         }
         write_new(aside / MANIFEST_FILE, (json.dumps(manifest, indent=1) + "\n").encode())
-        # on disk before the rename, or a crash could leave the name with empty files behind it
+        # before the rename: otherwise a crash could leave the name with empty files
         for part in (aside / STATE_FILE, aside / MANIFEST_FILE, aside):
             flush(part)
         before_naming()
@@ -104,28 +103,28 @@ def save_checkpoint(
 
 
 def write_on_first(write: Callable[[], str | None], control: Control, *, what: str, timeout_seconds: float) -> str:
-    """Write on the first rank, and return on all of them what it said when it was done. Collective, beside the data.
+    """Write on rank 0, and return its result on all ranks. Collective, over the control channel.
 
-    A write may take longer than a sum: ranks that went on would wait for the first one in the next sum, or in a
-    library's last barrier, whose limit is for the network. what names it in messages.
-    Raises: the first rank's error there; elsewhere CheckpointError with the words of one that is for a user, and
-    PeerLostError, which names it, for any other and after timeout_seconds.
+    All ranks wait here, because a write may take longer than the network's time limit of the next sum or barrier.
+    what: name of the operation in messages.
+    Raises: on rank 0 the write's error; on other ranks CheckpointError with the message of a UserError, and
+    PeerLostError naming rank 0 for any other error and after timeout_seconds.
     """
     error: Exception | None = None
     told = ""
     if control.rank == 0:
         try:
-            # one text carries any: a + before what was said, a - before an error, a ! before one that nobody expected
+            # encoded in one text: + and the result, - and a user's error, ! and an unexpected error
             told = f"+{write() or ''}"
         except UserError as found:
             error, told = found, f"-{found}"
-        except Exception as found:  # whatever it is, the others must not wait for a word that does not come
+        except Exception as found:  # for any error: the others must not wait for rank 0 in vain
             error, told = found, f"!{': '.join(filter(None, (type(found).__name__, str(found))))}"
     told = control.tell_all(told, what=what, timeout_seconds=timeout_seconds)
     if told[0] == "+":
         return told[1:]
     where = control.host_of(0)
-    control.gather_text("", what=what)  # the first rank may hold the store: it ends when all have read why
+    control.gather_text("", what=what)  # rank 0 may hold the store: it ends after all have read the reason
     if error:
         raise error
     if told[0] == "-":
@@ -136,7 +135,7 @@ def write_on_first(write: Callable[[], str | None], control: Control, *, what: s
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Return the state of an intact checkpoint.
 
-    Raises: CheckpointError naming the path, and where it is damaged the newest intact checkpoint beside it.
+    Raises: CheckpointError naming the path and, if it is damaged, the newest intact checkpoint beside it.
     """
     try:
         return load_intact(path)
@@ -145,9 +144,9 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def load_intact(path: Path) -> dict[str, Any]:
-    """Return the state, after its size and hash were compared with the manifest.
+    """Check size and hash against the manifest, and return the state.
 
-    Raises: DamagedCheckpoint naming the path; CheckpointError where it may be whole and cannot be read.
+    Raises: DamagedCheckpoint naming the path; CheckpointError if it cannot be read although it may be intact.
     """
     try:
         try:
@@ -174,13 +173,13 @@ def _reason(error: Exception) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself. Raises: OSError; ValueError."""
+    """Return a checkpoint's manifest. Raises: OSError; ValueError."""
     return dict(parse_json(read_plain(path / MANIFEST_FILE)))
 
 
 @contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """Guard code that puts a loaded state into a model or optimizer. Raises: CheckpointError where it does not fit."""
+    """Guard code that loads a state into a model or optimizer. Raises: CheckpointError if it does not fit."""
     try:
         yield
     except CheckpointError:
@@ -191,7 +190,7 @@ def restoring(path: Path) -> Iterator[None]:
 
 
 def list_checkpoints(directory: Path) -> list[Checkpoint]:
-    """List all finished checkpoints, oldest first. Folders without a readable manifest are listed with step only."""
+    """Return all finished checkpoints, oldest first; those without a readable manifest have only a step."""
     found = []
     for path, step in _folders(directory).items():
         try:
@@ -204,7 +203,7 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def _folders(directory: Path) -> dict[Path, int]:
-    """Return the folders of all finished checkpoints, and their steps; of one that was cut short, the replaced one."""
+    """Return steps and folders of all finished checkpoints; of an interrupted replacement, the replaced one."""
     named = {int(n): p for p in directory.glob("step-*") if (n := p.name.removeprefix("step-")).isdecimal()}
     for path in directory.glob(f".step-*{REPLACED}"):
         step = path.name.removeprefix(".step-").removesuffix(REPLACED)
@@ -214,26 +213,26 @@ def _folders(directory: Path) -> dict[Path, int]:
 
 
 def set_aside_after(directory: Path, *, step: int) -> list[Path]:
-    """Rename the checkpoints after a step, which a run from there will not go through; return their new paths."""
+    """Rename the checkpoints after a step, since a run that restarts from it will differ; return their new paths."""
     aside = []
     _drop_unfinished(directory)
     for checkpoint in list_checkpoints(directory):
         if checkpoint.step > step:
-            # no "step-*", so that nothing lists it, goes on from it or drops it
+            # not "step-*": it is not listed, resumed or deleted
             aside.append(checkpoint.path.with_name(f"abandoned-{checkpoint.path.name}-{time.time_ns()}"))
             checkpoint.path.rename(aside[-1])
     return aside
 
 
 def set_damaged_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nothing goes on from it; return its new path."""
+    """Rename a damaged checkpoint, so that no run resumes from it; return its new path."""
     aside = path.with_name(f"damaged-{path.name.strip('.')}-{time.time_ns()}")
     path.rename(aside)
     return aside
 
 
 def best_checkpoint(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the one with the highest top-1, the newest among equals; None if none was evaluated."""
+    """Return the checkpoint with the highest top-1, the newest of equal ones; None if none was evaluated."""
     evaluated = [c for c in checkpoints if c.top1 is not None]
     return max(evaluated, key=lambda c: (c.top1, c.step), default=None)
 
@@ -259,7 +258,7 @@ def _put_in_place(aside: Path, path: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         path.rename(replaced)
     aside.rename(path)
-    # a rename is on disk only once its folder is
+    # a rename is on disk after its folder is synchronized
     flush(path.parent)
 
 
@@ -275,7 +274,7 @@ def _drop_old(directory: Path, *, keep: int) -> None:
 
 
 def _drop_unfinished(directory: Path) -> None:
-    """Remove what killed writes left: before their checkpoints move, as it would else be listed in their place."""
+    """Delete leftovers of killed writes, before any rename: they could be listed afterwards."""
     listed = _folders(directory)
     for unfinished in directory.glob(".step-*"):
         if unfinished not in listed:
@@ -289,7 +288,7 @@ def _other(path: Path) -> str:
             continue
         try:
             manifest = read_manifest(other.path)
-            # by size alone: to hash every checkpoint for an error message would take long
+            # by size only: hashing every checkpoint for an error message would take long
             if (other.path / STATE_FILE).stat().st_size == manifest["bytes"]:
                 return f"; go on from another one with --run.resume {other.path}"
         except (OSError, ValueError, KeyError):

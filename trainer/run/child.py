@@ -1,4 +1,4 @@
-"""A training, or a launcher with its ranks, as a child process: started, asked to stop, ended, and why it ended."""
+"""A training or launcher as a child process: start it, ask it to stop, end it, find why it failed."""
 
 import os
 import subprocess
@@ -18,25 +18,25 @@ from bigbatch.trainer.run.folder import writing
 from bigbatch.trainer.run.reason import find_reason
 
 PATIENCE_SECONDS = (60.0, 15.0)
-"""After the request to stop, which a run answers by a checkpoint after the step under way, a second one follows, by
-which `bigbatch launch` ends its ranks; then the process is killed."""
+"""Time after the request to stop, in which a run saves a checkpoint. A second request follows, after which
+`bigbatch launch` ends its ranks; then the process is killed."""
 END_SECONDS = 5.0
-"""mpirun takes about one to kill its ranks."""
+"""Time after the second request; mpirun takes about one second to kill its ranks."""
 LEAVE_SECONDS = 5.0
-"""How long a launcher's ranks may outlive it."""
+"""Time that a launcher's ranks may outlive it."""
 
 UNENDABLE_SECONDS = 30.0
-"""A process that SIGKILL does not end by then waits for a device or a file system."""
+"""Limit of the wait after SIGKILL; a process that still lives waits for a device or a file system."""
 
 
 class ChildProcess:
-    """Runs a command in a session of its own, so that a Ctrl-C is the parent's to pass on.
+    """Runs a command in a new session, so that Ctrl-C reaches it only through the parent.
 
     If the parent is killed, the command is asked to stop.
     """
 
     def __init__(self, argv: Sequence[str], *, log: Path, within: Path) -> None:
-        """Start it; what it prints is appended to log, in a folder that is made within another.
+        """Start it, with its output appended to log, whose folder is created below `within`.
 
         Raises: RunFolderError.
         """
@@ -48,7 +48,7 @@ class ChildProcess:
         with writing(log):
             make_folder(log.parent, within=within)
             with open_to_append(log) as output:
-                # one that goes on appends: its reason is looked for in its own words only
+                # a resumed run appends: search only the new output for a reason
                 self._output_start = output.tell()
                 watch = self._watched.enter_context(ending_orphans(SIGTERM))
                 self._process = subprocess.Popen(
@@ -68,19 +68,19 @@ class ChildProcess:
 
     @property
     def was_asked(self) -> bool:
-        """Tell whether it was asked to stop."""
+        """Return whether it was asked to stop."""
         return bool(self._requests)
 
     def ask_to_stop(self) -> None:
-        """Ask for a checkpoint and the end: what SIGTERM says to `bigbatch train` and `bigbatch launch` alike."""
+        """Ask it to save a checkpoint and stop, by SIGTERM."""
         self._requests.append(time.monotonic())
-        # before it ends: then nothing tells any more that its ranks were its children
+        # before it ends: afterwards its ranks are no longer its descendants
         self._sessions |= sessions_under(self._process.pid)
         with suppress(ProcessLookupError):
             self._process.send_signal(SIGTERM)
 
     def exit_code(self) -> int | None:
-        """Return its code as a shell states it, None while it runs; one that was asked to stop is pressed harder."""
+        """Return its exit code as a shell states it, or None while it runs; escalates an earlier request to stop."""
         code = self._process.poll()
         if code is None and self._requests:
             first, second = PATIENCE_SECONDS
@@ -96,7 +96,7 @@ class ChildProcess:
         return code if code is None or code >= 0 else 128 - code
 
     def end(self) -> None:
-        """End it without a checkpoint; `bigbatch launch` gets time to end its ranks, which it does when asked twice."""
+        """End it without a checkpoint; `bigbatch launch` gets time to end its ranks."""
         while len(self._requests) < 2:
             self.ask_to_stop()
         with suppress(subprocess.TimeoutExpired):
@@ -104,7 +104,7 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End it and all that it has started: Open MPI gives ranks groups of their own, torchrun sessions."""
+        """Kill it and its descendants, also those in other process groups (Open MPI) and sessions (torchrun)."""
         self._sessions |= sessions_under(self._process.pid)
         self._process.kill()
         self._process.wait()
@@ -116,16 +116,16 @@ class ChildProcess:
         end_sessions(sessions, grace_seconds=LEAVE_SECONDS)
 
     def reason(self) -> str:
-        """Say in a line why it failed. Raises: RunFolderError."""
+        """Return the reason of its failure in one line. Raises: RunFolderError."""
         with writing(self._log):
             text = read_plain(self._log)[self._output_start :].decode(errors="replace")
         return printable(find_reason(text, exit_code=self.exit_code()))
 
 
 def sessions_under(pid: int) -> set[int]:
-    """Return the sessions of this child of ours, which leads one, and of all processes below it."""
+    """Return the sessions of this child and of all its descendants."""
     found = {pid}
-    with suppress(psutil.NoSuchProcess):  # a signal handler may have taken note of its end just now
+    with suppress(psutil.NoSuchProcess):  # a signal handler may just have reaped it
         for each in psutil.Process(pid).children(recursive=True):
             with suppress(ProcessLookupError):
                 found.add(os.getsid(each.pid))
@@ -133,11 +133,11 @@ def sessions_under(pid: int) -> set[int]:
 
 
 def end_sessions(sessions: Set[int], *, grace_seconds: float) -> None:
-    """Return when no process is left in them; after grace_seconds end those that are by SIGKILL."""
+    """Wait until no process is left in the sessions; after grace_seconds kill the rest."""
     start = time.monotonic()
     while left := processes_in(sessions):
         seconds = time.monotonic() - start
-        # nothing is left to try: who waits for a device cannot be ended
+        # a process that waits for a device cannot be killed
         if seconds >= grace_seconds + UNENDABLE_SECONDS:
             return
         if seconds >= grace_seconds:
@@ -148,11 +148,11 @@ def end_sessions(sessions: Set[int], *, grace_seconds: float) -> None:
 
 
 def processes_in(sessions: Set[int]) -> list[psutil.Process]:
-    """Return the processes of these sessions, but for those whose parent has yet to take note of their end."""
+    """Return the processes of these sessions, without zombies."""
     found = []
     for each in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            # the session first: of a machine's thousand processes, few are ours
+            # the session first: it excludes most processes of a machine
             if os.getsid(each.pid) in sessions and each.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 found.append(each)
     return found

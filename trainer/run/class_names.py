@@ -1,4 +1,4 @@
-"""The class names that a run keeps in its checkpoints, in the order of the labels; whether a data set has the same."""
+"""Class names in checkpoints, in the order of the labels, and their comparison with a data set's."""
 
 import hashlib
 import json
@@ -14,24 +14,24 @@ KEPT_AS = "classes"
 
 
 def digest(names: Sequence[str]) -> str:
-    """Return the SHA-256 of a label mapping: of its names, in the order of the labels, as a list in JSON."""
+    """Return the SHA-256 of the names as a JSON list in the order of the labels."""
     return hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()
 
 
 def describe(names: Sequence[str] | None) -> str:
-    """Return what ranks compare of the class names of what they read."""
+    """Return a digest of the class names, which ranks compare."""
     return "no class names" if names is None else f"class names of SHA-256 {digest(names)}"
 
 
 def to_keep(names: Sequence[str] | None) -> dict[str, Any] | None:
-    """Return what a checkpoint keeps of the class names; None for data that has none."""
+    """Return the checkpoint's entry for the class names; None for data without names."""
     return None if names is None else {"names": list(names), "sha256": digest(names)}
 
 
 def kept_names(state: Mapping[str, Any], *, source: str) -> tuple[str, ...] | None:
-    """Return the class names that a checkpoint's state keeps; None if it keeps none, as in older releases.
+    """Return the class names in a checkpoint's state; None if there are none, as in older releases.
 
-    Raises: DamagedCheckpoint unless they are as many as the run had classes, and have the digest beside them.
+    Raises: DamagedCheckpoint if their number or digest is wrong.
     """
     kept = state.get(KEPT_AS)
     if kept is None:
@@ -44,7 +44,7 @@ def kept_names(state: Mapping[str, Any], *, source: str) -> tuple[str, ...] | No
 
 
 def require_names(names: object, *, num_classes: int, source: str) -> tuple[str, ...]:
-    """Return the names. Raises: DamagedCheckpoint unless they are a list of num_classes different texts."""
+    """Return the names. Raises: DamagedCheckpoint unless they are num_classes different texts."""
     listed = tuple(names) if isinstance(names, list | tuple) else ()
     if all(isinstance(name, str) for name in listed) and len(listed) == len(set(listed)) == num_classes:
         return listed
@@ -54,7 +54,7 @@ def require_names(names: object, *, num_classes: int, source: str) -> tuple[str,
 
 
 def require_same_names(trained: Sequence[str], found: Sequence[str], *, source: str, root: str, remedy: str) -> None:
-    """Raise CheckpointError, with the first difference, unless the data in root has the names that source has."""
+    """Raise CheckpointError with the first difference if the data in root has other class names than source."""
     for label, (there, here) in enumerate(zip_longest(trained, found)):
         if there != here:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What a run has cost over all of its starts, by its records. Pure; imports no torch."""
+"""Cost of a run over all its starts (seconds, energy), from its records. Pure; does not import torch."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -8,25 +8,24 @@ from typing import Any
 from bigbatch.numbers import is_measure
 
 ELAPSED = "elapsed_seconds"
-"""Key of a record of metrics.jsonl: seconds since this start of the run, by a monotonic clock."""
+"""Key in metrics.jsonl: seconds since this start of the run, by a monotonic clock."""
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Times between two starts of a run do not count, nor does what a start did again after a checkpoint."""
+    """Cost of a run, without the time between its starts and without repeated steps."""
 
     hours: float = 0.0
     rank_hours: float = 0.0
     joules: float | None = 0.0
-    """In steps; None where a driver did not tell."""
+    """Energy of the steps; None if a driver did not report it."""
 
 
 def durations(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], float]]:
-    """Yield each record of a metrics file with the seconds since the record before it; 0 for the first.
+    """Yield each record of a metrics file with the seconds since the previous record; 0 for the first.
 
-    Within a start of the run they are those of its monotonic clock. The time of day, which may be set meanwhile, counts
-    between two starts and for records of older releases, which hold nothing else. Records of a damaged file
-    whose times are no numbers are left out.
+    Uses the monotonic clock within a start of the run. Between two starts, and for records of older releases, it uses
+    the time of day, which may have been changed. Leaves out records whose times are not numbers.
     """
     before: dict[str, Any] = {}
     for record in records:
@@ -39,14 +38,14 @@ def durations(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any
 
 
 def spent_by(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Spent]]:
-    """Yield each record of a metrics file, and what the run had cost by then."""
+    """Yield each record of a metrics file with the run's cost up to it."""
     hours = rank_hours = 0.0
     joules: float | None = 0.0
     ranks = 1
     for record, seconds in durations(records):
         if record["kind"] == "start":
             ranks = record["job"].get("world_size", 1)
-        # nothing ran between a start and the record before it
+        # nothing ran between the previous record and a start
         else:
             hours, rank_hours = hours + seconds / 3600, rank_hours + ranks * seconds / 3600
         if record["kind"] == "train":
@@ -56,6 +55,6 @@ def spent_by(records: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any]
 
 
 def spent_in_all(records: Iterable[dict[str, Any]]) -> Spent:
-    """Return what the run had cost by the last record."""
+    """Return the cost up to the last record."""
     newest = deque((spent for _, spent in spent_by(records)), maxlen=1)
     return newest[0] if newest else Spent()

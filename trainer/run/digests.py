@@ -1,4 +1,4 @@
-"""Digests of all that a step makes, by which `bigbatch diff` finds where two runs part."""
+"""Digests of a step's images, activations, gradients and weights, with which `bigbatch diff` compares runs."""
 
 import difflib
 import fnmatch
@@ -24,24 +24,24 @@ from bigbatch.trainer.step.replicas import digest, replicas
 
 MODULUS = 1 << 64
 MIX = 0x9E3779B97F4A7C15 - MODULUS
-"""An odd number without a pattern, so that two numbers that are digested together do not make up for each other."""
+"""Odd constant for mixing, so that two changes do not cancel."""
 ACTIVATIONS, BEFORE_SUM = "activations", "gradients before the sum"
 MOST_NAMES = 12
-"""Most names of layers that an error lists."""
+"""Limit of layer names in an error."""
 Row = tuple[str, str, int, str]
-"""Phase, name of the layer or the parameter, number of the microbatch in the step, digest."""
+"""(phase, name of the layer or parameter, microbatch's number in the step, digest)."""
 SUMMED = "gradients"
 PHASES = ("pictures", ACTIVATIONS, BEFORE_SUM, SUMMED, "weights and state")
-"""Phases of a step, in their order."""
+"""Phases of a step, in order."""
 BY_MICROBATCH = (ACTIVATIONS, BEFORE_SUM)
-"""Phases that hold a digest for each microbatch of the global batch, in its order, whichever rank computed it."""
+"""Phases with a digest per microbatch of the global batch, in its order, independent of the rank."""
 
 PLACE_LETTERS = 8
-"""Letters of one image's digest: two images have the same once in 4e9, and the digest of all images tells then."""
+"""Letters of one image's digest. Two images collide once in 4e9; the digest of all images differs even then."""
 
 
 def values_folder(values: Path, *, rank: int) -> Path:
-    """Return where a rank's values lie, a folder for each step as a checkpoint's is."""
+    """Return the folder of a rank's values of one step."""
     return values / f"rank-{rank}"
 
 
@@ -69,11 +69,11 @@ class DigestRecorder:
         self._single = MicrobatchDigests(parts.model, layers=chosen, kept=self._kept)
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Pass batches on, and digest those of steps that are recorded."""
+        """Pass batches through, and digest those of recorded steps."""
         plan, microbatches = self._plan, self._microbatches_of(self._parts.communicator.rank)
         for number, batch in enumerate(batches):
             step, index = divmod(number, plan.accumulation_steps)
-            self._single.microbatch = microbatches[index]  # which the step draws before its forward, one at a time
+            self._single.microbatch = microbatches[index]  # the step takes them one at a time, each before its forward
             if self._is_due(plan.first_step + step + 1):
                 if index == 0:
                     self._pictures, self._positions = [], []
@@ -91,14 +91,14 @@ class DigestRecorder:
         return self._every_steps > 0 and done % self._every_steps == 0
 
     def before_step(self, step: int) -> None:
-        """Look on in a step that is recorded."""
+        """Record digests inside the block if this step is recorded."""
         if self._is_due(step + 1) and not self._is_captured:
             self._single.start()
 
     def record(self, done: int) -> dict[str, Any] | None:
-        """Return what the log is to hold of the step that made them done; None where it is not due.
+        """Return the log record of the step that has just ended; None if it is not recorded.
 
-        Collective. Raises: CheckpointError, as on a full disk, where values are kept.
+        Collective. Raises: CheckpointError if kept values cannot be written, for example on a full disk.
         """
         if not self._is_due(done):
             return None
@@ -109,7 +109,7 @@ class DigestRecorder:
         gradients = {name: p.grad for name, p in named if p.grad is not None}
         if self._kept:
             values: dict[str, Any] = dict(self._single.values)
-            if parts.communicator.rank == 0:  # they are the same on all ranks
+            if parts.communicator.rank == 0:  # equal on all ranks
                 values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
             save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
         texts = parts.communicator.control.collect_text(
@@ -127,7 +127,7 @@ class DigestRecorder:
         }
 
     def _by_place(self, told_P: Sequence[Any]) -> dict[str, Any]:
-        """Put together what the ranks found of single images, in the order of the global batch."""
+        """Merge the ranks' digests of single images, in the order of the global batch."""
         ordered: list[tuple[int, int]] = [(0, 0)] * sum(len(pictures) for pictures, _ in told_P)
         for rank, (pictures, positions) in enumerate(told_P):
             numbers = self._microbatches_of(rank)
@@ -137,13 +137,13 @@ class DigestRecorder:
         digests = [digest for digest, _ in ordered]
         return {
             "pictures": word(sum(digest * (2 * place + 1) for place, digest in enumerate(digests))),
-            # the upper half, into which the product with MIX has carried all others
+            # the upper half: all bits influence it through the product with MIX
             "places": "".join(word(digest)[:PLACE_LETTERS] for digest in digests),
             "positions": [position for _, position in ordered],
         }
 
     def _by_microbatch(self, rows_P: Sequence[Any]) -> dict[str, Any]:
-        """Put together what the ranks found, with the rank of each microbatch."""
+        """Merge the ranks' digests, with the rank of each microbatch."""
         ranks = [0] * (len(rows_P) * self._plan.accumulation_steps)
         together: dict[str, dict[str, list[str]]] = {phase: {} for phase in BY_MICROBATCH}
         for rank, rows in enumerate(rows_P):
@@ -155,9 +155,9 @@ class DigestRecorder:
 
 
 def digests_of_pictures(batch: Batch) -> Tensor:
-    """Return a digest (int64) of each image of a microbatch with its label (B).
+    """Return a digest (int64) per image of a microbatch with its label, of shape B.
 
-    The images that the loader gives, in their own order of rows, columns and channels, whatever their memory's is.
+    Of the loader's images; independent of their memory format.
     """
     pictures_B = digest(image_CHW.contiguous() for image_CHW in batch.images_BCHW)
     return pictures_B * MIX + batch.labels_B.to(pictures_B.device)
@@ -166,7 +166,7 @@ def digests_of_pictures(batch: Batch) -> Tensor:
 def _words(tensors: dict[str, Tensor]) -> dict[str, str]:
     if not tensors:
         return {}
-    # by rows and columns, whatever order the memory has: compute.channels_last changes no value
+    # in logical order: compute.channels_last changes no value
     found = digest(tensor.contiguous() for tensor in tensors.values())
     return {name: word(value) for name, value in zip(tensors, found.tolist(), strict=True)}
 
@@ -185,12 +185,12 @@ class MicrobatchDigests:
         self._found: dict[tuple[str, str, int], Tensor] = {}
         self._is_forward = False
         self.microbatch = 0
-        """The number of the one that is next, or is being computed."""
+        """Number of the current or next microbatch."""
         self.values: dict[str, dict[str, dict[int, list[Tensor]]]] = {}
-        """What is kept since start(), on the host: by phase, name and microbatch, in the order of a layer's outputs."""
+        """Values kept since start(), by phase, name and microbatch, in the order of a layer's outputs."""
 
     def start(self) -> None:
-        """Put hooks on."""
+        """Register the hooks."""
         model = self._model
         self.values = {}
         named = dict(model.named_modules())
@@ -203,12 +203,12 @@ class MicrobatchDigests:
             self._hooks += [
                 named[name].register_forward_hook(partial(self._take_outputs, name)) for name in self._layers
             ]
-            # backward may call layers, too, to compute activations again
+            # backward also calls layers when it recomputes activations
             self._hooks += [model.register_forward_pre_hook(partial(self._enter, True))]
             self._hooks += [model.register_forward_hook(partial(self._enter, False))]
 
     def take(self) -> list[Row]:
-        """Take the hooks off, and return what they found, in the order in which it was made. Waits for the device."""
+        """Remove the hooks; return their digests in the order of computation. Synchronizes with the device."""
         for hook in self._hooks:
             hook.remove()
         found, self._hooks, self._found = self._found, [], {}
@@ -225,7 +225,7 @@ class MicrobatchDigests:
 
     def _take(self, phase: str, name: str, tensor: Tensor) -> None:
         place = (phase, name, self.microbatch)
-        # by rows and columns, whatever order the memory has
+        # in logical order, independent of the memory format
         found = digest([tensor.contiguous()])[0]
         former = self._found.get(place)
         self._found[place] = found if former is None else former * MIX + found
@@ -235,7 +235,7 @@ class MicrobatchDigests:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a copy that nothing else writes. Waits for the device."""
+    """Return a copy in host memory. Synchronizes with the device."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -250,18 +250,18 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 
 def word(value: int) -> str:
-    """Write a digest in 16 letters."""
+    """Return a digest as 16 letters."""
     return f"{value % MODULUS:016x}"
 
 
 def chosen_layers(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """List the layers that a pattern names, in the model's order. Raises: ConfigError for one that names none."""
+    """Return the layers that match a pattern, in the model's order. Raises: ConfigError for a pattern without match."""
     names = [name for name, _ in model.named_modules() if name]
     return _chosen(names, patterns, key="run.digest_layers", what="layer of the model")
 
 
 def chosen_values(model: nn.Module, layers: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """List those of these layers, and the parameters, that a pattern names. Raises: ConfigError as chosen_layers."""
+    """Return the layers of these, and the parameters, that match a pattern. Raises: ConfigError as chosen_layers."""
     names = [*layers, *(name for name, p in model.named_parameters() if p.requires_grad)]
     return _chosen(names, patterns, key="run.digest_values", what="parameter, or layer of run.digest_layers,")
 

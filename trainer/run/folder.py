@@ -1,4 +1,4 @@
-"""The run folder: one place for everything that a run leaves behind. Imports no torch."""
+"""The run folder and its files. Does not import torch."""
 
 import io
 import tempfile
@@ -17,65 +17,65 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_REPORTS = 20_000
-"""In a plot: more than a curve has points to show them by."""
+"""Limit of reports in a plot: more than a curve can show."""
 
 
 class RunDir:
-    """Names the paths in a run folder."""
+    """Paths in a run folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / RUN_CONFIG
-        """The resolved config; `bigbatch train --config` takes it as it is."""
+        """The resolved config; `bigbatch train --config` accepts it."""
         self.metrics = path / "metrics.jsonl"
-        """Records, a JSON object a line: a start, a report, an evaluation and so on, and when."""
+        """Records with times, one JSON object per line: starts, reports, evaluations and others."""
         self.calibration = path / "calibration.json"
-        """Table by which comm.algorithm=auto chose, if it did: the run goes on with it."""
+        """Table from which comm.algorithm=auto chose, if it did; a resumed run uses it again."""
         self.mode = path / "mode.json"
         """Record by which compute.mode=auto chose, if it did: a resumed run goes on in that mode."""
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb_id.txt"
-        """Name of the run at Weights & Biases."""
+        """Name of the run in Weights & Biases."""
         self.checkpoints = path / "checkpoints"
         self.values = path / "values"
-        """What run.digest_values records, a folder for each rank."""
+        """Values of run.digest_values, a folder per rank."""
         self.memory_name = self.checkpoints / ".memory"
-        """Name of the copies of the run's state in its nodes' memory."""
+        """Identifier of the copies of the run's state in node memory."""
         self.plot = path / "plot.png"
         self.timeline = path / "timeline.json"
-        """What each buffer did beside backward in comm.timeline_steps, for ui.perfetto.dev."""
+        """Trace of each buffer during backward in comm.timeline_steps, for ui.perfetto.dev."""
         self.summary = path / "summary.json"
-        """The outcome; written once, at the end of a finished run."""
+        """Results; written once, at the end of a finished run."""
         self.mlperf_log = path / "mlperf_log.txt"
-        """The run in MLPerf's log format, if `bigbatch verify` looked at it."""
+        """The run in MLPerf's log format, written by `bigbatch verify`."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder in the folder. Raises: RunFolderError, also if a link is in its place."""
+        """Create a folder in the run folder. Raises: RunFolderError, also if its path is a link."""
         with writing(path):
             make_folder(path, within=self.path)
 
     @contextmanager
     def replacing(self, path: Path) -> Iterator[BinaryIO]:
-        """Yield a new file that replaces one of the folder when the block ends well. Raises: RunFolderError."""
+        """Yield a new file that replaces the old one if the block succeeds. Raises: RunFolderError."""
         with writing(path):
             make_folder(path.parent, within=self.path)
             with replacing(path) as file:
                 yield file
 
     def write_text(self, path: Path, text: str) -> None:
-        """Replace a file of the folder in one step. Raises: RunFolderError."""
+        """Replace a file atomically. Raises: RunFolderError."""
         with self.replacing(path) as file:
-            file.write(text.encode(errors="backslashreplace"))  # a name of others may hold bytes that are no text
+            file.write(text.encode(errors="backslashreplace"))  # foreign names may contain bytes that are not text
 
     def save_plot(self, path: Path, figure: "Figure") -> None:
-        """Replace a PNG of the folder in one step. Raises: RunFolderError."""
+        """Replace a PNG file atomically. Raises: RunFolderError."""
         with self.replacing(path) as file:
             figure.savefig(file, format="png", dpi=120)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Guard code that writes path. Raises: RunFolderError where the system refuses, as on a full disk."""
+    """Guard code that writes path. Raises: RunFolderError for an OSError, for example on a full disk."""
     try:
         yield
     except OSError as error:
@@ -86,16 +86,16 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def require_writable(folder: Path) -> None:
-    """Make a folder for what is to be written at the end, before anything takes long. Raises: RunFolderError."""
+    """Create an output folder before long work starts. Raises: RunFolderError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics file, one by one; each has a kind, which is a word.
+    """Yield the records of a metrics file; the kind of each is one word.
 
-    Lines that are none, such as a last one that a crash has cut short, are left out. Raises: RunFolderError.
+    Leaves out malformed lines, such as a last line that a crash has cut off. Raises: RunFolderError.
     """
     if not path.exists():
         return
@@ -106,7 +106,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                     record = parse_json(line)
                 except ValueError:
                     continue
-                # a word alone may become a file's name
+                # the kind may become a file name
                 if isinstance(record, dict) and isinstance(kind := record.get("kind"), str) and kind.isidentifier():
                     yield record
     except OSError as error:
@@ -114,9 +114,9 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_curves(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file for a plot: of its reports MOST_REPORTS at most, evenly spread; no digests.
+    """Return the records of a metrics file for a plot: at most MOST_REPORTS reports, evenly spread; no digests.
 
-    Reports come first. A file of any length takes the memory of that many.
+    Reports come first. Memory does not grow with the file's length.
     """
     reports: list[dict[str, Any]] = []
     stride = 1
@@ -129,7 +129,7 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
 
 
 def read_summary(rundir: RunDir) -> dict[str, Any]:
-    """Read what a finished run came to. Raises: RunFolderError."""
+    """Return the summary of a finished run. Raises: RunFolderError."""
     try:
         return dict(parse_json(read_plain(rundir.summary)))
     except (OSError, ValueError, TypeError) as error:
@@ -139,7 +139,7 @@ def read_summary(rundir: RunDir) -> dict[str, Any]:
 
 
 def load_run_config(rundir: RunDir, overrides: Sequence[str], *, prog: str) -> Config:
-    """Load the config of a run folder, with overrides. Raises: RunFolderError where it is none; as load_config."""
+    """Load a run folder's config, with overrides. Raises: RunFolderError if there is none; errors of load_config."""
     if not rundir.config.is_file():
         raise RunFolderError(f"{rundir.path} is no run folder: it holds no {rundir.config.name}")
     return load_config(["--config", str(rundir.config), *overrides], prog=prog, is_run=True)

@@ -1,4 +1,4 @@
-"""What others' code is told of a run, for those who train in Python."""
+"""Callbacks for `bigbatch.train` in Python."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingHooks:
-    """Holds functions that `bigbatch.train` calls, on every rank, with the same on all but an evaluation's own seconds.
+    """Functions that `bigbatch.train` calls on every rank, with equal arguments except an evaluation's seconds.
 
-    What one returns counts for nothing, and what it raises ends the run; a record is not to be changed. A run that goes
-    back to a checkpoint, since its ranks' weights differ, tells of the steps after it again.
+    Return values are ignored, exceptions end the run, and records must not be changed. A run that returns to a
+    checkpoint because its ranks' weights differ calls them again for the steps after it.
     """
 
     on_step: Callable[[int], None] = lambda done: None
-    """(steps done), after each step, without waiting for the device: weights may still be on their way."""
+    """(steps done), after each step, without synchronizing: the device may still compute the weights."""
     on_report: Callable[[dict[str, Any]], None] = lambda record: None
     """(record of metrics.jsonl), after every run.log_every_steps."""
     on_evaluation: Callable[[dict[str, Any], nn.Module], None] = lambda record, model: None
-    """(record of metrics.jsonl, model), the model in evaluation mode, with the weights that were evaluated."""
+    """(record of metrics.jsonl, model), in evaluation mode with the evaluated weights."""
     on_checkpoint: Callable[[Path], None] = lambda path: None
-    """(folder of the checkpoint), when it is whole on the disk of rank 0: at a report some steps after its own."""
+    """(folder of the checkpoint), after rank 0 has written it: at a report some steps later."""
     on_end: Callable[[dict[str, Any]], None] = lambda summary: None
-    """(summary of summary.json), of a run that was not stopped."""
+    """(contents of summary.json), at the end of a run that was not stopped."""

@@ -1,4 +1,4 @@
-"""Who else gets the numbers of metrics.jsonl: TensorBoard, Weights & Biases, behind one small interface."""
+"""Loggers for the numbers of metrics.jsonl: TensorBoard and Weights & Biases."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ Say = Callable[[str], None]
 
 
 def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by their names, those of own metrics after metrics/; without its step and time."""
+    """Return the numbers of a record by name, user metrics with the prefix metrics/; without step and time."""
     own = {f"metrics/{name}": value for name, value in record.get("metrics", {}).items()}
     named = {name: value for name, value in {**record, **own}.items() if isinstance(value, int | float)}
     return {name: value for name, value in named.items() if name not in ("step", "time", ELAPSED)}
 
 
 class TensorBoard:
-    """Writes event files; those of steps that a resumed run does again count no more."""
+    """Writes event files; a resumed run removes the events of the steps that it repeats."""
 
     def __init__(self, rundir: RunDir, *, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -33,7 +33,7 @@ class TensorBoard:
         self._events = SummaryWriter(str(rundir.tensorboard), purge_step=from_step + 1)
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Hand the figures to TensorBoard's thread; what that met is raised by a later call."""
+        """Pass the figures to TensorBoard's thread; its errors are raised by a later call."""
         for name, value in figures.items():
             self._events.add_scalar(f"{kind}/{name}", value, step)
 
@@ -42,12 +42,12 @@ class TensorBoard:
 
 
 Logger = TensorBoard | WeightsAndBiases
-"""Takes figures without waiting for a network; whatever it raises takes it out of the run, which goes on."""
+"""Logs figures without waiting for a network; an exception removes it from the run, which continues."""
 
 
 @dataclass(frozen=True)
 class _WithoutTensorBoard:
-    """Reports what ended a thread, but for TensorBoard's: its next call raises it, where Guarded says it in a line."""
+    """Report a thread's exception, except TensorBoard's: its next call raises it, and Guarded prints one line."""
 
     report: Callable[[threading.ExceptHookArgs], object]
 
@@ -57,7 +57,7 @@ class _WithoutTensorBoard:
 
 
 class Guarded:
-    """Hands figures to a logger until it fails, which is said once: no logger is worth a run."""
+    """Passes figures to a logger until it fails, which is printed once: a logger must not end a run."""
 
     def __init__(self, name: str, make: Callable[[], Logger], *, say: Say) -> None:
         self._name, self._say = name, say
@@ -75,7 +75,7 @@ class Guarded:
     def _try(self, act: Callable[[], object]) -> None:
         try:
             act()
-        except Exception as error:  # others' code may raise anything
+        except Exception as error:  # foreign code may raise anything
             self._logger = None
             self._say(
                 f"run.loggers: {self._name} failed ({first_line(error)}): the run goes on without it, and "

@@ -1,6 +1,6 @@
-"""Copies of a run's state in the memory of its nodes: one that is lost costs some steps, and no read from a disk.
+"""Copies of a run's state in node memory: after the loss of a node a run resumes from one without reading a disk.
 
-All ranks hold the same state, so each node's first rank keeps it there by itself, and any node that is left will do.
+All ranks hold the same state, so the first rank of each node keeps a copy, and one remaining node is enough.
 """
 
 import hashlib
@@ -39,15 +39,15 @@ NAME = re.compile(r"bigbatch-[0-9a-f]{16}-[0-9a-f]{16}")
 WRITE_SECONDS = 60.0
 """Time limit of a copy to memory."""
 LEAVE_SECONDS = 5.0
-"""How long a rank that leaves waits for one."""
+"""How long a rank that ends waits for a copy."""
 PRIVATE = 0o700
 COPIES_IN_MEMORY = 3
-"""Copies of the state in memory: the newest, the next one, and its source."""
+"""Copies in memory at the same time: the newest, the next one, and its source."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Holds the state of a copy that some node kept."""
+    """The state of a copy that a node kept."""
 
     path: Path
     host: str
@@ -56,9 +56,9 @@ class Found:
 
 
 class MemoryCopies:
-    """Keeps a run's newest state in its node's memory, by the node's first rank; the others keep nothing.
+    """Keeps a run's newest state in node memory; only the first rank of each node does so.
 
-    folder: of this run in the memory of each node, whose hosts have folders in it, as some may share a memory.
+    folder: of this run in node memory. Each host has a folder in it, since several hosts may share a memory.
     """
 
     def __init__(self, folder: Path, communicator: Communicator) -> None:
@@ -69,11 +69,11 @@ class MemoryCopies:
         self._num_bytes = 0
 
     def find(self, *, above: int) -> Found | None:
-        """Find the newest copy after step above that some node has whole, and give it to all ranks. Collective."""
+        """Return on all ranks the newest intact copy after step `above` that a node has. Collective."""
         communicator, control = self._communicator, self._communicator.control
         held = self._held() if self._is_keeper else []
         while True:
-            # ranks may list other checkpoints, and decide alike all the same
+            # ranks may list different checkpoints but must decide alike
             told = control.gather_text(f"{held[-1].step if held else 0} {above}", what="copies in memory")
             steps, least = ([int(word) for word in words] for words in zip(*map(str.split, told), strict=True))
             if max(steps) <= max(least):
@@ -93,7 +93,7 @@ class MemoryCopies:
                 return Found(Path(path_text), host, sha256, broadcast_object(state, communicator, root_rank=holder))
 
     def require_room(self, *, num_bytes: int) -> None:
-        """Refuse a run whose state some node's memory does not hold. Collective. Raises: CheckpointError on all."""
+        """Check that every node has memory for the state. Collective. Raises: CheckpointError on all ranks."""
         self._num_bytes = num_bytes
         lacks = self._lack(num_bytes * COPIES_IN_MEMORY) if self._is_keeper else ""
         for text in self._communicator.control.gather_text(lacks, what="room for copies in memory"):
@@ -101,15 +101,15 @@ class MemoryCopies:
                 raise CheckpointError(text)
 
     def keep(self, state: dict[str, Any], *, step: int, is_agreed: bool) -> None:
-        """Begin to keep a copy of the state after so many steps, in place of the one before. Not collective.
+        """Start a copy of the state after so many steps; it replaces the previous one. Not collective.
 
-        Where that fails, this is said once: the run has its checkpoints on disk.
+        A failure is printed once: the run still has its checkpoints on disk.
         """
         if not self._is_keeper or self._has_failed:
             return
         started = awake_seconds()
         if self._write is not None and not self._write.ends_within(0.0):
-            # the next one will do, and no step waits for memory that is slow
+            # skip this copy: no step waits for slow memory
             if started - self._write.started > WRITE_SECONDS:
                 self._write.abandon()
                 self._fail(TimeoutError(f"a copy takes more than {WRITE_SECONDS:g} s"))
@@ -118,12 +118,12 @@ class MemoryCopies:
         if self._has_failed:
             return
         left, needed = free_memory(), self._num_bytes * (COPIES_IN_MEMORY - 1)
-        if left is not None and left < needed:  # somebody else took it: a write beyond it would end a process
+        if left is not None and left < needed:  # others used the memory: writing beyond it would kill the process
             self._fail(MemoryError(f"{left / 1e6:.0f} MB are left, and the next copy takes {needed / 1e6:.0f} MB"))
             return
 
         def write(copied: Any, require_wanted: Callable[[], None]) -> None:
-            self._folder.mkdir(mode=PRIVATE, exist_ok=True)  # somebody may have made room
+            self._folder.mkdir(mode=PRIVATE, exist_ok=True)  # there may be room again
             if not _is_own(self._folder):
                 raise CheckpointError(f"{self._folder} is not this user's alone")
             save_checkpoint(
@@ -139,7 +139,7 @@ class MemoryCopies:
         self._write = BackgroundWrite(state, write, name=f"copy of step {step} in memory", started=started)
 
     def drop(self) -> None:
-        """Give the memory back, as all is on disk. Not collective."""
+        """Free the memory after all is on disk. Not collective."""
         self.settle()
         if self._is_keeper:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -149,7 +149,7 @@ class MemoryCopies:
         return self._folder / self._communicator.env.host
 
     def settle(self) -> None:
-        """Wait for the copy that is being written, if any; after LEAVE_SECONDS it is left. Not collective."""
+        """Wait at most LEAVE_SECONDS for a copy under way. Not collective."""
         if self._write is not None:
             if not self._write.ends_within(LEAVE_SECONDS):
                 self._write.abandon()
@@ -163,14 +163,14 @@ class MemoryCopies:
         tell(f"{self._communicator.env.host} keeps no copy of the run in memory any more: {reason}")
 
     def _held(self) -> list[Checkpoint]:
-        """List what lies in this node's memory, oldest first; nothing where somebody else may have put it there."""
+        """Return the copies in this node's memory, oldest first; none if another user could have written them."""
         if not _is_own(self._folder):
             return []
         found = [each for host in self._folder.iterdir() for each in list_checkpoints(host)]
         return sorted(found, key=lambda each: each.step)
 
     def _lack(self, num_bytes: int) -> str:
-        """Say what this node lacks; make the folder, and drop those of this run folder that are of others."""
+        """Return what this node lacks, or ""; create the folder and delete copies of earlier runs in it."""
         host = self._communicator.env.host
         try:
             for other in self._folder.parent.glob(f"{self._folder.name.rpartition('-')[0]}-*"):
@@ -194,9 +194,9 @@ class MemoryCopies:
 
 
 def open_copies(config: Config, communicator: Communicator, *, memory: Path = Path(MEMORY)) -> MemoryCopies | None:
-    """Return the copies of this run; None where it keeps none. Collective.
+    """Return the copies of this run; None if it keeps none. Collective.
 
-    A run that begins elsewhere than at its own newest state takes no copy over.
+    A run that does not start from its own newest state uses no earlier copy.
     """
     if config.run.memory_every_steps == 0:
         return None
@@ -205,11 +205,11 @@ def open_copies(config: Config, communicator: Communicator, *, memory: Path = Pa
     def name() -> str:
         path = rundir.memory_name
         if config.run.resume == "auto":
-            with suppress(OSError, ValueError):  # none yet, or what cannot be one
+            with suppress(OSError, ValueError):  # none yet, or not a copy
                 if NAME.fullmatch(known := read_plain(path).decode().strip()):
                     return known
-        # drawn, as checkpoints may be removed, and written anew, while what a node kept of them is still there; the
-        # digest is of the folder, which may have another's path elsewhere
+        # random, since checkpoints may be deleted and written again while a node still has old copies; the
+        # digest is of the folder's path, which may belong to another run elsewhere
         with writing(path):
             make_folder(path.parent, within=rundir.path)
             found = rundir.path.stat()
@@ -229,7 +229,7 @@ def open_copies(config: Config, communicator: Communicator, *, memory: Path = Pa
 
 
 def _is_own(folder: Path) -> bool:
-    """Tell whether a folder is there, and no other user could put anything into it."""
+    """Return whether a folder exists that no other user can write to."""
     try:
         return mode_of_own(folder) == PRIVATE
     except OSError:

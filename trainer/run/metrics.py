@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl, the loggers, the plot."""
+"""Outputs for a run's numbers: metrics.jsonl, loggers and the plot."""
 
 import json
 import time
@@ -21,19 +21,19 @@ TRAIN_COLOUR, EVAL_COLOUR = COLOURS[:2]
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl, and hands their numbers to the loggers.
+    """Appends records to metrics.jsonl, and passes their numbers to the loggers.
 
-    A resumed run first drops the records after the step it resumes from, and those that earlier starts from this step
-    left at once, so that none stands twice.
+    A resumed run first removes the records after its first step, and those that earlier starts from this step wrote at
+    once, so that no record appears twice.
     """
 
     def __init__(self, rundir: RunDir, *, from_step: int) -> None:
         self.loggers: list[Guarded] = []
         self._path = rundir.metrics
-        with rundir.replacing(self._path) as file:  # line by line: it may be longer than memory
+        with rundir.replacing(self._path) as file:  # line by line: the file may be larger than memory
             for record in read_records(self._path):
                 is_written_again = record["kind"] in ("start", "input") and record.get("step") == from_step
-                # from step 0 on nothing stays: a run that starts anew takes no record over
+                # a run that starts at step 0 keeps no records
                 if _is_whole(record) and 0 < from_step >= record["step"] and not is_written_again:
                     file.write((json.dumps(record) + "\n").encode())
         with writing(self._path):
@@ -41,15 +41,15 @@ class MetricsLog:
         self._opened_at = time.monotonic()
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
-        """Log one record: start, train, eval, noise, input, hint or skipped. It holds at least step.
+        """Log one record: start, train, eval, noise, input, hint or skipped. It contains at least step.
 
-        In the file it also gets its time of day, in seconds since 1970, and the seconds since this start of the run,
-        from which durations are computed: the time of day may be set meanwhile. Raises: RunFolderError.
+        Adds the time of day (seconds since 1970) and the seconds since this start of the run, from which durations are
+        computed, since the time of day may be changed. Raises: RunFolderError.
         """
         stamps = {"time": time.time(), ELAPSED: time.monotonic() - self._opened_at}
         with writing(self._path):
             self._file.write((json.dumps({"kind": kind, **stamps, **record}) + "\n").encode())
-            # a record is whole in the file before the next one, whatever then ends the process
+            # flush: the record is complete in the file however the process ends
             self._file.flush()
         if figures := figures_of(record):
             for logger in self.loggers:
@@ -64,13 +64,13 @@ class MetricsLog:
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    """Tell whether it has what a run goes on from: as every record that write has made."""
+    """Return whether a record has the fields that a resumed run reads."""
     has_times = isinstance(record.get("step"), int) and isinstance(record.get("time"), int | float)
     return has_times and (record["kind"] != "start" or isinstance(record.get("job"), dict))
 
 
 def plot_run(records: Sequence[dict[str, Any]], path: Path, **settings: Any) -> None:
-    """Write what draw_run draws as a PNG."""
+    """Draw the run by draw_run, and write it as PNG."""
     RunDir(path.parent).save_plot(path, draw_run(records, **settings))
 
 
@@ -82,9 +82,9 @@ def draw_run(
     loss: str = "cross-entropy (nats)",
     global_batch_size: int | None = None,
 ) -> "Figure":
-    """Draw loss, accuracy and learning rate over epochs: training in one colour, evaluation in another.
+    """Draw loss, accuracy and learning rate over epochs, in one colour each for training and evaluation.
 
-    And the noise scale, if it was measured, beside the global batch. label_smoothing: of the training loss.
+    Also the noise scale, if it was measured, beside the global batch. label_smoothing: of the training loss.
     """
     from matplotlib.figure import Figure
 
@@ -102,12 +102,12 @@ def draw_run(
         (rate_axes, train, "lr", 1, "-", TRAIN_COLOUR, None),
     ]
     of_five = [r for r in evals if has_measures(r, "top5")]
-    if any(r["top5"] < 1 for r in of_five):  # of five classes or fewer it is always 1
+    if any(r["top5"] < 1 for r in of_five):  # with at most five classes it is always 1
         lines.append((accuracy_axes, of_five, "top5", 100, "s--", EVAL_COLOUR, "top-5"))
     for axes, rows, key, scale, style, color, label in lines:
         epochs, values = [r["epoch"] for r in rows], [scale * r[key] for r in rows]
         if rows:
-            seen = style if len(rows) > 1 else style.strip("-") or "o"  # a line through one point is not
+            seen = style if len(rows) > 1 else style.strip("-") or "o"  # a line needs two points
             axes.plot(epochs, values, seen, color=color, markersize=5, label=label, clip_on=False)
     loss_axes.set(ylabel=loss, title="Loss")
     accuracy_axes.set(ylabel="correct (%)", title="Accuracy, evaluation", ylim=(0, 100))
@@ -122,14 +122,14 @@ def draw_run(
         axes.spines[["top", "right"]].set_visible(False)
     for axes in (loss_axes, accuracy_axes, *noise_axes):
         if axes.get_lines():
-            # below the panel, where no curve is, and no wider
+            # below the panel, outside of the curves
             axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=9)
     figure.suptitle(title, fontsize=13)
     return figure
 
 
 def _draw_noise_scale(axes: "Axes", rows: Sequence[dict[str, Any]], *, global_batch_size: int | None) -> None:
-    """Draw the running noise scale with its band, which goes to the top where it has no bound."""
+    """Draw the running noise scale with its band, which reaches the top if it has no upper bound."""
     epochs, values = [r["epoch"] for r in rows], [max(1.0, r["noise_scale"]) for r in rows]
     seen = "-" if len(rows) > 1 else "o"
     axes.plot(epochs, values, seen, color=TRAIN_COLOUR, markersize=5, label="noise scale, 95% band", clip_on=False)

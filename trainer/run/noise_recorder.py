@@ -1,4 +1,4 @@
-"""The gradient noise scale as a run goes: measurements become records, and records a running figure."""
+"""Measure the gradient noise scale during a run: records of measurements, and a running estimate."""
 
 import json
 from dataclasses import asdict
@@ -13,17 +13,17 @@ from bigbatch.trainer.step.plan import Parts, Plan
 
 
 class NoiseRecorder:
-    """Measures every so many steps, and keeps the running figure on all ranks; with 0 steps it does nothing."""
+    """Measures every N steps, and keeps the running estimate on all ranks; does nothing if N is 0."""
 
     def __init__(self, config: Config, plan: Plan, parts: Parts) -> None:
         self._plan, self._every_steps = plan, config.run.noise_scale_every_steps
         self._microbatch_size = config.batch.microbatch_size
         self.probe = GradientNoise(plan, parts, every_steps=self._every_steps)
-        """Is told before and after each step."""
+        """Observer that the training step calls before and after each step."""
         self._moments = Moments()
 
     def go_on(self, rundir: RunDir, communicator: Communicator, *, timeout_seconds: float) -> None:
-        """Take over what the run measured before it was resumed, as its first rank finds it. Collective."""
+        """Load rank 0's measurements from before the resume on all ranks. Collective."""
         if not self._every_steps or not self._plan.first_step:
             return
         before = running(read_records(rundir.metrics)) if communicator.rank == 0 else Moments()
@@ -33,7 +33,7 @@ class NoiseRecorder:
         self._moments = Moments(**json.loads(told))
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the records of all measurements since the last call. Collective; waits for the device."""
+        """Return the records of all measurements since the last call. Collective; synchronizes with the device."""
         records = [self._record(norms) for norms in self.probe.take()]
         self._moments = running(records, start=self._moments)
         return records
@@ -56,7 +56,7 @@ class NoiseRecorder:
         }
 
     def figures(self) -> dict[str, float | None]:
-        """Return the running figure for a report; empty if nothing is to be measured."""
+        """Return the running estimate for a report; empty if nothing is measured."""
         if not self._every_steps:
             return {}
         found = self._moments.noise_scale(global_batch_size=self._plan.global_batch_size)

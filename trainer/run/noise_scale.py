@@ -14,11 +14,11 @@ from statistics import NormalDist
 from typing import Any, TypeGuard
 
 KIND = "noise"
-"""Kind of the records of single measurements."""
+"""Kind of the records of measurements."""
 KEPT = 0.98
-"""Share of a sum that stays as a measurement is added: the running figure is of about the last 50."""
+"""Decay per measurement: the running estimate covers about the last 50."""
 FEWEST = 5
-"""Measurements below which there is no figure: a band of fewer would be wide beyond use."""
+"""Measurements that an estimate needs: with fewer its band is too wide."""
 CONFIDENCE = 0.95
 MOST_SQUARED = 1e100
 """Above any squared norm in fp32, 1.2e77, and what is made of two."""
@@ -26,14 +26,14 @@ MOST_SQUARED = 1e100
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Holds a noise scale in images and its band; None where it has no bound: the signal may be 0."""
+    """A noise scale in images and its band; None for a missing bound: the signal may be 0."""
 
     estimate: float | None
     low: float
     high: float | None
 
     def record(self) -> dict[str, float | None]:
-        """Return the figures as reports and summaries state them."""
+        """Return the figures for reports and summaries."""
         return {"noise_scale": self.estimate, "noise_scale_low": self.low, "noise_scale_high": self.high}
 
 
@@ -41,7 +41,7 @@ NOT_YET: dict[str, float | None] = {"noise_scale": None, "noise_scale_low": None
 
 
 def unbiased(small: float, large: float, *, small_batch: int, large_batch: int) -> tuple[float, float]:
-    """Estimate tr(Sigma) and |G|^2 of squared norms of gradients over small_batch and over large_batch images."""
+    """Estimate tr(Sigma) and |G|^2 from squared norms of gradients over small_batch and large_batch images."""
     noise = (small - large) / (1 / small_batch - 1 / large_batch)
     signal = (large_batch * large - small_batch * small) / (large_batch - small_batch)
     return noise, signal
@@ -115,7 +115,7 @@ class Moments:
 
 
 def measured(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
-    """Yield signal and squared norm of each measurement; what no run can have made is left out."""
+    """Yield signal and squared norm of each measurement; leaves out impossible values."""
     for record in records:
         signal, square = record.get("signal"), record.get("global_squared_norm")
         if record["kind"] == KIND and _can_be_measured(signal) and _can_be_measured(square) and square >= 0:
@@ -123,12 +123,12 @@ def measured(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, floa
 
 
 def _can_be_measured(value: object) -> TypeGuard[float]:
-    """Tell whether it is a number whose square and products are finite; NaN is none."""
+    """Return whether it is a number whose square and products are finite; False for NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_SQUARED
 
 
 def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = None) -> Moments:
-    """Add records of measurements to the sums of the running figure."""
+    """Add records of measurements to the sums of the running estimate."""
     moments = start or Moments()
     for signal, square in measured(records):
         moments = moments.add(signal, square, kept=KEPT)
@@ -136,7 +136,7 @@ def running(records: Iterable[Mapping[str, Any]], *, start: Moments | None = Non
 
 
 def describe_noise_scale(record: Mapping[str, Any]) -> str:
-    """Show the figures of a record in words, with their band."""
+    """Return the figures of a record in words, with their band."""
     estimate, low, high = (record[name] for name in NOT_YET)
     if low is None:
         return "not measured yet"

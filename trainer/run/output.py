@@ -1,4 +1,4 @@
-"""What a run shows on the terminal, and leaves in its folder beside checkpoints: by its first rank alone."""
+"""Rank 0's output: terminal, metrics, plot and summary."""
 
 import json
 import os
@@ -35,10 +35,10 @@ from bigbatch.trainer.step.window import Totals
 
 
 class RunOutput:
-    """Speaks to the terminal from the start, and from open_folder on to the folder: the first rank's, as is finish.
+    """Output of rank 0, to the terminal from the start, and to the run folder from open_folder on.
 
-    Where nobody reads any more what it says, it says so on standard error, calls ask_to_stop, and is silent from then
-    on: what the run was to save is saved.
+    If the reader of standard output has ended, it says so on standard error, calls ask_to_stop and prints nothing more;
+    the run still saves everything.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class RunOutput:
                 )
 
     def open_folder(self, parts: Parts, start: Start) -> None:
-        """Write all that is written before the first step. Raises: CheckpointError; RunFolderError."""
+        """Write the files that precede the first step. Raises: CheckpointError; RunFolderError."""
         config, rundir = self._config, self._rundir
         one_checkpoint = checkpoint_bytes(config, parts)
-        num_kept = config.run.keep_checkpoints + 2  # the best, and the one that is being written
+        num_kept = config.run.keep_checkpoints + 2  # plus the best one and the one being written
         require_free_disk(rundir.checkpoints, num_bytes=one_checkpoint * num_kept)
         if start.config and (changed := changes(start.config, dump_config(config))):
             self.say("resuming with a changed config: " + ", ".join(f"{k}={v}" for k, v in changed.items()))
@@ -92,7 +92,7 @@ class RunOutput:
         for path in abandoned:
             self.say(f"set aside as {path}: it is of a run that went on from an older checkpoint")
         if self._plan.first_step < self._plan.num_steps:
-            # a summary says that a run is finished, which one with steps left is not
+            # a summary marks a finished run, and this one has steps left
             with writing(rundir.summary):
                 rundir.summary.unlink(missing_ok=True)
         self._log = MetricsLog(rundir, from_step=self._plan.first_step)
@@ -101,26 +101,26 @@ class RunOutput:
             self.log("damaged", {"step": self._plan.first_step, "set_aside": str(path), "reason": why})
 
     def say(self, text: str) -> None:
-        """Say a line of its own."""
+        """Print a line."""
         self._show(lambda reporter: reporter.say(text))
 
     def log(self, kind: str, record: dict[str, Any]) -> None:
-        """Log a record, as MetricsLog.write does."""
+        """Log a record; see MetricsLog.write."""
         if self._log:
             self._log.write(kind, record)
 
     def hint(self, text: str, *, step: int) -> None:
-        """Say what the user should know, and log it as of so many steps."""
+        """Print a hint, and log it at this step."""
         self.say(text)
         self.log("hint", {"step": step, "hint": text})
 
     def report(self, record: dict[str, Any]) -> None:
-        """Take a report of the training loop."""
+        """Show and log a report of the training loop."""
         self._show(lambda reporter: reporter.advance(record))
         self.log("train", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Take the result of an evaluation."""
+        """Show and log the result of an evaluation."""
         self.say(f"epoch {record['epoch']:6.2f}  {describe_evaluation(record)}")
         self.log("eval", record)
 
@@ -134,7 +134,7 @@ class RunOutput:
         seconds: float,
         noise: Mapping[str, float | None],
     ) -> dict[str, Any] | None:
-        """Write the plot, and the summary or the way to go on; arguments as for make_summary. Return the summary."""
+        """Write the plot, and the summary or how to continue; return the summary. Arguments: as for make_summary."""
         config, rundir = self._config, self._rundir
         title = f"{config.model.name}, global batch {config.batch.global_batch_size}"
         optimizer = config.optimizer
@@ -149,7 +149,7 @@ class RunOutput:
         for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
             self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:
-            # none where a run of another folder's checkpoint was stopped before its first step
+            # none if a run from another folder's checkpoint was stopped before its first step
             saved = "".join(f"saved {newest.path}; " for newest in list_checkpoints(rundir.checkpoints)[-1:])
             self.say(f"stopped by {totals.stopped_by}; {saved}the same command goes on from there")
             return None
@@ -176,7 +176,7 @@ class RunOutput:
         return dict(summary)
 
     def leave_terminal(self) -> None:
-        """Give the terminal back before what ends a run may take its time, or fail."""
+        """Release the terminal before the end of the run, which may take long or fail."""
         self._show(lambda reporter: reporter.close())
 
     def _show(self, show: Callable[[Reporter], object]) -> None:
@@ -190,7 +190,7 @@ class RunOutput:
             yield
         except OSError as error:
             lost, self._reporter = self._reporter, None
-            # what is still to be flushed at the end of the process goes nowhere, as it cannot go where it should
+            # discard buffered output at exit: its reader is gone
             with suppress(OSError), open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
             with suppress(OSError):

@@ -1,9 +1,9 @@
-"""Who may write into a run folder: one job at a time, also where nodes share its file system and none can lock it.
+"""Ownership of a run folder: one job at a time writes to it, also on network file systems without locks.
 
-An owner is a file .owner-N, and the highest N owns. Who finds the owner gone makes the file N + 1, which one process
-alone can do: by a hard link, of whose success a file system over the network tells truly. A file goes only after a
-higher one is there, so no number is ever given anew. An owner that lives touches its file; whether it does is judged
-by the watcher's own clock, as hosts' clocks differ.
+A claim is a file .owner-N; the highest N owns the folder. A job that finds the owner gone creates .owner-(N + 1) by a
+hard link, which succeeds for one process only, also over a network. A file is deleted only after a higher one exists,
+so no number is used twice. A live owner touches its file periodically; others measure the period by their own clock,
+because clocks of hosts differ.
 """
 
 import errno
@@ -27,9 +27,9 @@ from bigbatch.trainer.run.folder import writing
 
 BEAT_SECONDS = 3.0
 PATIENCE_SECONDS = 10.0
-"""How long a job waits for an owner that lives: it may be about to end, as after the loss of one of its ranks."""
+"""How long a job waits for a live owner, which may be about to end, for example after the loss of a rank."""
 STALE_SECONDS = 30.0
-"""Without a beat for so long, an owner on another host is gone."""
+"""An owner on another host counts as gone after so long without a heartbeat."""
 LOOK_SECONDS = 0.5
 
 PREFIX = ".owner-"
@@ -37,25 +37,25 @@ PREFIX = ".owner-"
 
 @dataclass(frozen=True)
 class Claim:
-    """Says who owns a run folder, or wants to."""
+    """The process that owns, or claims, a run folder."""
 
     user: str
     host: str
     pid: int
     born: str
-    """When the process began, as its kernel counts: a number may be another process's later."""
+    """Start time of the process in its kernel's ticks: process numbers are reused."""
     kernel: str
-    """Where the number means something: the boot of a machine, and a namespace there; empty where nobody tells."""
+    """Boot and PID namespace in which the process number is valid; empty if unknown."""
     job: str
-    """Job number of Slurm; empty outside of it."""
+    """Slurm's job number; empty outside of Slurm."""
     restart: int
-    """How often Slurm has put the job back into its queue."""
+    """Slurm's restart count of the job."""
     folder: int = 0
-    """The number of the run folder on its file system: a copy, made while it was owned, is nobody's."""
+    """Inode of the run folder: a copy of an owned folder has no owner."""
     has_ended: bool = False
     has_failed: bool = False
     start: str = ""
-    """By what launcher, which knows its own by that; empty where it tells none."""
+    """Identifier of the launcher's start, if the launcher sets one; else empty."""
 
     def __post_init__(self) -> None:
         if odd := [each.name for each in fields(self) if type(getattr(self, each.name)) is not each.type]:
@@ -66,16 +66,16 @@ class Claim:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     def __str__(self) -> str:
-        """Name it for a message."""
+        """Return its name for a message."""
         job = f"Slurm job {self.job}, " if self.job else ""
         return f"{job}process {self.pid} of {self.user} on {self.host}"
 
 
 def own_claim() -> Claim:
-    """Return this process's."""
+    """Return the claim of this process."""
     job, restart = slurm_job() or ("", 0)
     user, kernel = str(os.getuid()), ""
-    with suppress(KeyError, OSError):  # a container has no entry for this number
+    with suppress(KeyError, OSError):  # a container may have no entry for this number
         user = getpass.getuser()
     with suppress(OSError):
         if boot := boot_id():
@@ -93,7 +93,7 @@ def own_claim() -> Claim:
 
 
 class Owner:
-    """Holds a run folder until release; take makes one."""
+    """Ownership of a run folder until release(); created by take()."""
 
     def __init__(self, folder: Path, *, number: int, claim: Claim) -> None:
         self._folder, self._number, self._claim = folder, number, claim
@@ -102,7 +102,7 @@ class Owner:
         self._beating.start()
 
     def require(self) -> None:
-        """Raise RunFolderError where another job has taken the folder over: this one had stood still."""
+        """Raise RunFolderError if another job has taken the folder, because this process had been stopped."""
         numbers = _numbers(self._folder)
         if numbers and numbers[-1] > self._number:
             other = _read(_path(self._folder, numbers[-1]))
@@ -112,25 +112,25 @@ class Owner:
             )
 
     def release(self, *, has_failed: bool = False) -> None:
-        """Let the next job have the folder. has_failed: this one's work is not done, and it was not asked to stop."""
+        """Release the folder. has_failed: the run is not finished and was not asked to stop."""
         self._released.set()
         self._beating.join()
         path = _path(self._folder, self._number)
-        with suppress(OSError):  # the folder may be gone, and a claim without an owner goes stale
+        with suppress(OSError):  # the folder may be gone; a claim without heartbeats expires
             if path.exists():
                 write_whole(path, replace(self._claim, has_ended=True, has_failed=has_failed).text())
 
     def _beat(self) -> None:
         path = _path(self._folder, self._number)
         while not self._released.wait(BEAT_SECONDS):
-            with suppress(OSError):  # storage that does not answer now may at the next beat
+            with suppress(OSError):  # storage may answer again at the next heartbeat
                 os.utime(path)
 
 
 def take(folder: Path, claim: Claim) -> Owner:
-    """Own a run folder, which is made if needed, once nobody else does.
+    """Take ownership of a run folder, created if needed, when no other job owns it.
 
-    Raises: RunFolderError that names an owner who lives, after PATIENCE_SECONDS.
+    Raises: RunFolderError naming a live owner after PATIENCE_SECONDS.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def take(folder: Path, claim: Claim) -> Owner:
             if _create(_path(folder, newest + 1), claim.text()):
                 if _numbers(folder)[-1] == newest + 1:
                     break
-                # others came and went meanwhile, and took their files of this number along
+                # other jobs claimed and released meanwhile, and deleted the file of this number
                 _path(folder, newest + 1).unlink(missing_ok=True)
             time.sleep(LOOK_SECONDS * int.from_bytes(os.urandom(1), "big") / 256)
         for number in _numbers(folder)[:-1]:
@@ -151,7 +151,7 @@ def take(folder: Path, claim: Claim) -> Owner:
 
 
 def require_free(folder: Path) -> None:
-    """Return once no job owns a run folder that is there. Raises: RunFolderError, as take does; OSError."""
+    """Wait until no job owns an existing run folder. Raises: RunFolderError as take; OSError."""
     claim = replace(own_claim(), folder=folder.stat().st_ino)
     newest = 0
     while (last := max(_numbers(folder), default=0)) != newest:
@@ -160,7 +160,7 @@ def require_free(folder: Path) -> None:
 
 @contextmanager
 def owning(folder: Path) -> Iterator[Owner]:
-    """Own a run folder meanwhile, as take does."""
+    """Own a run folder during the block; see take."""
     owner = take(folder, own_claim())
     try:
         yield owner
@@ -171,14 +171,14 @@ def owning(folder: Path) -> Iterator[Owner]:
 
 
 def has_failed(folder: Path, *, start: str) -> bool:
-    """Tell whether the process that owns the folder for that start has failed: it says so, or this kernel knows.
+    """Return whether the owner of this launcher start has failed: it says so, or its process here has ended.
 
-    Of one elsewhere that says nothing, it is not known: storage may stand still, and its beats with it. One that has
-    ended well leaves others of its job that may need their time; and what another job's owner does is not asked.
+    False if it is unknown (an owner on another host that says nothing: storage may hang), if it has ended well, and if
+    the owner belongs to another job.
     """
     try:
         owner = _read(_path(folder, max(_numbers(folder), default=0)))
-    except OSError:  # no folder yet, or storage that does not answer
+    except OSError:  # no folder yet, or storage does not answer
         return False
     if owner is None or owner.start != start:
         return False
@@ -188,9 +188,9 @@ def has_failed(folder: Path, *, start: str) -> bool:
 
 
 def _wait_until_gone(folder: Path, number: int, claim: Claim) -> None:
-    """Return when the owner of that number has ended, or another one has come.
+    """Wait until the owner of that number has ended or been replaced.
 
-    Raises: RunFolderError where it lives.
+    Raises: RunFolderError if it lives.
     """
     path = _path(folder, number)
     started = moved = time.monotonic()
@@ -214,7 +214,7 @@ def _wait_until_gone(folder: Path, number: int, claim: Claim) -> None:
 
 
 def _lives(owner: Claim, claim: Claim) -> bool | None:
-    """Tell whether an owner lives; None where only its beats can tell."""
+    """Return whether an owner lives; None if only its heartbeats can show it."""
     if owner.has_ended or (owner.job and owner.job == claim.job and owner.restart < claim.restart):
         return False
     if owner.kernel and owner.kernel == claim.kernel:
@@ -223,7 +223,7 @@ def _lives(owner: Claim, claim: Claim) -> bool | None:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """List the numbers of all claims, lowest first."""
+    """Return the numbers of all claims, lowest first."""
     names = (name.removeprefix(PREFIX) for name in os.listdir(folder) if name.startswith(PREFIX))
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -233,7 +233,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _read(path: Path) -> Claim | None:
-    """Return the claim of a file; None where it is gone, half written, or of another version."""
+    """Return the claim of a file; None if it is gone, incomplete, or of another version."""
     try:
         return Claim(**parse_json(read_plain(path)))
     except (OSError, ValueError, TypeError):
@@ -241,7 +241,7 @@ def _read(path: Path) -> Claim | None:
 
 
 def _beat_of(path: Path) -> int:
-    """Return what each beat of an owner changes: of an open file, as NFS may know a name's state of a minute ago."""
+    """Return the times that a heartbeat changes; of an open file, since NFS may cache a name's state for a minute."""
     try:
         with open_plain(path) as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -250,7 +250,7 @@ def _beat_of(path: Path) -> int:
 
 
 def _create(path: Path, text: bytes) -> bool:
-    """Make a file that is not there; False where it is. Raises: OSError."""
+    """Create a file; return False if it exists. Raises: OSError."""
     aside = path.with_name(f".owner.{uuid.uuid4().hex}")
     try:
         write_new(aside, text)
@@ -262,12 +262,12 @@ def _create(path: Path, text: bytes) -> bool:
         os.link(aside, path)
         return True
     except OSError as error:
-        if error.errno in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):  # no links here
+        if error.errno in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK):  # no hard links here
             with suppress(FileExistsError):
                 write_new(path, text)
                 return True
             return False
-        if aside.stat().st_nlink == 2:  # an answer that was lost on the way had us ask twice
+        if aside.stat().st_nlink == 2:  # NFS may repeat a request whose answer was lost
             return True
         if error.errno != errno.EEXIST:
             raise

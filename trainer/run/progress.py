@@ -1,4 +1,4 @@
-"""What a person in front of the terminal sees."""
+"""Progress of a run on the terminal."""
 
 import time
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from bigbatch.trainer.run.noise_scale import NOT_YET, describe_noise_scale
 
 
 class Lines:
-    """Prints one plain line per report: for logs and pipes. clock tells seconds."""
+    """Prints one plain line per report: for logs and pipes. clock: returns seconds."""
 
     def __init__(self, *, num_steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._num_steps = num_steps
         self._clock = clock
         self._first: tuple[int, float] | None = None
-        """Step and time of the first report: what came before was slower, to warm up."""
+        """Step and time of the first report: earlier steps are slower (warm-up)."""
 
     def say(self, text: str) -> None:
         print_line(text)
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Print step, loss, rates, shares, and the time left at the pace so far, evaluations and all."""
+        """Print step, loss, rates, shares, and the remaining time at the average pace, including evaluations."""
         self.say(f"epoch {record['epoch']:6.2f}  {describe(record)}{self._left(record['step'])}")
 
     def _left(self, step: int) -> str:
@@ -39,7 +39,7 @@ class Lines:
         return f"  left {timedelta(seconds=round(seconds))}"
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Print all values of the summary, a line each, and a line for each entry of a list."""
+        """Print each value of the summary on a line, and each entry of a list."""
         for name, text in rows(summary):
             self.say(f"{name:32} {text}")
 
@@ -48,7 +48,7 @@ class Lines:
 
 
 class Bar:
-    """Shows a rich progress bar with evaluations above it, and a table at the end."""
+    """Rich progress bar with evaluations above it, and a table at the end."""
 
     def __init__(self, console: Console, *, first_step: int, num_steps: int) -> None:
         self._console = console
@@ -73,7 +73,7 @@ class Bar:
         self.close()
         table = Table("result", "value", title="Summary")
         for name, text in rows(summary):
-            table.add_row(name, Text(printable(text)))  # in a string, [brackets] of a path would be markup
+            table.add_row(name, Text(printable(text)))  # rich would read [brackets] in a path as markup
         self._console.print(table)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Bar:
 
 
 class _Terminal(Console):
-    """Leaves a pipe that is broken to who writes; rich would end the process."""
+    """Console that raises BrokenPipeError; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that is being handled."""
@@ -101,9 +101,9 @@ UNITS = {
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the names and shown values of a summary; a list has a row for each of its entries, as own metrics have.
+    """Return names and formatted values of a summary; a list, such as user metrics, has a row per entry.
 
-    The noise scale has one with its band, in which no bound is not nothing measured.
+    The noise scale has a row with its band; a missing bound differs from a missing measurement.
     """
     shown = []
     for name, value in summary.items():
@@ -118,7 +118,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def show(name: str, value: Any) -> str:
-    """Show a value of the summary with its unit; shares in percent; None where there was nothing to measure."""
+    """Format a value of the summary with its unit; shares in percent. value: None if nothing was measured."""
     if value is None:
         return "not measured"
     if "top" in name or name.endswith("_fraction"):
@@ -128,7 +128,7 @@ def show(name: str, value: Any) -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """Describe one report of the training loop, short."""
+    """Return one report of the training loop as a line."""
     noise = f"  noise scale {describe_noise_scale(record)}" if "noise_scale" in record else ""
     return (
         f"step {record['step']}  loss {record['loss']:.3f}  top-1 {100 * record['top1']:.1f}%  "
@@ -139,7 +139,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def describe_briefly(record: dict[str, Any]) -> str:
-    """Describe one report in 50 columns, so that a bar fits beside it in 80."""
+    """Return one report in 50 columns, which leaves space for a bar in 80."""
     return (
         f"loss {record['loss']:.3f}  {record['images_per_second']:,.0f} images/s  "
         f"wait {100 * record['input_wait_fraction']:.1f}%  exposed {_exposed_and_skipped(record)}"
@@ -147,14 +147,14 @@ def describe_briefly(record: dict[str, Any]) -> str:
 
 
 def _exposed_and_skipped(record: dict[str, Any]) -> str:
-    """Describe the exposed share of the step, and the updates that fp16 overflow made the run skip, if any."""
+    """Return the exposed share of the step, and the number of updates skipped because of fp16 overflow, if any."""
     share = record["exposed_communication_fraction"]
-    text = "unknown" if share is None else f"{100 * share:.1f}%"  # a replayed CUDA graph does not tell
+    text = "unknown" if share is None else f"{100 * share:.1f}%"  # not measured in a replayed CUDA graph
     return f"{text}  updates skipped {record['overflow_steps']}" if record["overflow_steps"] else text
 
 
 def describe_evaluation(record: dict[str, Any]) -> str:
-    """Describe one evaluation, short; of five classes or fewer all images are among the first five."""
+    """Return one evaluation as a line; without top-5 for at most five classes."""
     top5 = f"top-5 {100 * record['top5']:.2f}%  " if record["top5"] < 1 else ""
     metrics = "".join(f"{name} {value:.4g}  " for name, value in record.get("metrics", {}).items())
     return (
@@ -167,7 +167,7 @@ Reporter = Lines | Bar
 
 
 def make_reporter(*, terminal_columns: int | None, first_step: int, num_steps: int) -> Reporter:
-    """Return a bar on a terminal, plain lines elsewhere."""
+    """Return a progress bar for a terminal, plain lines otherwise."""
     if terminal_columns is None:
         return Lines(num_steps=num_steps)
     console = _Terminal(force_terminal=True, width=terminal_columns)

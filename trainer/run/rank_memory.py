@@ -1,4 +1,4 @@
-"""What a rank keeps in memory for its update, and what a sharded one saves of it."""
+"""Memory of a rank for its update, and the savings of a sharded update."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,20 +16,20 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """States bytes of a rank, beside the model and its gradients: optimizer state, fp32 masters and their gradients."""
+    """Bytes of a rank beside the model and its gradients: optimizer state, fp32 masters and their gradients."""
 
     whole_bytes: int
     """Bytes of all weights."""
     kept_bytes: int
-    """Bytes of the weights that the rank updates: its parts of the fusion buffers, or all."""
+    """Bytes of the weights that the rank updates: its parts of the fusion buffers, or all weights."""
     gradient_bytes: int
-    """Bytes of the gradients in the fusion buffers, which are whole on every rank."""
+    """Bytes of the gradients in the fusion buffers, which every rank has completely."""
     summed_bytes: int
-    """Bytes of the gradients whose sums the rank gets."""
+    """Bytes of the gradient sums that the rank receives."""
 
 
 def num_moments(config: Config) -> int:
-    """Count the fp32 numbers that an optimizer keeps for each weight; others' may keep more than two, and seldom do."""
+    """Return the fp32 numbers per weight in an optimizer's state; for foreign optimizers two are assumed."""
     optimizer = config.optimizer
     if optimizer.betas is not None or is_foreign(optimizer.name):
         return 2
@@ -37,12 +37,12 @@ def num_moments(config: Config) -> int:
 
 
 def update_memory(config: Config, parts: Parts) -> UpdateMemory:
-    """Compute it from the plan of fusion buffers, of which a rank has equal parts, rounded up."""
+    """Compute RankMemory from the plan of fusion buffers, which are divided equally, rounded up."""
     num_parts = parts.communicator.world_size if config.optimizer.sharded else 1
     parameters = dict(parts.model.named_parameters())
     whole = kept = gradients = summed = 0
     for buffer in parts.reducer.plan.buffers:
-        # a weight's: those of the plan travel, as integers of 8 bytes where sums are on a grid
+        # of a weight; the plan's elements are sent, as 8-byte integers if sums are on a grid
         element_bytes = parameters[buffer.tensors[0].name].element_size()
         masters_bytes = 2 * FP32_BYTES if element_bytes < FP32_BYTES else 0
         update_bytes = FP32_BYTES * num_moments(config) + masters_bytes
@@ -56,7 +56,7 @@ def update_memory(config: Config, parts: Parts) -> UpdateMemory:
 
 
 def sharded_notes(config: Config, parts: Parts) -> list[str]:
-    """Return what the log says of a sharded update: what is shared out, and how much of it a rank keeps."""
+    """Return the log line of a sharded update: what is divided, and a rank's share."""
     if not config.optimizer.sharded:
         return []
     memory = update_memory(config, parts)
@@ -71,14 +71,14 @@ def sharded_notes(config: Config, parts: Parts) -> list[str]:
 
 
 def matrix_bytes(config: Config, parts: Parts) -> int:
-    """Return the bytes that an optimizer of whole matrices keeps beside its momentum: Shampoo's factors and roots."""
+    """Return the bytes of matrix state beside the momentum: Shampoo's factors and roots."""
     if config.optimizer.name != "shampoo":
         return 0
     return 2 * FP32_BYTES * sum(elements for _, elements in _shared_work(config, parts))
 
 
 def gather_bytes(config: Config, parts: Parts) -> int:
-    """Return the bytes of buffers in which ranks gather what each has of matrices, and has done of the work on them."""
+    """Return the bytes of the buffers in which ranks gather parts of matrices and results of divided work."""
     if config.optimizer.name not in WHOLE or not (work := _shared_work(config, parts)):
         return 0
     world_size, parameters = parts.communicator.world_size, dict(parts.model.named_parameters())
@@ -102,7 +102,7 @@ def _shared_work(config: Config, parts: Parts) -> list[tuple[float, int]]:
 
 
 def rank_bytes(config: Config, parts: Parts) -> int:
-    """Return how many bytes a rank takes but for activations: weights, gradients, what the update keeps, an average."""
+    """Return a rank's bytes without activations: weights, gradients, update state and moving average."""
     parameters = list(parts.model.parameters())
     weights = sum(p.nbytes for p in parameters)
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
@@ -114,7 +114,7 @@ def rank_bytes(config: Config, parts: Parts) -> int:
 
 
 def checkpoint_bytes(config: Config, parts: Parts) -> int:
-    """Return how many bytes a checkpoint takes: masters, the optimizer's state and average, all in fp32 and whole."""
+    """Return the bytes of a checkpoint: masters, optimizer state and moving average, in fp32 and not sharded."""
     num_copies = 1 + num_moments(config) + (config.optimizer.ema_decay is not None)
     weights = sum(p.numel() for p in parts.model.parameters())
     return FP32_BYTES * num_copies * weights + matrix_bytes(config, parts)

@@ -1,4 +1,4 @@
-"""Why a job failed, in one line: by what it printed."""
+"""Find the reason of a job's failure in its output."""
 
 import re
 
@@ -9,15 +9,15 @@ OUT_OF_MEMORY = re.compile(
 )
 KILLED = 137
 TIME_IS_OVER = "DUE TO TIME LIMIT"
-"""Slurm's words, before it ends a job."""
+"""Slurm's messages before it ends a job."""
 DATED = re.compile(
     r"^bigbatch: (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.*)|^slurmstepd\S*: .* AT (\d{4}-\d\d-\d\dT[\d:]+) ", re.A
 )
-"""What a job's script says of itself, and Slurm when it ends a job."""
+"""Lines of a job's own script, and of Slurm when it ends a job."""
 
 
 def find_reason(text: str, *, exit_code: int | None) -> str:
-    """Find it in what a job printed, and its exit code (None where a scheduler keeps it)."""
+    """Return the reason from a job's output and exit code (None if only the scheduler knows it)."""
     lines = _lines(text)
     for line in lines:
         if OUT_OF_MEMORY.search(line):
@@ -35,7 +35,7 @@ def find_reason(text: str, *, exit_code: int | None) -> str:
 
 
 def has_failed(text: str) -> bool:
-    """Say whether the last line of a job's script says so."""
+    """Return whether the last line of a job's script says so."""
     ends = [line for line in _lines(text) if DATED.match(line) and "ended with exit code" in line]
     return bool(ends) and not ends[-1].endswith(" 0")
 

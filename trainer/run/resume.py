@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, what it takes over, and whether config and images are still those of it."""
+"""Resume: choose the checkpoint, check config and images against it, and load its state."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from bigbatch.trainer.run.weights import require_same_model
 from bigbatch.trainer.step.plan import Parts
 
 ALIKE = {"lamb", "adamw"}
-"""Optimizers that keep the same means of the same gradients: one goes on from the other's."""
+"""Optimizers with the same state: one can resume from the other's."""
 
 OTHER_CLASSES = (
     "Bring the classes back, or begin anew from its weights, with model.weights, model.new_head=true and another "
@@ -35,29 +35,29 @@ OBJECTIVE = ("model.frozen", "optimizer.loss", "optimizer.loss_options", "optimi
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Says where a run starts: after a step of a checkpoint, and what else that tells; or anew."""
+    """Where a run starts: at step 0, or after a checkpoint's step with other values from it."""
 
     path: Path | None = None
     step: int = 0
     owes_evaluation: bool = False
-    """The step was to be evaluated in this run, and was not."""
+    """The step should have been evaluated and was not."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Bad images that the run had met, and why: train/3 is the fourth of the training images."""
+    """Bad images that the run has met, with the reason: train/3 is the fourth training image."""
     config: str | None = None
     evaluations: Mapping[int, dict[str, Any]] = field(default_factory=dict)
-    """What the run's evaluations had found, by step, oldest first."""
+    """Results of the run's evaluations, by step, oldest first."""
     gradient_order: str | None = None
-    """A name per line; it decides how sums are rounded."""
+    """Algorithms, one name per line; they decide how sums are rounded."""
     sums: Mapping[str, str] = field(default_factory=dict)
-    """What else does, as describe_sums tells it; older checkpoints do not tell."""
+    """Other facts that decide the rounding, by describe_sums; missing in older checkpoints."""
     sha256: str | None = None
-    """SHA-256 of the checkpoint: nodes without a shared disk may hold others under the same name."""
+    """SHA-256 of the checkpoint: without a shared disk, nodes may have different ones of the same name."""
     damaged: Mapping[Path, str] = field(default_factory=dict)
-    """Newer checkpoints, newest first, which some rank finds damaged, and why."""
+    """Newer checkpoints that a rank finds damaged, newest first, with the reason."""
     kept_by: str = ""
-    """The host in whose memory it lies, where it is a copy there."""
+    """Host whose memory holds it, if it is a copy in memory."""
     is_of_unknown_classes: bool = False
-    """Nothing in it tells whether it was trained on the class names of this run's data."""
+    """It contains no class names to compare with those of this run's data."""
 
 
 def find_start(
@@ -69,11 +69,11 @@ def find_start(
     classes: Sequence[str] | None = None,
     copies: MemoryCopies | None = None,
 ) -> tuple[Start, dict[str, Any]]:
-    """Find where to start from, and the state to restore, which is empty for a run that starts anew. Collective.
+    """Return where to start, and the state to restore, empty for a new run. Collective.
 
-    samples: digest of the training images. classes: their class names, None where there are none. copies: the run's
-    own in memory, of which one may be newer than all checkpoints.
-    Raises: CheckpointError, also where the checkpoint is of another run, or of other classes.
+    samples: digest of the training images. classes: their class names, or None. copies: the run's copies in memory,
+    which may be newer than all checkpoints.
+    Raises: CheckpointError, also if the checkpoint belongs to another run or has other classes.
     """
     path, state, damaged, found = _find_state(config, rundir, control=control, copies=copies)
     if path is None:
@@ -81,7 +81,7 @@ def find_start(
     is_resumed = config.run.resume == "auto"
     changed = changes(state["config"], dump_config(config))
     if is_resumed and (odd := [key for key in ("run.seed", "batch.global_batch_size") if key in changed]):
-        # the steps done are not steps of this config: samples would repeat or be missed
+        # its steps are not steps of this config: samples would be repeated or skipped
         raise CheckpointError(
             f"the run folder holds a run with another {odd[0]}: {changed[odd[0]]}. Choose another run.directory, or "
             "name the checkpoint to start from with --run.resume"
@@ -89,8 +89,8 @@ def find_start(
     trained = kept_names(state, source=f"checkpoint {path}")
     if trained and classes:
         require_same_names(trained, classes, source=f"checkpoint {path}", root=config.data.root, remedy=OTHER_CLASSES)
-    is_of_images = state.get("samples", samples) == samples  # older checkpoints do not tell
-    if is_resumed and not is_of_images:  # the order of an epoch is another one
+    is_of_images = state.get("samples", samples) == samples  # missing in older checkpoints
+    if is_resumed and not is_of_images:  # the order of an epoch differs
         raise CheckpointError(
             f"the training images in {config.data.root} are not those of the run folder's checkpoint: some were added, "
             "removed or given another class. Bring them back, choose another run.directory, or name the checkpoint to "
@@ -105,7 +105,7 @@ def find_start(
     start = Start(
         path=path,
         step=int(state["step"]),
-        owes_evaluation=is_in_folder and manifest.get("top1") is None,  # a copy in memory is of a step without one
+        owes_evaluation=is_in_folder and manifest.get("top1") is None,  # copies in memory are never evaluated
         skipped=dict(state.get("skipped", {})) if is_of_images else {},
         config=state["config"],
         evaluations={record["step"]: record for record in evaluations},
@@ -122,7 +122,7 @@ def find_start(
 def _find_state(
     config: Config, rundir: RunDir, *, control: Control, copies: MemoryCopies | None
 ) -> tuple[Path | None, dict[str, Any], dict[Path, str], Found | None]:
-    """Return the checkpoint of run.resume, its state, damaged newer ones, and the copy in memory that it is, if any."""
+    """Return the checkpoint of run.resume, its state, damaged newer ones, and its copy in memory, if it is one."""
     found, path = None, None
     state: dict[str, Any] = {}
     damaged: dict[Path, str] = {}
@@ -152,15 +152,15 @@ def _find_state(
 
 
 def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collection[str] | None) -> None:
-    """Put the state of the checkpoint at path into parts, in place. stated: as for load_optimizer_state.
+    """Load the state of the checkpoint at path into parts, in place. stated: as for load_optimizer_state.
 
-    Raises: CheckpointError where it does not fit.
+    Raises: CheckpointError if it does not fit.
     """
     with restoring(path):
         parts.precision.load_model_state(from_foreign(state["model"], parts.model, source=f"checkpoint {path}"))
         load_optimizer_state(parts.optimizer, state["optimizer"], stated=stated)
         resume_training(parts.optimizer, state.get("in_training", []))
-        # resume_training may have put other masters in place than load_model_state published
+        # resume_training may have replaced the masters that load_model_state published
         parts.precision.write_half_()
         parts.precision.load_state_dict(state["precision"])
         parts.average.load_state_dict(state.get("average", {}))
@@ -185,12 +185,12 @@ def _load_newest_intact(paths: Sequence[Path], control: Control) -> tuple[Path |
         if not is_common:
             raise CheckpointError(told)
         damaged[path] = told
-    _compare("", "", control)  # a rank that sees one more looks at it now
+    _compare("", "", control)  # a rank that sees an additional one reads it now
     return None, {}, damaged
 
 
 def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:
-    """Tell whether all ranks look at the checkpoint of that name, and why any of them, else this one, cannot."""
+    """Return whether all ranks read a checkpoint of that name, and why one of them cannot."""
     seen = [text.partition(" ") for text in control.gather_text(f"{name} {why}", what="search for a checkpoint")]
     if any(other != name for other, _, _ in seen):
         return False, why
@@ -198,7 +198,7 @@ def _compare(name: str, why: str, control: Control) -> tuple[bool, str]:
 
 
 def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
-    """Raise CheckpointError where what an optimizer remembers means nothing, or something else, to that one."""
+    """Raise CheckpointError if the optimizer cannot use another optimizer's state."""
     there = read_dumped(old)["optimizer.name"]
     if there != name and {there, name} != ALIKE:
         raise CheckpointError(
@@ -208,7 +208,7 @@ def require_same_optimizer(old: str, name: str, *, path: Path) -> None:
 
 
 def require_same_objective(old: str, config: Config, *, path: Path) -> None:
-    """Raise CheckpointError where other weights were trained, or for something else: what is there has no sequel."""
+    """Raise CheckpointError if the checkpoint is of another model or task, so the run cannot continue it."""
     before, now = read_dumped(old), read_dumped(dump_config(config))
     for key in OBJECTIVE:
         there, here = before[key], now[key]
@@ -220,9 +220,9 @@ def require_same_objective(old: str, config: Config, *, path: Path) -> None:
 
 
 def changes(old: str, new: str) -> dict[str, str]:
-    """Return what the new config states otherwise than the old one, leaving out where and how it is resumed.
+    """Return the keys whose values differ between the configs, without those about resuming.
 
-    A key that the old one, of an earlier version, does not state had its default.
+    A key that an older version's config does not state had its default.
     """
     before, after = read_dumped(old), read_dumped(new)
     where_and_how = ("run.directory", "run.resume")

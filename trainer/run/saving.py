@@ -1,4 +1,4 @@
-"""When a run saves: what goes into a checkpoint, what all ranks agree on before, and how they learn of its end."""
+"""Save a run: collect the state, check it on all ranks, and announce when the checkpoint is on disk."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +22,14 @@ from bigbatch.trainer.step.plan import Parts
 from bigbatch.trainer.step.replicas import compare
 
 WORD_SECONDS = 5.0
-"""How much longer than the time limit of a checkpoint the ranks wait for the first one to say that it has passed."""
+"""Time after a checkpoint's limit in which rank 0 must report that the limit has passed."""
 LEAVE_SECONDS = 10.0
-"""How long a first rank that fails lets a checkpoint end that it is writing."""
+"""How long rank 0 waits for a checkpoint under way when the run fails."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Says which checkpoint is on disk, and how many seconds after the call that began it."""
+    """A checkpoint on disk, and the seconds since the call that started it."""
 
     step: int
     path: Path
@@ -37,10 +37,10 @@ class Saved:
 
 
 class CheckpointSaver:
-    """Saves a run with its parts, by the first rank, which writes beside training: one checkpoint at a time.
+    """Saves a run. Rank 0 writes beside training, one checkpoint at a time.
 
-    owner: of the run folder, on the first rank. samples: the digest of the training split, where it has one. classes:
-    its class names in the order of the labels, where it has any.
+    owner: of the run folder, on rank 0. samples: digest of the training split, if it has one. classes: its class names
+    in the order of the labels, if it has any.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class CheckpointSaver:
         self._checkpoints = RunDir(Path(config.run.directory)).checkpoints
         self._is_comparing = parts.communicator.world_size > 1 and config.run.compare_every_steps > 0
         self._step: int | None = None
-        """Step of the checkpoint that is being written, on all ranks alike; None if all are on disk."""
+        """Step of the checkpoint being written, equal on all ranks; None if all are on disk."""
         self._write: BackgroundWrite | None = None
 
     def compare(self, *, done: int) -> None:
-        """Compare all ranks' replicas, where the run is to. Collective. Raises: ReplicasDiffer."""
+        """Compare the replicas of all ranks, if configured. Collective. Raises: ReplicasDiffer."""
         if self._is_comparing:
             compare(self._parts, done=done)
 
     def start(
         self, *, done: int, top1: float | None, evaluations: list[dict[str, Any]], skipped: dict[str, str]
     ) -> None:
-        """Begin to write the checkpoint after so many steps, as all is now; settle says when it is on disk. Collective.
+        """Start to write the checkpoint after so many steps; settle() reports when it is on disk. Collective.
 
-        The one before is to be settled. The first rank copies the state into its host's memory for it.
-        Raises: TrainingDiverged where weights, or state of the optimizer, are not finite; ReplicasDiffer.
+        The previous one must be settled. Rank 0 copies the state to host memory first.
+        Raises: TrainingDiverged if weights or optimizer state are not finite; ReplicasDiffer.
         """
         assert self._step is None
         started = awake_seconds()
@@ -85,7 +85,7 @@ class CheckpointSaver:
     def keep(
         self, copies: MemoryCopies, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]
     ) -> None:
-        """Begin to keep a copy of all as it is now in the nodes' memory. Collective. Raises: as start."""
+        """Start a copy of the present state in node memory. Collective. Raises: as start."""
         with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
             copies.keep(state, step=done, is_agreed=self._is_comparing)
 
@@ -93,16 +93,16 @@ class CheckpointSaver:
     def _state(
         self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]
     ) -> Iterator[dict[str, Any]]:
-        """Gather all that a run goes on from; it is to be copied. Collective. Raises: as start."""
+        """Return the complete state; the caller copies it. Collective. Raises: as start."""
         parts = self._parts
-        if not parts.precision.is_finite():  # the same bits, so the same verdict, on all ranks
+        if not parts.precision.is_finite():  # equal bits on all ranks give equal results
             raise TrainingDiverged(
                 f"the update of step {done} left weights that are not finite, which are not saved: lower "
                 "schedule.base_lr or lengthen schedule.warmup_epochs"
             )
         self.compare(done=done)
         if not parts.precision.has_finite(parts.optimizer.state.values()):
-            # a weight whose mean of squares is infinite gets updates of 0 for ever, by a loss that looks healthy
+            # an infinite mean of squares gives updates of 0 for ever, while the loss looks normal
             raise TrainingDiverged(
                 f"the updates up to step {done} left state of the optimizer that is not finite, which is not saved: "
                 "gradients overflowed; lower schedule.base_lr, lengthen schedule.warmup_epochs, or set "
@@ -128,9 +128,9 @@ class CheckpointSaver:
             }
 
     def settle(self, *, wait: bool) -> Saved | None:
-        """Tell of the checkpoint that was being written, once it is on disk; None without one, or not yet. Collective.
+        """Return the checkpoint that was being written if it is on disk; None if there is none or not yet. Collective.
 
-        wait: until it is. All ranks end where it is not after run.checkpoint_timeout_seconds.
+        wait: wait for it. All ranks fail if it takes longer than run.checkpoint_timeout_seconds.
         Raises: as write_on_first; CheckpointError.
         """
         if self._step is None:
@@ -148,14 +148,14 @@ class CheckpointSaver:
         return Saved(step, checkpoint_path(self._checkpoints, step=step), float(told))
 
     def close(self, exit_code: int) -> None:
-        """Let what is being written end, for LEAVE_SECONDS at most, where the run ends by a failure. Not collective."""
+        """After a failure, wait at most LEAVE_SECONDS for the checkpoint being written. Not collective."""
         if self._write and self._write.is_awaited:
-            self._parts.communicator.abort(exit_code)  # first, as the others are not to wait for it
+            self._parts.communicator.abort(exit_code)  # first: the other ranks must not wait for it
             if not self._write.ends_within(LEAVE_SECONDS):
                 self._write.abandon()
 
     def _say(self, *, wait: bool) -> str:
-        """Say on the first rank how long the write took; empty where it has not ended. Raises: what it raised."""
+        """On rank 0 return how long the write took; "" if it has not ended. Raises: the write's error."""
         write, limit = self._write, self._config.run.checkpoint_timeout_seconds
         assert write is not None
         assert self._step is not None

@@ -1,4 +1,4 @@
-"""What a run says of itself: its introduction, what came out, and hints on what would make it faster."""
+"""A run's introduction, its summary, and hints for a faster run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -31,7 +31,7 @@ NO_WAITS = "steps are replayed as CUDA graphs, which do not tell what ranks wait
 def introduction(
     config: Config, parts: Parts, *, plan: Plan, num_train: int, num_val: int, placement: Sequence[str]
 ) -> list[str]:
-    """Return what to say before the first step. placement: how the process is bound, what lies where."""
+    """Return the lines before the first step. placement: bindings of the process, and where data lies."""
     batch, communicator, precision = config.batch, parts.communicator, config.optimizer.precision
     why = communicator.why if communicator.world_size > 1 and not config.optimizer.sharded else ""
     if why and communicator.calibration and not config.run.reproducible:
@@ -61,7 +61,7 @@ def introduction(
 
 
 def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_val: int) -> dict[str, Any]:
-    """Describe what the config does not tell of a job."""
+    """Return facts about the job that the config does not state."""
     return {
         "world_size": communicator.world_size,
         "device": device_name(communicator.device),
@@ -78,7 +78,7 @@ def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_
 
 
 def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
-    """Return the line that says whose updates these are, where they are not those of the job's ranks."""
+    """Return the line about virtual ranks, if the updates are not those of the job's ranks."""
     if virtual_ranks is None:
         return []
     return [
@@ -88,7 +88,7 @@ def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
 
 
 def reproducible_notes(parts: Parts) -> list[str]:
-    """Say on which grid gradients are summed, and with how many threads; nothing without run.reproducible."""
+    """Return the grid of the gradient sums and the number of threads; nothing without run.reproducible."""
     grid = parts.reducer.grid
     if grid is None:
         return []
@@ -100,7 +100,7 @@ def reproducible_notes(parts: Parts) -> list[str]:
 
 
 def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:
-    """Return what the log says of gradients that are rounded on their way around the ranks."""
+    """Return the log lines about rounding of gradients on the way between ranks."""
     communicator = parts.communicator
     note = rounding_note(
         ("native",) if is_sharded else summing_algorithms(communicator),  # the backend's own reduce-scatter
@@ -137,10 +137,10 @@ def make_summary(
     noise: Mapping[str, float | None],
     spent: Spent,
 ) -> dict[str, Any]:
-    """Return what summary.json states. seconds, rates and shares are of this process; null if it had no step to do.
+    """Return the contents of summary.json. seconds, rates and shares: of this start; null if it made no step.
 
-    skipped: bad images of all starts of the run, and why; spent, and with it hours and energy, is of all, too.
-    noise: the noise scale's figures, or nothing where none is measured.
+    skipped: bad images of all starts of the run, with the reason. spent (hours and energy): of all starts. noise:
+    figures of the noise scale, empty if it is not measured.
     """
     return {
         "top1": totals.last_evaluation["top1"],
@@ -175,7 +175,7 @@ def make_summary(
 
 
 def _sums(config: Config, communicator: Communicator) -> dict[str, str]:
-    """Return what summed the gradients, and why."""
+    """Return the algorithm that summed the gradients, and why it was chosen."""
     if config.optimizer.sharded:
         return {"algorithm": "reduce-scatter", "algorithm_why": "optimizer.sharded"}
     stated = f"comm.algorithm={config.comm.algorithm}"
@@ -186,13 +186,13 @@ def _sums(config: Config, communicator: Communicator) -> dict[str, str]:
 
 
 def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: int) -> dict[str, Any]:
-    """Return rates over all ranks, and shares of step time; None where there was nothing to measure."""
+    """Return rates over all ranks, and shares of the step time; None if nothing was measured."""
 
     def per_second(amount: float, *, without: float = 0.0) -> float | None:
         return amount / (totals.step_seconds - without) if totals.steps else None
 
     images, later = totals.steps * global_batch_size, totals.step_seconds - totals.first_report_seconds
-    # of the steps after the first report, as straggler_seconds; None or 0 where there was no other
+    # of the steps after the first report, as straggler_seconds; None or 0 if there were none
     straggled = totals.straggler_seconds / later if later else per_second(0.0)
     return {
         "images_per_second": per_second(images),
@@ -208,7 +208,7 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
 def make_hints(
     totals: Totals, config: Config, *, measured: MeasuredInput | None, host_of: Callable[[int], str]
 ) -> list[str]:
-    """Return what would make a run faster that images or slow ranks slow down; nothing where no step was done."""
+    """Return hints for a run that waits for images or slow ranks; none if it made no step."""
     if not totals.steps:
         return []
     found = speed(totals, measured, global_batch_size=config.batch.global_batch_size)
@@ -222,7 +222,7 @@ def make_hints(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the CPU with the threads that a rank uses."""
+    """Return the GPU's name, or the CPU and the threads of a rank."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({torch.get_num_threads()} threads a rank)"

@@ -1,4 +1,4 @@
-"""What decides in which order gradients are summed over ranks, and so how sums are rounded, as checkpoints keep it."""
+"""Facts that decide the order of gradient sums over ranks, and so their rounding; kept in checkpoints."""
 
 import hashlib
 import json
@@ -10,18 +10,18 @@ from bigbatch.comm.gradients.fusion import FusionPlan
 from bigbatch.comm.rendezvous.topology import Topology
 
 BY_NODE = {"native", "hierarchical", "sharded"}
-"""Algorithms whose sums may go by who shares a node; the others' go by the ranks' order alone."""
+"""Algorithms whose order of summation depends on the nodes; the others depend on the order of ranks only."""
 
 
 def summing_algorithms(communicator: Communicator) -> Sequence[str]:
-    """Name what sums the buffers: each algorithm of the hybrid's table, or the one."""
+    """Return the algorithms that sum the buffers: one, or each of the hybrid's table."""
     if communicator.algorithm == "hybrid" and communicator.table:
         return communicator.table.algorithms
     return (communicator.algorithm,)
 
 
 def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: bool) -> dict[str, str]:
-    """Describe it in short texts; the table and the plan by digests. One rank sums nothing."""
+    """Return these facts as short texts; table and plan as digests. Empty for one rank."""
     if communicator.world_size == 1:
         return {"ranks": "1"}
     names = {*summing_algorithms(communicator), *(["native"] if is_sharded else [])}
@@ -29,7 +29,7 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
     if algorithm == "hybrid" and communicator.table:
         algorithm = f"hybrid by table {_digest(json.dumps(communicator.table.as_rows()))}"
     if is_sharded:
-        algorithm = f"reduce-scatter, {algorithm} beside"  # which sums the statistics
+        algorithm = f"reduce-scatter, {algorithm} beside"  # it sums the statistics
     if names & summed_by_library(communicator.backend):
         algorithm = f"{algorithm} over {communicator.backend.name}"
     return {
@@ -41,7 +41,7 @@ def describe_sums(communicator: Communicator, plan: FusionPlan, *, is_sharded: b
 
 
 def _describe_nodes(topology: Topology, *, is_by_node: bool) -> str:
-    """Describe which ranks share a node as far as it counts: a ring only goes node by node."""
+    """Return which ranks share a node, as far as the algorithms depend on it."""
     is_scattered = list(topology.ring) != sorted(topology.ring)
     if not is_by_node and not is_scattered:
         return "any"
@@ -51,12 +51,12 @@ def _describe_nodes(topology: Topology, *, is_by_node: bool) -> str:
 
 
 def sums_notes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Say where sums go another way than in the checkpoint, as describe_sums told; nothing of one that does not tell.
+    """Return the differences from the checkpoint's facts; none if it has no facts.
 
-    One rank tells of nothing but their number.
+    For one rank only the number of ranks is compared.
     """
     changed = [key for key in now if key in before and before[key] != now[key]]
-    if {"ranks", "algorithm"} & set(changed):  # with which nodes come to count, or are others
+    if {"ranks", "algorithm"} & set(changed):  # then the nodes matter, or differ
         changed = [key for key in changed if key != "nodes"]
     if not changed:
         return []

@@ -1,4 +1,4 @@
-"""Weights out of checkpoints and files, ours and others', into a model. Nothing in them is executed."""
+"""Load weights from checkpoints and files, also foreign ones, into a model, without executing code from them."""
 
 import errno
 import hashlib
@@ -27,28 +27,28 @@ from bigbatch.trainer.run.class_names import kept_names, require_names
 from bigbatch.trainer.step.ema import evaluated_weights
 
 OF_THE_START = ("model.options.zero_gamma", "model.options.whitening_eps")
-"""Options of a model that say how weights start, and not what they mean."""
+"""Model options that affect only the initialization."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Describes what weights gave a model."""
+    """Result of loading weights into a model."""
 
     told: str
-    """What was taken, if only a part was, or the loss scale beside it; else empty."""
+    """What was loaded, if only a part, or the loss scale beside it; else empty."""
     has_head: bool
-    """The last layer is theirs."""
+    """Whether the last layer was loaded."""
     classes: tuple[str, ...] | None
-    """Names of what that layer tells apart, if it is theirs and they keep names."""
+    """Class names of that layer, if it was loaded and the file has names."""
 
 
 def load_weights_(
     model: nn.Module, path: Path, *, config: Config, new_head: bool = False, partial: Sequence[str] | None = None
 ) -> Taken:
-    """Copy the weights in path, a checkpoint folder, a file or torchvision:NAME or timm:NAME, into a model of config.
+    """Copy the weights in path (a checkpoint folder, a file, torchvision:NAME or timm:NAME) into a model of config.
 
-    new_head: all but the last layer, which stays as it is. partial: only what these patterns name.
-    Raises: CheckpointError where it is not readable, holds no weights, or those of another model.
+    new_head: keep the model's last layer. partial: load only names that match these patterns.
+    Raises: CheckpointError if it is not readable, has no weights, or those of another model.
     """
     state = _read(path)
     scale = _apex_scale(state)
@@ -80,7 +80,7 @@ def load_weights_(
 
 
 def _apex_scale(state: Any) -> float | None:
-    """Return the loss scale that apex.amp put into a checkpoint; None if it holds none."""
+    """Return the loss scale of apex.amp in a checkpoint; None if there is none."""
     try:
         return float(state["amp"]["loss_scaler0"]["loss_scale"])
     except (KeyError, IndexError, TypeError, ValueError):
@@ -88,7 +88,7 @@ def _apex_scale(state: Any) -> float | None:
 
 
 def digest(model: nn.Module) -> str:
-    """Return the digest of all weights and buffers: ranks compare what they read."""
+    """Return a digest of all weights and buffers, which ranks compare."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
         found.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -109,7 +109,7 @@ def _read(path: Path) -> Any:
 
 
 def _read_file(path: Path) -> Any:
-    if path.exists() and not path.is_file():  # a pipe that nobody writes to would never open
+    if path.exists() and not path.is_file():  # a named pipe without a writer would never open
         raise _unreadable(path, OSError(errno.EINVAL, "it is no plain file"))
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
@@ -117,11 +117,11 @@ def _read_file(path: Path) -> Any:
         return _load(path)
     except (OSError, EOFError, RuntimeError) as error:
         raise _unreadable(path, error) from error
-    except Exception as error:  # out of damaged bytes the unpickler may raise anything, such as KeyError(48)
+    except Exception as error:  # for damaged bytes the unpickler may raise anything, such as KeyError(48)
         state = _read_beside_objects(path)
         if state is not None:
             return state
-        if code := re.search(r"GLOBAL (\S+)", str(error)):  # the line that matters on torch.load's page
+        if code := re.search(r"GLOBAL (\S+)", str(error)):  # the important line of torch.load's message
             why = (
                 f"it holds code ({code[1]}), which is not executed, beside or instead of weights: save those alone, "
                 "with torch.save(model.state_dict(), FILE)"
@@ -134,12 +134,12 @@ def _read_file(path: Path) -> Any:
 def _load(path: Path, *, stand_in_for: Sequence[str] = ()) -> Any:
     stand_ins: list[Any] = [(_StandIn, name) for name in stand_in_for]
     with warnings.catch_warnings(), torch.serialization.safe_globals(stand_ins):
-        warnings.simplefilter("ignore")  # of pickle's protocols: what comes of the file is said by the caller
+        warnings.simplefilter("ignore")  # about pickle protocols: the caller reports the result
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
 class _StandIn:
-    """Takes the place of any object in a file that is no tensor, text, number or collection of these."""
+    """Stand-in for any object in a file that is not a tensor, text, number or collection of these."""
 
     def __new__(cls, *_: object) -> "_StandIn":
         return super().__new__(cls)
@@ -149,13 +149,13 @@ class _StandIn:
 
 
 def _read_beside_objects(path: Path) -> Any:
-    """Read a file in which objects lie beside the weights, such as an argparse.Namespace; None if there are no weights.
+    """Read a file with objects beside the weights, such as an argparse.Namespace; None if there are no weights.
 
-    No code of such objects is imported or executed: a stand-in takes the place of whatever the file names.
+    Does not import or execute their code: a stand-in replaces each object.
     """
     try:
         state = _load(path, stand_in_for=torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # the caller tells what torch.load said before
+    except Exception:  # the caller reports torch.load's error
         return None
     return state if holds_weights(state) else None
 
@@ -173,7 +173,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _exported_names(path: Path) -> Sequence[str] | None:
-    """Return the class names in a file that export wrote; not checked."""
+    """Return the class names in an exported file; not checked."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -188,15 +188,15 @@ def _exported_names(path: Path) -> Sequence[str] | None:
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path, *, facts: Mapping[str, Any]) -> None:
-    """Write contiguous tensors that share no memory, and facts, in JSON each, as the file's metadata.
+    """Write contiguous tensors that share no memory; facts, in JSON each, become the file's metadata.
 
     Raises: ImportError without safetensors; OSError.
     """
     from safetensors.torch import save
 
-    # format: by which transformers and others tell whose tensors these are
+    # format: transformers and others read the framework from it
     metadata = {name: json.dumps(fact) for name, fact in facts.items()} | {"format": "pt"}
-    # save_file would put a file of its own, with other permissions, in the place of this one
+    # save_file would replace this file by one with other permissions
     write_whole(path, save(dict(state), metadata=metadata))
 
 
@@ -210,15 +210,15 @@ def _is_ours(state: object) -> bool:
 
 
 def require_same_model(text: str, config: Config, *, source: str, is_partial: bool = False) -> None:
-    """Raise CheckpointError where source, which has weights of the config in text, is of another model than config.
+    """Raise CheckpointError if source, with weights of the config in text, is of another model than config.
 
-    is_partial: a part of them is taken, and the models may have other names, and options of other packages.
+    is_partial: only a part is loaded, so names and options of the models may differ.
     """
     values, own = read_dumped(text), read_dumped(dump_config(config))
     options = sorted({key for key in (*values, *own) if key.startswith("model.options.")} - {*OF_THE_START})
     for key in filter(OPTION_KEYS.__contains__, options) if is_partial else ("model.name", *options):
         there, here = values.get(key), own.get(key)
-        # false and null mean the same: an option that is off
+        # false and null both mean that an option is off
         if (there or None) != (here or None):
             raise CheckpointError(
                 f"{source} is of another model: {key} is {as_yaml(there)} there and {as_yaml(here)} here: set it as it "

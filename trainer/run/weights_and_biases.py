@@ -1,4 +1,4 @@
-"""Weights & Biases: the one door to wandb, which a run knocks on from a thread of its own."""
+"""Weights & Biases: the only module that uses wandb, on a thread of its own."""
 
 import secrets
 from collections.abc import Callable, Mapping
@@ -12,16 +12,16 @@ from bigbatch.errors import first_line
 from bigbatch.trainer.run.folder import RunDir
 
 REACH_SECONDS = 30.0
-"""How long wandb tries for its server, before the run is logged as offline."""
+"""How long wandb tries to reach its server before the run is logged offline."""
 CLOSE_SECONDS = 60.0
-"""How long the end of a run waits for what is still to be sent."""
+"""How long the end of a run waits for unsent data."""
 
 
 class WeightsAndBiases:
-    """Sends figures to a run of Weights & Biases, or keeps them on disk for `wandb sync`; a resumed run goes on in it.
+    """Sends figures to a run of Weights & Biases, or keeps them on disk for `wandb sync`; a resumed run continues it.
 
-    wandb is spoken to by a thread alone, so neither network nor server holds a step up. Where it cannot be reached the
-    figures are kept as with WANDB_MODE=offline, and say is told so.
+    A thread makes all calls to wandb, so neither network nor server delays a step. If the server cannot be reached, the
+    figures are kept as with WANDB_MODE=offline, and a line is printed.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class WeightsAndBiases:
         try:
             import wandb
             from wandb import init  # noqa: F401  a folder named wandb, such as it leaves behind, imports, and has none
-        except Exception as error:  # what it imports in turn may raise anything, as an older protobuf does
+        except Exception as error:  # its dependencies may raise anything at import, for example an older protobuf
             raise ImportError(f"it cannot be imported, {first_line(error)}: pip install 'bigbatch[wandb]'") from error
         self._wandb: Any = wandb
         self._rundir = rundir
-        rundir.make_folder(rundir.path / "wandb")  # in which wandb keeps its own files
+        rundir.make_folder(rundir.path / "wandb")  # for wandb's own files
         self._arguments = {
             "project": "bigbatch",
             "name": rundir.path.name,
@@ -60,17 +60,17 @@ class WeightsAndBiases:
     def _speak(self) -> None:
         try:
             run = self._open()
-            # steps of our own count: a resumed run may do some again, and wandb's own never go back
+            # our own step count: a resumed run repeats steps, and wandb's own count cannot go back
             run.define_metric("*", step_metric="step")
             while (figures := self._figures.get()) is not None:
                 run.log(figures)
             run.finish()
-        except BaseException as error:  # SystemExit, too, would end this thread alone
+        except BaseException as error:  # SystemExit, too, would end only this thread
             self._error = error
 
     def _open(self) -> Any:
         wandb = self._wandb
-        # quiet, or it would ask a terminal for a key, and take standard output over
+        # quiet: otherwise it would ask for a key on the terminal and replace standard output
         settings = wandb.Settings(console="off", silent=True, init_timeout=REACH_SECONDS)
         wandb.setup(settings)
         is_offline = self._arguments.get("mode") == "offline"
@@ -80,19 +80,19 @@ class WeightsAndBiases:
             if is_offline:
                 raise
             self._news.append(f"wandb cannot be reached ({first_line(error)}): the run goes on, logged as offline")
-            # by a new id: wandb takes the other one for in use
+            # a new id: wandb considers the other one in use
             offline = {**self._arguments, "mode": "offline", "id": _run_id(self._rundir, is_new=True)}
             run = wandb.init(**offline, settings=settings)
         self._news.append(f"wandb: {_where(run)}")
         return run
 
     def write(self, kind: str, step: int, figures: Mapping[str, float]) -> None:
-        """Hand the figures to the thread. Raises: RuntimeError with what that has met."""
+        """Pass the figures to the thread. Raises: RuntimeError with the thread's error."""
         self._tell()
         self._figures.put({"step": step, **{f"{kind}/{name}": value for name, value in figures.items()}})
 
     def close(self) -> None:
-        """Wait until all is sent, at most CLOSE_SECONDS. Raises: RuntimeError of what the thread met; TimeoutError."""
+        """Wait until all is sent, at most CLOSE_SECONDS. Raises: RuntimeError with the thread's error; TimeoutError."""
         self._figures.put(None)
         self._thread.join(CLOSE_SECONDS)
         self._tell()
@@ -100,7 +100,7 @@ class WeightsAndBiases:
             raise TimeoutError(f"it has not sent all of its records {CLOSE_SECONDS:g} s after the run's end")
 
     def _tell(self) -> None:
-        """Say what is new, by the run's own thread: the terminal is its."""
+        """Print news on the run's main thread, which owns the terminal."""
         while self._news:
             self._say(self._news.pop(0))
         if self._error:
@@ -108,7 +108,7 @@ class WeightsAndBiases:
 
 
 def _where(run: Any) -> str:
-    """Say where the records go."""
+    """Print where the records go."""
     if run.disabled:
         return "disabled, as WANDB_MODE tells: nothing is kept or sent"
     return f"run {run.id} " + (
@@ -117,7 +117,7 @@ def _where(run: Any) -> str:
 
 
 def _run_id(rundir: RunDir, *, is_new: bool) -> str:
-    """Return the name that wandb knows the run by, which the run folder keeps."""
+    """Return the run's id in wandb, which the run folder keeps."""
     path = rundir.wandb_id
     if not is_new and path.is_file() and (kept := path.read_text().strip()).isalnum():
         return kept

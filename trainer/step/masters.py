@@ -43,7 +43,7 @@ class Weights(Protocol):
         ...
 
     def is_finite(self) -> bool:
-        """Tell whether every weight is finite: the same verdict on all ranks. Waits for the device."""
+        """Return whether every weight is finite: the same verdict on all ranks. Waits for the device."""
         ...
 
     def whole(self) -> dict[str, Tensor]:

@@ -40,15 +40,15 @@ class Plan:
     memory_every_steps: int = 0
 
     def is_evaluation(self, done: int) -> bool:
-        """Tell whether an evaluation is due after so many steps."""
+        """Return whether an evaluation is due after so many steps."""
         return done % self.eval_every_steps == self.eval_offset_steps or done == self.num_steps
 
     def is_checkpoint(self, done: int) -> bool:
-        """Tell whether a checkpoint is due after so many steps, whether or not one is evaluated there."""
+        """Return whether a checkpoint is due after so many steps, whether or not one is evaluated there."""
         return self.checkpoint_every_steps > 0 and done % self.checkpoint_every_steps == 0
 
     def is_report(self, done: int) -> bool:
-        """Tell whether a report is due after so many steps; a stop makes one that is not."""
+        """Return whether a report is due after so many steps; a stop makes one that is not."""
         return self.is_evaluation(done) or self.is_checkpoint(done) or done % self.log_every_steps == 0
 
     def ending_at_once(self) -> "Plan":
@@ -102,5 +102,5 @@ class Parts:
 
 
 def is_passed(every: int, done: int, *, since: int) -> bool:
-    """Tell whether a multiple of every, unless that is 0, lies after since, the last report, and up to done."""
+    """Return whether a multiple of every, unless that is 0, lies after since, the last report, and up to done."""
     return every > 0 and done // every > since // every

@@ -120,7 +120,7 @@ class Precision:
 
     @property
     def skips_overflow(self) -> bool:
-        """Tell whether an update with non-finite gradients is skipped, and the loss scale lowered."""
+        """Return whether an update with non-finite gradients is skipped, and the loss scale lowered."""
         return self._scale is not None
 
     def _total_norm(self) -> Tensor:
@@ -156,11 +156,11 @@ class Precision:
             self._scale.require_progress(done, is_last=is_last)
 
     def is_finite(self) -> bool:
-        """Tell whether every weight is finite. Waits for the device."""
+        """Return whether every weight is finite. Waits for the device."""
         return self.weights.is_finite()
 
     def has_finite(self, state: Iterable[Mapping[str, Any]]) -> bool:
-        """Tell whether what an optimizer keeps of each master is finite, on any rank. Collective; as is_finite."""
+        """Return whether what an optimizer keeps of each master is finite, on any rank. Collective; as is_finite."""
         tensors = [value for kept in state for value in kept.values() if isinstance(value, Tensor)]
         is_odd = not all(bool(tensor.isfinite().all()) for tensor in tensors)
         odd_1 = torch.full((1,), float(is_odd), dtype=torch.float64, device=self._device)

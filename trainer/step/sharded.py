@@ -235,7 +235,7 @@ class ShardedWeights:
         return self._communicator.sum_(counts_N, label="all-reduce of counts")
 
     def is_finite(self) -> bool:
-        """Tell whether every element of the masters is finite, on any rank. Collective."""
+        """Return whether every element of the masters is finite, on any rank. Collective."""
         odd_N = torch.stack([~full_M.isfinite().all() for full_M in self._full])
         return not self.sum_parts(odd_N.double()).any()
 

@@ -65,7 +65,7 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        """Tell whether this rank was asked to stop."""
+        """Return whether this rank was asked to stop."""
         return self.signal_name is not None
 
     @property

@@ -31,7 +31,7 @@ class Target:
         return known[0] if len(known) == 1 else known[0] / known[1]
 
     def is_met(self, value: float) -> bool:
-        """Tell whether a value meets the target."""
+        """Return whether a value meets the target."""
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
     @property

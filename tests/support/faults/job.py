@@ -160,12 +160,12 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether all of its ranks have."""
+        """Return whether all of its ranks have."""
         return all(rank.ended is not None for rank in self.ranks)
 
     @property
     def is_for_the_launcher(self) -> bool:
-        """Tell whether the rank that was struck can end in no other way than by its launcher."""
+        """Return whether the rank that was struck can end in no other way than by its launcher."""
         return self.fault is not None and KINDS[self.fault.kind].never_ends
 
     @property
@@ -205,7 +205,7 @@ class Job:
         return found
 
     def is_listening(self) -> bool:
-        """Tell whether the port of this machine at which the ranks met is still taken."""
+        """Return whether the port of this machine at which the ranks met is still taken."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -50,7 +50,7 @@ class Kind:
 
     @property
     def needs_namespaces(self) -> bool:
-        """Tell whether it can only be where nodes can be emulated."""
+        """Return whether it can only be where nodes can be emulated."""
         return self.needs_nodes or self.needs_mounts
 
 

@@ -173,7 +173,7 @@ class DaliDecoder:
 
 
 def is_installed() -> bool:
-    """Tell whether DALI can be imported, without importing it."""
+    """Return whether DALI can be imported, without importing it."""
     # find_spec imports the packages around the one that it looks for
     return find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None
 

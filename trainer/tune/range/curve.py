@@ -55,7 +55,7 @@ class SmoothedLoss:
         return mean
 
     def has_exploded(self, mean: float) -> bool:
-        """Tell whether the loss is too large to come back."""
+        """Return whether the loss is too large to come back."""
         # not ">": a NaN has exploded, too
         return not mean <= EXPLODED * self.lowest
 
