@@ -51,7 +51,7 @@ def write_ablation(folder: Path, *, steps: dict[str, dict[str, Any]], **changes:
 
 def test_ablation_goes_on_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    forms = {"fp32": [], "bf16, folded": ["--optimizer.precision=bf16", "--fold"]}
+    forms = {"bf16, folded": ["--optimizer.precision=bf16", "--fold"]}
     command = ["sweep", write_ablation(tmp_path, steps=STEPS, inference=forms), "--folder", str(out), "--epochs", "2"]
     assert main([*command, "--only", "whitening"]) == 0
     assert "3 points, 1 to run" in capsys.readouterr().out
