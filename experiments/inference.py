@@ -9,7 +9,7 @@ from pathlib import Path
 from bigbatch.errors import printable
 from bigbatch.experiments.engine.engine import run_command
 from bigbatch.experiments.engine.folder import DONE, SweepFolder, state_of
-from bigbatch.experiments.engine.plan import CASE, Plan
+from bigbatch.experiments.engine.plan import CASE, SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import GAINS, gains
 from bigbatch.files import parse_json, read_plain
@@ -55,7 +55,7 @@ class Inference:
         return [Table(f"Inference with what {self.case or 'the sweep'} trained", head, tuple(rows))]
 
 
-def measure(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> Inference | None:
+def measure(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> Inference | None:
     """Evaluate the runs of the last case that has any, if not done yet; None if there is nothing to do.
 
     Forms take turns on each run. Raises: Interrupted; RunFolderError.

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bigbatch.errors import print_line
 from bigbatch.experiments.engine.folder import DONE, MISSING, SweepFolder, read_state, read_summary
-from bigbatch.experiments.engine.plan import BATCH, RANKS, Plan, describe_values
+from bigbatch.experiments.engine.plan import BATCH, RANKS, SweepPlan, describe_values
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.report.compare import short, shown
 from bigbatch.launch.tables import shown_text
@@ -67,7 +67,7 @@ def outcome(folder: SweepFolder, state: dict[str, Any]) -> str:
     return ", ".join([*told, *([f"{rate:,.0f} images/s"] if rate else [])]) or "done"
 
 
-def print_table(plan: Plan, folder: SweepFolder, points: Sequence[Point]) -> None:
+def print_table(plan: SweepPlan, folder: SweepFolder, points: Sequence[Point]) -> None:
     """Print what each case changes, all points, and their outcome; without rules, as there may be thousands."""
     for name, changes in plan.cases.items():
         print_line(f"{name}: {describe_values(changes) or 'no change'}")

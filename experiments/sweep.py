@@ -25,7 +25,7 @@ from bigbatch.experiments.engine.folder import (
     to_run,
 )
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays, check_launch, point_command
-from bigbatch.experiments.engine.plan import CASE, PLACES, Plan, packaged_sweeps, read_plan
+from bigbatch.experiments.engine.plan import CASE, PLACES, SweepPlan, packaged_sweeps, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
 from bigbatch.experiments.engine.slurm import find_submitted, submit_points, wait_for_points
 from bigbatch.experiments.inference import measure
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[Plan, Path]:
+def _read(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[SweepPlan, Path]:
     """Return the plan and its folder. Raises: ConfigError."""
     path, folder, known = Path(arguments.sweep), arguments.folder, packaged_sweeps()
     if path.is_dir() and (path / "sweep.yaml").is_file():
@@ -159,7 +159,7 @@ def _choose(points: Sequence[Point], text: str, *, option: str) -> list[Point]:
     return [point for point in points if point.number in numbers]
 
 
-def _print_commands(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
+def _print_commands(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> None:
     if not points:
         print_line("nothing would run")
     if plan.where != "slurm":
@@ -172,7 +172,7 @@ def _print_commands(plan: Plan, points: Sequence[Point], folder: SweepFolder) ->
 
 
 def _run(
-    plan: Plan,
+    plan: SweepPlan,
     to_come: Sequence[Point],
     folder: SweepFolder,
     *,

@@ -12,7 +12,7 @@ from bigbatch.errors import JobRefused, LaunchOptionError, or_nearest, print_lin
 from bigbatch.exit_codes import UNFIT
 from bigbatch.launch.emulate import subcommands as emulate
 from bigbatch.launch.jobs.check import check_job, require_taken
-from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import choose_launcher, preflight_command, write_hostfile
 from bigbatch.launch.jobs.options import JOB_OPTIONS, PYTHON_HELP, job_options, read_job
 from bigbatch.launch.jobs.site import apply_site
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 def _start(launcher: Launcher, arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
     # counting GPUs takes time: only if no number is stated
     default_ranks = launcher.count_ranks() if arguments.ranks is None and arguments.device is None else 1
-    with Findings() as findings:
+    with Problems() as findings:
         findings.ask(_apply_site, arguments, launcher)
         job = read_job(arguments, command, findings=findings, default_ranks=default_ranks, is_python=arguments.python)
         environ = without_identity(keep={name for name, _ in job.taken})
@@ -101,7 +101,7 @@ def _preflight(arguments: argparse.Namespace, command: tuple[str, ...]) -> int:
                 f"bigbatch launch slurm --{option} {value}"
             )
     options = () if arguments.json is None else ("--json", arguments.json)
-    with Findings() as findings:
+    with Problems() as findings:
         words = preflight_command(command, *options)
         # from the command line only: a partition in a site file does not make this a Slurm job
         launcher = choose_launcher(read_job(arguments, words, findings=findings))

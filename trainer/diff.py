@@ -45,7 +45,7 @@ Value = Tensor | int | float | str
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The records of a run that are compared."""
 
     path: Path
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     return DIFFERENT if parting or is_found else 0
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """Return the records of a run. Raises: RunFolderError if the folder has no run."""
     rundir = RunDir(path)
     try:
@@ -106,7 +106,7 @@ def read_run(path: Path) -> Run:
             digests[int(record["step"])] = record
         elif record["kind"] == "start":
             job = found if isinstance(found := record.get("job"), dict) else {}
-    return Run(path, digests, job, config)
+    return RecordedRun(path, digests, job, config)
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:
@@ -127,7 +127,7 @@ def _are_numbers(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(each, int) and abs(each) < 1 << 63 for each in values)
 
 
-def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
+def find_parting(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Parting | None:
     """Return the first difference among these steps; None if there is none.
 
     Raises: RunFolderError if they digested other tensors.
@@ -161,7 +161,7 @@ def find_parting(a: Run, b: Run, *, steps: Sequence[int]) -> Parting | None:
     return None
 
 
-def _require_same_names(a: Run, b: Run, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def _require_same_names(a: RecordedRun, b: RecordedRun, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     if odd := one.keys() ^ other.keys():
         raise RunFolderError(f"{a.path} and {b.path} are of other models or optimizers: only one has {min(odd)}")
 
@@ -177,7 +177,7 @@ def _pairs(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, phase: str) ->
     return {name: (one.get(name, none), other.get(name, none)) for name in names}
 
 
-def not_compared(a: Run, b: Run, *, steps: Sequence[int]) -> Iterator[str]:
+def not_compared(a: RecordedRun, b: RecordedRun, *, steps: Sequence[int]) -> Iterator[str]:
     """Return a line on what only one run recorded, judged by the first of these steps."""
     if not steps:
         return
@@ -199,7 +199,7 @@ def not_compared(a: Run, b: Run, *, steps: Sequence[int]) -> Iterator[str]:
                     yield f"not compared: {phase} of {listed(names)}, which {run.path} alone recorded"
 
 
-def describe_values(a: Run, b: Run, parting: Parting) -> Iterator[str]:
+def describe_values(a: RecordedRun, b: RecordedRun, parting: Parting) -> Iterator[str]:
     """Describe the first differing element of the parting's tensors that both runs kept (run.digest_values).
 
     Say how it is kept where none is. Raises: CheckpointError for files that are not whole.
@@ -217,7 +217,7 @@ def describe_values(a: Run, b: Run, parting: Parting) -> Iterator[str]:
     yield f"to see its elements: train both again with --run.digest_values '[{parting.names[0]}]'"
 
 
-def _values_of(run: Run, parting: Parting, microbatch: int) -> dict[str, list[Tensor]]:
+def _values_of(run: RecordedRun, parting: Parting, microbatch: int) -> dict[str, list[Tensor]]:
     """Return a run's kept tensors of a phase and a microbatch: name -> tensors in order of a layer's outputs."""
     is_summed = parting.phase == SUMMED  # which the first rank keeps
     rank = 0 if is_summed else run.digests[parting.step]["ranks"][microbatch]
@@ -233,7 +233,7 @@ def _values_of(run: Run, parting: Parting, microbatch: int) -> dict[str, list[Te
     return found
 
 
-def show_elements(a: Run, b: Run, *, from_step: int) -> bool | None:
+def show_elements(a: RecordedRun, b: RecordedRun, *, from_step: int) -> bool | None:
     """Print the first differing element of the first common checkpoints from there on; return whether there is one.
 
     None without such checkpoints.

@@ -23,7 +23,7 @@ from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.owner import Owner, owning
 from bigbatch.trainer.step.stop_request import leave_stopped
-from bigbatch.trainer.training_run import Job, TrainingRun
+from bigbatch.trainer.training_run import JoinedRank, TrainingRun
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,17 +47,17 @@ def main(argv: Sequence[str]) -> int:
     return leave_stopped(env) if summary is None else 0
 
 
-def join(config: Config, env: ProcessEnv) -> Job:
+def join(config: Config, env: ProcessEnv) -> JoinedRank:
     """Meet the other ranks. Collective. Raises: ConfigError; CommError; TunedError."""
     bound = bind_rank(config, env)
     kept = RunDir(Path(config.run.directory)).calibration
     communicator, tuned = join_job(config, env, kept_calibration=kept)
-    return Job(communicator, env, tuned, bound)
+    return JoinedRank(communicator, env, tuned, bound)
 
 
 def lead(
     config: Config,
-    job: Job,
+    job: JoinedRank,
     *,
     hooks: TrainingHooks | None = None,
     is_dry_run: bool = False,

@@ -44,7 +44,7 @@ from bigbatch.trainer.training_loop import TrainingLoop
 
 
 @dataclass(frozen=True)
-class Job:
+class JoinedRank:
     """State of a rank before it builds a run."""
 
     communicator: Communicator
@@ -61,7 +61,9 @@ class Job:
 class TrainingRun:
     """Controls one run from start to end: files on the first rank, collectives on all."""
 
-    def __init__(self, config: Config, *, job: Job, owner: Owner | None, hooks: TrainingHooks, is_quiet: bool) -> None:
+    def __init__(
+        self, config: Config, *, job: JoinedRank, owner: Owner | None, hooks: TrainingHooks, is_quiet: bool
+    ) -> None:
         communicator = job.communicator
         self.config = config
         self.communicator = communicator

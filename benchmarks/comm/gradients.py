@@ -30,7 +30,7 @@ from benchmarks.comm.job import Job, run_rank
 from benchmarks.comm.tuning import DEFAULT_ALGORITHM, TUNED_WIRES, describe_tuned, make_reducer, tune_each
 from benchmarks.comm.turns import Contestant, describe_repetitions, nothing, take_turns
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
-from bigbatch.comm.measure.tune import Findings
+from bigbatch.comm.measure.tune import TuneResults
 
 CONTESTANTS = ("ours tuned", "ours fp16", "ours", "ddp", "ddp fp16", "ddp with our hook", "horovod")
 WIRES = {**TUNED_WIRES, "ddp fp16": "float16"}
@@ -136,7 +136,7 @@ def make_contestant(
     name: str,
     model: CostlessModel,
     *,
-    tuned: Mapping[str, Findings],
+    tuned: Mapping[str, TuneResults],
     horovod: Any,
     wrong: dict[str, int],
 ) -> Contestant:
@@ -161,7 +161,7 @@ def _sum_of_weights(job: Job) -> float:
     return world_size * (world_size + 1) / 2
 
 
-def _ours_step(job: Job, name: str, model: CostlessModel, tuned: Findings | None) -> Step:
+def _ours_step(job: Job, name: str, model: CostlessModel, tuned: TuneResults | None) -> Step:
     named = dict(model.named_parameters())
     reducer = make_reducer(job, named, tuned=tuned, wire=WIRES.get(name))
     return Step(model, list(model.parameters()), reducer.wait, reducer.zero_grad, _sum_of_weights(job), model.begin)

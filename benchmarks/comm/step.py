@@ -39,7 +39,7 @@ from benchmarks.comm.tuning import TUNED_WIRES, describe_tuned, make_reducer, tu
 from benchmarks.comm.turns import Contestant, Repetition, describe_repetitions, nothing, take_turns
 from benchmarks.record import spread
 from bigbatch.comm.measure.backward import measure_backward
-from bigbatch.comm.measure.tune import Findings
+from bigbatch.comm.measure.tune import TuneResults
 from bigbatch.trainer.models import build_model
 
 CONTESTANTS = ("ours tuned", "ours", "ours fp16", "ddp", "local")
@@ -136,7 +136,7 @@ def make_real_model(job: Job, options: argparse.Namespace) -> Model:
     return Model(network, lambda net: F.cross_entropy(net(images_BCHW), labels_B))
 
 
-def tune_model(job: Job, names: Sequence[str], model: Model, *, seconds: float) -> dict[str, Findings]:
+def tune_model(job: Job, names: Sequence[str], model: Model, *, seconds: float) -> dict[str, TuneResults]:
     """Choose tables and plans for this model. Collective."""
 
     def forward() -> Tensor:
@@ -174,7 +174,7 @@ class Step:
         self.ready[index] = time.perf_counter()
 
 
-def make_step(job: Job, name: str, model: Model, *, tuned: Mapping[str, Findings]) -> Step:
+def make_step(job: Job, name: str, model: Model, *, tuned: Mapping[str, TuneResults]) -> Step:
     """Make one of CONTESTANTS over its own model. Collective."""
     network = model.network
     step = Step(model, network, list(network.parameters()), nothing, partial(network.zero_grad, set_to_none=True))

@@ -11,8 +11,8 @@ from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Times
 from bigbatch.comm.connection import make_wire
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.measure.tune import Findings, tune
-from bigbatch.comm.measure.whole_steps import Candidate
+from bigbatch.comm.measure.tune import TuneResults, tune
+from bigbatch.comm.measure.whole_steps import StepCandidate
 
 DEFAULT_ALGORITHM = "hierarchical"
 """Algorithm of the packaged experiments."""
@@ -27,9 +27,9 @@ def tune_each(
     forward: Callable[[], Tensor],
     *,
     seconds: float,
-) -> dict[str, Findings]:
+) -> dict[str, TuneResults]:
     """Tune for each contestant that needs it, with its own wire. Collective."""
-    stated, found = Candidate(HybridTable((HybridRow(None, DEFAULT_ALGORITHM),)), DEFAULT_SIZES), {}
+    stated, found = StepCandidate(HybridTable((HybridRow(None, DEFAULT_ALGORITHM),)), DEFAULT_SIZES), {}
     for name, wire in TUNED_WIRES.items():
         if name in contestants:
             communicator = job.communicator.with_algorithm(DEFAULT_ALGORITHM, wire=make_wire(wire))
@@ -40,7 +40,7 @@ def tune_each(
 
 
 def make_reducer(
-    job: Job, named_parameters: Mapping[str, nn.Parameter], *, tuned: Findings | None, wire: str | None
+    job: Job, named_parameters: Mapping[str, nn.Parameter], *, tuned: TuneResults | None, wire: str | None
 ) -> GradientReducer:
     """Make a reducer with the tuned table and plan, or with the defaults. Collective."""
     if tuned is None:
@@ -59,12 +59,12 @@ def describe_times(times: Times) -> dict[str, Any]:
     }
 
 
-def describe_tuned(tuned: Mapping[str, Findings]) -> dict[str, Any]:
+def describe_tuned(tuned: Mapping[str, TuneResults]) -> dict[str, Any]:
     """Describe each contestant that was tuned, for the record."""
     return {name: _describe(findings) for name, findings in tuned.items()}
 
 
-def _describe(tuned: Findings) -> dict[str, Any]:
+def _describe(tuned: TuneResults) -> dict[str, Any]:
     return {
         "table": str(tuned.chosen.table),
         "sizes": dataclasses.asdict(tuned.chosen.sizes),

@@ -33,7 +33,7 @@ from bigbatch.launch.emulate.plan import parse_rate
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE, DEFAULTS
 from bigbatch.launch.simulate.network import Network
 from bigbatch.launch.simulate.shapes import ModelShape, shape_of
-from bigbatch.launch.simulate.step import Compute, Job
+from bigbatch.launch.simulate.step import Compute, SimulatedJob
 from bigbatch.launch.simulate.traffic import Traffic
 from bigbatch.trainer.config.sections import ModelConfig
 
@@ -122,7 +122,7 @@ def simulated_seconds(
         links.across_share * rate / 8,
         constants=constants,
     )
-    job = Job(shape, network, SIZES, algorithm=algorithm)
+    job = SimulatedJob(shape, network, SIZES, algorithm=algorithm)
     return job.simulate(Compute(computing, 0.0), 1).seconds
 
 

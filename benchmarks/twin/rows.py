@@ -13,7 +13,7 @@ from bigbatch.errors import SimulationError, first_line
 from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
 from bigbatch.launch.simulate.network import Carrier, Network
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
-from bigbatch.launch.simulate.step import Fusion, InCycles, InGroups, Job
+from bigbatch.launch.simulate.step import Fusion, InCycles, InGroups, SimulatedJob
 from bigbatch.numbers import decimal
 
 NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "model")
@@ -197,9 +197,9 @@ class Row:
             return constants.eager_seconds_per_tensor
         return constants.graph_seconds_per_tensor if version >= (2, 17) else constants.seconds_per_tensor
 
-    def job(self, constants: Constants = DEFAULTS) -> Job:
+    def job(self, constants: Constants = DEFAULTS) -> SimulatedJob:
         """Return the job of one of its steps."""
-        return Job(self.shape, self._network(constants), self.fusion, element_bytes=self.element_bytes)
+        return SimulatedJob(self.shape, self._network(constants), self.fusion, element_bytes=self.element_bytes)
 
     def _network(self, constants: Constants) -> Network:
         per_node = max(1, self.num_devices // self.num_nodes)

@@ -74,7 +74,7 @@ class HybridTable:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTimes:
     """Repeated times of one algorithm at one size, in seconds."""
 
     seconds: tuple[float, ...]
@@ -107,7 +107,7 @@ class Measured:
         return 2 * 1.253 * (high - low) / 1.349 / math.sqrt(len(self.seconds)) / self.median
 
 
-Times = Mapping[int, Mapping[str, Measured]]
+Times = Mapping[int, Mapping[str, MeasuredTimes]]
 """Size in bytes -> algorithm -> its times."""
 
 
@@ -131,7 +131,10 @@ def make_hybrid(times: Times) -> HybridTable:
 
 
 def _crossing(
-    smaller: tuple[int, Mapping[str, Measured]], larger: tuple[int, Mapping[str, Measured]], first: str, second: str
+    smaller: tuple[int, Mapping[str, MeasuredTimes]],
+    larger: tuple[int, Mapping[str, MeasuredTimes]],
+    first: str,
+    second: str,
 ) -> int:
     """Return the size from which second is faster than first: the ratio of their times is a power of the size.
 
@@ -148,7 +151,7 @@ def _crossing(
     return min(max(round(a * (b / a) ** share), a), b - 1)
 
 
-def _near_best(at_size: Mapping[str, Measured]) -> dict[str, float]:
+def _near_best(at_size: Mapping[str, MeasuredTimes]) -> dict[str, float]:
     """Name the algorithms as good as the best one, and how much slower each is."""
     best = min(at_size, key=lambda name: at_size[name].median)
     losses = {name: measured.median / at_size[best].median - 1 for name, measured in at_size.items()}

@@ -15,7 +15,7 @@ from bigbatch.comm.connection import BACKENDS, BUFFERS, REDUCE_DTYPES, WIRE_DTYP
 from bigbatch.comm.measure import figures
 from bigbatch.comm.measure.exactness import PRECISIONS
 from bigbatch.comm.measure.plot import plot_sweep
-from bigbatch.comm.measure.report import Report, groups_text
+from bigbatch.comm.measure.report import BenchReport, groups_text
 from bigbatch.comm.measure.timing import Effort, measure_links, time_sums
 from bigbatch.comm.measure.verify import WORKING_COPIES, make_sums, verify_sizes
 from bigbatch.comm.rendezvous.environ import read_process_env
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     available = (*communicator.algorithms, *(("hybrid",) if tuned else ()))
     where = f"on {communicator.backend.name}"
     names = figures.choose_algorithms(arguments.algorithms, available=available, where=where)
-    report = Report(conditions, communicator, command=command, output=arguments.output)
+    report = BenchReport(conditions, communicator, command=command, output=arguments.output)
     if arguments.verify:
         is_right = verify_sizes(
             counts,
@@ -117,7 +117,7 @@ def _time_sizes(
     counts: Sequence[int],
     contestants: Mapping[str, Communicator],
     communicator: Communicator,
-    report: Report,
+    report: BenchReport,
     conditions: Conditions,
 ) -> bool:
     """Time each number of elements by each algorithm; return whether all sums were right. Collective."""
@@ -135,7 +135,7 @@ def _time_sizes(
     record = {"limit": asdict(limit) if limit else None}
     report.open(record, lines, columns=figures.COLUMNS, plot=arguments.plot)
     effort = Effort(arguments.repetitions, arguments.seconds_per_size)
-    rows: list[figures.Row] = []
+    rows: list[figures.BenchRow] = []
     for part_N in (tensor_N[:count] for count in counts):
         size = figures.show_bytes(part_N.nbytes)
         report.working_on(f"{size} by {', '.join(contestants)}")

@@ -26,7 +26,7 @@ SHOWN_RANKS = 4
 
 
 @dataclass(frozen=True)
-class Precision:
+class SumPrecision:
     """How fp32 numbers are summed: in fp32, over a narrower wire, or as whole numbers on Grid."""
 
     name: str
@@ -48,10 +48,10 @@ class Precision:
 PRECISIONS = {
     each.name: each
     for each in (
-        Precision("fp32"),
-        Precision("bf16-wire", "bfloat16"),
-        Precision("fp16-wire", "float16"),
-        Precision("grid", on_grid=True),
+        SumPrecision("fp32"),
+        SumPrecision("bf16-wire", "bfloat16"),
+        SumPrecision("fp16-wire", "float16"),
+        SumPrecision("grid", on_grid=True),
     )
 }
 
@@ -88,7 +88,7 @@ def grid_for(num_ranks: int) -> Grid:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ExactSums:
     """The exact sums of elements from start on."""
 
     start: int
@@ -101,7 +101,7 @@ class Reference:
     """Result that Grid must read, in fp32, to the bit."""
 
 
-def make_reference(start: int, stop: int, *, num_ranks: int, seed: int, device: torch.device) -> Reference:
+def make_reference(start: int, stop: int, *, num_ranks: int, seed: int, device: torch.device) -> ExactSums:
     """Add up the numbers of all ranks for elements start to stop."""
     exact_S, magnitude_S = torch.zeros(2, stop - start, dtype=torch.float64, device=device)
     steps_S = torch.zeros(stop - start, dtype=torch.int64, device=device)
@@ -111,10 +111,10 @@ def make_reference(start: int, stop: int, *, num_ranks: int, seed: int, device: 
         exact_S += numbers_S
         magnitude_S += numbers_S.abs()
         steps_S += (numbers_S * steps).round().to(torch.int64)
-    return Reference(start, num_ranks, exact_S, magnitude_S, steps_S.float() / steps)
+    return ExactSums(start, num_ranks, exact_S, magnitude_S, steps_S.float() / steps)
 
 
-def bound(reference: Reference, precision: Precision) -> Tensor:
+def bound(reference: ExactSums, precision: SumPrecision) -> Tensor:
     """Compute how far each sum may be from the exact one, as float64.
 
     fp32: one rounding per rank, each by 2**-24 of what it rounds, which is at most the sum of magnitudes and the
@@ -157,7 +157,7 @@ class Errors:
     """The first of them: its index, its value, the exact sum and the bound of its error."""
 
 
-def find_errors(sum_S: Tensor, reference: Reference, *, precision: Precision) -> Errors:
+def find_errors(sum_S: Tensor, reference: ExactSums, *, precision: SumPrecision) -> Errors:
     """Compare fp32 sums with the reference of the same elements."""
     exact_S, bound_S = reference.exact_S, bound(reference, precision)
     error_S = (sum_S.double() - exact_S).abs().nan_to_num_(nan=math.inf, posinf=math.inf)
@@ -235,7 +235,7 @@ class DrawnSums:
         self._first_N, self._result_N = torch.empty_like(self._own_N), torch.empty_like(self._own_N)
 
     def repeat(
-        self, communicator: Communicator, memory_N: Tensor, *, precision: Precision, pieces: int, repetitions: int
+        self, communicator: Communicator, memory_N: Tensor, *, precision: SumPrecision, pieces: int, repetitions: int
     ) -> Outcome:
         """Sum `times` times in pieces, in memory_N, of precision.dtype and one element more than the numbers.
 
@@ -272,7 +272,7 @@ class DrawnSums:
             ),
         )
 
-    def _sum(self, communicator: Communicator, memory_N: Tensor, *, precision: Precision, pieces: int) -> None:
+    def _sum(self, communicator: Communicator, memory_N: Tensor, *, precision: SumPrecision, pieces: int) -> None:
         """Sum into the result, like gradients: on the grid with one element more, which counts numbers beyond it."""
         sums_N = memory_N if precision.on_grid else memory_N[:-1]
         if precision.on_grid:
@@ -339,7 +339,7 @@ def _find_changes(changed: Mapping[int, Sequence[Sequence[int]]], *, num_ranks: 
     ]
 
 
-def _find_beyond(parts: Sequence[Errors], *, precision: Precision) -> list[str]:
+def _find_beyond(parts: Sequence[Errors], *, precision: SumPrecision) -> list[str]:
     """Return where an error exceeds its bound; on the grid, where a sum is not the only exact one."""
     found = []
     for rank, part in enumerate(parts):

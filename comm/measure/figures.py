@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.measure.cost_model import least_seconds
 from bigbatch.comm.measure.report import table_line
 from bigbatch.errors import CommError
@@ -87,7 +87,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """Figures of one algorithm at one size. GB are 1e9 bytes."""
 
     size: int
@@ -114,7 +114,7 @@ class Row:
 
 
 def make_row(
-    measured: Measured,
+    measured: MeasuredTimes,
     *,
     count: int,
     dtype: str,
@@ -122,14 +122,14 @@ def make_row(
     num_wrong: int,
     world_size: int,
     limit: Limit | None,
-) -> Row:
+) -> BenchRow:
     """Compute the figures of one measurement.
 
     Source: NVIDIA/nccl-tests, doc/PERFORMANCE.md (algbw, busbw).
     """
     size = count * ELEMENT_BYTES[dtype]
     algbw = size / measured.median / 1e9
-    return Row(
+    return BenchRow(
         size=size,
         count=count,
         type=dtype,
@@ -164,7 +164,7 @@ COLUMNS = (
 )
 
 
-def show_rows(rows: Sequence[Row]) -> list[str]:
+def show_rows(rows: Sequence[BenchRow]) -> list[str]:
     """Write the rows of one size, side by side; the fastest algorithm has a star."""
     best = min(rows, key=lambda row: row.time_us)
     return [

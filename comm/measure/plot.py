@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigbatch.colours import COLOURS
-from bigbatch.comm.measure.figures import Limit, Row, show_bytes
+from bigbatch.comm.measure.figures import BenchRow, Limit, show_bytes
 from bigbatch.files import replacing_named
 
 MARKERS = "osD^vPX"
 
 
-def plot_sweep(rows: Sequence[Row], path: Path, *, limit: Limit | None, title: str, caption: str) -> None:
+def plot_sweep(rows: Sequence[BenchRow], path: Path, *, limit: Limit | None, title: str, caption: str) -> None:
     """Draw busbw (log size) and time (both log) of each algorithm; the links' limit dashed. Format by path's suffix."""
     from matplotlib.figure import Figure
 

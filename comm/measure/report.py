@@ -32,7 +32,7 @@ def groups_text(conditions: Conditions) -> str:
     return "+".join(str(len(group)) for group in conditions.groups)
 
 
-class Report:
+class BenchReport:
     """Prints and stores rows on the first rank; does nothing on the other ranks."""
 
     def __init__(

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured, Times, make_hybrid
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, Times, make_hybrid
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.measure.timing import Effort, loops_of, slowest, time_sums, wait_for
 from bigbatch.errors import CommError
@@ -70,7 +70,7 @@ def measure_times(
     dtype: torch.dtype,
     seconds: float,
     start: float | None = None,
-    on_size: Callable[[int, Mapping[str, Measured]], None] = lambda *_: None,
+    on_size: Callable[[int, Mapping[str, MeasuredTimes]], None] = lambda *_: None,
 ) -> Times:
     """Time every algorithm at the sizes, which rise, from the largest on that fits into the time. Collective.
 
@@ -111,10 +111,10 @@ class _Sweep:
         *,
         start: float,
         seconds: float,
-        on_size: Callable[[int, Mapping[str, Measured]], None],
+        on_size: Callable[[int, Mapping[str, MeasuredTimes]], None],
     ) -> None:
         """Measure the cost of an exchange of texts. Measuring must end `seconds` after start (of time.perf_counter)."""
-        self.times: dict[int, dict[str, Measured]] = {}
+        self.times: dict[int, dict[str, MeasuredTimes]] = {}
         self._communicator, self._start, self._seconds, self._on_size = communicator, start, seconds, on_size
         before, now = (elapsed_seconds(communicator, start) for _ in range(2))
         self.exchange_seconds = now - before
@@ -187,7 +187,7 @@ class _Sweep:
                     "not train with it on this cluster"
                 )
             earlier = before[name].seconds if name in before else ()
-            before[name] = Measured((*earlier, *each.measured.seconds))
+            before[name] = MeasuredTimes((*earlier, *each.measured.seconds))
         self._on_size(size, before)
         self._exchange()
 
@@ -233,7 +233,7 @@ def next_open(times: Times, *, granularity: int) -> tuple[int, list[str]] | None
     return (size, doubts[size][1]) if doubt > MOST_NOISE else None
 
 
-def _doubt(at_size: Mapping[str, Measured]) -> tuple[float, list[str]]:
+def _doubt(at_size: Mapping[str, MeasuredTimes]) -> tuple[float, list[str]]:
     """Return the uncertainty of the choice and its contenders; 0 if it is clear, or was measured often enough."""
     best = min(at_size, key=lambda name: at_size[name].median)
     open_ones = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.communicator import Communicator
 
 LEAST_REPETITIONS = 2
@@ -43,7 +43,7 @@ class Effort:
 class Sums:
     """For one algorithm and size: the slowest rank's time of each repetition, and the count of wrong elements."""
 
-    measured: Measured
+    measured: MeasuredTimes
     num_wrong: int
 
 
@@ -107,7 +107,7 @@ def time_sums(
     found = {}
     for name in communicators:
         counts, *repetitions = zip(*(each[name] for each in everyone), strict=True)
-        found[name] = Sums(Measured(tuple(map(max, repetitions))), sum(counts))
+        found[name] = Sums(MeasuredTimes(tuple(map(max, repetitions))), sum(counts))
     return found
 
 
@@ -180,7 +180,7 @@ def count_different(tensor_N: Tensor, pattern: Sequence[int]) -> int:
 class Hops:
     """Repeated times of messages by their bytes, from the shortest to the longest."""
 
-    times: tuple[tuple[int, Measured], ...]
+    times: tuple[tuple[int, MeasuredTimes], ...]
 
     @property
     def latency_seconds(self) -> float:
@@ -230,7 +230,7 @@ def _measure_hops(communicator: Communicator, ring: Sequence[int], *, seconds: f
         time_hops(communicator, ring, num_bytes, count=1)  # connections open
         pilot = time_hops(communicator, ring, num_bytes, count=2)
         count = effort.repetitions_of(min(pilot))
-        times.append((num_bytes, Measured(tuple(time_hops(communicator, ring, num_bytes, count=count)))))
+        times.append((num_bytes, MeasuredTimes(tuple(time_hops(communicator, ring, num_bytes, count=count)))))
     return Hops(tuple(times))
 
 

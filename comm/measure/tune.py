@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.comm.algorithms.auto import choose_algorithm
-from bigbatch.comm.algorithms.hybrid import HybridTable, Measured, Times
+from bigbatch.comm.algorithms.hybrid import HybridTable, MeasuredTimes, Times
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import TensorSpec
 from bigbatch.comm.measure.backward import in_ready_order, measure_backward
@@ -17,8 +17,8 @@ from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.comm.measure.sizes import elapsed_seconds, make_table, measure_times, sizes_below
 from bigbatch.comm.measure.timing import MeasuredLinks, measure_links
 from bigbatch.comm.measure.whole_steps import (
-    Candidate,
     MeasuredStep,
+    StepCandidate,
     choose_step,
     make_candidates,
     measure_steps,
@@ -34,7 +34,7 @@ NEAR = 2.0
 
 
 @dataclass(frozen=True)
-class Findings:
+class TuneResults:
     """Results of all measurements."""
 
     links: MeasuredLinks
@@ -44,7 +44,7 @@ class Findings:
     """The gradients in the order in which they become ready."""
     fastest: HybridTable
     """Table by the medians of single sums."""
-    stated: Candidate
+    stated: StepCandidate
     """The config's own choice."""
     steps: tuple[MeasuredStep, ...] = ()
     """Whole steps, the stated candidate's first. Fewer than two if there was no time to compare any."""
@@ -55,9 +55,9 @@ class Findings:
         return choose_step(self.steps) if len(self.steps) > 1 else None
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> StepCandidate:
         """Return the choice to train with; without whole steps the fastest algorithm by size, with the stated sizes."""
-        return self.best_step.candidate if self.best_step else Candidate(self.fastest, self.stated.sizes)
+        return self.best_step.candidate if self.best_step else StepCandidate(self.fastest, self.stated.sizes)
 
 
 def tune(
@@ -65,10 +65,10 @@ def tune(
     named_parameters: Mapping[str, nn.Parameter],
     forward: Callable[[], Tensor],
     *,
-    stated: Candidate,
+    stated: StepCandidate,
     seconds: float,
     say: Callable[[str], None] = lambda line: None,
-) -> Findings:
+) -> TuneResults:
     """Measure messages, backward, sums by size, and whole steps. Collective.
 
     forward computes a new loss. stated: the base of comparisons. seconds: about how long it takes, the same on all
@@ -104,7 +104,7 @@ def tune(
     if num_bytes > max(times, default=0):
         measured = f"no sum above {max(times):,} bytes" if times else "no sum"
         say(f"  {measured} was measured in the time: give more --budget-seconds")
-    findings = Findings(links, times, backward, tuple(tensors), fastest, stated)
+    findings = TuneResults(links, times, backward, tuple(tensors), fastest, stated)
     if communicator.world_size > 1:
         steps = measure_steps(
             make_candidates(stated, fastest, tensors, algorithms=near_the_fastest(times)),
@@ -128,7 +128,7 @@ def near_the_fastest(times: Times) -> list[str]:
     return [name for name, measured in at_largest.items() if measured.median <= limit]
 
 
-def explain_choice(findings: Findings) -> list[str]:
+def explain_choice(findings: TuneResults) -> list[str]:
     """Return lines on the times of whole steps, and the choice. Pure."""
     best, stated = findings.best_step, findings.stated
     if best is None:
@@ -165,7 +165,7 @@ def explain_links(links: MeasuredLinks) -> str:
     return "messages: " + ("; ".join(parts) or "none between these ranks")
 
 
-def times_line(size: int, at_size: Mapping[str, Measured], names: Sequence[str]) -> str:
+def times_line(size: int, at_size: Mapping[str, MeasuredTimes], names: Sequence[str]) -> str:
     """Write one size, a column for each algorithm; '-' for one that was not measured."""
     best = min(at_size, key=lambda name: at_size[name].median)
     cells = {name: f"{each.median * 1e3:.3f}{'*' if name == best else ' '}" for name, each in at_size.items()}

@@ -7,9 +7,9 @@ from itertools import combinations
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import make_wire
-from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, Outcome, Precision
+from bigbatch.comm.measure.exactness import PRECISIONS, DrawnSums, Outcome, SumPrecision
 from bigbatch.comm.measure.figures import show_bytes
-from bigbatch.comm.measure.report import Report, table_line
+from bigbatch.comm.measure.report import BenchReport, table_line
 from bigbatch.errors import CommError
 
 WORKING_COPIES = 17
@@ -69,9 +69,9 @@ class VerifyRow:
 
 def verify_sizes(
     counts: Sequence[int],
-    sums: Sequence[tuple[Precision, Mapping[str, Communicator]]],
+    sums: Sequence[tuple[SumPrecision, Mapping[str, Communicator]]],
     communicator: Communicator,
-    report: Report,
+    report: BenchReport,
     *,
     pieces: Sequence[int],
     repetitions: int,
@@ -113,8 +113,12 @@ def verify_sizes(
 
 
 def make_sums(
-    communicator: Communicator, algorithms: Sequence[str], precisions: Sequence[Precision] | None, *, reduce_dtype: str
-) -> list[tuple[Precision, dict[str, Communicator]]]:
+    communicator: Communicator,
+    algorithms: Sequence[str],
+    precisions: Sequence[SumPrecision] | None,
+    *,
+    reduce_dtype: str,
+) -> list[tuple[SumPrecision, dict[str, Communicator]]]:
     """Make a communicator of each algorithm for each precision; None: all that the backend can sum. Collective.
 
     Raises: CommError for a precision that it cannot sum.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor, nn
 
-from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.fusion import FusionPlan, PlanSizes, TensorSpec
 from bigbatch.comm.gradients.reducer import GradientReducer
@@ -27,7 +27,7 @@ LEAST_GAIN = 0.002
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StepCandidate:
     """An algorithm by size, and the sizes of a fusion plan."""
 
     table: HybridTable
@@ -44,8 +44,8 @@ class Candidate:
 class MeasuredStep:
     """The slowest rank's seconds of whole steps: forward, backward, and the exposed part of the sums."""
 
-    candidate: Candidate
-    measured: Measured
+    candidate: StepCandidate
+    measured: MeasuredTimes
 
     @property
     def median(self) -> float:
@@ -59,8 +59,8 @@ class MeasuredStep:
 
 
 def make_candidates(
-    stated: Candidate, fastest: HybridTable, tensors: Sequence[TensorSpec], *, algorithms: Sequence[str]
-) -> list[Candidate]:
+    stated: StepCandidate, fastest: HybridTable, tensors: Sequence[TensorSpec], *, algorithms: Sequence[str]
+) -> list[StepCandidate]:
     """List the stated candidate, then others worth a try, the likeliest first; no two with the same plan. Pure.
 
     Buffers of BUFFER_BYTES with the fastest algorithm by size; then, beside the stated sizes, each algorithm alone: the
@@ -72,18 +72,18 @@ def make_candidates(
     middle = [size for size in buffers if size <= total / 4][-1:]
     tried = [
         stated,
-        Candidate(fastest, stated.sizes),
-        *(Candidate(fastest, PlanSizes(size, size)) for size in dict.fromkeys((*middle, *reversed(buffers)))),
-        *(Candidate(HybridTable((HybridRow(None, name),)), stated.sizes) for name in algorithms),
+        StepCandidate(fastest, stated.sizes),
+        *(StepCandidate(fastest, PlanSizes(size, size)) for size in dict.fromkeys((*middle, *reversed(buffers)))),
+        *(StepCandidate(HybridTable((HybridRow(None, name),)), stated.sizes) for name in algorithms),
     ]
-    found: dict[tuple[HybridTable, FusionPlan], Candidate] = {}
+    found: dict[tuple[HybridTable, FusionPlan], StepCandidate] = {}
     for each in tried:
         found.setdefault((each.table, each.sizes.plan(tensors)), each)
     return list(found.values())
 
 
 def measure_steps(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[StepCandidate],
     named_parameters: Mapping[str, nn.Parameter],
     forward: Callable[[], Tensor],
     communicator: Communicator,
@@ -98,7 +98,7 @@ def measure_steps(
     ones. order: in which gradients become ready. step_seconds: an estimate. Candidates for which there was no time are
     missing in the result.
     """
-    steps: dict[Candidate, MeasuredStep] = {}
+    steps: dict[StepCandidate, MeasuredStep] = {}
     alive, count, start = list(candidates), LEAST_STEPS, time.perf_counter()
     while True:
         for each in alive:
@@ -108,7 +108,7 @@ def measure_steps(
                 return tuple(steps.values())
             turn = _turn(each, named_parameters, forward, communicator, order=order, count=count)
             before = steps[each].measured.seconds if each in steps else ()
-            steps[each] = MeasuredStep(each, Measured((*before, *turn)))
+            steps[each] = MeasuredStep(each, MeasuredTimes((*before, *turn)))
         fastest = min((steps[each] for each in alive), key=lambda step: step.median)
         alive = [each for each in alive if each == candidates[0] or not steps[each].is_behind(fastest)]
         if len(alive) == 1 or min(len(steps[each].measured.seconds) for each in alive) >= ENOUGH_STEPS:
@@ -119,7 +119,7 @@ def measure_steps(
 
 
 def _turn(
-    candidate: Candidate,
+    candidate: StepCandidate,
     named_parameters: Mapping[str, nn.Parameter],
     forward: Callable[[], Tensor],
     communicator: Communicator,

@@ -18,7 +18,7 @@ MOST_NUMBERS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class ProcessGroup:
     """A process group and its global ranks; no ranks if torch does not state them."""
 
     name: str
@@ -30,7 +30,7 @@ class Group:
 class Operation:
     """A collective, a message, or a coalesced batch of either (in parts), as one rank recorded it."""
 
-    group: Group
+    group: ProcessGroup
     number: int
     """Number of the collective in its group; of a message: its number among this rank's messages in the group."""
     name: str
@@ -57,7 +57,7 @@ class Operation:
 class Recording:
     """The operations of one rank, in order; the recorder drops the oldest ones."""
 
-    groups: Mapping[str, Group]
+    groups: Mapping[str, ProcessGroup]
     operations: tuple[Operation, ...]
 
     @property
@@ -107,16 +107,16 @@ def read_recording(data: bytes) -> Recording:
     return Recording(groups, reader.finish())
 
 
-def _group(name: str, told: Mapping[str, Any]) -> Group:
+def _group(name: str, told: Mapping[str, Any]) -> ProcessGroup:
     ranks = told.get("ranks", ())
     ranks = parse_json(ranks) if isinstance(ranks, str) else ranks
-    return Group(name, str(told.get("desc", "")), tuple(int(rank) for rank in ranks))
+    return ProcessGroup(name, str(told.get("desc", "")), tuple(int(rank) for rank in ranks))
 
 
 class _Reader:
     """Collects entries; the entry that ends a coalesced batch replaces the entries of its parts."""
 
-    def __init__(self, groups: Mapping[str, Group], *, left: int) -> None:
+    def __init__(self, groups: Mapping[str, ProcessGroup], *, left: int) -> None:
         self._groups, self._left = dict(groups), left
         self._operations: dict[int, Operation] = {}
         self._frames: dict[int, Sequence[Mapping[str, Any]]] = {}
@@ -128,7 +128,7 @@ class _Reader:
     def add(self, entry: Mapping[str, Any]) -> None:
         """Add the next entry, in any version of the format."""
         name, description, *_ = (*map(str, entry["process_group"]), "")
-        group = self._groups.setdefault(name, Group(name, description, ()))
+        group = self._groups.setdefault(name, ProcessGroup(name, description, ()))
         title, state = str(entry["profiling_name"]), str(entry["state"])
         is_message = bool(entry.get("is_p2p", MESSAGE.search(title)))
         operation = Operation(

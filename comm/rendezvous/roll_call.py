@@ -49,7 +49,7 @@ _HEARD = "bigbatch/heard"  # ranks that ask the store for nothing more
 _ENDED = "bigbatch/ended"  # ranks that have passed the last barrier
 
 
-class Member(Protocol):
+class RankAndStore(Protocol):
     """The rank that calls or answers, and its store. holder: what holds the store, such as "rank 0"."""
 
     rank: int
@@ -66,7 +66,7 @@ class RollCall:
     has_failed: this rank reports a failure, or is about to.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankAndStore) -> None:
         self._member = member
         self.verdict = ""
         self.exit_code: int | None = None

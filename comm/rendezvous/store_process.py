@@ -85,7 +85,7 @@ class _Caller:
             yield split(request)
 
 
-class Table:
+class Requests:
     """The key-value table, and the requests on it: name of an operation, then its arguments."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class StoreServer:
         listener.setblocking(False)
         self._listener, self._secret = listener, secret
         self._most_strangers = MOST_STRANGERS + world_size
-        self._table = Table()
+        self._table = Requests()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._strangers: deque[_Caller] = deque()

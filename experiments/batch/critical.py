@@ -25,7 +25,7 @@ Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchCost:
     """Cost of a batch, beside the fewest steps and the fewest images that are possible."""
 
     global_batch_size: int
@@ -83,12 +83,12 @@ def recommended(critical: float, *, microbatch_size: int, num_train: int | None 
     return microbatch_size * 2**doublings
 
 
-def trade(critical: float, *, microbatch_size: int, own: int, num_train: int | None = None) -> list[Row]:
+def trade(critical: float, *, microbatch_size: int, own: int, num_train: int | None = None) -> list[BatchCost]:
     """List batches around the recommended one, and the run's batch, with the steps and images that they need."""
     best = recommended(critical, microbatch_size=microbatch_size, num_train=num_train)
     around = {best * 2**power for power in range(AROUND + 1) if num_train is None or best * 2**power <= num_train}
     around |= {best // 2**power for power in range(1, AROUND + 1) if best % (microbatch_size * 2**power) == 0}
-    return [Row(batch, 1 + critical / batch, 1 + batch / max(critical, 1.0)) for batch in sorted(around | {own})]
+    return [BatchCost(batch, 1 + critical / batch, 1 + batch / max(critical, 1.0)) for batch in sorted(around | {own})]
 
 
 def rate_factor(critical: float, *, old: int, new: int) -> float:

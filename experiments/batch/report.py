@@ -10,8 +10,8 @@ from typing import Any
 from bigbatch.colours import COLOURS
 from bigbatch.errors import printable
 from bigbatch.experiments.batch.critical import (
+    BatchCost,
     Pair,
-    Row,
     critical_batch,
     is_in_doubt,
     rate_factor,
@@ -54,7 +54,7 @@ class Answer:
         return recommended(estimate, microbatch_size=self.microbatch_size, num_train=self.num_train)
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BatchCost]:
         """Return the cost of the batches around it."""
         estimate, own = self.critical.estimate, self.global_batch_size
         if estimate is None:

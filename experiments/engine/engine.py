@@ -21,7 +21,7 @@ from bigbatch.experiments.engine.folder import (
     write_config,
 )
 from bigbatch.experiments.engine.jobs import point_command
-from bigbatch.experiments.engine.plan import Plan
+from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import make_folder, refuse_link
 from bigbatch.trainer.run.child import ChildProcess
@@ -51,7 +51,7 @@ class _Running:
 
 
 def run_points(
-    plan: Plan,
+    plan: SweepPlan,
     points: Iterable[Point],
     folder: SweepFolder,
     *,
@@ -75,7 +75,7 @@ def run_points(
 
 @dataclass
 class _Engine:
-    plan: Plan
+    plan: SweepPlan
     folder: SweepFolder
     on_end: Callable[[Point, dict[str, Any]], None]
     why_stop: Callable[[Point, dict[str, Any]], str] | None

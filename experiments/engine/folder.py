@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import LaunchOptionError, RunFolderError, tell
-from bigbatch.experiments.engine.plan import Plan, dump_plan
+from bigbatch.experiments.engine.plan import SweepPlan, dump_plan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
@@ -68,7 +68,7 @@ class SweepFolder:
         return sorted(int(path.parent.name) for path in folders if path.parent.name.isdecimal())
 
 
-def prepare(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> None:
+def prepare(folder: SweepFolder, plan: SweepPlan, points: Sequence[Point]) -> None:
     """Write what is missing. Raises: LaunchOptionError if the folder holds something else; RunFolderError."""
     require_same(folder, plan, points)
     RunDir(folder.path).write_text(folder.sweep, dump_plan(plan))
@@ -102,7 +102,7 @@ def first_state(point: Point) -> dict[str, Any]:
     }
 
 
-def require_same(folder: SweepFolder, plan: Plan, points: Sequence[Point]) -> None:
+def require_same(folder: SweepFolder, plan: SweepPlan, points: Sequence[Point]) -> None:
     """Check without writing. Raises: LaunchOptionError if the folder holds anything but this sweep and its points."""
     if not folder.sweep.exists():
         if folder.path.is_dir() and any(not path.name.startswith(".") for path in folder.path.iterdir()):

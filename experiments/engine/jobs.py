@@ -6,14 +6,14 @@ from typing import Any
 
 from bigbatch.errors import LaunchOptionError
 from bigbatch.experiments.engine.folder import SweepFolder
-from bigbatch.experiments.engine.plan import Plan
+from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import ONE_HOST, Point
 from bigbatch.interpreter import bigbatch_argv
 from bigbatch.launch.emulate import launchers as emulated
 from bigbatch.launch.emulate.plan import DEFAULT_NAME, make_plan
 from bigbatch.launch.emulate.state import state_root
 from bigbatch.launch.jobs.check import check_job
-from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.options import JOB_OPTIONS, read_job, read_options
 from bigbatch.launch.jobs.site import apply_site
 from bigbatch.launch.jobs.spec import INDEX, JobSpec
@@ -22,7 +22,7 @@ from bigbatch.launch.launchers.registry import LAUNCHERS
 from bigbatch.launch.launchers.slurm import job_script
 
 
-def point_command(plan: Plan, point: Point, folder: SweepFolder) -> list[str]:
+def point_command(plan: SweepPlan, point: Point, folder: SweepFolder) -> list[str]:
     """Return the command that runs a point as a child process, so that its end does not end the plan."""
     launcher = ("emulate", "run") if plan.where == "emulated" else (plan.where,)
     words = [*stated_words(_size(plan, point)), *launch_words(plan.launch)]
@@ -37,7 +37,7 @@ def arrays(points: Sequence[Point]) -> dict[int, list[Point]]:
     return found
 
 
-def array_job(plan: Plan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> JobSpec:
+def array_job(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> JobSpec:
     """Return the job that runs such points under that name; their time limit is the job's.
 
     Raises: LaunchOptionError.
@@ -46,13 +46,13 @@ def array_job(plan: Plan, points: Sequence[Point], folder: SweepFolder, *, name:
     return _job(stated, plan, rank_words(plan, folder, INDEX))
 
 
-def array_words(plan: Plan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> list[str]:
+def array_words(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> list[str]:
     """Return the words of `bigbatch launch` that submit the same job, for the user."""
     own = stated_words(_array_options(plan, points, folder, name=name))
     return ["slurm", *own, *launch_words(plan.launch), *_command(plan, folder, INDEX)]
 
 
-def rank_words(plan: Plan, folder: SweepFolder, number: int | str) -> tuple[str, ...]:
+def rank_words(plan: SweepPlan, folder: SweepFolder, number: int | str) -> tuple[str, ...]:
     """Return the command of all ranks; number may stand for each point of an array."""
     return (*(("train",) if plan.script is None else plan.script), "--config", str(folder.config(number)))
 
@@ -72,17 +72,17 @@ def launch_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _command(plan: Plan, folder: SweepFolder, number: int | str) -> list[str]:
+def _command(plan: SweepPlan, folder: SweepFolder, number: int | str) -> list[str]:
     return [*(() if plan.script is None else ("--python",)), "--", *rank_words(plan, folder, number)]
 
 
-def _size(plan: Plan, point: Point) -> dict[str, Any]:
+def _size(plan: SweepPlan, point: Point) -> dict[str, Any]:
     if plan.where in ONE_HOST:
         return {"ranks": point.ranks}
     return {"nodes": point.nodes, "ranks_per_node": point.ranks_per_node}
 
 
-def _array_options(plan: Plan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> dict[str, Any]:
+def _array_options(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder, *, name: str) -> dict[str, Any]:
     array = ",".join(str(point.number) for point in points)
     own = {"array": array, "name": name, "logs": folder.logs, "stop_seconds": 0}
     limit = plan.timeout_minutes
@@ -90,14 +90,14 @@ def _array_options(plan: Plan, points: Sequence[Point], folder: SweepFolder, *, 
     return _size(plan, points[0]) | own | time
 
 
-def _job(options: Mapping[str, Any], plan: Plan, command: Sequence[str]) -> JobSpec:
-    with Findings() as findings:
+def _job(options: Mapping[str, Any], plan: SweepPlan, command: Sequence[str]) -> JobSpec:
+    with Problems() as findings:
         stated = read_options(options, JOB_OPTIONS)
         apply_site(stated, refused=LAUNCHERS[plan.where].refused)
         return read_job(stated, command, findings=findings, is_python=plan.script is not None)
 
 
-def check_launch(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
+def check_launch(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> None:
     """Check the launch options, before anything is written: build the job of each number of ranks, and discard it.
 
     Raises: LaunchOptionError; EmulationError if others can reach the folder of this user's clusters.
@@ -118,7 +118,7 @@ def check_launch(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> No
         state_root()  # else each point would fail by it
 
 
-def _check(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
+def _check(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> None:
     first = points[0]
     command = rank_words(plan, folder, first.number)
     if plan.where == "slurm":
@@ -139,5 +139,5 @@ def _check(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
         job = _job(_size(plan, first) | plan.launch, plan, command)
         LAUNCHERS[plan.where].dry_run(job, {})
     if job.is_python:
-        with Findings() as findings:
+        with Problems() as findings:
             check_job(job, findings, sees="shared" if plan.where == "slurm" else "all")

@@ -35,7 +35,7 @@ SIZES = ("batch.microbatch_size", BATCH, "batch.bn_span")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SweepPlan:
     """A sweep; each field is a key of its file, and only config is required."""
 
     name: str
@@ -104,7 +104,7 @@ def launch_options(where: str) -> tuple[str, ...]:
     return tuple(each.name for each in JOB_OPTIONS if each.name not in OURS and each.flag not in refused)
 
 
-def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Plan:
+def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> SweepPlan:
     """Read a YAML file; replaced: keys that replace the file's, and options to add.
 
     Raises: ConfigError, a line that names the file for each mistake.
@@ -120,7 +120,7 @@ def read_plan(path: Path, *, replaced: Mapping[str, Any] | None = None) -> Plan:
     return plan
 
 
-def dump_plan(plan: Plan) -> str:
+def dump_plan(plan: SweepPlan) -> str:
     """Write a plan as YAML, which read_plan reads back."""
     return dump_yaml(dataclasses.asdict(plan))
 
@@ -141,9 +141,9 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(renamed(content))
 
 
-def _conform(content: dict[str, Any]) -> tuple[Plan, list[str]]:
+def _conform(content: dict[str, Any]) -> tuple[SweepPlan, list[str]]:
     """Return a plan of the values with the right type, and a line for each of the others."""
-    kinds, wrong, held = get_type_hints(Plan), [], {}
+    kinds, wrong, held = get_type_hints(SweepPlan), [], {}
     if isinstance(content.get("steps"), dict):
         wrong.append("steps: an ablation's steps are cases: today, beside cumulative: true")
         content.pop("steps")
@@ -161,7 +161,7 @@ def _conform(content: dict[str, Any]) -> tuple[Plan, list[str]]:
             wrong.append(f"{name}: {value!r} must be {describe(kinds[name])}")
     if "config" not in content:
         wrong.append("config is missing: name the experiment, a file or a packaged one")
-    return Plan(**{"name": "sweep", "config": ""} | held), wrong
+    return SweepPlan(**{"name": "sweep", "config": ""} | held), wrong
 
 
 def _with_names(cases: list[Any]) -> Any:
@@ -187,7 +187,7 @@ def _unknown(name: str, known: tuple[str, ...], *, where: str) -> str:
     raise AssertionError(f"{name} is known")
 
 
-def _mistakes(plan: Plan) -> Iterator[str]:
+def _mistakes(plan: SweepPlan) -> Iterator[str]:
     if not re.fullmatch(NAME, plan.name, re.ASCII):
         yield f"name {plan.name!r} must be letters, digits and . _ + @ -, such as scaling"
     for key in ("ranks", "ranks_per_node", "seeds", "steps", "epochs"):
@@ -223,7 +223,7 @@ def _mistakes(plan: Plan) -> Iterator[str]:
         yield f"cases: {odd[0]!r} is no name"
 
 
-def _check_launch(plan: Plan) -> Iterator[str]:
+def _check_launch(plan: SweepPlan) -> Iterator[str]:
     legal = launch_options(plan.where)
     for name, value in plan.launch.items():
         each = value if isinstance(value, list) else [value]
@@ -233,7 +233,7 @@ def _check_launch(plan: Plan) -> Iterator[str]:
             yield f"launch, {name}: {value!r} must be text, a number, true or a list of text"
 
 
-def _check_grid(plan: Plan) -> Iterator[str]:
+def _check_grid(plan: SweepPlan) -> Iterator[str]:
     stated = {key for own in plan.cases.values() if isinstance(own, dict) for key in own}
     for key, values in plan.grid.items():
         if not isinstance(values, list) or not values:
@@ -250,7 +250,7 @@ def _check_grid(plan: Plan) -> Iterator[str]:
         yield f"grid: {BATCH} follows from the ranks in weak scaling: sweep it apart"
 
 
-def _check_value(plan: Plan, key: str, value: Any, *, where: str, special: tuple[str, ...]) -> Iterator[str]:
+def _check_value(plan: SweepPlan, key: str, value: Any, *, where: str, special: tuple[str, ...]) -> Iterator[str]:
     ours = {"run.directory": "the sweep", "run.resume": "the sweep"}
     if plan.steps is not None:
         ours |= dict.fromkeys(("run.epochs", "data.num_synthetic_samples"), "steps")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bigbatch.errors import ConfigError, LaunchOptionError
-from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, Plan, describe_values
+from bigbatch.experiments.engine.plan import BATCH, CASE, RANKS, RATE, SCALING, SweepPlan, describe_values
 from bigbatch.launch.jobs.spec import parse_hosts, read_hostfile
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.batch import accumulation_steps, largest_divisor
@@ -56,7 +56,7 @@ class Point:
         return describe_values(values) or "the only one"
 
 
-def make_points(plan: Plan, *, folder: Path) -> list[Point]:
+def make_points(plan: SweepPlan, *, folder: Path) -> list[Point]:
     """Make all points: cases, each with all combinations of the grid; then the same with the next seed.
 
     In strong scaling the experiment's global batch is that of any number of ranks; in weak scaling each rank has one of
@@ -96,7 +96,7 @@ def make_points(plan: Plan, *, folder: Path) -> list[Point]:
 class _Maker:
     """Makes points of one plan; reads its experiment once."""
 
-    def __init__(self, plan: Plan, experiment: Experiment, folder: Path) -> None:
+    def __init__(self, plan: SweepPlan, experiment: Experiment, folder: Path) -> None:
         self._plan, self._experiment, self._folder = plan, experiment, folder
         self._base = experiment.with_values({}).config
         self._hosts = _hosts(plan)
@@ -174,7 +174,7 @@ class _Maker:
 ONE_HOST = ("local", "mpirun", "torchrun")
 
 
-def _cores_per_rank(plan: Plan) -> int | None:
+def _cores_per_rank(plan: SweepPlan) -> int | None:
     """Return the CPU threads per rank of the point with the most ranks; with more, fewer ranks would seem faster.
 
     For this host alone, as others are unknown; None if all points have as many ranks. A GPU is not affected.
@@ -190,7 +190,7 @@ def _cores_per_rank(plan: Plan) -> int | None:
     return max(1, cores // max(stated))
 
 
-def _hosts(plan: Plan) -> list[str]:
+def _hosts(plan: SweepPlan) -> list[str]:
     """Return the host of each rank, as mpirun fills one after the other; empty if no hosts are stated.
 
     Raises: LaunchOptionError.

@@ -23,7 +23,7 @@ from bigbatch.experiments.engine.folder import (
     write_config,
 )
 from bigbatch.experiments.engine.jobs import array_job, array_words, arrays
-from bigbatch.experiments.engine.plan import Plan
+from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import make_folder, read_plain
 from bigbatch.launch.launchers.slurm import submit_job
@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 600.0
 """How long to wait for Slurm's answer: its controller restarts now and then, and jobs go on meanwhile."""
 
 
-def submit_points(plan: Plan, points: Sequence[Point], folder: SweepFolder) -> None:
+def submit_points(plan: SweepPlan, points: Sequence[Point], folder: SweepFolder) -> None:
     """Submit one array for each number of ranks; if Slurm refuses one, its points fail with Slurm's message.
 
     Each array has a unique name, noted before it is submitted, by which find_submitted finds it.

@@ -34,7 +34,7 @@ from bigbatch.experiments.engine.folder import (
     write_state,
 )
 from bigbatch.experiments.engine.jobs import point_command
-from bigbatch.experiments.engine.plan import Plan
+from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.experiments.launching import Launch
 from bigbatch.experiments.report.publish import report_on
@@ -87,10 +87,10 @@ class Search:
         return self._load({})
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> SweepPlan:
         """Return a plan of where and how long trials run, and of all that determines the trials."""
         decides = ("space", "trials", "rounds", "metric", "prune")
-        return Plan(
+        return SweepPlan(
             name="search",
             config=self.config[1],
             options=parse_overrides(self.config[2:], prog="bigbatch tune search"),

@@ -67,7 +67,7 @@ class SearchRange:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ValueList:
     """A list of values, as a config states them; is_ordered: neighbours are similar, so that it can shrink."""
 
     key: str
@@ -79,7 +79,7 @@ class Grid:
         """Return the values that must be legal: all."""
         return self.texts
 
-    def shrunk(self, best: str) -> "Grid":
+    def shrunk(self, best: str) -> "ValueList":
         """Return a third of the values, around best; all of them if they have no order."""
         if not self.is_ordered:
             return self
@@ -95,7 +95,7 @@ class Grid:
         return f"{self.key} of {', '.join(self.texts)}"
 
 
-Axis = SearchRange | Grid
+Axis = SearchRange | ValueList
 
 
 def parse_space(texts: tuple[str, ...]) -> tuple[Axis, ...]:
@@ -119,7 +119,7 @@ def parse_axis(text: str) -> Axis:
     if key in SET_BY_SEARCH:
         raise ConfigError(f"--space {text}: the search itself sets {key}; leave it out")
     if kind == "choice":
-        return Grid(key, _choices(values, text), is_ordered=False)
+        return ValueList(key, _choices(values, text), is_ordered=False)
     if kind not in ("log", "linear", "log2"):
         raise ConfigError(f"--space {text}: {kind!r} is no kind of range; the forms are {FORMS}")
     low, high = _limits(values, text)
@@ -135,7 +135,7 @@ def parse_axis(text: str) -> Axis:
     if kind == "log2":
         # 1e-9: log2 of an exact power may be just below it
         doubled = [low * 2**power for power in range(math.floor(math.log2(high / low) + 1e-9) + 1)]
-        return Grid(key, tuple(f"{value:.12g}" for value in doubled), is_ordered=True)
+        return ValueList(key, tuple(f"{value:.12g}" for value in doubled), is_ordered=True)
     return SearchRange(key, low, high, is_log=kind == "log", is_int=is_int)
 
 

@@ -32,7 +32,7 @@ from bigbatch.launch.emulate.slurm_start import describe_nodes, require_slurm, r
 from bigbatch.launch.emulate.state import EmulatedCluster, load, state_root
 from bigbatch.launch.jobs.check import check_job
 from bigbatch.launch.jobs.exit_file import as_first_rank_ended, exit_file, telling
-from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
@@ -178,7 +178,7 @@ def _run(arguments: argparse.Namespace, command: tuple[str, ...], *, root: Path,
 def _checked_job(command: tuple[str, ...], plan: ClusterPlan, arguments: argparse.Namespace) -> JobSpec:
     """Return the job. Raises: JobRefused for errors that such a cluster would give."""
     job = JobSpec(command, plan.world_size, is_python=arguments.python, restarts=arguments.restarts)
-    with Findings() as findings:
+    with Problems() as findings:
         check_job(job, findings, starts=not arguments.dry_run)
     return job
 

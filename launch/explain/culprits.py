@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from bigbatch.comm.rendezvous.recording import Group, Operation, Recording, late_for
+from bigbatch.comm.rendezvous.recording import Operation, ProcessGroup, Recording, late_for
 from bigbatch.launch.explain.recorded_job import RecordedJob
 
 ABSENT, DIFFERS, CYCLE, LATE, UNSTARTED, HELD, STUCK, UNEVEN = KINDS = (
@@ -25,12 +25,12 @@ OWN_INPUTS, OWN_OUTPUTS = ("scatter",), ("gather",)
 
 
 @dataclass(frozen=True)
-class Finding:
+class Culprit:
     """A cause of the hang: the ranks, what is wrong with them, and the operation that shows it."""
 
     kind: str
     ranks: tuple[int, ...]
-    group: Group | None = None
+    group: ProcessGroup | None = None
     operation: Operation | None = None
     """The operation as recorded by a rank that is not to blame."""
     waiting: tuple[int, ...] = ()
@@ -43,7 +43,7 @@ class Finding:
 class _Place:
     """Place of an operation: a collective of all ranks of a group, or the messages of one rank."""
 
-    group: Group
+    group: ProcessGroup
     number: int
     of_rank: int | None = None
 
@@ -57,7 +57,7 @@ class _Cause:
     place: _Place
 
 
-def find_culprits(recordings: Mapping[int, Recording]) -> tuple[RecordedJob, list[Finding]]:
+def find_culprits(recordings: Mapping[int, Recording]) -> tuple[RecordedJob, list[Culprit]]:
     """Compare recordings; return the job and its findings, the likeliest cause first; none if all ranks agree.
 
     A waiting rank is not a culprit if the rank that it waits for waits, too: the chain is followed to its end.
@@ -80,17 +80,17 @@ class _Search:
         self._causes = {rank: self._cause(rank, operation) for rank, operation in job.waiting.items()}
         self._waits = {rank: self._waits_for(rank) for rank in job.waiting}
 
-    def absent(self) -> list[Finding]:
+    def absent(self) -> list[Culprit]:
         """Return the ranks that left no dump, with what others wait for them in."""
         gone = frozenset(self._job.ranks) - self._job.recordings.keys()
         if not gone:
             return []
         places = Counter(cause.place for cause in self._causes.values() if cause.kind == LATE and cause.ranks & gone)
         if not places:
-            return [Finding(ABSENT, tuple(sorted(gone)))]
+            return [Culprit(ABSENT, tuple(sorted(gone)))]
         return [self._finding(ABSENT, gone, max(places, key=lambda each: places[each]))]
 
-    def differing(self) -> list[Finding]:
+    def differing(self) -> list[Culprit]:
         """Return for each group the first collective that ranks call differently, ended or not."""
         found = []
         for group, numbers in self._job.collectives.items():
@@ -100,7 +100,7 @@ class _Search:
                     break
         return found
 
-    def ends(self) -> list[Finding]:
+    def ends(self) -> list[Culprit]:
         """Return the ranks at the ends of all chains: others wait for them, and they wait for no other."""
         nodes = self._waits.keys() | frozenset().union(*self._waits.values())
         ends = {rank for rank in nodes if not self._waits.get(rank)}
@@ -115,7 +115,7 @@ class _Search:
             grouped[kind, self._causes[min(circle)].place].update(circle)
         return [self._finding(kind, ranks, place) for (kind, place), ranks in grouped.items()]
 
-    def uneven(self) -> list[Finding]:
+    def uneven(self) -> list[Culprit]:
         """Return, if no rank waits, the ranks that have begun fewer collectives of a group than others."""
         found = []
         for group, begun in self._job.begun.items():
@@ -127,7 +127,7 @@ class _Search:
                 found.append(self._finding(UNEVEN, behind, _Place(group, next(next_ones))))
         return found
 
-    def _odd(self, group: Group, number: int) -> frozenset[int]:
+    def _odd(self, group: ProcessGroup, number: int) -> frozenset[int]:
         """Return the ranks of a group that call another collective than most.
 
         If no call has a majority, as in a group of two, the calls of that number in groups of the same kind decide.
@@ -188,7 +188,7 @@ class _Search:
             return _Cause(DIFFERS, odd, place)
         return _Cause(STUCK, pending, place)
 
-    def _cause_of_messages(self, rank: int, group: Group, operation: Operation) -> _Cause:
+    def _cause_of_messages(self, rank: int, group: ProcessGroup, operation: Operation) -> _Cause:
         place = _Place(group, operation.number, rank)
         peers, unlike, unposted, unstarted = set(), set(), set(), set()
         for message, peer in self._job.peers_of(rank, operation):
@@ -210,7 +210,7 @@ class _Search:
         return _Cause(STUCK, frozenset(peers), place) if peers else _Cause(HELD, frozenset([rank]), place)
 
     def _partner(
-        self, rank: int, group: Group, message: Operation, peer: int
+        self, rank: int, group: ProcessGroup, message: Operation, peer: int
     ) -> tuple[Operation, Operation] | tuple[None, None]:
         """Return the peer's matching message, and its batch; both sides keep one order."""
         mine = self._job.messages[rank, group, message.kind, peer]
@@ -272,7 +272,7 @@ class _Search:
                     return way
         return []
 
-    def _finding(self, kind: str, ranks: Iterable[int], place: _Place) -> Finding:
+    def _finding(self, kind: str, ranks: Iterable[int], place: _Place) -> Culprit:
         """Make the finding; for ranks that are late for a collective, only those that have begun least."""
         if place.of_rank is None:
             calls = self._job.collectives[place.group][place.number]
@@ -288,7 +288,7 @@ class _Search:
             others = [rank for rank in self._job.begun[place.group] if rank not in ranks]
         doing = calls if kind == DIFFERS else self._job.waiting
         theirs = {rank: doing[rank] for rank in ranks if rank in doing}
-        return Finding(kind, ranks, place.group, example, tuple(sorted(others)), theirs)
+        return Culprit(kind, ranks, place.group, example, tuple(sorted(others)), theirs)
 
 
 def _most_common(calls: Mapping[int, Operation], ranks: Iterable[int]) -> int:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bigbatch.comm.rendezvous.recording import MESSAGE, Group, Operation, Recording
+from bigbatch.comm.rendezvous.recording import MESSAGE, Operation, ProcessGroup, Recording
 
 
 class RecordedJob:
@@ -17,16 +17,16 @@ class RecordedJob:
         """All known ranks, with and without a dump."""
         self.waiting = {rank: each.waiting for rank, each in recordings.items() if each.waiting is not None}
         """Rank -> the first operation that it has not ended."""
-        self._groups: dict[tuple[int, str], Group] = self._complete_groups()
-        self.begun: dict[Group, dict[int, int]] = {}
-        self.collectives: dict[Group, dict[int, dict[int, Operation]]] = {}
+        self._groups: dict[tuple[int, str], ProcessGroup] = self._complete_groups()
+        self.begun: dict[ProcessGroup, dict[int, int]] = {}
+        self.collectives: dict[ProcessGroup, dict[int, dict[int, Operation]]] = {}
         """Group -> number -> rank -> its operation."""
-        self.messages: dict[tuple[int, Group, str, int], list[tuple[Operation, Operation]]] = defaultdict(list)
+        self.messages: dict[tuple[int, ProcessGroup, str, int], list[tuple[Operation, Operation]]] = defaultdict(list)
         """Rank, group, send or recv, peer -> its messages, each with its batch, or itself."""
         for rank, recording in recordings.items():
             self._index(rank, recording)
 
-    def group_of(self, rank: int, operation: Operation) -> Group:
+    def group_of(self, rank: int, operation: Operation) -> ProcessGroup:
         """Return the group of a rank's operation, with its ranks."""
         return self._groups[rank, operation.group.name]
 
@@ -43,13 +43,13 @@ class RecordedJob:
                 found.append((part, peer))
         return found
 
-    def _complete_groups(self) -> dict[tuple[int, str], Group]:
+    def _complete_groups(self) -> dict[tuple[int, str], ProcessGroup]:
         """Return rank and name -> group; a group without ranks in the dump gets those that used it."""
         users = defaultdict(set)
         for rank, recording in self.recordings.items():
             for group in {each.group.name: each.group for each in recording.operations}.values():
                 users[group.name, group.description].add(rank)
-        known: dict[tuple[str, tuple[int, ...]], Group] = {}  # several groups may have one name
+        known: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}  # several groups may have one name
         completed = {}
         for rank, recording in self.recordings.items():
             groups = {each.group.name: each.group for each in recording.operations}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bigbatch.comm.rendezvous.recording import Group, Operation
+from bigbatch.comm.rendezvous.recording import Operation, ProcessGroup
 from bigbatch.errors import printable
 from bigbatch.launch.explain.culprits import (
     ABSENT,
@@ -14,7 +14,7 @@ from bigbatch.launch.explain.culprits import (
     STUCK,
     UNEVEN,
     UNSTARTED,
-    Finding,
+    Culprit,
 )
 from bigbatch.launch.explain.recorded_job import RecordedJob
 
@@ -27,7 +27,7 @@ LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ", "
 HEAD = ("rank", "group", "last begun", "last ended", "now", "where")
 
 
-def headline(finding: Finding) -> str:
+def headline(finding: Culprit) -> str:
     """Return one sentence: the ranks, what is wrong with them, and the operation with its group."""
     names, many = name_ranks(finding.ranks), len(finding.ranks) > 1
     if finding.group is None or finding.operation is None:
@@ -79,7 +79,7 @@ def nothing_wrong(job: RecordedJob) -> str:
     return f"nothing is wrong: all {len(job.ranks)} ranks have ended all that they began, and begun the same{kept}"
 
 
-def _differing(finding: Finding, names: str, what: str) -> str:
+def _differing(finding: Culprit, names: str, what: str) -> str:
     assert finding.operation is not None
     assert finding.group is not None
     if finding.operation.is_message:
@@ -129,7 +129,7 @@ def called_at(operation: Operation, *, most: int = MOST_FRAMES) -> str:
     return printable(" < ".join(f"{each['filename']}:{each.get('line')} {each.get('name')}" for each in chosen))
 
 
-def table(job: RecordedJob, group: Group | None) -> str:
+def table(job: RecordedJob, group: ProcessGroup | None) -> str:
     """Return a line for each rank, or for all ranks in one state, in a group or in the operation that they wait in."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank in job.ranks:
@@ -139,7 +139,7 @@ def table(job: RecordedJob, group: Group | None) -> str:
     return "\n".join("  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def _row(job: RecordedJob, rank: int, group: Group | None) -> tuple[str, ...]:
+def _row(job: RecordedJob, rank: int, group: ProcessGroup | None) -> tuple[str, ...]:
     if rank not in job.recordings:
         return ("-", "-", "-", "no dump", "-")
     operation = _last(job, rank)
@@ -159,7 +159,7 @@ def _row(job: RecordedJob, rank: int, group: Group | None) -> tuple[str, ...]:
     return (name, *numbers, now, called_at(operation, most=1) or "-")
 
 
-def last_numbers(job: RecordedJob, rank: int, group: Group) -> tuple[int | None, int | None]:
+def last_numbers(job: RecordedJob, rank: int, group: ProcessGroup) -> tuple[int | None, int | None]:
     """Return the numbers of a rank's last begun and last ended collective of a group; None if there is none."""
     mine = [each for each in job.recordings[rank].collectives if job.group_of(rank, each) is group]
     ended = [each.number for each in mine if each.is_over]
@@ -190,7 +190,7 @@ def spans(ranks: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
-def record(job: RecordedJob, findings: Sequence[Finding]) -> dict[str, Any]:
+def record(job: RecordedJob, findings: Sequence[Culprit]) -> dict[str, Any]:
     """Return all results as JSON values."""
     return {
         "culprits": list(findings[0].ranks) if findings else [],
@@ -199,7 +199,7 @@ def record(job: RecordedJob, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def _finding_record(finding: Finding) -> dict[str, Any]:
+def _finding_record(finding: Culprit) -> dict[str, Any]:
     group, operation = finding.group, finding.operation
     return {
         "kind": finding.kind,
@@ -246,7 +246,7 @@ def _each(operations: Mapping[int, Operation], verb: str) -> str:
     return "; ".join(words[:MOST_NAMED])
 
 
-def _group(group: Group) -> str:
+def _group(group: ProcessGroup) -> str:
     about = f"{group.description}, " if group.description not in ("", "undefined") else ""
     return printable(f"process group {group.name} ({about}{len(group.ranks)} rank{'s'[: len(group.ranks) > 1]})")
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from bigbatch.cli import find_unknown
 from bigbatch.errors import ConfigError, JobRefused, LaunchOptionError, nearest, printable, tell
-from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.run_folder import (
     find_run_folder,
     first_words,
@@ -33,13 +33,13 @@ Sees = Literal["all", "shared", "none"]
 """Which files of this host a job's hosts see: all; those of the work folder, and maybe others; none."""
 
 
-def check_job(job: JobSpec, findings: Findings, *, starts: bool = True, sees: Sees = "all") -> None:
+def check_job(job: JobSpec, findings: Problems, *, starts: bool = True, sees: Sees = "all") -> None:
     """Collect mistakes in findings, and print as warnings what may be right on the nodes or in an image.
 
     An image has its own bigbatch, and a job that is only shown (starts is false) may be for another machine.
     sees: which files of this host the job's hosts see.
     """
-    doubts, of_image = Findings(), Findings()
+    doubts, of_image = Problems(), Problems()
     of_command = findings if job.image is None else of_image
     of_command.ask(check_command, job)
     of_command.ask(check_experiment, job)
@@ -85,16 +85,16 @@ def check_experiment(job: JobSpec) -> None:
     config = load_experiment(job)
     if config is None:
         return
-    with Findings() as findings:
+    with Problems() as findings:
         findings.ask(_check_ranks, job, config.batch)
         if config.comm.backend not in SHARES_A_GPU:
             findings.ask(_check_gpus, job)
 
 
-def _check_files(job: JobSpec, certain: Findings, *, doubts: Findings, of_image: Findings, sees: Sees) -> None:
+def _check_files(job: JobSpec, certain: Problems, *, doubts: Problems, of_image: Problems, sees: Sees) -> None:
     """Check that each file exists; if the nodes may have their own disks, only those in the work folder count."""
 
-    def of_path(path: str) -> Findings:
+    def of_path(path: str) -> Problems:
         is_shared = sees == "all" or Path(path).absolute().is_relative_to(Path.cwd())
         return certain if is_shared else doubts
 

@@ -9,7 +9,7 @@ Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
 
 
-class Findings:
+class Problems:
     """Collects errors of checks, each once; as a context manager raises JobRefused at the end if there are any."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Findings:
         """Return them in order."""
         return tuple(self._found)
 
-    def __enter__(self) -> "Findings":
+    def __enter__(self) -> "Problems":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.errors import LaunchOptionError
-from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.spec import JobSpec, make_job, parse_hosts, parse_master, read_hostfile
 from bigbatch.launch.jobs.words import (
     check_words,
@@ -188,7 +188,7 @@ def read_job(
     arguments: argparse.Namespace,
     command: Sequence[str],
     *,
-    findings: Findings,
+    findings: Problems,
     default_ranks: int = 1,
     is_python: bool = False,
 ) -> JobSpec:

@@ -12,7 +12,7 @@ import yaml
 
 from bigbatch.comm.rendezvous.secret import new_secret
 from bigbatch.errors import JobRefused, LaunchOptionError, SchedulerError, print_lines
-from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.foreground import one_line
 from bigbatch.launch.jobs.run_folder import known_experiment, trained_run
 from bigbatch.launch.jobs.spec import JobSpec, refuse
@@ -160,7 +160,7 @@ def _kubectl(*words: str, text: str) -> str:
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    with Findings() as findings:
+    with Problems() as findings:
         findings.ask(_check_folders, job)
         name = findings.ask(_draw_name, job) or "bigbatch"
         text = findings.ask(manifest, job, name=name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from bigbatch.errors import JobRefused, SchedulerError, print_line, print_lines, tell
 from bigbatch.files import is_stream, replacing_named
 from bigbatch.launch.jobs.check import fitting_nodes
-from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.run_folder import find_run_folder, known_experiment
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.launch.launchers import slurm_queue
@@ -59,7 +59,7 @@ def run_and_show(job: JobSpec, *, environ: Mapping[str, str]) -> int:
 
 
 def _dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
-    with Findings() as findings:
+    with Problems() as findings:
         folder = findings.ask(find_run_folder, job)
         script = findings.ask(job_script, job, folder=folder)
     return script or ""

@@ -11,7 +11,7 @@ from textwrap import fill, indent
 from bigbatch.comm.rendezvous.environ import IDENTITY_VARIABLES, NOTICE_VARIABLE, SECRET_VARIABLE
 from bigbatch.errors import LaunchOptionError
 from bigbatch.exit_codes import INTERRUPTED
-from bigbatch.launch.jobs.findings import Findings
+from bigbatch.launch.jobs.findings import Problems
 from bigbatch.launch.jobs.fit_hosts import preflight_of
 from bigbatch.launch.jobs.spec import INDEX, JobSpec, check_time, refuse
 from bigbatch.launch.jobs.words import format_minutes
@@ -139,7 +139,7 @@ def sbatch_script(
 
     Raises: JobRefused for unsupported options, and for an array whose jobs would share their files.
     """
-    with Findings() as findings:
+    with Problems() as findings:
         findings.ask(refuse, job, launcher="slurm", refused=REFUSED)
         findings.ask(check_time, job, stop_seconds=job.grace_seconds, early_seconds=SIGNAL_EARLY_SECONDS)
         findings.ask(_check_array, job)

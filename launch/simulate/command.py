@@ -15,7 +15,7 @@ from bigbatch.launch.simulate import show
 from bigbatch.launch.simulate.cluster import Rate, cluster_names, load_cluster, read_profile
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_SIZE
 from bigbatch.launch.simulate.run import RESTART_SECONDS, Failures
-from bigbatch.launch.simulate.scaling import Factors, Point, Question, simulate_scaling
+from bigbatch.launch.simulate.scaling import Factors, PredictedPoint, Question, simulate_scaling
 from bigbatch.launch.simulate.shapes import shape_of
 from bigbatch.launch.tables import show_table, stdout_console
 from bigbatch.numbers import decimal
@@ -110,9 +110,9 @@ def _question(arguments: argparse.Namespace, overrides: Sequence[str]) -> Questi
 
 
 def _comparisons(
-    arguments: argparse.Namespace, question: Question, counts: Sequence[int], points: Sequence[Point]
-) -> dict[str, dict[str, Sequence[Point]]]:
-    tables: dict[str, dict[str, Sequence[Point]]] = {}
+    arguments: argparse.Namespace, question: Question, counts: Sequence[int], points: Sequence[PredictedPoint]
+) -> dict[str, dict[str, Sequence[PredictedPoint]]]:
+    tables: dict[str, dict[str, Sequence[PredictedPoint]]] = {}
     if arguments.compare:
         names = arguments.compare.split(",")
         for name in names:
@@ -132,7 +132,7 @@ def _comparisons(
 
 
 def _write(
-    arguments: argparse.Namespace, question: Question, points: Sequence[Point], *, page: Callable[..., str]
+    arguments: argparse.Namespace, question: Question, points: Sequence[PredictedPoint], *, page: Callable[..., str]
 ) -> None:
     title = f"{arguments.config} on {question.cluster.name}, simulated"
     makers = {

@@ -13,7 +13,7 @@ from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
 from bigbatch.launch.simulate.published import beyond_checked, epochs_to_759
 from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
 from bigbatch.launch.simulate.shapes import shape_of
-from bigbatch.launch.simulate.step import RATE_SPREAD, Compute, Job, SimulatedStep, fit_compute, reach_of
+from bigbatch.launch.simulate.step import RATE_SPREAD, Compute, SimulatedJob, SimulatedStep, fit_compute, reach_of
 from bigbatch.launch.simulate.traffic import SentPerStep, sent_per_step
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config
@@ -60,7 +60,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Point:
+class PredictedPoint:
     """Prediction for one number of devices; low and high are a 90% interval of a step."""
 
     num_devices: int
@@ -116,7 +116,7 @@ class Point:
         )
 
 
-def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[Point], dict[int, str]]:
+def simulate_scaling(question: Question, counts: Sequence[int]) -> tuple[list[PredictedPoint], dict[int, str]]:
     """Predict each number of devices, in order; and for those that recipe or cluster cannot have, why.
 
     Raises: SimulationError if none of them is possible.
@@ -144,7 +144,7 @@ def fit_to_step(question: Question, count: int, seconds: float) -> Compute:
     return fit_compute(job, fixed, local_batch, seconds, num_microbatches=num_microbatches)
 
 
-def simulate_point(question: Question, count: int) -> Point:
+def simulate_point(question: Question, count: int) -> PredictedPoint:
     """Predict one number of devices. Raises: ConfigError or SimulationError if it is not possible."""
     config, factors = question.config, question.factors
     batch = replace(config.batch, global_batch_size=round(config.batch.global_batch_size * factors.batch))
@@ -172,7 +172,7 @@ def simulate_point(question: Question, count: int) -> Point:
     )
     has_records = config.model.name == "resnet50" and question.num_images == IMAGES
     to_759 = epochs_to_759(batch.global_batch_size) if has_records else None
-    return Point(
+    return PredictedPoint(
         count,
         network.num_nodes,
         batch.global_batch_size,
@@ -208,7 +208,7 @@ class Advice:
     planned_seconds: float
 
 
-def advise(question: Question, point: Point) -> Advice:
+def advise(question: Question, point: PredictedPoint) -> Advice:
     """Search the fusion plan with the least exposed communication, and try half the bytes on the wire."""
     network = _network(question, point.num_devices)
     compute, job = _compute(question), _job(question, network, algorithm=point.algorithm)
@@ -217,7 +217,7 @@ def advise(question: Question, point: Point) -> Advice:
     def seconds_of(num_bytes: int) -> float:
         return job.sum_seconds(num_bytes) + network.constants.launch_seconds
 
-    def simulated(changed: Job) -> float:
+    def simulated(changed: SimulatedJob) -> float:
         return changed.simulate(compute, local_batch, num_microbatches=point.num_microbatches).seconds
 
     tensors, stated = job.shape.tensors(job.element_bytes), _sizes(question.config)
@@ -230,14 +230,14 @@ def advise(question: Question, point: Point) -> Advice:
     return Advice(half, options, plan, simulated(replace(job, fusion=plan.sizes)))
 
 
-def efficiencies(points: Sequence[Point]) -> list[Efficiency]:
+def efficiencies(points: Sequence[PredictedPoint]) -> list[Efficiency]:
     """Compare each point with the one of the fewest devices, and split its losses."""
     fewest = points[0].num_devices
     measured = [point.measured(fewest=fewest) for point in points]
     return [efficiency_of(each, measured[0]) for each in measured]
 
 
-def knee(points: Sequence[Point]) -> Point:
+def knee(points: Sequence[PredictedPoint]) -> PredictedPoint:
     """Return the last point at which each further device adds at least PAYS of what each of the first ones does."""
     first = points[0].images_per_second / points[0].num_devices
     best = points[0]
@@ -249,7 +249,7 @@ def knee(points: Sequence[Point]) -> Point:
     return best
 
 
-def cheapest_within(points: Sequence[Point], hours: float) -> Point | None:
+def cheapest_within(points: Sequence[PredictedPoint], hours: float) -> PredictedPoint | None:
     """Return the point with the fewest device-hours that ends in time; None if there is none."""
     return min((point for point in points if point.hours <= hours), key=lambda point: point.device_hours, default=None)
 
@@ -296,12 +296,12 @@ def _sizes(config: Config) -> PlanSizes:
     )
 
 
-def _job(question: Question, network: Network, *, algorithm: str = "native") -> Job:
+def _job(question: Question, network: Network, *, algorithm: str = "native") -> SimulatedJob:
     config = question.config
     is_half = config.optimizer.precision in HALF
     # fp32 gradients alone travel in a narrower precision
     wire = None if is_half else config.comm.wire_dtype
-    return Job(
+    return SimulatedJob(
         shape_of(config.model),
         network,
         _sizes(config),

@@ -15,7 +15,7 @@ from bigbatch.launch.page import as_svg, make_page
 from bigbatch.launch.simulate.network import BY_SIZE
 from bigbatch.launch.simulate.published import nearest_checked
 from bigbatch.launch.simulate.scaling import (
-    Point,
+    PredictedPoint,
     Question,
     advise,
     cheapest_within,
@@ -68,7 +68,7 @@ def assumptions(question: Question) -> list[str]:
     return lines
 
 
-def scaling_table(points: Sequence[Point], *, price: float | None) -> Table:
+def scaling_table(points: Sequence[PredictedPoint], *, price: float | None) -> Table:
     """Make a row for each number of devices."""
     columns = {
         "GPUs": [f"{point.num_devices:,}" for point in points],
@@ -96,13 +96,13 @@ def duration(hours: float) -> str:
     return f"{60 * hours:.1f} min" if hours >= 1 / 60 or not hours else f"{3600 * hours:.1f} s"
 
 
-def _batch(point: Point) -> str:
+def _batch(point: PredictedPoint) -> str:
     local = point.global_batch_size // point.num_devices
     times = point.num_microbatches
     return f"{local:,}" + (f" in {times} parts" if times > 1 else "")
 
 
-def loss_table(points: Sequence[Point]) -> Table:
+def loss_table(points: Sequence[PredictedPoint]) -> Table:
     """Show the parts of lost efficiency, as shares of the step, in the report's words."""
     rows = [
         (f"{point.num_devices:,}", percent(each.efficiency), *(percent(each.losses[part] or 0.0) for part in PARTS))
@@ -111,7 +111,7 @@ def loss_table(points: Sequence[Point]) -> Table:
     return Table("What is lost, as shares of the step", ("GPUs", "efficiency", "local batch", *PARTS[1:]), tuple(rows))
 
 
-def run_table(points: Sequence[Point]) -> Table:
+def run_table(points: Sequence[PredictedPoint]) -> Table:
     """Show the run's hours by their cause."""
     columns = {"GPUs": [f"{point.num_devices:,}" for point in points]}
     for cause in ("steps", "evaluations", "checkpoints", "failures"):
@@ -120,7 +120,7 @@ def run_table(points: Sequence[Point]) -> Table:
     return table_of("The run", columns)
 
 
-def sent_table(points: Sequence[Point]) -> Table:
+def sent_table(points: Sequence[PredictedPoint]) -> Table:
     """Show the bytes and messages that a rank sends in one step, and a node to others."""
     rows = [
         (
@@ -146,7 +146,7 @@ def _number(value: int | None) -> str:
     return UNKNOWN if value is None else f"{value:,}"
 
 
-def comparison_table(title: str, columns: Mapping[str, Sequence[Point]]) -> Table:
+def comparison_table(title: str, columns: Mapping[str, Sequence[PredictedPoint]]) -> Table:
     """Compare several simulations: milliseconds of a step."""
     counts = sorted({point.num_devices for points in columns.values() for point in points})
     found = {name: {point.num_devices: point for point in points} for name, points in columns.items()}
@@ -157,7 +157,7 @@ def comparison_table(title: str, columns: Mapping[str, Sequence[Point]]) -> Tabl
     return Table(title, ("GPUs", *columns), tuple(rows))
 
 
-def findings(points: Sequence[Point], *, model: str, deadline_hours: float | None) -> list[str]:
+def findings(points: Sequence[PredictedPoint], *, model: str, deadline_hours: float | None) -> list[str]:
     """Return the main results in words."""
     last, each = points[-1], efficiencies(points)[-1]
     lines = []
@@ -195,7 +195,7 @@ def findings(points: Sequence[Point], *, model: str, deadline_hours: float | Non
     return lines
 
 
-def _extrapolated(points: Sequence[Point], *, model: str) -> list[str]:
+def _extrapolated(points: Sequence[PredictedPoint], *, model: str) -> list[str]:
     """Return for each kind of extrapolation what exceeds the checks, and the nearest checked step."""
     lines: dict[str, str] = {}
     for point in points:
@@ -209,7 +209,7 @@ def _extrapolated(points: Sequence[Point], *, model: str) -> list[str]:
     return list(lines.values())
 
 
-def advice(question: Question, point: Point) -> list[str]:
+def advice(question: Question, point: PredictedPoint) -> list[str]:
     """Return the gain of other settings at that number of devices."""
     found = advise(question, point)
     plan, now = found.plan, point.step.seconds
@@ -228,7 +228,7 @@ def advice(question: Question, point: Point) -> list[str]:
     return lines
 
 
-def _within(points: Sequence[Point], hours: float) -> str:
+def _within(points: Sequence[PredictedPoint], hours: float) -> str:
     found = cheapest_within(points, hours)
     if found is None:
         fastest = min(point.hours for point in points)
@@ -237,7 +237,7 @@ def _within(points: Sequence[Point], hours: float) -> str:
     return f"In {duration(hours)}, cheapest: {found.num_devices:,} GPUs, {took}."
 
 
-def as_json(question: Question, points: Sequence[Point]) -> str:
+def as_json(question: Question, points: Sequence[PredictedPoint]) -> str:
     """Write all figures: seconds, images, shares."""
     rows = [
         {
@@ -275,7 +275,7 @@ def as_json(question: Question, points: Sequence[Point]) -> str:
     return json.dumps({"cluster": question.cluster.name, "assumed": assumptions(question), "points": rows}, indent=1)
 
 
-def draw(points: Sequence[Point], *, title: str) -> "Figure":
+def draw(points: Sequence[PredictedPoint], *, title: str) -> "Figure":
     """Draw images per second and device over devices with the band, beside perfect scaling from the fewest."""
     from matplotlib.figure import Figure
 
@@ -299,7 +299,7 @@ def draw(points: Sequence[Point], *, title: str) -> "Figure":
 
 def page(
     question: Question,
-    points: Sequence[Point],
+    points: Sequence[PredictedPoint],
     *,
     title: str,
     tables: Sequence[Table],
@@ -318,7 +318,7 @@ def page(
     )
 
 
-def trace(point: Point) -> str:
+def trace(point: PredictedPoint) -> str:
     """Write the step as Chrome trace events in the rows of a real one: backward, and each buffer's all-reduce."""
     step = point.step
     start = step.input + step.computing - step.backward.seconds

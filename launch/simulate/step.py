@@ -86,7 +86,7 @@ class SimulatedStep:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """One step of a job, without its local batch and its compute."""
 
     shape: ModelShape
@@ -221,7 +221,7 @@ def in_cycles(
 
 
 def fit_compute(
-    job: Job, fixed_seconds: float, local_batch: float, seconds: float, *, num_microbatches: int = 1
+    job: SimulatedJob, fixed_seconds: float, local_batch: float, seconds: float, *, num_microbatches: int = 1
 ) -> Compute:
     """Find the seconds of an image with which a job's simulated step takes the given seconds."""
     low, high = 0.0, seconds / local_batch

@@ -6,7 +6,7 @@ The closed forms of cost_model give seconds of equal parts; these count to the b
 from dataclasses import astuple, dataclass
 
 from bigbatch.launch.simulate.network import BY_LIBRARY, WIDENS
-from bigbatch.launch.simulate.step import WIDE_BYTES, Job, SimulatedStep
+from bigbatch.launch.simulate.step import WIDE_BYTES, SimulatedJob, SimulatedStep
 
 SEGMENT_BYTES = 512 * 1024
 """Same as in comm.algorithms.ring, which needs torch; a test compares the two."""
@@ -87,7 +87,7 @@ class SentPerStep:
     node_messages: int | None
 
 
-def sent_per_step(job: Job, step: SimulatedStep) -> SentPerStep:
+def sent_per_step(job: SimulatedJob, step: SimulatedStep) -> SentPerStep:
     """Count the gradients' sums of one step.
 
     A library's own sums have no messages to count. The bytes of native are the mean over ranks and nodes of any form
@@ -103,7 +103,7 @@ def sent_per_step(job: Job, step: SimulatedStep) -> SentPerStep:
     return SentPerStep(*(None if None in each else sum(each) for each in zip(*map(astuple, every), strict=True)))
 
 
-def _one_sum(job: Job, num_elements: int) -> SentPerStep:
+def _one_sum(job: SimulatedJob, num_elements: int) -> SentPerStep:
     """Count one buffer's sum."""
     network, wire_bytes = job.network, job.element_bytes * job.wire_share
     element_bytes = round(wire_bytes)

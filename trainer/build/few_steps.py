@@ -17,7 +17,7 @@ from bigbatch.trainer.step.loop import Steps
 from bigbatch.trainer.step.plan import Parts
 
 
-class Run(Protocol):
+class RunSteps(Protocol):
     """Trains, and returns the signal that stopped it, if any. Collective. Raises: TrainingDiverged."""
 
     def __call__(
@@ -34,7 +34,7 @@ def few_steps(
     say: Callable[[str], None],
     schedule: Callable[[int], float] | None = None,
     tuned: Tuned | None = None,
-) -> Iterator[tuple[Parts, Run]]:
+) -> Iterator[tuple[Parts, RunSteps]]:
     """Yield the parts of a training of that many steps, and a function that runs it. Collective.
 
     schedule: learning rates in place of the config's. say: that it will stop, where a signal asks for it.

@@ -44,7 +44,7 @@ class Archive:
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """Holds a regular file in an archive; read it before the next one is drawn."""
 
     origin: str
@@ -158,7 +158,7 @@ def read_headers(tar: tarfile.TarFile, *, max_members: int = MAX_MEMBERS) -> Ite
         yield info
 
 
-def read_members(archive: Path | Member, *, max_members: int = MAX_MEMBERS) -> Iterator[Member]:
+def read_members(archive: Path | ArchiveMember, *, max_members: int = MAX_MEMBERS) -> Iterator[ArchiveMember]:
     """Yield the regular files of an archive, or of one within another, in the order in which they lie.
 
     Raises: DataError naming archive and member for a name that leads out of the archive, a link, a device, a
@@ -179,13 +179,13 @@ def read_members(archive: Path | Member, *, max_members: int = MAX_MEMBERS) -> I
             if info.isfile():
                 file = tar.extractfile(info)
                 assert file is not None
-                yield Member(origin, PurePosixPath(info.name), info.size, file)
+                yield ArchiveMember(origin, PurePosixPath(info.name), info.size, file)
         _require_end(tar)
 
 
-def _open(archive: Path | Member) -> tarfile.TarFile:
+def _open(archive: Path | ArchiveMember) -> tarfile.TarFile:
     """Open an archive; its name may state a wrong compression: ImageNet-V2's .tar.gz is a plain tar."""
-    if isinstance(archive, Member):
+    if isinstance(archive, ArchiveMember):
         return tarfile.open(fileobj=archive.file, mode="r:", tarinfo=BoundedTarInfo)
     with open(archive, "rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"

@@ -40,7 +40,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ImageFinding:
     """All cases of one kind in one place; without a case there is nothing to report."""
 
     kind: str
@@ -84,8 +84,8 @@ class CheckReport:
     decoded: bool
     seconds: float
     splits: dict[str, SplitFacts]
-    problems: tuple[Finding, ...]
-    remarks: tuple[Finding, ...]
+    problems: tuple[ImageFinding, ...]
+    remarks: tuple[ImageFinding, ...]
 
 
 def check_dataset(
@@ -124,10 +124,10 @@ def check_dataset(
     findings = class_findings(root, splits)
     for split, images in splits.items():
         findings += listing_findings(split, listings[split])
-        findings += [Finding(kind, split, tuple(each), is_problem=True) for kind, each in faults[split].items()]
+        findings += [ImageFinding(kind, split, tuple(each), is_problem=True) for kind, each in faults[split].items()]
         for bit, (trait, meaning) in enumerate(TRAITS.items()):
             cases = tuple(map(images.name, np.flatnonzero(tables[split]["traits"] >> bit & 1).tolist()))
-            findings.append(Finding(trait, split, cases, is_problem=False, meaning=meaning))
+            findings.append(ImageFinding(trait, split, cases, is_problem=False, meaning=meaning))
     findings += duplicate_findings(splits, tables)
     return CheckReport(
         root=str(root),
@@ -214,19 +214,19 @@ def split_facts(images: ImageSource, rows_N: np.ndarray) -> SplitFacts:
     )
 
 
-def listing_findings(split: str, listing: Listing, *, leave_out: bool = False) -> list[Finding]:
+def listing_findings(split: str, listing: Listing, *, leave_out: bool = False) -> list[ImageFinding]:
     """Return all files that are not read, and folders below those of classes. leave_out: see left_out_findings."""
     below = "its images are of that class"
     return [
         *left_out_findings(split, listing.left_out, unlisted=listing.unlisted, leave_out=leave_out),
-        Finding("other files", split, listing.strays, is_problem=False, meaning="not read by the loaders"),
-        Finding("folder below a class", split, listing.nested, is_problem=False, meaning=below),
+        ImageFinding("other files", split, listing.strays, is_problem=False, meaning="not read by the loaders"),
+        ImageFinding("folder below a class", split, listing.nested, is_problem=False, meaning=below),
     ]
 
 
 def left_out_findings(
     where: str, left_out: Mapping[str, Sequence[str]], *, unlisted: Sequence[str], leave_out: bool
-) -> list[Finding]:
+) -> list[ImageFinding]:
     """Return findings on files that look like images but are not read, and on folders that cannot be listed.
 
     leave_out: the user left out these files, so they are not a problem.
@@ -237,47 +237,47 @@ def left_out_findings(
         if not kind.startswith("."):
             todo = "mend it, or move it into the folder of its class or away"
         meaning = "" if leave_out else todo
-        findings.append(Finding(f"image left out, {kind}", where, tuple(paths), not leave_out, meaning))
-    return [*findings, Finding("folder that cannot be listed", where, tuple(unlisted), is_problem=True)]
+        findings.append(ImageFinding(f"image left out, {kind}", where, tuple(paths), not leave_out, meaning))
+    return [*findings, ImageFinding("folder that cannot be listed", where, tuple(unlisted), is_problem=True)]
 
 
-def class_findings(root: Path, splits: Mapping[str, ImageSource]) -> list[Finding]:
+def class_findings(root: Path, splits: Mapping[str, ImageSource]) -> list[ImageFinding]:
     """Return missing splits, classes without images or in one split only, and counts that are not ImageNet's."""
     missing = tuple(f"{root / split}: no such folder" for split in SPLITS if split not in splits)
     meaning = "training reads train/, evaluation reads val/"
-    findings = [Finding("missing split", str(root), missing, is_problem=True, meaning=meaning)]
+    findings = [ImageFinding("missing split", str(root), missing, is_problem=True, meaning=meaning)]
     for split, images in splits.items():
         counts = _class_counts(images)
         empty = tuple(f"{root / split / name}" for name, count in zip(images.classes, counts, strict=True) if not count)
         meaning = f"fill or remove it; an image ends in {', '.join(IMAGE_SUFFIXES)}"
         is_problem = split == "train" or not root.is_file()  # a list names the classes of both splits
-        findings.append(Finding("class without images", split, empty, is_problem=is_problem, meaning=meaning))
+        findings.append(ImageFinding("class without images", split, empty, is_problem=is_problem, meaning=meaning))
         findings.append(unprintable_finding(split, images.classes))
         if not images.classes:
             cases = (f"{root / split}: expected {split}/<class>/<image>",)
-            findings.append(Finding("no class folders", split, cases, is_problem=True))
+            findings.append(ImageFinding("no class folders", split, cases, is_problem=True))
         for other in splits.keys() - {split}:
             lacking = tuple(f"{root / split / name}" for name in sorted({*images.classes} - {*splits[other].classes}))
             meaning = "give both splits the same class folders: a label is the position among them"
-            findings.append(Finding(f"class that {other} lacks", split, lacking, is_problem=True, meaning=meaning))
+            findings.append(ImageFinding(f"class that {other} lacks", split, lacking, is_problem=True, meaning=meaning))
         findings.append(imagenet_finding(split, images))
     findings.append(spelling_finding(str(root), {name for images in splits.values() for name in images.classes}))
     return findings
 
 
-def spelling_finding(where: str, classes: Iterable[str]) -> Finding:
+def spelling_finding(where: str, classes: Iterable[str]) -> ImageFinding:
     """Return classes with two spellings, in one split or across both."""
     twice = tuple(spelled_twice(classes))
-    return Finding("class with two spellings", where, twice, is_problem=True, meaning=RENAME)
+    return ImageFinding("class with two spellings", where, twice, is_problem=True, meaning=RENAME)
 
 
-def unprintable_finding(where: str, classes: Sequence[str]) -> Finding:
+def unprintable_finding(where: str, classes: Sequence[str]) -> ImageFinding:
     """Return class names with unprintable characters."""
     odd = tuple(name for name in classes if not name.isprintable())
-    return Finding("class with an unprintable name", where, odd, is_problem=True, meaning="give it another one")
+    return ImageFinding("class with an unprintable name", where, odd, is_problem=True, meaning="give it another one")
 
 
-def imagenet_finding(split: str, images: ImageSource) -> Finding:
+def imagenet_finding(split: str, images: ImageSource) -> ImageFinding:
     """Return how 1,000 classes named by WordNet ids differ from complete ILSVRC-2012 and ImageNet-V2."""
     is_wnid = re.compile(r"n\d{8}").fullmatch
     is_imagenet = len(images.classes) == IMAGENET_CLASSES and all(map(is_wnid, images.classes))
@@ -294,7 +294,7 @@ def imagenet_finding(split: str, images: ImageSource) -> Finding:
         "accuracies are comparable only for the whole set: 1,281,167 images in train and 50,000 in val, 50 of each "
         "class; 10,000 and 10 in ImageNet-V2"
     )
-    return Finding("not ImageNet's counts", split, tuple(cases), is_problem=False, meaning=meaning)
+    return ImageFinding("not ImageNet's counts", split, tuple(cases), is_problem=False, meaning=meaning)
 
 
 def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
@@ -308,7 +308,7 @@ def equal_groups(digests_N2: np.ndarray) -> list[list[int]]:
     return sorted(order_N[start:stop].tolist() for start, stop in zip(starts, stops, strict=False) if stop - start > 1)
 
 
-def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, np.ndarray]) -> list[Finding]:
+def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, np.ndarray]) -> list[ImageFinding]:
     """Find the same bytes twice: in train and val a problem, inside a split a remark."""
     good = {split: np.flatnonzero(rows_N["fit"]) for split, rows_N in tables.items()}
     owners = np.repeat(list(good), [len(positions) for positions in good.values()])
@@ -327,4 +327,4 @@ def duplicate_findings(splits: Mapping[str, ImageSource], tables: Mapping[str, n
         kind = leak if len(where) > 1 else relabelled if len(labels) > 1 else twice
         case = " = ".join(splits[split].name(position) for split, position in members)
         found.setdefault((kind, " and ".join(where)), []).append(case)
-    return [Finding(kind, where, tuple(c), kind == leak, meanings[kind]) for (kind, where), c in found.items()]
+    return [ImageFinding(kind, where, tuple(c), kind == leak, meanings[kind]) for (kind, where), c in found.items()]

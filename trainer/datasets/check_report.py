@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bigbatch.errors import DataError, printable
 from bigbatch.files import write_named
-from bigbatch.trainer.datasets.check import CheckReport, Finding, SplitFacts
+from bigbatch.trainer.datasets.check import CheckReport, ImageFinding, SplitFacts
 from bigbatch.trainer.input.base import written_keys
 
 
@@ -61,7 +61,7 @@ def _cells(facts: SplitFacts, forms: list[str]) -> list[str]:
     ]
 
 
-def finding_lines(findings: Sequence[Finding], *, num_shown: int = 1) -> Iterator[str]:
+def finding_lines(findings: Sequence[ImageFinding], *, num_shown: int = 1) -> Iterator[str]:
     """Return a line per finding: place, kind, count; below it the first cases."""
     for finding in findings:
         word = "problem" if finding.is_problem else "remark"

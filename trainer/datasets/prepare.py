@@ -20,7 +20,7 @@ from typing import Any
 from bigbatch.errors import DataError, StorageError, first_line
 from bigbatch.files import parse_json, write_new, write_whole
 from bigbatch.locks import open_lock, try_lock
-from bigbatch.trainer.datasets.archives import Archive, Member, check_md5, download, find_archive, read_members
+from bigbatch.trainer.datasets.archives import Archive, ArchiveMember, check_md5, download, find_archive, read_members
 from bigbatch.trainer.datasets.show_progress import Report
 from bigbatch.trainer.input.image_files import is_image, list_below, list_split
 
@@ -53,7 +53,7 @@ class DataSet:
     read: Callable[["DataSet", Mapping[str, Path], str], Iterator[StoredImage]]
     """(data set, archives, key of the archive to read) -> its images."""
 
-    def members(self, archive: Path | Member) -> Iterator[Member]:
+    def members(self, archive: Path | ArchiveMember) -> Iterator[ArchiveMember]:
         """Yield the files of an archive that has no more members than the data set can need. Raises: DataError."""
         return read_members(archive, max_members=2 * sum(self.num_images.values()) + 10_000)
 
@@ -234,7 +234,7 @@ def _read_imagenet(data_set: DataSet, paths: Mapping[str, Path], split: str) -> 
             yield f"train/{wnid}/{member.path.name}", member.read()
 
 
-def _flat(archive: Path | Member, data_set: DataSet) -> Iterator[Member]:
+def _flat(archive: Path | ArchiveMember, data_set: DataSet) -> Iterator[ArchiveMember]:
     """Yield the images of an archive without folders. Raises: DataError for anything else in it."""
     for member in data_set.members(archive):
         if len(member.path.parts) != 1 or not is_image(member.path.name):

@@ -31,7 +31,7 @@ from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import own_records
 from bigbatch.trainer.doctor.budget import LEAST_SECONDS, Budget
-from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, Findings
+from bigbatch.trainer.doctor.examine import IMAGES, TENSORS, Examination, ExaminationResults
 from bigbatch.trainer.doctor.exchange import Child
 from bigbatch.trainer.doctor.probes import Probes
 from bigbatch.trainer.doctor.report import WIDTH, print_report
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
             f"other processes use {load:.0%} of this machine's {os.cpu_count()} cores: rates are lower than on an idle "
             "machine"
         )
-    findings, code = Findings(), 0
+    findings, code = ExaminationResults(), 0
     try:
         with handling_stops(signal.default_int_handler):  # no probe and no folder outlives it either
             _examine(arguments, findings, console, config=config, whole=whole, budget=budget)
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 def _write(
     argv: Sequence[str],
     arguments: argparse.Namespace,
-    findings: Findings,
+    findings: ExaminationResults,
     *,
     config: Config,
     whole: Config,
@@ -159,7 +159,7 @@ def introduction(config: Config, whole: Config, *, num_ranks: int) -> str:
 
 def _examine(
     arguments: argparse.Namespace,
-    findings: Findings,
+    findings: ExaminationResults,
     console: Console,
     *,
     config: Config,

@@ -9,7 +9,7 @@ from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.doctor.budget import STEPS_IN_BUDGET, Budget, Pace
 from bigbatch.trainer.doctor.probes import Probe, Probes
-from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, compare
+from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, change, find_candidates, part_of_images
 from bigbatch.trainer.doctor.verdict import WAIT_FOR_IMAGES, WAIT_FOR_SUMS, DoctorRates, find_limit
 
@@ -17,7 +17,7 @@ IMAGES, TENSORS = "pictures", "tensors"
 
 
 @dataclass
-class Findings:
+class ExaminationResults:
     """Results so far; None if not measured yet."""
 
     machine: Machine | None = None
@@ -32,10 +32,10 @@ class Findings:
     budget_seconds: float | None = None
     used_seconds: float = 0.0
     rates: DoctorRates | None = None
-    noise: Comparison | None = None
-    rows: list[Row] = field(default_factory=list)
+    noise: SpeedComparison | None = None
+    rows: list[TriedSpeedup] = field(default_factory=list)
     unmeasured: list[Unmeasured] = field(default_factory=list)
-    verified: Comparison | None = None
+    verified: SpeedComparison | None = None
     taken: dict[str, Any] = field(default_factory=dict)
     advice: dict[str, Any] = field(default_factory=dict)
     is_complete: bool = False
@@ -56,7 +56,7 @@ class Examination:
     """Names of speedups to try without regard to the budget; empty for all that fit it."""
     budget: Budget
     probes: Probes
-    findings: Findings
+    findings: ExaminationResults
     say: Callable[[str], None]
     """Shows progress."""
 

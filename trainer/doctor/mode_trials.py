@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     # the run that wrote it has asked for trust
     config = load_config(["--config", str(folder / CONFIG), TRUST], prog="bigbatch doctor")
     append(folder / ANSWERS, {})
-    eager: Step | None = None
+    eager: TrialStep | None = None
     for order in orders(folder, goes_on=lambda: psutil.pid_exists(parent)):
         device = torch.device(order["device"])
         try:
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-class Step:
+class TrialStep:
     """Loss and gradients of a tried step, and its figures."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Step:
         scale = float(parts.precision.scaled(torch.ones((), device=grads[0].device)))
         self.gradients_N = torch.cat([grad.flatten().float() for grad in grads]).cpu() / scale
 
-    def distances(self, eager: "Step") -> dict[str, float]:
+    def distances(self, eager: "TrialStep") -> dict[str, float]:
         """Return how far loss and gradients are from the eager step's, relative to these; nan if one is not finite."""
         return {
             "loss": abs(self.loss - eager.loss) / abs(eager.loss) if eager.loss else abs(self.loss),
@@ -157,9 +157,9 @@ def relative_distance(ours_N: Tensor, theirs_N: Tensor) -> float:
     return distance / length if length else distance and math.inf
 
 
-def take_step(config: Config, mode: Mode, *, num_images: int, device: torch.device) -> Step:
+def take_step(config: Config, mode: Mode, *, num_images: int, device: torch.device) -> TrialStep:
     """Train in that mode on generated images; return the last step. Raises: as run_steps."""
-    step, size = Step(), mode.microbatch_size
+    step, size = TrialStep(), mode.microbatch_size
     set_tf32(config.optimizer.precision == "tf32")
     alone = connect(env=ALONE, device=device)
     set_up_process(alone, cudnn_benchmark=config.compute.cudnn_benchmark, cpu_threads=config.compute.cpu_threads)

@@ -11,7 +11,7 @@ from bigbatch.trainer.doctor.speedups import Candidate
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SpeedComparison:
     """Compares two configs in alternating turns, so that a disturbance of the machine affects both."""
 
     base_images_per_second: float
@@ -34,18 +34,18 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Row:
+class TriedSpeedup:
     """Result for a candidate."""
 
     candidate: Candidate
-    measured: Comparison | None
+    measured: SpeedComparison | None
     failure: str = ""
     is_taken: bool = False
     before: Mapping[str, Any] = field(default_factory=dict)
     """Speedups that were taken before it was tried."""
 
 
-def compare(base: Probe, other: Probe, *, turns: int) -> Comparison:
+def compare(base: Probe, other: Probe, *, turns: int) -> SpeedComparison:
     """Give both equally many turns, and the first turn equally often. Raises: DoctorError."""
     pairs = []
     for turn in range(turns):
@@ -54,7 +54,7 @@ def compare(base: Probe, other: Probe, *, turns: int) -> Comparison:
         one, two = first.run(), second.run()
         pairs.append((one, two) if first is base else (two, one))
     gains = [b.images_per_second / a.images_per_second - 1 for a, b in pairs]
-    return Comparison(
+    return SpeedComparison(
         base_images_per_second=median(a.images_per_second for a, _ in pairs),
         images_per_second=median(b.images_per_second for _, b in pairs),
         gain=median(gains),
@@ -78,11 +78,11 @@ class Greedy:
         """Return whether it gives, with those taken so far, a config that was not tried yet."""
         return {**self.taken, **candidate.values} not in self._tried
 
-    def consider(self, candidate: Candidate) -> Row:
+    def consider(self, candidate: Candidate) -> TriedSpeedup:
         """Measure a candidate, and take it if it is worth it; one that fails is left out."""
         values = {**self.taken, **candidate.values}
         self._tried.append(values)
-        row, other = Row(candidate, None, before=dict(self.taken)), None
+        row, other = TriedSpeedup(candidate, None, before=dict(self.taken)), None
         try:
             other = self._start(values)
             measured = compare(self._best, other, turns=self._turns)
@@ -95,7 +95,7 @@ class Greedy:
             other.close()
         return row
 
-    def verify(self) -> Comparison | None:
+    def verify(self) -> SpeedComparison | None:
         """Compare all taken speedups with the unchanged config; None if none was taken, or one of the two fails."""
         if not self.taken:
             return None

@@ -12,8 +12,8 @@ from bigbatch.errors import printable, printable_lines
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.doctor import verdict
-from bigbatch.trainer.doctor.examine import Findings, describe
-from bigbatch.trainer.doctor.recommend import Comparison
+from bigbatch.trainer.doctor.examine import ExaminationResults, describe
+from bigbatch.trainer.doctor.recommend import SpeedComparison
 from bigbatch.trainer.input.remedies import InputSettings
 from bigbatch.trainer.input.report import MeasuredInput, Waited, hints
 
@@ -24,7 +24,7 @@ RIGHT = partial(Column, justify="right", no_wrap=True)
 """A column of figures."""
 
 
-def print_report(findings: Findings, console: Console, *, config: Config, command: Sequence[str]) -> None:
+def print_report(findings: ExaminationResults, console: Console, *, config: Config, command: Sequence[str]) -> None:
     """Print all results so far. command: the words of `bigbatch train` to which the advice is added."""
     parts: list[Part] = []
     if findings.rates:
@@ -40,7 +40,7 @@ def print_report(findings: Findings, console: Console, *, config: Config, comman
         console.print(Text(printable_lines(part)) if isinstance(part, str) else part)
 
 
-def _limits(findings: Findings, rates: verdict.DoctorRates, config: Config) -> Iterator[Part]:
+def _limits(findings: ExaminationResults, rates: verdict.DoctorRates, config: Config) -> Iterator[Part]:
     """Yield the verdict, where the time of a step goes, and what waits in it."""
     if part := findings.part:
         batch = config.batch
@@ -84,7 +84,7 @@ def _limits(findings: Findings, rates: verdict.DoctorRates, config: Config) -> I
         yield from _always(findings)
 
 
-def _always(findings: Findings) -> Iterator[str]:
+def _always(findings: ExaminationResults) -> Iterator[str]:
     """Yield the gain of options that are always on."""
     update = findings.profile["phases"].get("update")
     share = "" if update is None else f"; the whole update is {update / findings.profile['seconds']:.1%} of a step"
@@ -104,7 +104,7 @@ def _always(findings: Findings) -> Iterator[str]:
     )
 
 
-def _speedups(findings: Findings, config: Config) -> Iterator[Part]:
+def _speedups(findings: ExaminationResults, config: Config) -> Iterator[Part]:
     """Yield the table of speedups, and notes on its conditions and empty cells."""
     assert findings.noise is not None
     figures = map(RIGHT, ("images/s", "gain", "memory"))
@@ -132,7 +132,7 @@ def _speedups(findings: Findings, config: Config) -> Iterator[Part]:
             yield f"{name} {note}"
 
 
-def _advice(findings: Findings, *, command: Sequence[str]) -> Iterator[str]:
+def _advice(findings: ExaminationResults, *, command: Sequence[str]) -> Iterator[str]:
     """Yield the options to add, or that none is worth it."""
     if not findings.is_complete:
         yield "stopped before the end: the figures above are all there are, and nothing is recommended"
@@ -150,9 +150,9 @@ def _advice(findings: Findings, *, command: Sequence[str]) -> Iterator[str]:
         yield "keep the config as it is: no known speedup that could be measured here beats the noise"
 
 
-def _figures(found: Comparison) -> tuple[str, str, str]:
+def _figures(found: SpeedComparison) -> tuple[str, str, str]:
     return f"{found.images_per_second:,.0f}", _gain(found), f"{found.peak_bytes / 1e9:.2f} GB"
 
 
-def _gain(found: Comparison) -> str:
+def _gain(found: SpeedComparison) -> str:
     return f"{100 * found.gain:+.1f}% ± {100 * found.spread:.1f}"

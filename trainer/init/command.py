@@ -14,12 +14,12 @@ from bigbatch.files import write_whole
 from bigbatch.numbers import decimal, whole
 from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import load_config, packaged_configs
-from bigbatch.trainer.datasets.check import Finding, spelling_finding, unprintable_finding
+from bigbatch.trainer.datasets.check import ImageFinding, spelling_finding, unprintable_finding
 from bigbatch.trainer.datasets.check_report import finding_lines
 from bigbatch.trainer.datasets.show_progress import show_progress
 from bigbatch.trainer.datasets.subcommands import add_max_megapixels
-from bigbatch.trainer.init.layout import Found, look, require_folder, require_no_columns, split_classes
-from bigbatch.trainer.init.measure import Measured, measure
+from bigbatch.trainer.init.layout import DatasetLayout, look, require_folder, require_no_columns, split_classes
+from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
 from bigbatch.trainer.init.tables import find_tables, unpack_tables
 from bigbatch.trainer.init.unpack import find_shards, unpack
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     outputs = [recipe, *([recipe.with_suffix(".json")] if pictures.listed else [])]
     existing = tuple(str(path) for path in outputs if os.path.lexists(path) and not arguments.force)
     meaning = "name another --out, or give --force"
-    findings.append(Finding("file that exists", "output", existing, is_problem=True, meaning=meaning))
+    findings.append(ImageFinding("file that exists", "output", existing, is_problem=True, meaning=meaning))
     findings = sorted((each for each in findings if each.cases), key=lambda finding: not finding.is_problem)
     for line in (*_summary(folder, found, pictures, measured), *finding_lines(findings, num_shown=NUM_SHOWN)):
         print_line(line)
@@ -111,7 +111,7 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] |
     return arguments, columns
 
 
-def _unpack(arguments: argparse.Namespace, columns: tuple[str, str] | None) -> list[Finding]:
+def _unpack(arguments: argparse.Namespace, columns: tuple[str, str] | None) -> list[ImageFinding]:
     folder, target, leave_out = arguments.folder, arguments.unpack, arguments.leave_out
     require_folder(folder)
     if os.path.lexists(arguments.out) and not arguments.force:  # before what may take hours
@@ -126,29 +126,31 @@ def _unpack(arguments: argparse.Namespace, columns: tuple[str, str] | None) -> l
         return unpack_tables(folder, tables, target, columns=columns, on_progress=on_progress, leave_out=leave_out)
 
 
-def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[Finding]:
+def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[ImageFinding]:
     where, classes = str(folder), pictures.splits["train"].classes
     if 0 < len(classes) < 2:
         cases = (f"{folder}: {classes[0]} is the only one",)
-        yield Finding("fewer than two classes", where, cases, is_problem=True, meaning="there is nothing to tell apart")
+        yield ImageFinding(
+            "fewer than two classes", where, cases, is_problem=True, meaning="there is nothing to tell apart"
+        )
     if pictures.listed:
         yield unprintable_finding(where, classes)
         yield spelling_finding(where, classes)
         val, train = pictures.listed["val"], pictures.listed["train"]
         single = tuple(name for name in classes if not val[name] and train[name])
         meaning = "it trains; how well the class is told is not measured"
-        yield Finding("class with one image", where, single, is_problem=False, meaning=meaning)
+        yield ImageFinding("class with one image", where, single, is_problem=False, meaning=meaning)
         if single and not any(val.values()):
             yield _nothing_to_validate(where)
 
 
-def _unusable(pictures: _Pictures, measured: Measured, *, leave_out: bool) -> Iterator[Finding]:
+def _unusable(pictures: _Pictures, measured: SampleStatistics, *, leave_out: bool) -> Iterator[ImageFinding]:
     """Report unusable images; with leave_out remove them from the list."""
     listed = pictures.listed if leave_out else None
     advice = "replace or remove it" + (", or give --leave-out" if pictures.listed and not leave_out else "")
     for split, found in measured.faults.items():
         meaning = advice if listed is None else "left out"
-        yield Finding("unusable image", split, tuple(found.values()), is_problem=listed is None, meaning=meaning)
+        yield ImageFinding("unusable image", split, tuple(found.values()), is_problem=listed is None, meaning=meaning)
         if listed is not None:
             index = pictures.splits[split]
             assert isinstance(index, ImageIndex)
@@ -158,17 +160,19 @@ def _unusable(pictures: _Pictures, measured: Measured, *, leave_out: bool) -> It
     if listed is not None and any(measured.faults.values()):
         empty = tuple(name for name, paths in listed["train"].items() if not paths)
         meaning = "add some, or remove it"
-        yield Finding("class without usable images", "train", empty, is_problem=True, meaning=meaning)
+        yield ImageFinding("class without usable images", "train", empty, is_problem=True, meaning=meaning)
         if not any(listed["val"].values()):
             yield _nothing_to_validate("val")
 
 
-def _nothing_to_validate(where: str) -> Finding:
+def _nothing_to_validate(where: str) -> ImageFinding:
     cases = ("of no class an image is left to validate with",)
-    return Finding("nothing to validate with", where, cases, is_problem=True, meaning="add images")
+    return ImageFinding("nothing to validate with", where, cases, is_problem=True, meaning="add images")
 
 
-def _summary(folder: Path, found: Found, pictures: _Pictures, measured: Measured | None) -> Iterator[str]:
+def _summary(
+    folder: Path, found: DatasetLayout, pictures: _Pictures, measured: SampleStatistics | None
+) -> Iterator[str]:
     splits = pictures.splits
     counts = " and ".join(
         f"{len(images):,} to {word}" for word, images in zip(("train", "validate"), splits.values(), strict=True)
@@ -182,7 +186,7 @@ def _summary(folder: Path, found: Found, pictures: _Pictures, measured: Measured
         )
 
 
-def _write(recipe: Path, pictures: _Pictures, measured: Measured, *, arguments: argparse.Namespace) -> None:
+def _write(recipe: Path, pictures: _Pictures, measured: SampleStatistics, *, arguments: argparse.Namespace) -> None:
     """Write the list, if there is one, and then the recipe. Raises: DataError; ConfigError, before any write."""
     folder: Path = arguments.unpack or arguments.folder
     root, counts = folder, {split: len(images) for split, images in pictures.splits.items()}

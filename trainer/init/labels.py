@@ -12,7 +12,7 @@ from bigbatch.trainer.input.image_files import is_image
 
 
 @dataclass(frozen=True)
-class Table:
+class LabelFile:
     """Contents of a CSV of labels."""
 
     labels: dict[str, str]
@@ -23,7 +23,7 @@ class Table:
     """The first line, if it was taken for column names without an option."""
 
 
-def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] | None = None) -> Table:
+def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] | None = None) -> LabelFile:
     """Read a CSV with a line for each of images (paths below a folder): comma, semicolon or tab, UTF-8.
 
     Images go by path or name, also without suffix, as long as that is of one image: a line can name none outside of
@@ -50,7 +50,7 @@ def read_labels(path: Path, images: Sequence[str], *, columns: tuple[str, str] |
             f"{path}: no line of it names one of the {len(images):,} images beside it; it has {len(rows)} lines, the "
             f"first is {shortened(rows[0][1])}: name its columns by --columns IMAGES,LABELS"
         )
-    return Table(
+    return LabelFile(
         {image: label for image, label in labels.items() if image not in twice},
         {
             "label without an image": lost,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bigbatch.errors import DataError, shortened
 from bigbatch.trainer.datasets.check import (
-    Finding,
+    ImageFinding,
     class_findings,
     left_out_findings,
     list_folder,
@@ -32,18 +32,20 @@ SPLIT_WORDS = ("training", "valid", "validation", "validate", "dev", "eval", "ev
 
 
 @dataclass(frozen=True)
-class Found:
+class DatasetLayout:
     """Contents of a folder, and its faults."""
 
     what: str
-    findings: tuple[Finding, ...]
+    findings: tuple[ImageFinding, ...]
     splits: Mapping[str, ImageSource] | None = None
     """Both splits, if the folder has them."""
     by_class: Mapping[str, Sequence[str]] | None = None
     """Otherwise class -> images, as paths below the folder."""
 
 
-def look(folder: Path, *, labels: Path | None = None, columns: tuple[str, str] | None = None, leave_out: bool) -> Found:
+def look(
+    folder: Path, *, labels: Path | None = None, columns: tuple[str, str] | None = None, leave_out: bool
+) -> DatasetLayout:
     """List the images of folder, without reading any; labels names a CSV that is not the only one in it.
 
     columns: names of the two that hold images and labels, if not the first two. leave_out: an image without a label
@@ -102,16 +104,16 @@ def _is_split(folder: Path) -> bool:
     return is_packed(folder) or bool(list_split(folder).folders)
 
 
-def _both_splits(folder: Path, *, leave_out: bool) -> Found:
+def _both_splits(folder: Path, *, leave_out: bool) -> DatasetLayout:
     listings = {split: open_listing(folder, split) for split in SPLITS}
     splits = {split: listing.images for split, listing in listings.items()}
     findings = class_findings(folder, splits)
     for split, listing in listings.items():
         findings += listing_findings(split, listing, leave_out=leave_out)
-    return Found("train and val", tuple(findings), splits=splits)
+    return DatasetLayout("train and val", tuple(findings), splits=splits)
 
 
-def _class_folders(folder: Path, *, leave_out: bool) -> Found:
+def _class_folders(folder: Path, *, leave_out: bool) -> DatasetLayout:
     listing = list_folder(folder)
     images, where = listing.images, str(folder)
     assert isinstance(images, ImageIndex)
@@ -122,14 +124,14 @@ def _class_folders(folder: Path, *, leave_out: bool) -> Found:
     empty = tuple(f"{folder / name}" for name, paths in by_class.items() if not paths)
     advice = f"fill or remove it, or give --leave-out; an image ends in {', '.join(IMAGE_SUFFIXES)}"
     meaning = "left out" if leave_out else advice
-    findings.append(Finding("class without images", where, empty, is_problem=not leave_out, meaning=meaning))
+    findings.append(ImageFinding("class without images", where, empty, is_problem=not leave_out, meaning=meaning))
     by_class = {name: paths for name, paths in by_class.items() if paths or not leave_out}
     if not by_class:
-        findings.append(Finding("no images", where, (f"{folder}: expected {_LAYOUTS}",), is_problem=True))
-    return Found("class folders", tuple(findings), by_class=by_class)
+        findings.append(ImageFinding("no images", where, (f"{folder}: expected {_LAYOUTS}",), is_problem=True))
+    return DatasetLayout("class folders", tuple(findings), by_class=by_class)
 
 
-def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | None, leave_out: bool) -> Found:
+def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | None, leave_out: bool) -> DatasetLayout:
     if len(tables) > 1:
         names = ", ".join(path.name for path in tables[:5])
         raise DataError(f"{folder}: holds {len(tables)} CSV files ({names}): name that of the labels by --labels")
@@ -140,13 +142,13 @@ def _flat(folder: Path, tables: Sequence[Path], *, columns: tuple[str, str] | No
         by_class[label].append(path)
     meaning = "left out" if leave_out else "mend the table, or give --leave-out"
     findings = [
-        Finding(kind, str(tables[0]), tuple(cases), is_problem=not leave_out, meaning=meaning)
+        ImageFinding(kind, str(tables[0]), tuple(cases), is_problem=not leave_out, meaning=meaning)
         for kind, cases in table.faults.items()
     ]
     left_out = {kind: [f"{folder}/{path}" for path in paths] for kind, paths in below.left_out().items()}
     findings += left_out_findings(str(folder), left_out, unlisted=below.unlisted, leave_out=leave_out)
     names = f", its first line taken for names: {shortened(table.names)}" if table.names else ""
-    return Found(f"images with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)
+    return DatasetLayout(f"images with labels from {tables[0].name}{names}", tuple(findings), by_class=by_class)
 
 
 def split_classes(

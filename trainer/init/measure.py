@@ -20,7 +20,7 @@ LEVELS = np.arange(256) / 255
 
 
 @dataclass(frozen=True)
-class Measured:
+class SampleStatistics:
     """Measurements of a sample of all splits; mean and std are those of its training images."""
 
     num_images: int
@@ -44,7 +44,7 @@ def measure(
     num_workers: int = 1,
     max_pixels: int = MAX_PIXELS,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Measured:
+) -> SampleStatistics:
     """Decode at most so many images, drawn by seed from all splits; those of more than max_pixels are unusable.
 
     Raises: DataError if no training image among them is good; ConfigError for an impossible num_workers.
@@ -77,7 +77,7 @@ def measure(
         raise DataError(f"no image of {num_done:,} is usable; the first: {reasons[0] if reasons else 'none trains'}")
     means_3, squares_3 = np.split(moments_N6.mean(axis=0), 2)
     sides_N2 = np.concatenate(sides)
-    return Measured(
+    return SampleStatistics(
         num_images=num_done,
         num_averaged=len(moments_N6),
         mean=tuple(means_3.tolist()),

@@ -9,7 +9,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import DataConfig
 from bigbatch.trainer.config.strict_yaml import as_yaml
 from bigbatch.trainer.datasets.check import Spread
-from bigbatch.trainer.init.measure import Measured
+from bigbatch.trainer.init.measure import SampleStatistics
 
 MIN_STEPS = 8
 """The recipe has a smaller batch than its base if an epoch would have fewer updates."""
@@ -19,7 +19,7 @@ LEAST_BATCH = 16
 
 def recipe_text(
     like: str,
-    measured: Measured,
+    measured: SampleStatistics,
     *,
     root: str,
     num_classes: int,

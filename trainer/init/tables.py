@@ -8,7 +8,7 @@ from typing import Any
 
 from bigbatch.errors import DataError, shortened
 from bigbatch.files import parse_json
-from bigbatch.trainer.datasets.check import Finding
+from bigbatch.trainer.datasets.check import ImageFinding
 from bigbatch.trainer.datasets.prepare import StoredImage
 from bigbatch.trainer.init.unpack import is_folder_name, lacking_finding, require_new, write_parts
 
@@ -59,7 +59,7 @@ def unpack_tables(
     columns: tuple[str, str] | None,
     on_progress: Callable[[int, int], None],
     leave_out: bool,
-) -> list[Finding]:
+) -> list[ImageFinding]:
     """Write target/<class>/<image>, below train/ and val/ where tables has both. Arguments and errors as of unpack.
 
     columns: those of image and label, where the files do not say which.
@@ -81,7 +81,7 @@ def unpack_tables(
     )
     found = lacking_finding("row without an image or its label", folder, target, lacking, leave_out=leave_out)
     meaning = "left alone: a run trains and validates"
-    others = Finding("other splits", str(folder), tuple(tables.others), is_problem=False, meaning=meaning)
+    others = ImageFinding("other splits", str(folder), tuple(tables.others), is_problem=False, meaning=meaning)
     return [found, others]
 
 

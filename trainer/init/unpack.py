@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from bigbatch.errors import DataError, shortened
 from bigbatch.trainer.datasets.archives import read_members
-from bigbatch.trainer.datasets.check import Finding
+from bigbatch.trainer.datasets.check import ImageFinding
 from bigbatch.trainer.datasets.prepare import StoredImage, write_images
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_hidden
 from bigbatch.trainer.input.listed import SPLITS
@@ -27,7 +27,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 def unpack(
     shards: Sequence[Path], target: Path, *, on_progress: Callable[[int, int], None], leave_out: bool
-) -> list[Finding]:
+) -> list[ImageFinding]:
     """Write target/<label>/<image>, below train/ and val/ where all shards or their folders are called so.
 
     target appears when it is whole. on_progress gets the bytes of shards. Samples that lack an image or a label are
@@ -90,10 +90,10 @@ def write_parts(
         raise DataError(f"{target}: cannot be written ({error.strerror}); name another folder") from error
 
 
-def lacking_finding(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> Finding:
+def lacking_finding(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> ImageFinding:
     """Return the samples that were not unpacked."""
     meaning = "left out" if leave_out else f"left out of {target}: to go on with that, bigbatch init {target}"
-    return Finding(kind, str(where), tuple(lacking), is_problem=not leave_out, meaning=meaning)
+    return ImageFinding(kind, str(where), tuple(lacking), is_problem=not leave_out, meaning=meaning)
 
 
 def require_new(target: Path) -> None:

@@ -28,7 +28,7 @@ MANY = 1000
 
 
 @dataclass(frozen=True)
-class Found:
+class SizeSearch:
     """Result of a search. size: the largest tried size that fits, None if none does."""
 
     size: int | None
@@ -44,7 +44,7 @@ def sizes_within(batch: BatchConfig, *, most: int) -> list[int]:
 
 def largest_fitting(
     sizes: Sequence[int], fits: Callable[[int], bool], *, is_last_near: bool, seconds: float = float("inf")
-) -> Found:
+) -> SizeSearch:
     """Find the largest of rising sizes that fits, by bisection; where one fits, all smaller ones are taken to fit.
 
     is_last_near: the last one is not far too large, so begin in the middle; else sizes double from the first until one
@@ -54,7 +54,7 @@ def largest_fitting(
     low, high, is_doubling = -1, len(sizes), not is_last_near  # all up to low fit; none from high on
     while high - low > 1:
         if time.monotonic() > deadline:
-            return Found(sizes[low] if low >= 0 else None, is_complete=False)
+            return SizeSearch(sizes[low] if low >= 0 else None, is_complete=False)
         middle = (low + high) // 2
         if is_doubling:
             # sizes are not evenly spaced: the next one that is at least twice as large
@@ -64,7 +64,7 @@ def largest_fitting(
             low = middle
         else:
             high, is_doubling = middle, False
-    return Found(sizes[low] if low >= 0 else None, is_complete=True)
+    return SizeSearch(sizes[low] if low >= 0 else None, is_complete=True)
 
 
 def fits_memory(config: Config, size: int, *, device: torch.device, num_microbatches: int = 1) -> bool:

@@ -10,7 +10,7 @@ from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.optimizer import WHOLE
 from bigbatch.trainer.config.schema import Config
-from bigbatch.trainer.memory.largest_batch import Found, fits_memory, free_memory, largest_fitting, sizes_within
+from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, free_memory, largest_fitting, sizes_within
 
 SEARCH_SECONDS = 60.0
 WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
@@ -43,7 +43,7 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
     return start + _remedy(config, found, world_size=world_size, at_least=at_least)
 
 
-def _remedy(config: Config, found: Found, *, world_size: int, at_least: str) -> str:
+def _remedy(config: Config, found: SizeSearch, *, world_size: int, at_least: str) -> str:
     if found.size is None and not found.is_complete:
         return "there was no time to try smaller ones; halve it and batch.bn_span"
     if found.size is None:

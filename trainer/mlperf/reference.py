@@ -20,7 +20,7 @@ INTERPOLATED_RUNS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class ConvergencePoint:
     """Epochs in which MLPerf's reference runs of a batch size reached the target."""
 
     name: str
@@ -45,7 +45,7 @@ class Event:
     edge: str = "event"
 
 
-def read_reference(global_batch_size: int) -> Reference | None:
+def read_reference(global_batch_size: int) -> ConvergencePoint | None:
     """Return MLPerf's record of that batch size, or one interpolated between its neighbours, as its RCP checker does.
 
     Below the smallest batch it is that of the smallest; None above the largest, where MLPerf asks for a new record.
@@ -65,7 +65,7 @@ def read_reference(global_batch_size: int) -> Reference | None:
     return _interpolate(smaller[-1], larger[0], global_batch_size=global_batch_size)
 
 
-def fewest_epochs(reference: Reference, *, num_runs: int) -> float:
+def fewest_epochs(reference: ConvergencePoint, *, num_runs: int) -> float:
     """Return the smallest mean of so many runs, less the fastest and the slowest, that chance alone explains.
 
     The smallest that a one-sided t-test with pooled variance, at SIGNIFICANCE, tells from no difference, if the runs
@@ -102,9 +102,9 @@ def _require() -> None:
         raise UserError("bigbatch verify needs MLPerf's tools: pip install 'bigbatch[verify]'") from error
 
 
-def _make_reference(record: dict[str, Any], *, is_smallest: bool) -> Reference:
+def _make_reference(record: dict[str, Any], *, is_smallest: bool) -> ConvergencePoint:
     epochs = record["Epochs to converge"]
-    return Reference(
+    return ConvergencePoint(
         name=f"record of {record['BS']:,}" + (", the smallest batch" if is_smallest else ""),
         mean_epochs=float(record["RCP Mean"]),
         std_epochs=float(record["RCP Stdev"]),
@@ -113,10 +113,10 @@ def _make_reference(record: dict[str, Any], *, is_smallest: bool) -> Reference:
     )
 
 
-def _interpolate(low: dict[str, Any], high: dict[str, Any], *, global_batch_size: int) -> Reference:
+def _interpolate(low: dict[str, Any], high: dict[str, Any], *, global_batch_size: int) -> ConvergencePoint:
     share = (global_batch_size - low["BS"]) / (high["BS"] - low["BS"])
     mean, std = ((1 - share) * low[key] + share * high[key] for key in ("RCP Mean", "RCP Stdev"))
-    return Reference(
+    return ConvergencePoint(
         name=f"between the records of {low['BS']:,} and {high['BS']:,}",
         mean_epochs=float(mean),
         std_epochs=float(std),

@@ -11,7 +11,7 @@ from bigbatch.paths import as_path
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import KEYS
 from bigbatch.trainer.mlperf.finished_run import FinishedRun, mlperf_events, read_run
-from bigbatch.trainer.mlperf.reference import Reference, as_log, fewest_epochs, read_reference
+from bigbatch.trainer.mlperf.reference import ConvergencePoint, as_log, fewest_epochs, read_reference
 from bigbatch.trainer.mlperf.rules import TARGET_TOP1, Verdict, check_rules
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.resume import changes
@@ -88,7 +88,7 @@ def require_one_recipe(runs: Sequence[FinishedRun]) -> None:
             )
 
 
-def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) -> Verdict:
+def check_convergence(runs: Sequence[FinishedRun], reference: ConvergencePoint | None) -> Verdict:
     """Apply MLPerf's test (not faster than the reference) to three runs or more; for fewer, list the epochs."""
     rule = f"epochs to {100 * TARGET_TOP1:.1f}%"
     epochs = _epochs_to_target(runs)
@@ -109,7 +109,7 @@ def check_convergence(runs: Sequence[FinishedRun], reference: Reference | None) 
     )
 
 
-def warn_of_early(runs: Sequence[FinishedRun], reference: Reference | None) -> str | None:
+def warn_of_early(runs: Sequence[FinishedRun], reference: ConvergencePoint | None) -> str | None:
     """Return a warning if the fastest of too few runs for a test is far ahead of the reference."""
     if reference is None or len(runs) >= FEWEST_RUNS:
         return None

@@ -46,7 +46,7 @@ COPIES_IN_MEMORY = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCopy:
     """The state of a copy that a node kept."""
 
     path: Path
@@ -68,7 +68,7 @@ class MemoryCopies:
         self._has_failed = False
         self._num_bytes = 0
 
-    def find(self, *, above: int) -> Found | None:
+    def find(self, *, above: int) -> FoundCopy | None:
         """Return on all ranks the newest intact copy after step `above` that a node has. Collective."""
         communicator, control = self._communicator, self._communicator.control
         held = self._held() if self._is_keeper else []
@@ -90,7 +90,7 @@ class MemoryCopies:
             word = control.gather_text(said, what="copy in a node's memory")[holder]
             if word:
                 path_text, host, sha256 = json.loads(word)
-                return Found(Path(path_text), host, sha256, broadcast_object(state, communicator, root_rank=holder))
+                return FoundCopy(Path(path_text), host, sha256, broadcast_object(state, communicator, root_rank=holder))
 
     def require_room(self, *, num_bytes: int) -> None:
         """Check that every node has memory for the state. Collective. Raises: CheckpointError on all ranks."""

@@ -17,7 +17,7 @@ from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, load_intact, read_manifest, restoring
 from bigbatch.trainer.run.class_names import kept_names, require_same_names
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.memory_copies import Found, MemoryCopies
+from bigbatch.trainer.run.memory_copies import FoundCopy, MemoryCopies
 from bigbatch.trainer.run.weights import require_same_model
 from bigbatch.trainer.step.plan import Parts
 
@@ -121,7 +121,7 @@ def find_start(
 
 def _find_state(
     config: Config, rundir: RunDir, *, control: Control, copies: MemoryCopies | None
-) -> tuple[Path | None, dict[str, Any], dict[Path, str], Found | None]:
+) -> tuple[Path | None, dict[str, Any], dict[Path, str], FoundCopy | None]:
     """Return the checkpoint of run.resume, its state, damaged newer ones, and its copy in memory, if it is one."""
     found, path = None, None
     state: dict[str, Any] = {}

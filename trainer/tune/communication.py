@@ -14,8 +14,8 @@ from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS
-from bigbatch.comm.measure.tune import Findings, tune
-from bigbatch.comm.measure.whole_steps import Candidate
+from bigbatch.comm.measure.tune import TuneResults, tune
+from bigbatch.comm.measure.whole_steps import StepCandidate
 from bigbatch.comm.rendezvous.environ import read_process_env
 from bigbatch.comm.tuning.conditions import Conditions, gather_conditions
 from bigbatch.comm.tuning.tuned import CHANGES, DEFAULT_FOLDER, Tuned, default_path, require_folder, write_tuned
@@ -96,7 +96,7 @@ def _config_argv(arguments: argparse.Namespace, overrides: Sequence[str]) -> lis
     return [*named, *backend, *overrides]
 
 
-def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> Candidate:
+def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], None]) -> StepCandidate:
     """Return the config's values, completed from comm.table; not from a table of another cluster."""
     try:
         tuned = gather_tuned(config, communicator)
@@ -109,7 +109,7 @@ def _stated(config: Config, communicator: Communicator, *, say: Callable[[str], 
     else:
         choice = choose_algorithm(communicator.backend, table=None).algorithm
         table = HybridTable((HybridRow(None, choice if algorithm in (AUTO, "hybrid") else algorithm),))
-    return Candidate(table, stated_sizes(config, tuned))
+    return StepCandidate(table, stated_sizes(config, tuned))
 
 
 def _make_forward(
@@ -136,7 +136,7 @@ def _make_forward(
     return {name: p for name, p in model.named_parameters() if p.requires_grad}, forward
 
 
-def _evidence(config: Config, conditions: Conditions, findings: Findings) -> dict[str, Any]:
+def _evidence(config: Config, conditions: Conditions, findings: TuneResults) -> dict[str, Any]:
     """Return the measurements behind the choice, as plain values, for readers."""
     f = findings
     return {

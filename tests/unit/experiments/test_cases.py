@@ -10,7 +10,7 @@ from error_texts import naming
 
 from bigbatch.cli import main
 from bigbatch.errors import ConfigError
-from bigbatch.experiments.engine.plan import Plan, read_plan
+from bigbatch.experiments.engine.plan import SweepPlan, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
 from bigbatch.trainer.config import strict_yaml
 from bigbatch.trainer.config.file import PACKAGED, load_config
@@ -29,7 +29,7 @@ STEPS: dict[str, Any] = {
 }
 
 
-def plan_of(tmp_path: Path, *, base: dict[str, Any] = STEPS, **changes: Any) -> Plan:
+def plan_of(tmp_path: Path, *, base: dict[str, Any] = STEPS, **changes: Any) -> SweepPlan:
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump({**base, **changes}, sort_keys=False))
     return read_plan(path)
@@ -159,7 +159,7 @@ def test_ablation_of_the_bag_ends_as_the_config_of_ten_epochs() -> None:
     *_, last = make_points(read_plan(PACKAGED / "sweeps/bag_of_tricks.yaml"), folder=Path("out"))
     stated = load_config(["--config", "cifar10_10epochs"])
     others = {key for key in KEYS if lookup(last.config, key) != lookup(stated, key)}
-    assert others == {"run.directory", "run.eval_every_epochs", "data.probe_seconds"}
+    assert others == {"run.directory", "run.eval_every_epochs", "data.probe_seconds", "compute.mode_keeps"}
 
 
 def test_command_that_was_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:

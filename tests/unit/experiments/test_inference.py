@@ -9,13 +9,13 @@ import yaml
 
 from bigbatch.experiments import inference
 from bigbatch.experiments.engine.folder import SweepFolder, change_state, prepare
-from bigbatch.experiments.engine.plan import Plan, read_plan
+from bigbatch.experiments.engine.plan import SweepPlan, read_plan
 from bigbatch.experiments.engine.points import Point, make_points
 
 FOLDER = SweepFolder(Path("out"))
 
 
-def begin(path: Path, **changes: Any) -> tuple[Plan, list[Point]]:
+def begin(path: Path, **changes: Any) -> tuple[SweepPlan, list[Point]]:
     cases = {"plain": {}, "smooth": {"optimizer.label_smoothing": 0.2}, "short": {"run.epochs": 6}}
     stated = {"config": "quickstart", "cumulative": True, "cases": cases, "seeds": 2, "timeout_minutes": 5}
     (path / "small.yaml").write_text(yaml.safe_dump({**stated, **changes}, sort_keys=False))

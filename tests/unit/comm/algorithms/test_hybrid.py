@@ -9,14 +9,14 @@ from collections.abc import Mapping
 import pytest
 from error_texts import naming
 
-from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured, make_hybrid
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes, make_hybrid
 
 TABLE = HybridTable((HybridRow(1000, "doubling"), HybridRow(50_000, "native"), HybridRow(None, "ring")))
 
 
-def exact(**seconds: float) -> dict[str, Measured]:
+def exact(**seconds: float) -> dict[str, MeasuredTimes]:
     """Times without any noise."""
-    return {name: Measured((value, value, value)) for name, value in seconds.items()}
+    return {name: MeasuredTimes((value, value, value)) for name, value in seconds.items()}
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_table_limit_is_the_geometric_mean_where_times_do_not_tell() -> None:
 
 
 def test_table_makes_no_switch_for_less_than_the_noise() -> None:
-    noisy = Measured(tuple(1 + 0.03 * (-1) ** i for i in range(20)))  # quartiles at 0.97 and 1.03
+    noisy = MeasuredTimes(tuple(1 + 0.03 * (-1) ** i for i in range(20)))  # quartiles at 0.97 and 1.03
     assert noisy.noise == pytest.approx(2 * 1.253 * 0.06 / 1.349 / math.sqrt(20), rel=1e-12)
-    close = Measured(tuple(0.985 * s for s in noisy.seconds))
+    close = MeasuredTimes(tuple(0.985 * s for s in noisy.seconds))
     times = {1000: {"a": noisy, "b": close}, 2000: {"a": close, "b": noisy}, 4000: {"a": noisy, "b": close}}
     assert make_hybrid(times).rows == (HybridRow(None, "b"),)
     quiet = {size: exact(a=at["a"].median, b=at["b"].median) for size, at in times.items()}
@@ -87,7 +87,7 @@ def test_table_makes_no_switch_for_less_than_the_noise() -> None:
 
 
 @pytest.mark.parametrize("times", [{}, {1024: {}}])
-def test_table_of_nothing_measured(times: Mapping[int, Mapping[str, Measured]]) -> None:
+def test_table_of_nothing_measured(times: Mapping[int, Mapping[str, MeasuredTimes]]) -> None:
     with pytest.raises(ValueError, match=naming("hybrid table", "time", "every size")):
         make_hybrid(times)
 
@@ -98,7 +98,9 @@ def test_table_is_never_five_percent_behind_and_has_no_needless_switch(seed: int
     draw = random.Random(seed)
     sizes = [4**k for k in range(5, 11)]
     times = {
-        size: {name: Measured(tuple(draw.gauss(1, 0.1 * (seed % 3)) ** 2 + 0.5 for _ in range(9))) for name in "abc"}
+        size: {
+            name: MeasuredTimes(tuple(draw.gauss(1, 0.1 * (seed % 3)) ** 2 + 0.5 for _ in range(9))) for name in "abc"
+        }
         for size in sizes
     }
     table = make_hybrid(times)
@@ -115,8 +117,8 @@ def test_table_is_never_five_percent_behind_and_has_no_needless_switch(seed: int
 
 
 def test_quartiles_and_median() -> None:
-    measured = Measured((4.0, 1.0, 2.0, 3.0))
+    measured = MeasuredTimes((4.0, 1.0, 2.0, 3.0))
     assert (measured.min, measured.median, measured.max) == (1.0, 2.5, 4.0)
-    assert Measured((1.0,) * 19 + (50.0,)).noise == 0.0  # a stray repetition
+    assert MeasuredTimes((1.0,) * 19 + (50.0,)).noise == 0.0  # a stray repetition
     # quartiles 1.75 and 3.25, by linear interpolation
     assert measured.noise == pytest.approx(2 * 1.253 * 1.5 / 1.349 / 2 / 2.5, rel=1e-12)

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.comm import messages
 from bigbatch.cli import main
 from bigbatch.comm.algorithms import make_allreduce
-from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.base import Capabilities, Done, Group
 from bigbatch.comm.communicator import Communicator
@@ -26,7 +26,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.measure import bench as command
 from bigbatch.comm.measure import figures as bench
 from bigbatch.comm.measure import timing
-from bigbatch.comm.measure.figures import Limit, Row
+from bigbatch.comm.measure.figures import BenchRow, Limit
 from bigbatch.comm.measure.plot import plot_sweep
 from bigbatch.comm.measure.report import table_head
 from bigbatch.comm.measure.timing import (
@@ -47,9 +47,11 @@ from bigbatch.exit_codes import REFUSED
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def row(algorithm: str = "ring", *, count: int = 25_000_000, seconds: float = 0.1, limit: Limit | None = None) -> Row:
+def row(
+    algorithm: str = "ring", *, count: int = 25_000_000, seconds: float = 0.1, limit: Limit | None = None
+) -> BenchRow:
     """One measurement of fp32 over 8 ranks."""
-    measured = Measured((seconds, seconds / 2, 2 * seconds))
+    measured = MeasuredTimes((seconds, seconds / 2, 2 * seconds))
     return bench.make_row(
         measured, count=count, dtype="float32", algorithm=algorithm, num_wrong=0, world_size=8, limit=limit
     )
@@ -164,7 +166,7 @@ def test_page_states_the_columns_and_formulas_of_the_code() -> None:
     page = (ROOT / "docs/comm-bench.md").read_text()
     columns = re.findall(r"^\| `([^`]+)` \|", page, re.M)
     assert columns == [title for title, _, _ in bench.COLUMNS]
-    for field in dataclasses.fields(Row):
+    for field in dataclasses.fields(BenchRow):
         assert f"`{field.name}`" in page
     sides = dict(re.findall(r"^    (algbw|busbw|least time) = (.*)$", page, re.M))
     limit = Limit(num_nodes=4, bytes_per_second=25e6, wire_bytes_per_byte=0.5)
@@ -391,7 +393,7 @@ def test_measure_links_takes_no_burst_for_bandwidth() -> None:
         return 1e-4 + max(0, num_bytes - 1_000_000) / 25e6
 
     sizes = (8, 1_000_000, 101_000_000)
-    hops = timing.Hops(tuple((n, Measured((seconds(n), 3 * seconds(n)))) for n in sizes))
+    hops = timing.Hops(tuple((n, MeasuredTimes((seconds(n), 3 * seconds(n)))) for n in sizes))
     assert hops.best_bytes_per_second == pytest.approx(101e6 / 4.0001, rel=1e-12)
     assert hops.latency_seconds == pytest.approx(2e-4, rel=1e-9)  # the median of the shortest
 
@@ -420,7 +422,7 @@ def test_bench_of_a_world_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [(r["kind"], r["size"], r["algorithm"], r["num_wrong"]) for r in records] == [
         ("row", size, name, 0) for size in (1024, 4096) for name in ("native", "ring")
     ]
-    assert {field.name for field in dataclasses.fields(Row)} == set(records[0]) - {"kind"}
+    assert {field.name for field in dataclasses.fields(BenchRow)} == set(records[0]) - {"kind"}
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -434,7 +436,7 @@ def test_bench_measures_the_sums_that_it_is_told_to(monkeypatch: pytest.MonkeyPa
 
 def test_bench_fails_by_a_wrong_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def time_sums(tensor_N: Tensor, communicators: Any, *, effort: Effort, label: str) -> dict[str, Sums]:
-        return {name: Sums(Measured((1e-3, 1e-3)), 7) for name in communicators}
+        return {name: Sums(MeasuredTimes((1e-3, 1e-3)), 7) for name in communicators}
 
     monkeypatch.setattr(command, "time_sums", time_sums)
     assert main(["comm", "bench", "--max-bytes", "1K", "--algorithms", "native"]) == 1

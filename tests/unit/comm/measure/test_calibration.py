@@ -16,7 +16,7 @@ import torch
 from error_texts import naming
 
 from benchmarks.comm.messages import plan_of
-from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES
@@ -30,7 +30,7 @@ from bigbatch.errors import CommError
 from bigbatch.trainer.build.job import stated_sizes
 from bigbatch.trainer.config.file import load_config
 
-SLOW, FAST = Measured((2.0, 2.0)), Measured((1.0, 1.0))
+SLOW, FAST = MeasuredTimes((2.0, 2.0)), MeasuredTimes((1.0, 1.0))
 TIMES = {1024: {"doubling": FAST, "ring": SLOW}, 4_000_000: {"doubling": SLOW, "ring": FAST}}
 TABLE = HybridTable((HybridRow(64_000, "doubling"), HybridRow(None, "ring")))
 

@@ -9,7 +9,7 @@ import torch
 from error_texts import naming
 from torch import Tensor
 
-from bigbatch.comm.algorithms.hybrid import Measured
+from bigbatch.comm.algorithms.hybrid import MeasuredTimes
 from bigbatch.comm.connection import connect
 from bigbatch.comm.measure import sizes as sizes_module
 from bigbatch.comm.measure.sizes import measure_times, sizes_below
@@ -20,9 +20,9 @@ from bigbatch.errors import CommError
 CPU = torch.device("cpu")
 
 
-def exact(seconds: float) -> Measured:
+def exact(seconds: float) -> MeasuredTimes:
     """A time without noise."""
-    return Measured((seconds, seconds))
+    return MeasuredTimes((seconds, seconds))
 
 
 @pytest.mark.parametrize(

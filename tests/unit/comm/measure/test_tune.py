@@ -13,18 +13,18 @@ from error_texts import naming
 from torch import nn
 
 from bigbatch.cli import main
-from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, Measured
+from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.fusion import PlanSizes, TensorSpec
 from bigbatch.comm.measure import whole_steps
 from bigbatch.comm.measure.cost_model import Backward
 from bigbatch.comm.measure.timing import Hops, MeasuredLinks
-from bigbatch.comm.measure.tune import Findings, explain_choice, explain_links, near_the_fastest, times_line
+from bigbatch.comm.measure.tune import TuneResults, explain_choice, explain_links, near_the_fastest, times_line
 from bigbatch.comm.measure.whole_steps import (
     ENOUGH_STEPS,
     LEAST_STEPS,
-    Candidate,
     MeasuredStep,
+    StepCandidate,
     choose_step,
     make_candidates,
     measure_steps,
@@ -44,14 +44,14 @@ def only(algorithm: str) -> HybridTable:
 
 
 FASTEST = HybridTable((HybridRow(100_000, "doubling"), HybridRow(None, "ring")))
-STATED = Candidate(only("native"), PlanSizes(10 << 20, 8 << 20))
+STATED = StepCandidate(only("native"), PlanSizes(10 << 20, 8 << 20))
 
 
-def step(candidate: Candidate, *seconds: float) -> MeasuredStep:
-    return MeasuredStep(candidate, Measured(seconds))
+def step(candidate: StepCandidate, *seconds: float) -> MeasuredStep:
+    return MeasuredStep(candidate, MeasuredTimes(seconds))
 
 
-def candidates() -> list[Candidate]:
+def candidates() -> list[StepCandidate]:
     return make_candidates(STATED, FASTEST, MANY, algorithms=("native", "ring"))
 
 
@@ -59,10 +59,10 @@ def test_candidates_are_what_is_stated_then_buffers_then_algorithms() -> None:
     """Buffers of 4 MiB hold a sixth of the gradients, of 64 MiB all of them; of 256 MiB they hold no more."""
     stated, *others = candidates()
     assert stated == STATED
-    assert others[0] == Candidate(FASTEST, STATED.sizes)
+    assert others[0] == StepCandidate(FASTEST, STATED.sizes)
     assert [each.sizes.buffer_bytes >> 20 for each in others[1:-1]] == [4, 64, 16, 1]
     assert {each.table for each in others[:-1]} == {FASTEST}
-    assert others[-1] == Candidate(only("ring"), STATED.sizes)  # native with these is what is stated
+    assert others[-1] == StepCandidate(only("ring"), STATED.sizes)  # native with these is what is stated
     counts = [len(each.sizes.plan(MANY).buffers) for each in others[1:-1]]
     assert counts == [6, 1, 2, 24]
 
@@ -86,19 +86,19 @@ def test_choice_is_the_fastest_beyond_noise_and_never_slower_than_what_is_stated
 class PlayedSteps:
     """Steps that take what they are told, on a clock that nothing else moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[Candidate, float]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[StepCandidate, float]) -> None:
         self.now, self.turns = 0.0, []
         self._seconds = seconds
         monkeypatch.setattr(whole_steps, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(whole_steps, "elapsed_seconds", lambda _, start: self.now - start)
         monkeypatch.setattr(whole_steps, "_turn", self.turn)
 
-    def turn(self, candidate: Candidate, *_: object, count: int, order: Sequence[str]) -> list[float]:
+    def turn(self, candidate: StepCandidate, *_: object, count: int, order: Sequence[str]) -> list[float]:
         self.turns.append(candidate)
         self.now += (count + 1) * self._seconds[candidate]
         return [self._seconds[candidate]] * count
 
-    def measure(self, tried: Sequence[Candidate], *, seconds: float, step_seconds: float = 1.0) -> Any:
+    def measure(self, tried: Sequence[StepCandidate], *, seconds: float, step_seconds: float = 1.0) -> Any:
         nothing: Any = None
         return measure_steps(tried, {}, nothing, nothing, order=[], step_seconds=step_seconds, seconds=seconds)
 
@@ -139,7 +139,7 @@ def test_whole_steps_of_a_model_are_timed_and_leave_no_gradients() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     input_BC, named = torch.ones(4, 8), dict(model.named_parameters())
     alone = connect(env=ALONE, device=torch.device("cpu"))
-    tried = [Candidate(only("native"), PlanSizes(size, size)) for size in (64, 4096)]
+    tried = [StepCandidate(only("native"), PlanSizes(size, size)) for size in (64, 4096)]
     found = measure_steps(
         tried, named, lambda: model(input_BC).sum(), alone, order=list(named), step_seconds=1e-3, seconds=5.0
     )
@@ -147,20 +147,20 @@ def test_whole_steps_of_a_model_are_timed_and_leave_no_gradients() -> None:
     assert all(min(each.measured.seconds) > 0 for each in found)
 
 
-def exact(seconds: float) -> Measured:
-    return Measured((seconds, seconds))
+def exact(seconds: float) -> MeasuredTimes:
+    return MeasuredTimes((seconds, seconds))
 
 
-def findings(*steps: MeasuredStep) -> Findings:
+def findings(*steps: MeasuredStep) -> TuneResults:
     backward = Backward({"t0": 0.01}, 0.2)
-    return Findings(MeasuredLinks(None, None), {}, backward, MANY, FASTEST, STATED, steps)
+    return TuneResults(MeasuredLinks(None, None), {}, backward, MANY, FASTEST, STATED, steps)
 
 
 def test_choice_is_explained() -> None:
     without = findings(step(STATED, 1.0))
-    assert without.chosen == Candidate(FASTEST, STATED.sizes)
+    assert without.chosen == StepCandidate(FASTEST, STATED.sizes)
     assert "no whole steps were compared" in explain_choice(without)[0]
-    other = Candidate(FASTEST, PlanSizes(1 << 22, 1 << 22))
+    other = StepCandidate(FASTEST, PlanSizes(1 << 22, 1 << 22))
     faster = findings(step(STATED, 0.2, 0.2, 0.2), step(other, 0.1, 0.1, 0.1))
     assert faster.chosen == other
     assert explain_choice(faster)[1:] == [

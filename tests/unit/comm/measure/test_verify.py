@@ -24,8 +24,8 @@ from bigbatch.comm.measure.exactness import (
     PRECISIONS,
     DrawnSums,
     Errors,
+    ExactSums,
     Outcome,
-    Reference,
     bound,
     different_bits,
     draw,
@@ -101,10 +101,10 @@ def test_grid_has_room_for_any_number_of_ranks() -> None:
 # --- errors ---
 
 
-def reference_of(*exact: float, magnitude: float = 1.0, num_ranks: int = 4, start: int = 0) -> Reference:
+def reference_of(*exact: float, magnitude: float = 1.0, num_ranks: int = 4, start: int = 0) -> ExactSums:
     """What sums must be, stated."""
     exact_S = torch.tensor(exact, dtype=torch.float64)
-    return Reference(start, num_ranks, exact_S, torch.full_like(exact_S, magnitude), exact_S.float())
+    return ExactSums(start, num_ranks, exact_S, torch.full_like(exact_S, magnitude), exact_S.float())
 
 
 @pytest.mark.parametrize(

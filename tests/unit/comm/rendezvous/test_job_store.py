@@ -33,7 +33,7 @@ from bigbatch.comm.rendezvous.secret import (
     introduce,
     receive_exactly,
 )
-from bigbatch.comm.rendezvous.store_process import LENGTH, StoreServer, Table, pack, split
+from bigbatch.comm.rendezvous.store_process import LENGTH, Requests, StoreServer, pack, split
 
 SECRET = b"of this job"
 
@@ -347,7 +347,7 @@ def test_requests_of_any_bytes_are_carried_out_or_refused(data: bytes) -> None:
     with suppress(ValueError, LookupError, TypeError):
         parts = split(data)
         assert split(pack(*parts)) == parts
-        Table().answer(parts)
+        Requests().answer(parts)
 
 
 # --- when it ends ---

@@ -4,7 +4,7 @@ import pytest
 from error_texts import naming
 
 from bigbatch.errors import ConfigError
-from bigbatch.experiments.search.space import Grid, SearchRange, parse_axis, parse_space, shrink
+from bigbatch.experiments.search.space import SearchRange, ValueList, parse_axis, parse_space, shrink
 from bigbatch.trainer.config.file import load_config
 
 
@@ -14,16 +14,21 @@ from bigbatch.trainer.config.file import load_config
         ("schedule.base_lr=log:1:40", SearchRange("schedule.base_lr", 1, 40, is_log=True, is_int=False)),
         ("optimizer.label_smoothing=linear:0:0.2", SearchRange("optimizer.label_smoothing", 0, 0.2, False, False)),
         ("augment.randaugment_ops=linear:1:4", SearchRange("augment.randaugment_ops", 1, 4, is_log=False, is_int=True)),
-        ("optimizer.momentum=choice:0.9,0.95", Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)),
-        ("model.options.width=choice:null,8", Grid("model.options.width", ("null", "8"), is_ordered=False)),
+        ("optimizer.momentum=choice:0.9,0.95", ValueList("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)),
+        ("model.options.width=choice:null,8", ValueList("model.options.width", ("null", "8"), is_ordered=False)),
         ("schedule.options.power=linear:1:3", SearchRange("schedule.options.power", 1, 3, False, False)),
-        ("optimizer.betas=choice:[0.9,0.99],[0.8,0.9]", Grid("optimizer.betas", ("[0.9, 0.99]", "[0.8, 0.9]"), False)),
+        (
+            "optimizer.betas=choice:[0.9,0.99],[0.8,0.9]",
+            ValueList("optimizer.betas", ("[0.9, 0.99]", "[0.8, 0.9]"), False),
+        ),
         # five doublings of 1e-5 are 3.2e-4, a sixth would be beyond 4e-4
         (
             "optimizer.weight_decay=log2:1e-5:4e-4",
-            Grid("optimizer.weight_decay", ("1e-05", "2e-05", "4e-05", "8e-05", "0.00016", "0.00032"), is_ordered=True),
+            ValueList(
+                "optimizer.weight_decay", ("1e-05", "2e-05", "4e-05", "8e-05", "0.00016", "0.00032"), is_ordered=True
+            ),
         ),
-        ("batch.global_batch_size=log2:256:1024", Grid("batch.global_batch_size", ("256", "512", "1024"), True)),
+        ("batch.global_batch_size=log2:256:1024", ValueList("batch.global_batch_size", ("256", "512", "1024"), True)),
     ],
 )
 def test_space_forms(text, axis):
@@ -86,10 +91,10 @@ def test_shrink_of_other_axes():
     assert (linear.low, linear.high) == pytest.approx((0.15, 0.25))
     whole = SearchRange("augment.randaugment_ops", 1, 13, is_log=False, is_int=True).shrunk("12")
     assert (whole.low, whole.high) == (9, 13)
-    grid = Grid("batch.global_batch_size", tuple("abcdef"), is_ordered=True)
+    grid = ValueList("batch.global_batch_size", tuple("abcdef"), is_ordered=True)
     assert [grid.shrunk(best).texts for best in "acf"] == [("a", "b"), ("b", "c"), ("e", "f")]
-    assert Grid("k", tuple("abc"), is_ordered=True).shrunk("b").texts == ("b",)
-    choice = Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
+    assert ValueList("k", tuple("abc"), is_ordered=True).shrunk("b").texts == ("b",)
+    choice = ValueList("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
     assert choice.shrunk("0.9") == choice
 
 
@@ -114,6 +119,6 @@ def test_space_numbers_have_few_digits_and_stay_in_the_range():
 def test_end_of_a_range_is_an_edge():
     axis = SearchRange("schedule.base_lr", 1, 100, is_log=True, is_int=False)
     assert [axis.is_edge(text) for text in ("1.2", "1.3", "10", "79", "80")] == [True, False, False, False, True]
-    grid = Grid("batch.global_batch_size", ("1", "2", "4"), is_ordered=True)
+    grid = ValueList("batch.global_batch_size", ("1", "2", "4"), is_ordered=True)
     assert [grid.is_edge(text) for text in grid.texts] == [True, False, True]
-    assert not Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False).is_edge("0.9")
+    assert not ValueList("optimizer.momentum", ("0.9", "0.95"), is_ordered=False).is_edge("0.9")

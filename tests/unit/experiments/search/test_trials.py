@@ -17,11 +17,11 @@ from bigbatch.experiments.engine.engine import seen_gpus
 from bigbatch.experiments.launching import Launch, parse_launch
 from bigbatch.experiments.search.plot import draw_search
 from bigbatch.experiments.search.search import Search
-from bigbatch.experiments.search.space import Grid, SearchRange
+from bigbatch.experiments.search.space import SearchRange, ValueList
 from bigbatch.experiments.search.study import Round, TrialRecord, best_record
 
 LR = SearchRange("schedule.base_lr", 1, 64, is_log=True, is_int=False)
-MOMENTUM = Grid("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
+MOMENTUM = ValueList("optimizer.momentum", ("0.9", "0.95"), is_ordered=False)
 
 # how it is started
 
@@ -212,7 +212,7 @@ def test_best_is_the_first_of_equals():
 
 DECAY = SearchRange("optimizer.weight_decay", 1e-5, 2e-4, is_log=True, is_int=False)
 BATCH = SearchRange("batch.global_batch_size", 8192, 65_536, is_log=False, is_int=True)
-MODEL = Grid("model.name", ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"), is_ordered=False)
+MODEL = ValueList("model.name", ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"), is_ordered=False)
 TRIALS = [
     TrialRecord(number, 1 + number // 3, {LR.key: lr, DECAY.key: decay, BATCH.key: batch, MODEL.key: model}, *ended, "")
     for number, (lr, decay, batch, model, *ended) in enumerate(

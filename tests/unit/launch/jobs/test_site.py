@@ -14,7 +14,7 @@ from bigbatch.comm.rendezvous.environ import site_settings
 from bigbatch.errors import JobRefused
 from bigbatch.experiments.engine.folder import SweepFolder
 from bigbatch.experiments.engine.jobs import array_job
-from bigbatch.experiments.engine.plan import Plan
+from bigbatch.experiments.engine.plan import SweepPlan
 from bigbatch.experiments.engine.points import make_points
 from bigbatch.launch.launchers.slurm import job_script
 from bigbatch.launch.start import main
@@ -149,7 +149,7 @@ def test_site_with_a_partition_does_not_send_a_preflight_to_slurm(show: Show) ->
 
 @pytest.mark.usefixtures("files")
 def test_site_fills_in_what_a_sweep_leaves_open(tmp_path: Path) -> None:
-    sweep = Plan(name="s", config="quickstart", where="slurm", launch={"account": "mine"}, timeout_minutes=30.0)
+    sweep = SweepPlan(name="s", config="quickstart", where="slurm", launch={"account": "mine"}, timeout_minutes=30.0)
     job = array_job(sweep, make_points(sweep, folder=tmp_path), SweepFolder(tmp_path), name="s")
     script = job_script(job, folder=None)
     assert "#SBATCH --partition=gpu\n" in script

@@ -16,7 +16,7 @@ from bigbatch.launch.simulate.published import CHECKED, epochs_to_759, nearest_c
 from bigbatch.launch.simulate.run import Failures, effective_share
 from bigbatch.launch.simulate.scaling import (
     Factors,
-    Point,
+    PredictedPoint,
     Question,
     advise,
     cheapest_within,
@@ -230,7 +230,7 @@ def test_failures_cost_a_restart_and_half_an_interval_each():
 
 
 def test_failures_throw_a_run_back_to_what_it_last_saved():
-    def point_of(*asked: str, hours: float = 1000.0) -> Point:
+    def point_of(*asked: str, hours: float = 1000.0) -> PredictedPoint:
         config = load_config(["--config", "imagenet/resnet50_64k", "--run.eval_every_epochs", "4", *asked])
         return simulate_point(Question(config, load_cluster("dgx_a100"), failures=Failures(hours)), 64)
 

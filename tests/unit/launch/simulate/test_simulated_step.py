@@ -13,7 +13,7 @@ from bigbatch.launch.simulate.constants import BACKWARD_SHARE, Constants
 from bigbatch.launch.simulate.network import Network
 from bigbatch.launch.simulate.plan_search import search_plan
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
-from bigbatch.launch.simulate.step import Compute, InCycles, InGroups, Job, backward_of, in_cycles, lateness
+from bigbatch.launch.simulate.step import Compute, InCycles, InGroups, SimulatedJob, backward_of, in_cycles, lateness
 
 IDEAL = Constants(
     inside_latency_seconds=0.0,
@@ -53,7 +53,7 @@ def test_algorithms_by_name_are_those_of_the_cost_model():
 
 
 def test_one_group_of_all_gradients_hides_nothing():
-    step = Job(FOUR, PAIR, InGroups(1)).simulate(Compute(0.01, 0.5), 10)
+    step = SimulatedJob(FOUR, PAIR, InGroups(1)).simulate(Compute(0.01, 0.5), 10)
     assert step.computing == pytest.approx(0.6)
     assert step.communication == pytest.approx(4000 / 1e9)
     assert step.stragglers == 0
@@ -63,7 +63,7 @@ def test_one_group_of_all_gradients_hides_nothing():
 @pytest.mark.parametrize("fusion", [PlanSizes(1, 1), InGroups(4), InCycles()])
 def test_what_backward_hides_is_what_is_ready_early(fusion):
     quick = replace(PAIR, constants=replace(IDEAL, cycle_seconds=0.0))
-    step = Job(FOUR, quick, fusion).simulate(Compute(0.1, 0.0), 10)
+    step = SimulatedJob(FOUR, quick, fusion).simulate(Compute(0.1, 0.0), 10)
     assert [each.num_bytes for each in step.transfers] == [400, 800, 1200, 1600]
     # three are through before the last is ready, which nothing can hide
     assert step.communication == pytest.approx(1600 / 1e9)
@@ -74,13 +74,13 @@ def test_what_backward_hides_is_what_is_ready_early(fusion):
 
 def test_slow_network_is_waited_for_whole():
     slow = replace(PAIR, across_bytes_per_second=1.0)
-    step = Job(FOUR, slow, InGroups(4)).simulate(Compute(0.1, 0.0), 10)
+    step = SimulatedJob(FOUR, slow, InGroups(4)).simulate(Compute(0.1, 0.0), 10)
     # from the first gradient's readiness on the wire is never idle
     assert step.communication == pytest.approx(4000 - 0.75 * BACKWARD_SHARE)
 
 
 def test_microbatches_compute_each_for_itself_and_send_once():
-    job = Job(FOUR, PAIR, InGroups(1))
+    job = SimulatedJob(FOUR, PAIR, InGroups(1))
     one, many = job.simulate(Compute(0.01, 0.5), 10), job.simulate(Compute(0.01, 0.5), 40, num_microbatches=4)
     assert many.computing == pytest.approx(4 * one.computing)
     assert many.communication == pytest.approx(one.communication)
@@ -88,7 +88,7 @@ def test_microbatches_compute_each_for_itself_and_send_once():
 
 def test_each_buffer_and_each_doubling_of_nodes_cost_what_the_constants_say():
     constants = replace(IDEAL, launch_seconds=1e-3, straggler_share=0.01, input_share=0.05)
-    job = Job(FOUR, replace(PAIR, num_nodes=8, constants=constants), InGroups(4))
+    job = SimulatedJob(FOUR, replace(PAIR, num_nodes=8, constants=constants), InGroups(4))
     step = job.simulate(Compute(1e6, 0.0), 1)
     assert step.communication == pytest.approx(4e-3, abs=1e-4)
     assert step.stragglers == pytest.approx((3 * 0.01 + 0.05) * 1e6)
@@ -135,7 +135,7 @@ def test_plan_search_of_comm_tune_sees_what_the_step_exposes():
     tensors, backward = shape.tensors(4), backward_of(shape, BACKWARD_SHARE * 0.15)
     found = search_plan(tensors, backward, ideal.seconds)
     assert found.exposed_seconds > 0
-    step = Job(shape, ideal, found.sizes).simulate(Compute(0.15, 0.0), 1)
+    step = SimulatedJob(shape, ideal, found.sizes).simulate(Compute(0.15, 0.0), 1)
     assert step.communication == pytest.approx(found.exposed_seconds)
 
 
@@ -152,6 +152,6 @@ def test_latest_of_exponential_delays_is_drawn_as_its_quantile_says():
 
 def test_one_step_in_ten_is_slower_than_its_mean_by_the_latest_node():
     constants = replace(IDEAL, straggler_share=0.01)
-    job = Job(FOUR, Network(64, 1, 1e12, 1e9, constants=constants), InGroups(1))
+    job = SimulatedJob(FOUR, Network(64, 1, 1e12, 1e9, constants=constants), InGroups(1))
     step = job.simulate(Compute(1.0, 0.0), 1)
     assert step.slow_seconds - step.seconds == pytest.approx(0.01 / math.log(2) * lateness(64))

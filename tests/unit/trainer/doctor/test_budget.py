@@ -14,7 +14,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor.budget import Budget, Pace
-from bigbatch.trainer.doctor.examine import IMAGES, Examination, Findings
+from bigbatch.trainer.doctor.examine import IMAGES, Examination, ExaminationResults
 from bigbatch.trainer.doctor.probes import Probes
 from bigbatch.trainer.doctor.speedups import change, part_of_images
 
@@ -97,10 +97,10 @@ class Process:
     kill = close
 
 
-def run(machine: Machine, *, seconds: float = 60.0, only: tuple[str, ...] = ()) -> Findings:
+def run(machine: Machine, *, seconds: float = 60.0, only: tuple[str, ...] = ()) -> ExaminationResults:
     budget = Budget(seconds, clock=lambda: machine.now, started=0.0)
     probes = Probes(machine.start, limit_seconds=lambda: budget.limit(300.0))
-    findings = Findings()
+    findings = ExaminationResults()
     Examination(
         config=machine.config,
         whole=machine.config,
@@ -170,7 +170,7 @@ def test_nothing_is_cut_or_left_out_without_a_budget() -> None:
 def test_config_that_no_budget_holds_says_what_one_step_takes(
     used: float, named: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(arguments: object, findings: Findings, console: object, **_: object) -> None:
+    def slow(arguments: object, findings: ExaminationResults, console: object, **_: object) -> None:
         findings.steps = {"images": 64, "seconds": 9.0}
         raise DoctorError("took longer than 3 s, and was ended")
 

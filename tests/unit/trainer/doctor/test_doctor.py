@@ -20,10 +20,10 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import KEYS, Config
 from bigbatch.trainer.doctor import consult, speedups, verdict
 from bigbatch.trainer.doctor.consult import main
-from bigbatch.trainer.doctor.examine import Examination, Findings, describe
+from bigbatch.trainer.doctor.examine import Examination, ExaminationResults, describe
 from bigbatch.trainer.doctor.probes import Probes, Turn
 from bigbatch.trainer.doctor.profile import covered
-from bigbatch.trainer.doctor.recommend import Comparison, Greedy, Row, compare
+from bigbatch.trainer.doctor.recommend import Greedy, SpeedComparison, TriedSpeedup, compare
 from bigbatch.trainer.doctor.report import print_report
 from bigbatch.trainer.doctor.speedups import Candidate, Machine, Unmeasured, change, find_candidates, part_of_step
 
@@ -116,7 +116,7 @@ class Lab:
         self.started.append(Fake(cycle([rate * each for each in self.wobble])))
         return self.started[-1]
 
-    def greedy(self, *names: str, noise: float = 0.02) -> tuple[Greedy, list[Row]]:
+    def greedy(self, *names: str, noise: float = 0.02) -> tuple[Greedy, list[TriedSpeedup]]:
         greedy = Greedy(self.start({}), self.start, turns=3, noise=noise)
         return greedy, [greedy.consider(Candidate(name, {name: 1})) for name in names]
 
@@ -364,11 +364,11 @@ def test_change_begins_where_the_last_one_ended() -> None:
     )
 
 
-def comparison(gain: float) -> Comparison:
-    return Comparison(100.0, 100.0 * (1 + gain), gain, 0.01, 3, 10**9)
+def comparison(gain: float) -> SpeedComparison:
+    return SpeedComparison(100.0, 100.0 * (1 + gain), gain, 0.01, 3, 10**9)
 
 
-def report(findings: Findings) -> str:
+def report(findings: ExaminationResults) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     print_report(findings, console, config=QUICKSTART, command=["bigbatch", "train", "--config", "quickstart"])
     text = console.export_text()
@@ -377,9 +377,9 @@ def report(findings: Findings) -> str:
 
 
 def test_report_recommends_a_command_line() -> None:
-    row = Row(Candidate("workers", {"data.num_threads": 2}, "note"), comparison(0.25), is_taken=True)
-    failed = Row(Candidate("prefetch", {"data.prefetch_batches": 4}), None, "OutOfMemoryError: no room")
-    findings = Findings(
+    row = TriedSpeedup(Candidate("workers", {"data.num_threads": 2}, "note"), comparison(0.25), is_taken=True)
+    failed = TriedSpeedup(Candidate("prefetch", {"data.prefetch_batches": 4}), None, "OutOfMemoryError: no room")
+    findings = ExaminationResults(
         noise=comparison(0.01),
         rows=[row, failed],
         unmeasured=[Unmeasured("graph", "CUDA graphs need a GPU")],
@@ -404,7 +404,7 @@ def test_report_recommends_a_command_line() -> None:
 
 def test_report_tells_what_is_always_on_and_what_found_no_time() -> None:
     update = {"fused_seconds": 0.0016, "unfused_seconds": 0.0064, "times": 4.0, "turns": 24}
-    looked = Findings(
+    looked = ExaminationResults(
         rates=RATES,
         profile={"seconds": 0.1, "phases": {"update": 0.002}, "operators": [], "syncs": {}},
         always={"update": update, "pinning": {"why": "nothing is copied"}},

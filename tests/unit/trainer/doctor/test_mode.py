@@ -24,7 +24,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor import mode as doctor_mode
 from bigbatch.trainer.doctor.exchange import Child
 from bigbatch.trainer.doctor.mode import SECONDS, ChosenMode, choose_mode
-from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, Step, relative_distance, take_step
+from bigbatch.trainer.doctor.mode_trials import LEAST_FREE, ModeTrials, TrialStep, relative_distance, take_step
 from bigbatch.trainer.doctor.modes import (
     BOUNDS,
     Mode,
@@ -473,19 +473,19 @@ def test_mode_trial_is_cut_at_its_limit() -> None:
 
 
 @pytest.fixture(scope="module")
-def eager() -> Step:
+def eager() -> TrialStep:
     return take_step(quickstart(), Mode(8), num_images=32, device=CPU)
 
 
 @pytest.mark.parametrize("size", [16, 32])
-def test_mode_of_a_larger_microbatch_is_the_same_step(size: int, eager: Step) -> None:
+def test_mode_of_a_larger_microbatch_is_the_same_step(size: int, eager: TrialStep) -> None:
     step = take_step(quickstart(), Mode(size), num_images=32, device=CPU)
     assert disagreement(**step.distances(eager), precision="fp32") == ""
     assert step.figures["images_per_second"] > 0
     assert step.gradients_N.norm() > 0
 
 
-def test_mode_that_computes_another_update_is_refused(eager: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_that_computes_another_update_is_refused(eager: TrialStep, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the wrong code of a compiler would: logits that are 1% too large, which trains just as well."""
 
     def compile_wrong_(model: nn.Module, *, mode: str | None) -> None:

@@ -20,7 +20,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.datasets.check import Spread
 from bigbatch.trainer.init.labels import read_labels
 from bigbatch.trainer.init.layout import look, split_classes
-from bigbatch.trainer.init.measure import Measured, measure
+from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
 from bigbatch.trainer.init.unpack import find_shards, unpack
 from bigbatch.trainer.input.order import read_index
@@ -530,7 +530,7 @@ def test_recipe_from_weights_normalises_as_they_expect_and_says_whose_size_it_ha
 
 def recipe_of(like: str, *, num_train: int = 10**5, short_side: int = 200) -> str:
     sides = Spread(8, short_side, 1000)
-    measured = Measured(100, 100, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), sides, sides, {})
+    measured = SampleStatistics(100, 100, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), sides, sides, {})
     counts = {"train": num_train, "val": 10}
     return recipe_text(like, measured, root="my images: all", num_classes=3, counts=counts, seed=0)
 

@@ -21,7 +21,7 @@ from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory import out_of_memory
-from bigbatch.trainer.memory.largest_batch import Found, fits_memory, largest_fitting, run_steps, sizes_within
+from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, largest_fitting, run_steps, sizes_within
 from bigbatch.trainer.memory.out_of_memory import explain, propose
 from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.folder import RunDir
@@ -64,7 +64,7 @@ def test_out_of_memory_search_finds_the_largest_legal_size_below_a_limit(limit: 
         return size <= limit
 
     found = largest_fitting(sizes, fits, is_last_near=is_last_near)
-    assert found == Found(max((size for size in sizes if size <= limit), default=None), is_complete=True)
+    assert found == SizeSearch(max((size for size in sizes if size <= limit), default=None), is_complete=True)
     assert len(tried) == len(set(tried)) <= (4 if is_last_near else 9)
     if not is_last_near:
         assert all(size <= max(1, 2 * limit) + 32 for size in tried), "nothing far too large"
@@ -74,8 +74,10 @@ def test_out_of_memory_search_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     seconds = iter(range(100))
     monkeypatch.setattr("time.monotonic", lambda: next(seconds))
     found = largest_fitting([1, 2, 4, 8, 16], lambda size: True, is_last_near=False, seconds=2)
-    assert found == Found(2, is_complete=False), "two tries, after which the clock was past 2 s"
-    assert largest_fitting([1], lambda size: True, is_last_near=False, seconds=-1) == Found(None, is_complete=False)
+    assert found == SizeSearch(2, is_complete=False), "two tries, after which the clock was past 2 s"
+    assert largest_fitting([1], lambda size: True, is_last_near=False, seconds=-1) == SizeSearch(
+        None, is_complete=False
+    )
 
 
 @pytest.mark.parametrize(
