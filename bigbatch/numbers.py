@@ -32,5 +32,5 @@ def is_measure(value: object) -> bool:
 
 
 def has_measures(record: Mapping[str, object], *names: str) -> bool:
-    """Tell whether a record, perhaps of a damaged file or of another release, has such a number under each name."""
+    """Return whether a record, perhaps of a damaged file or of another release, has such a number under each name."""
     return all(is_measure(record.get(name)) for name in names)

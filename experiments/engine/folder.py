@@ -12,7 +12,7 @@ from bigbatch.experiments.engine.plan import SweepPlan, dump_plan
 from bigbatch.experiments.engine.points import Point
 from bigbatch.files import parse_json, read_plain
 from bigbatch.locks import open_lock, try_lock
-from bigbatch.trainer.config.file import dump_config, read_dumped
+from bigbatch.trainer.config.file import dump_config, flatten, read_dumped
 from bigbatch.trainer.config.older import renamed
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.strict_yaml import parse_yaml
@@ -23,6 +23,7 @@ MISSING, SUBMITTED, DONE, FAILED, PRUNED = "missing", "submitted", "done", "fail
 STATES = (MISSING, SUBMITTED, DONE, FAILED, PRUNED)
 MAY_CHANGE = ("seeds", "timeout_minutes", "inference")
 """Keys of a plan that may change without a new folder; seeds may only grow."""
+MODES = ("compute.mode", "compute.mode_keeps")
 EARLIER = "holds {what} of an earlier bigbatch, which stays as it is: {reads}name another --folder to train anew"
 
 
@@ -136,13 +137,15 @@ def require_same(folder: SweepFolder, plan: SweepPlan, points: Sequence[Point]) 
 def require_same_experiment(path: Path, now: Config, *, config: str, of_machine: tuple[str, ...] = ()) -> None:
     """Check without writing. config: its name; of_machine: keys with old values. Raises: LaunchOptionError."""
     try:
-        old = read_dumped(read_plain(path).decode())
+        text = read_plain(path).decode()
+        old = read_dumped(text)
+        modes = set(MODES) - flatten(parse_yaml(text)).keys()  # of a folder that is older than these keys
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchOptionError(f"{path} is not readable: remove {path.parent}") from error
     new = read_dumped(dump_config(now))
     if Path(str(old.get("run.directory"))).absolute() == Path(now.run.directory).absolute():
         old["run.directory"] = now.run.directory
-    new |= {key: old.get(key) for key in of_machine}
+    new |= {key: old.get(key) for key in (*of_machine, *modes)}
     for key in (*new, *old):
         if key not in old or key not in new or old[key] != new[key]:
             raise LaunchOptionError(

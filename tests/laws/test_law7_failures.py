@@ -201,7 +201,8 @@ def test_changed_setting_takes_effect_and_is_said(data: Path, finished: Path) ->
 
 def test_weights_that_are_no_numbers_are_not_saved(data: Path, tmp_path: Path) -> None:
     """The loss of a step is that before its update: the one report of this run sees nothing wrong."""
-    huge = {"schedule.base_lr": 1e300, "schedule.warmup_epochs": 0, "run.checkpoint_every_steps": 1, "run.epochs": 1}
+    huge = {"schedule.base_lr": 3e38, "optimizer.trust_coefficient": 1e6, "schedule.warmup_epochs": 0}
+    huge |= {"run.checkpoint_every_steps": 1, "run.epochs": 1}
     assert "the update of step 1 left weights" in fails(alone(train_command(data, tmp_path, huge)))
     assert not list_checkpoints(tmp_path / "checkpoints")
 

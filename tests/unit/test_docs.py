@@ -150,6 +150,9 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
 }
 NOT_HERE = (  # need an engine or a base that a test machine has not, or are CI itself
     ".ci/run",
+    "nvidia-smi",
+    "pip install torch torchvision --index-url https://download.pytorch.org/whl/cu126",
+    "pip install 'bigbatch[dali-cuda12]'",
     "BIGBATCH_WEEKLY=1 .ci/run",
     "docker build -t bigbatch --build-arg BASE_IMAGE=nvcr.io/nvidia/pytorch:26.10-py3 --build-arg MPI=system .",
     'docker build -t bigbatch --build-arg REVISION="$(git rev-parse --short=12 HEAD)" .',

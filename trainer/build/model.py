@@ -124,10 +124,17 @@ def require_sizes(
     Call it on the model as it trains, on all ranks alike, before it is compiled. Raises: ConfigError if the model
     refuses one.
     """
+    sizes = {size for _, size in config.data.train_sizes or ()}
+    if not sizes:
+        return
     device = next(model.parameters()).device
+    gathered = (tensor for module in model.modules() for tensor in getattr(module, "gathered", None) or ())
+    kept = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *gathered)]
     # the run's own draws must not depend on it
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        for size in sorted({size for _, size in config.data.train_sizes or ()}):
+        for size in sorted(sizes):
             if "forward" not in vars(model):
                 explain_refusal_(model, name=config.model.name)
             logits_of_noise(config, model, size, normalize=normalize, forward=forward)
+        for tensor, before in kept:
+            tensor.copy_(before)

@@ -1,7 +1,7 @@
 """Read YAML files with their bases and command-line overrides into a checked Config, and write it back."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,8 @@ class Experiment:
     stated: Mapping[str, Any]
     origins: Mapping[str, str]
     of_runs: Mapping[str, Path]
+    own: Collection[str]
+    """Keys that a file states last which is not a packaged one."""
 
     def with_values(self, overrides: dict[str, Any]) -> Resolved:
         """Return the config with these values, which have the types of their keys. Raises: ConfigError."""
@@ -158,9 +160,8 @@ class Experiment:
     def _kept_by_auto(self, overrides: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the keys that compute.mode=auto leaves as they are: those that the user states, or names there."""
         if KEEPS in overrides:
-            return tuple(overrides[KEEPS])
-        own = [key for key in MODE_KEYS if key in self.stated and not _is_packaged(self.origins[key])]
-        in_files = self.stated.get(KEEPS, own)
+            return tuple(key for key in MODE_KEYS if key in overrides[KEEPS])
+        in_files = self.stated.get(KEEPS, self.own)
         return tuple(key for key in MODE_KEYS if key in overrides or key in in_files)
 
 
@@ -177,11 +178,12 @@ def read_experiment(name: str) -> Experiment:
 
 def read_stated(
     path: Path, refusals: Refusals, *, is_run: bool = False
-) -> tuple[dict[str, Any], dict[str, str], dict[str, Path]]:
+) -> tuple[dict[str, Any], dict[str, str], dict[str, Path], set[str]]:
     """Return the values that a YAML file and its bases state, by dotted key, and where; the file overrides its bases.
 
     is_run: the file is a run folder's, whatever else lies there. Third come the keys that such files state last, and
-    those files: what a run folder's extends is not the user's choice either.
+    those files: what a run folder's extends is not the user's choice either. Fourth come the keys that a file which is
+    not packaged states last.
     Raises: ConfigError for a file that cannot be read; refusals gets what is wrong within.
     """
     chain: list[tuple[Path, dict[str, Any], bool]] = []
@@ -204,17 +206,20 @@ def read_stated(
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     of_runs: dict[str, Path] = {}
+    own: set[str] = set()
     # the furthest base first, so that each file overrides what it extends
     for each, content, is_each_run in reversed(chain):
         stated = _flatten_checked(content, path=each, refusals=refusals)
         values = overlay(values, stated)
-        short = each.relative_to(PACKAGED) if each.is_relative_to(PACKAGED) else each
+        is_packaged = each.is_relative_to(PACKAGED)
+        short = each.relative_to(PACKAGED) if is_packaged else each
+        own = own - stated.keys() if is_packaged else own | stated.keys()
         for key in stated:
             origins[key] = f"{'recipe' if each is path else 'base'} {short}"
             of_runs.pop(key, None)
             if is_each_run:
                 of_runs[key] = each
-    return values, origins, of_runs
+    return values, origins, of_runs, own
 
 
 def read_dumped(text: str) -> dict[str, Any]:
@@ -243,12 +248,6 @@ def dump_config(config: Config) -> str:
 def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Flatten sections into dotted keys: {'run': {'seed': 0}} -> {'run.seed': 0}."""
     return {f"{section}.{key}": value for section, values in config.items() for key, value in values.items()}
-
-
-def _is_packaged(origin: str) -> bool:
-    """Return whether an origin, such as 'base bases/mlperf.yaml', is a packaged file."""
-    name = origin.partition(" ")[2]
-    return not Path(name).is_absolute() and (PACKAGED / name).is_file()
 
 
 def _packaged() -> list[str]:

@@ -39,7 +39,8 @@ MAY_DIFFER = (
     "data.keep_staged",
     "data.bind_numa",
     "data.probe_seconds",
-    *(key for key in KEYS if key.startswith("comm.") and key not in OF_THE_WIRE),
+    "batch.microbatch_size",
+    *(key for key in KEYS if key.startswith(("comm.", "compute.")) and key not in OF_THE_WIRE),
 )
 """Keys in which the runs of one recipe may differ, since they say where and how it runs, and move numbers by the order
 of sums at most; and run.directory, run.resume."""

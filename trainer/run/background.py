@@ -49,8 +49,7 @@ def _copied(state: Any, *, name: str) -> Any:
         if not is_out_of_memory(error):
             raise
         return CheckpointError(
-            f"cannot copy the state for {name}: the host that writes it needs as much memory as it takes on disk; the "
-            "run goes on from the newest checkpoint"
+            f"cannot copy the state for {name}: the host that writes it needs as much memory as it takes on disk"
         )
 
 
@@ -81,7 +80,7 @@ class BackgroundWrite:
             if isinstance(copied, CheckpointError):
                 raise copied
             write(copied, require_wanted)
-        except BaseException as error:  # wait() raises it
+        except BaseException as error:  # settle() raises it
             self.error = error
         self.seconds = awake_seconds() - self.started
 

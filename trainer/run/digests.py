@@ -41,7 +41,7 @@ PLACE_LETTERS = 8
 
 
 def values_folder(values: Path, *, rank: int) -> Path:
-    """Return the folder of a rank's values of one step."""
+    """Return the folder of a rank's kept values, with a folder per step."""
     return values / f"rank-{rank}"
 
 
@@ -91,7 +91,7 @@ class DigestRecorder:
         return self._every_steps > 0 and done % self._every_steps == 0
 
     def before_step(self, step: int) -> None:
-        """Record digests inside the block if this step is recorded."""
+        """Start to record if this step is recorded; record() ends it."""
         if self._is_due(step + 1) and not self._is_captured:
             self._single.start()
 

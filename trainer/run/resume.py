@@ -47,7 +47,7 @@ class Start:
     evaluations: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     """Results of the run's evaluations, by step, oldest first."""
     gradient_order: str | None = None
-    """Algorithms, one name per line; they decide how sums are rounded."""
+    """Parameters in the order of their gradients, one name per line; it decides how sums are rounded."""
     sums: Mapping[str, str] = field(default_factory=dict)
     """Other facts that decide the rounding, by describe_sums; missing in older checkpoints."""
     sha256: str | None = None

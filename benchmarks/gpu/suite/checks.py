@@ -33,6 +33,7 @@ TINY = {
     "compute.cpu_threads": 1,
 }
 SHAPES = {"data.loader": "synthetic", "data.image_size": 32, "run.epochs": 1, "schedule.warmup_epochs": 0.5}
+SHAPES |= {"compute.mode": "eager"}
 SEARCHES = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 
 
@@ -147,7 +148,7 @@ def measure_feed(context: Context) -> Found:
         found.left_out["feed"] = "needs a data set: name its folder by --data"
         return found
     batch = dict.fromkeys(("batch.global_batch_size", "batch.microbatch_size", "batch.bn_span"), context.size.batch)
-    epoch = {"run.epochs": 1, "schedule.warmup_epochs": 1, "schedule.decay_epochs": None}
+    epoch = {"run.epochs": 1, "schedule.warmup_epochs": 1, "schedule.decay_epochs": None, "compute.mode": "eager"}
     options = [str(context.data), "--ranks", "1", "--repetitions", "1", "--", "--config", "imagenet/resnet50_8k"]
     record = run_script("benchmarks.input.feed", [*options, *as_options(batch | epoch)], context)
     found.figures["input wait"] = {"unit": "share", **record["real"]["input_wait_fraction"]}

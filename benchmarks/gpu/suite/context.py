@@ -97,7 +97,7 @@ class Context:
 
     @property
     def compiles(self) -> bool:
-        """Return if it compiles; not for the small size on a CPU: compiling takes longer there than all the rest."""
+        """Whether to compile: not for the small size on a CPU: compiling takes longer there than all the rest."""
         return not (self.is_small and self.device.type == "cpu")
 
 

@@ -305,9 +305,11 @@ class OnlyBelow24(nn.Module):
     def __init__(self, norm: NormFactory) -> None:
         super().__init__()
         self.norm, self.fc = norm(3), nn.Linear(3, 10)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         assert images_BCHW.shape[-1] < 24, "too large"
+        self.calls += 1
         logits_BK: Tensor = self.fc(self.norm(images_BCHW).mean((2, 3)))
         return logits_BK
 
@@ -321,6 +323,7 @@ def test_training_size_that_a_model_refuses_ends_the_run_before_its_first_step(m
     assert "forward" not in vars(parts.model)
     assert torch.equal(torch.random.get_rng_state(), draw)
     assert torch.equal(parts.statistics.running_N, plain.statistics.running_N)
+    assert parts.model.get_buffer("calls") == 0
     with pytest.raises(ConfigError, match=naming("model.name=resnet9", "images of 24 x 24", "too large")):
         parts_of(quickstart(sizes="[[0, 16], [1, 24]]"))
 

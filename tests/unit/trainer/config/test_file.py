@@ -484,3 +484,11 @@ def test_value_of_an_older_run_that_is_there_no_more_is_replaced_and_said(tmp_pa
     assert "run.loggers=csv is there no more" in said
     with pytest.raises(ConfigError, match="wire_dtype"):
         load_config(["--config", path])
+
+
+def test_resolve_knows_an_own_file_by_the_name_of_a_packaged_one(monkeypatch, tmp_path):
+    """compute.mode=auto keeps what the user states, wherever the file is."""
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart.yaml").write_text(QUICKSTART.read_text())
+    assert load_config(["--config", "quickstart.yaml"]).compute.mode_keeps == ("batch.microbatch_size",)
+    assert load_config(["--config", "quickstart"]).compute.mode_keeps == ()
