@@ -25,11 +25,9 @@ class Played:
 
 
 def train(rates: str, *command: str) -> int:
-    """As `bigbatch` does on GPUs. rates: by rank and microbatch, in JSON; null for real trials."""
-    played = json.loads(rates)
-    options: dict[str, Any] = {"measures": lambda communicator: True}
-    if played is not None:
-        own = played[read_process_env().rank]
-        options["start_trials"] = lambda config, **_: Played(own)
-    training.choose_mode = partial(choose_mode, **options)  # type: ignore[attr-defined]
+    """As `bigbatch` does on GPUs. rates: by rank and microbatch, in JSON."""
+    played = Played(json.loads(rates)[read_process_env().rank])
+    training.choose_mode = partial(  # type: ignore[attr-defined]
+        choose_mode, measures=lambda communicator: True, start_trials=lambda config, **_: played
+    )
     return main(command)

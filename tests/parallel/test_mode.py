@@ -95,14 +95,3 @@ def test_two_ranks_choose_alike_and_train_the_same_update(train: Train, tmp_path
     text = train("--dry-run", run="dry", rates=untried)
     assert "compute.mode auto: the first start would time eager, microbatch 4, microbatch 8, microbatch 16, for" in text
     assert not path.exists()
-
-
-@pytest.mark.long
-def test_two_ranks_try_modes_in_real_processes(train: Train, tmp_path: Path) -> None:
-    """Whatever is fastest here, and however busy the machine: the job trains, and says what it found."""
-    text = train(run="real", rates=None)
-    (line,) = (line for line in text.splitlines() if "compute.mode auto: " in line)
-    assert "images/s of each GPU" in line or "refused" in line
-    assert "differ by" not in line
-    assert "not finite" not in line
-    assert microbatch_of(tmp_path / "real") in (4, 8, 16)

@@ -53,11 +53,12 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ConfigError; DoctorError if the unchanged config cannot be measured; RunFolderError.
     """
-    if argv[:1] == ["probe"]:  # of another doctor, in a process of its own
+    is_child = len(argv) == 3 and argv[2].isdecimal()  # a folder and a process id; else argv[0] is a run folder
+    if is_child and argv[0] == "probe":  # of another doctor, in a process of its own
         from bigbatch.trainer.doctor import probe  # torch takes seconds to import
 
         return probe.main(argv[1:])
-    if argv[:1] == ["mode"]:  # of a run that chooses its compute.mode
+    if is_child and argv[0] == "mode":  # of a run that chooses its compute.mode
         from bigbatch.trainer.doctor import mode_trials
 
         return mode_trials.main(argv[1:])

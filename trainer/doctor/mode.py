@@ -44,7 +44,7 @@ SHARE = 0.5
 KEYS = (
     *("model.name", "model.options", "model.frozen", "data.image_size", "data.train_sizes", "data.num_classes"),
     *("augment.randaugment_ops", "augment.color_jitter", "augment.cutout_size", "augment.mixup_alpha"),
-    *("augment.cutmix_alpha", "batch.bn_span", "batch.virtual_ranks", "compute.mode_keeps", "compute.channels_last"),
+    *("augment.cutmix_alpha", "batch.bn_span", "batch.virtual_ranks", "compute.channels_last"),
     *("compute.cudnn_benchmark", "compute.recomputed_blocks", "optimizer.name", "optimizer.options"),
     *("optimizer.precision", "optimizer.sharded", "optimizer.clip_norm", "optimizer.loss", "optimizer.loss_options"),
     *("optimizer.ema_decay", "comm.buffers"),
@@ -117,8 +117,6 @@ def choose_mode(
         finally:
             trials.close()
         refused = "".join(f"; {mode} refused: {trial.refusal}" for mode, trial in tried.items() if trial.refusal)
-        if not tried[modes.stated].images_per_second:
-            return ChosenMode(config, f"{prefix}{told}{modes.stated}, as stated{refused}")
         record, stored = _record(
             communicator, path, facts=facts, found=write_mode(modes, tried, best=best), earlier=earlier
         )
@@ -146,8 +144,9 @@ def _collect_facts(config: Config, communicator: Communicator, modes: Modes) -> 
         "versions": {"bigbatch": __version__, "torch": torch.__version__},
         "images_per_rank": config.batch.global_batch_size // communicator.world_size,
         "keys": {key: lookup(config, key) for key in KEYS},
-        "kept": {key: lookup(config, key) for key in config.compute.mode_keeps},
-        "can": [modes.can_capture, modes.can_compile],
+        "stated": asdict(modes.stated),
+        "keeps": sorted(config.compute.mode_keeps),
+        "can": [modes.sizes, modes.can_capture, modes.can_compile],
     }
     return dict(json.loads(json.dumps(facts)))  # tuples become lists, as in the file
 

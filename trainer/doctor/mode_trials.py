@@ -68,8 +68,10 @@ class ModeTrials:
             self._folder.cleanup()
 
     def _refusal(self, mode: Mode, answer: Mapping[str, Any]) -> str:
+        if mode == self._modes.stated:
+            return ""  # it ran
         loss, gradients, free = (float(answer[name]) for name in ("loss", "gradients", "free_share"))
-        if mode != self._modes.stated and free < LEAST_FREE:
+        if free < LEAST_FREE:
             return f"it leaves {free:.0%} of the memory free, less than {LEAST_FREE:.0%}"
         return disagreement(loss=loss, gradients=gradients, precision=self._config.optimizer.precision)
 

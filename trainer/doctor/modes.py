@@ -9,7 +9,7 @@ from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.speedups import change
 
 MOST_IMAGES = 512
-"""Largest microbatch that is tried, and the images of a tried step, unless the config's own microbatch is larger."""
+"""Largest microbatch that is tried, unless the config's own is larger. A tried step has at most two of that size."""
 LEAST_GAIN = 0.03
 """Gain in images/s below which the simpler mode stays: about the noise of two steps."""
 BOUNDS = {"fp32": 2e-5, "tf32": 0.1, "fp16": 0.1, "fp16_autocast": 0.1, "bf16": 0.3, "bf16_autocast": 0.3}
@@ -88,16 +88,23 @@ def find_modes(config: Config, *, world_size: int, can_capture: bool) -> Modes:
         return isinstance(change(config, replace(stated, **changed).values(), world_size=world_size), Config)
 
     sizes = [batch.microbatch_size]
+    is_measured = bool(config.run.digest_every_steps or config.run.noise_scale_every_steps)  # by microbatch
     # larger parts of a ghost batch that several ranks share would change which ranks exchange statistics
-    if "batch.microbatch_size" not in keeps and ranks_per_ghost(batch) == 1:
+    if not ("batch.microbatch_size" in keeps or is_measured) and ranks_per_ghost(batch) == 1:
         whole = [batch.microbatch_size * count for count in range(2, most + 1) if most % count == 0]
         sizes += [size for size in whole if is_legal(microbatch_size=size)]
+    num_images = batch.microbatch_size * most
+    if sizes[-1] == num_images and steps > most:
+        num_images *= 2  # a second microbatch shows the memory that accumulation takes
     return Modes(
         stated=stated,
         sizes=tuple(sizes),
-        num_images=batch.microbatch_size * most,
+        num_images=num_images,
+        # a trial captures one image size, and no sums over ranks: other captures could still end the run
         can_capture=can_capture
-        and not ("compute.cuda_graph" in keeps or compute.cuda_graph)
+        and world_size == 1
+        and len(config.data.train_sizes or ()) <= 1
+        and not (config.run.digest_every_steps or "compute.cuda_graph" in keeps or compute.cuda_graph)
         and is_legal(cuda_graph=True),
         can_compile=not ("compute.compile" in keeps or compute.compile) and is_legal(compile="default"),
     )
@@ -174,7 +181,8 @@ def read_mode(record: Mapping[str, Any], *, modes: Modes) -> Mode:
     is_typed = type(found.microbatch_size) is int and type(found.cuda_graph) is bool
     if not is_typed or found not in modes:
         raise ValueError("its mode is none of this config's")
-    if not all(isinstance(rates[name], float) and 0 < rates[name] < float("inf") for name in ("mode", "stated")):
+    are_rates = all(isinstance(rates[name], float) and 0 <= rates[name] < float("inf") for name in ("mode", "stated"))
+    if not are_rates or (found != modes.stated and not rates["stated"]):  # 0: the stated mode's trial failed
         raise ValueError("it is damaged")
     return found
 
@@ -195,5 +203,7 @@ def write_mode(modes: Modes, tried: Mapping[Mode, Trial], *, best: Mode) -> dict
 def describe(record: Mapping[str, Any], *, mode: Mode, modes: Modes) -> str:
     """Return the mode, its rate and that of the stated one."""
     rates = record["images_per_second"]
+    if not rates["stated"]:
+        return f"{modes.stated}, as stated, since its trial failed"
     line = f"{mode}: {rates['mode']:,.0f} images/s of each GPU"
     return line if mode == modes.stated else f"{line} ({modes.stated}: {rates['stated']:,.0f})"

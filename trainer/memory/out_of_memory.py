@@ -2,15 +2,18 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from bigbatch.errors import ConfigError
+from bigbatch.files import parse_json, read_plain
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.checks import RESIDUAL_BLOCKS
 from bigbatch.trainer.config.optimizer import WHOLE
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.memory.largest_batch import SizeSearch, fits_memory, free_memory, largest_fitting, sizes_within
+from bigbatch.trainer.run.folder import RunDir
 
 SEARCH_SECONDS = 60.0
 WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
@@ -40,7 +43,24 @@ def explain(config: Config, reason: str, *, world_size: int, device: torch.devic
     start = f"out of memory: batch.microbatch_size={batch.microbatch_size} does not fit on {device}{amounts}: "
     # what a CPU's run leaves is in pieces, so that more may fit from the start
     at_least = "at least " if device.type == "cpu" else ""
-    return start + _remedy(config, found, world_size=world_size, at_least=at_least)
+    return start + _remedy(config, found, world_size=world_size, at_least=at_least) + _undo(config)
+
+
+def _undo(config: Config) -> str:
+    """Return how to undo the choice of compute.mode=auto; "" if the run's mode was not chosen."""
+    try:
+        record = parse_json(read_plain(RunDir(Path(config.run.directory)).mode))
+        chosen, stated = record["mode"], record["stated"]
+    except (OSError, ValueError, LookupError, TypeError):  # none, or damaged
+        return ""
+    compute = config.compute
+    own = {
+        "microbatch_size": config.batch.microbatch_size,
+        "compile": compute.compile,
+        "cuda_graph": compute.cuda_graph,
+    }
+    words = "; compute.mode auto chose this mode: the experiment with --compute.mode eager takes the stated one"
+    return words if chosen == own != stated else ""
 
 
 def _remedy(config: Config, found: SizeSearch, *, world_size: int, at_least: str) -> str:

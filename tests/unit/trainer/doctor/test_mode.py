@@ -17,10 +17,11 @@ from torch import nn
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.errors import DoctorError
+from bigbatch.errors import DoctorError, RunFolderError
 from bigbatch.trainer.build import compute as build_compute
 from bigbatch.trainer.config.file import dump_config, load_config, read_dumped
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.doctor import consult
 from bigbatch.trainer.doctor import mode as doctor_mode
 from bigbatch.trainer.doctor.exchange import Child
 from bigbatch.trainer.doctor.mode import SECONDS, ChosenMode, choose_mode
@@ -36,6 +37,7 @@ from bigbatch.trainer.doctor.modes import (
     merge_ranks,
     with_mode,
 )
+from bigbatch.trainer.memory import out_of_memory
 
 CPU = torch.device("cpu")
 SMALL = ("--data.image_size=8", "--model.options.width=2", "--compute.cpu_threads=1", "--comm.timeout_seconds=300")
@@ -63,18 +65,22 @@ def one_rank() -> Communicator:
     [(8, [32, 64, 128, 256, 512]), (64, [32, 64, 128, 256, 512]), (512, [32, 64, 128]), (2048, [32])],
 )
 def test_mode_candidates_of_jia_on_any_number_of_gpus(num_gpus: int, sizes: list[int]) -> None:
-    """A rank's share of 65,536 is 8192, 1024, 128 and 32 images; a tried step has 512 at most."""
+    """A rank's share of 65,536 is 8192, 1024, 128 and 32 images; a tried microbatch has 512 at most."""
     modes = find_modes(config_of(name="imagenet/jia_resnet50_64k"), world_size=num_gpus, can_capture=True)
-    assert modes == Modes(Mode(32), tuple(sizes), sizes[-1], can_capture=True, can_compile=True)
+    twice = 2 if num_gpus <= 64 else 1  # a run's step of several of the largest is tried with two
+    assert modes == Modes(Mode(32), tuple(sizes), twice * sizes[-1], can_compile=True)
     assert all(65_536 // num_gpus % size == 0 for size in sizes)
 
 
 def test_mode_candidates_divide_the_share_whatever_it_is() -> None:
     """58,880 = 256 x 230; a third of that many ranks has 3 microbatches, of which 2 do not divide it."""
     modes = find_modes(config_of(name="imagenet/resnet50_58880"), world_size=64, can_capture=False)
-    assert (modes.sizes, modes.num_images, modes.can_capture) == ((230, 460), 460, False)
+    assert (modes.sizes, modes.num_images, modes.can_capture) == ((230, 460), 920, False)
     three = find_modes(quickstart("--batch.global_batch_size=24"), world_size=1, can_capture=False)
     assert three.sizes == (8, 24)
+    one_size = "--compute.mode_keeps=[batch.microbatch_size]"
+    kept = find_modes(config_of(one_size, name="imagenet/resnet50_8k"), world_size=8, can_capture=False)
+    assert (kept.sizes, kept.num_images) == ((64,), 512)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +91,13 @@ def test_mode_candidates_divide_the_share_whatever_it_is() -> None:
         (("--compute.mode_keeps=[compute.compile, compute.cuda_graph]",), (8, 16, 32), False, False),
         (("--compute.compile=default",), (8, 16, 32), True, False),
         (("--compute.cuda_graph=true",), (8, 16, 32), False, True),
-        (("--run.digest_every_steps=1", "--run.digest_layers=[conv*]"), (8, 16, 32), False, False),
+        (("--run.digest_every_steps=1",), (8,), False, True),  # digests are of each microbatch
+        (("--run.digest_every_steps=1", "--run.digest_layers=[conv*]"), (8,), False, False),
+        (("--run.noise_scale_every_steps=1",), (8,), False, True),
+        (("--data.train_sizes=[[0, 8]]",), (8, 16, 32), True, True),
+        (("--data.train_sizes=[[0, 8], [1, 16]]", "--run.epochs=2"), (8, 16, 32), False, True),
         (("--optimizer.name=shampoo", "--optimizer.eps=1e-6"), (8, 16, 32), False, True),
-        (("--batch.bn_span=16",), (8,), True, False),  # two ranks share a ghost batch
+        (("--batch.bn_span=16",), (8,), False, False),  # two ranks share a ghost batch
         (("--batch.virtual_ranks=4",), (8,), True, True),  # whose microbatches are those of four ranks
     ],
 )
@@ -245,6 +255,7 @@ def test_mode_is_measured_once_and_taken_again(tmp_path: Path) -> None:
         ("--model.options.width=4",),
         ("--batch.global_batch_size=64",),
         ("--compute.mode_keeps=[compute.compile]",),
+        ("--batch.microbatch_size=16", "--compute.mode_keeps=[]"),
     ],
 )
 def test_mode_of_another_experiment_is_not_taken(words: tuple[str, ...], tmp_path: Path) -> None:
@@ -256,6 +267,21 @@ def test_mode_of_another_experiment_is_not_taken(words: tuple[str, ...], tmp_pat
     again = Played({})
     choose(quickstart("--schedule.base_lr=0.5", "--optimizer.weight_decay=0", "--run.seed=1"), again, tmp_path)
     assert not again.limits, "these change no speed"
+
+
+def test_mode_of_a_run_with_digests_is_a_record_of_its_own(tmp_path: Path) -> None:
+    choose(quickstart("--run.digest_every_steps=1"), Played({Mode(8): 100.0, Mode(8, "default"): 200.0}), tmp_path)
+    assert choose(quickstart(), Played(COMPILED), tmp_path).config.batch.microbatch_size == 32
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_mode_keeps_in_any_order_are_the_same_experiment(tmp_path: Path) -> None:
+    keys = ("batch.microbatch_size", "compute.cuda_graph")
+    for keeps in (keys, keys[::-1]):
+        config = quickstart()
+        config = replace(config, compute=replace(config.compute, mode_keeps=keeps))
+        choose(config, Played({Mode(8): 100.0, Mode(8, "default"): 200.0}), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_mode_of_another_gpu_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +325,7 @@ def spoil(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes
         spoil(lambda record: record.update(mode=None)),
         spoil(lambda record: record.update(images_per_second={"mode": float("nan"), "stated": 1.0})),
         spoil(lambda record: record.update(images_per_second={"mode": "fast", "stated": 1.0})),
+        spoil(lambda record: record.update(images_per_second={"mode": 1.0, "stated": 0.0})),
         spoil(lambda record: record.update(images_per_second=[])),
         spoil(lambda record: record.update(keys="x" * 100_000)),
     ],
@@ -339,6 +366,23 @@ def test_mode_trial_that_hangs_is_cut_and_tried_once_more(tmp_path: Path) -> Non
     assert not third.limits
 
 
+@pytest.mark.slow
+def test_mode_that_was_chosen_is_named_when_memory_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "fits_memory", lambda *args, **options: True)
+    stated = quickstart(f"--run.directory={tmp_path}")
+    chosen = choose(stated, Played(COMPILED), None)
+    eager = replace(stated, compute=replace(stated.compute, mode="eager"))
+    for config, text, is_named in (
+        (chosen.config, chosen.text, True),
+        (eager, chosen.text, False),
+        (chosen.config, "{", False),
+        (chosen.config, "[]", False),
+    ):
+        (tmp_path / "mode.json").write_text(text)
+        line = out_of_memory.explain(config, "out of memory", world_size=1, device=CPU)
+        assert ("--compute.mode eager" in line) == is_named
+
+
 def test_mode_search_ends_in_time(tmp_path: Path) -> None:
     slow = Played(COMPILED, seconds=SECONDS / 2 + 1)
     found = choose(quickstart(), slow, tmp_path)
@@ -352,12 +396,19 @@ def test_mode_search_ends_in_time(tmp_path: Path) -> None:
 
 def test_mode_trial_that_fails_leaves_the_run_as_it_is(tmp_path: Path) -> None:
     found = choose(quickstart(), Played({Mode(8): "CUDA-capable device(s) is/are busy"}), tmp_path)
-    assert found.config == quickstart()
+    assert found.config == quickstart("--compute.mode=eager")
+    (path,) = tmp_path.iterdir()
     assert found.told == (
-        "compute.mode auto: eager, microbatch 8, as stated; eager, microbatch 8 refused: CUDA-capable device(s) is/are "
-        "busy"
+        "compute.mode auto: eager, microbatch 8, as stated, since its trial failed; measured in 5 s and stored in "
+        f"{path} for later starts; eager, microbatch 8 refused: CUDA-capable device(s) is/are busy"
     )
-    assert not list(tmp_path.iterdir())
+    untried = Played({})
+    assert choose(quickstart(), untried, tmp_path).config == found.config
+    assert not untried.limits
+    path.unlink()
+    choose(quickstart(), Played({}), tmp_path)  # cut
+    assert choose(quickstart(), Played(SIZES), tmp_path).config.batch.microbatch_size == 32, "tried once more"
+    path.unlink()
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     found = choose(quickstart(), Played(COMPILED), in_the_way / "modes")
@@ -452,6 +503,34 @@ def test_mode_trial_is_refused_with_the_reason(answer: dict[str, Any], words: st
     assert trials(Mode(8), limit_seconds=60.0) == Trial(10.0), "the stated mode may fill the memory"
     assert trials(Mode(16), limit_seconds=60.0) == Trial(refusal=words)
     trials.close()
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_mode_that_is_stated_needs_no_finite_step(loss: float) -> None:
+    trials = trials_of(quickstart(), lambda mode: {**RIGHT, "loss": loss, "gradients": float("nan")})
+    assert trials(Mode(8), limit_seconds=60.0) == Trial(10.0)
+    assert trials(Mode(16), limit_seconds=60.0).refusal, "nothing is known of its update"
+    trials.close()
+
+
+@pytest.mark.long
+def test_mode_trials_in_a_real_process() -> None:
+    config = quickstart()
+    trials = ModeTrials(config, modes=find_modes(config, world_size=1, can_capture=False), device=CPU)
+    for mode in (Mode(8), Mode(16)):
+        trial = trials(mode, limit_seconds=300.0)
+        assert trial.images_per_second > 0, trial.refusal
+    trials.close()
+
+
+@pytest.mark.parametrize("name", ["mode", "probe"])
+def test_run_folder_may_have_the_name_of_a_trial_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in ([name], [name, "--json"]):
+        with pytest.raises(RunFolderError, match=naming(name)):
+            consult.main(words)
 
 
 def test_mode_trial_is_cut_at_its_limit() -> None:
