@@ -95,6 +95,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--airbench", type=Path, help="checkout of KellerJordan/cifar10-airbench")
     add("--seeds", type=at_least(1), default=3, help="seeds of the race on CIFAR-10 (default: %(default)s)")
     options = parser.parse_args(argv)
+    if not options.minutes > 0:  # nan, too
+        parser.error(f"--minutes {options.minutes:g} must be above 0")
     if options.against is not None and not options.guard:
         parser.error("--against is what --guard compares with: give both")
     return options

@@ -14,7 +14,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.errors import ConfigError, UserError
-from bigbatch.trainer.build.compute import logits_of_noise, memory_format
+from bigbatch.trainer.build.compute import memory_format
 from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.dotted import words_of
 from bigbatch.trainer.config.model import is_foreign_model
@@ -121,20 +121,19 @@ def require_sizes(
 ) -> None:
     """Try each of data.train_sizes before the first step: the run comes to the later ones after epochs.
 
-    Call it on the model as it trains, on all ranks alike, before it is compiled. Raises: ConfigError if the model
-    refuses one.
+    With two images, in evaluation mode: it changes no statistics and draws nothing. Call it before the model is
+    compiled. Raises: ConfigError if the model refuses a size.
     """
-    sizes = {size for _, size in config.data.train_sizes or ()}
-    if not sizes:
-        return
-    device = next(model.parameters()).device
-    gathered = (tensor for module in model.modules() for tensor in getattr(module, "gathered", None) or ())
-    kept = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *gathered)]
-    # the run's own draws must not depend on it
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        for size in sorted(sizes):
+    was_training, is_explained = model.training, "forward" in vars(model)
+    model.eval()
+    with torch.no_grad():
+        for size in sorted({size for _, size in config.data.train_sizes or ()}):
             if "forward" not in vars(model):
                 explain_refusal_(model, name=config.model.name)
-            logits_of_noise(config, model, size, normalize=normalize, forward=forward)
-        for tensor, before in kept:
-            tensor.copy_(before)
+            pixels_BCHW = torch.zeros(2, 3, size, size, dtype=torch.uint8)
+            images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
+            with forward():
+                model.forward(images_BCHW)
+    model.train(was_training)
+    if is_explained and "forward" not in vars(model):
+        explain_refusal_(model, name=config.model.name)

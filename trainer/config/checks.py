@@ -19,6 +19,8 @@ from bigbatch.trainer.config.strict_yaml import as_yaml
 SMALLEST_SHARPENED = 3
 """Smallest side, in pixels, for one of RandAugment's operations."""
 
+LARGEST_SIDE = 65535
+"""Largest side of a JPEG, in pixels."""
 SMALLEST_IMAGE = {"resnet9": 8, "alexnet_bn": 63}
 """Smallest side, in pixels, that reaches a model's last pooling; the ResNets take any."""
 RESIDUAL_BLOCKS = {
@@ -76,8 +78,8 @@ def check_train_sizes(data: DataConfig, *, epochs: int) -> Iterator[str]:
             f"data.train_sizes={as_yaml(data.train_sizes)} changes at epoch {firsts[-1]}, but run.epochs={epochs}: the "
             f"last epoch is {epochs - 1}"
         )
-    if min(size for _, size in data.train_sizes) <= 0:
-        yield f"data.train_sizes={as_yaml(data.train_sizes)} must give sizes of 1 pixel or more"
+    if not all(0 < size <= LARGEST_SIDE for _, size in data.train_sizes):
+        yield f"data.train_sizes={as_yaml(data.train_sizes)} must give sizes of 1 to {LARGEST_SIDE} pixels"
 
 
 def check_augment(augment: AugmentConfig, batch: BatchConfig) -> Iterator[str]:

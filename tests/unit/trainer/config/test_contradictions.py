@@ -74,8 +74,8 @@ data.train_sizes=[[0, 16], [4, 32], [2, 24]]
   | data.train_sizes=[[0, 16], [4, 32], [2, 24]] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
 data.train_sizes=[[-1, 16]]
   | data.train_sizes=[[-1, 16]] must give epochs that rise from 0 | data.train_sizes=[[0, 16], [4, 32]]
-data.train_sizes=[[0, 16], [1, 0]] | data.train_sizes=[[0, 16], [1, 0]] must give sizes of 1 pixel or more
-data.train_sizes=[[0, 16], [1, -16]] | data.train_sizes=[[0, 16], [1, -16]] must give sizes of 1 pixel or more
+data.train_sizes=[[0, 16], [1, 0]] | data.train_sizes=[[0, 16], [1, 0]] must give sizes of 1 to 65535 pixels
+data.train_sizes=[[0, 16], [1, -16]] | data.train_sizes=[[0, 16], [1, -16]] must give sizes of 1 to 65535 pixels
 data.train_sizes=[[0, 7], [1, 32]]
   | data.train_sizes=7 is too small for model.name=resnet9: give at least 8 | data.train_sizes=[[0, 8], [1, 32]]
 
