@@ -220,12 +220,13 @@ def require_same_objective(old: str, config: Config, *, path: Path) -> None:
 
 
 def changes(old: str, new: str) -> dict[str, str]:
-    """Return the keys whose values differ between the configs, without those about resuming.
+    """Return the keys whose values differ between the configs, without those about resuming and compute.mode.
 
     A key that an older version's config does not state had its default.
     """
     before, after = read_dumped(old), read_dumped(new)
-    where_and_how = ("run.directory", "run.resume")
+    # what a mode changes are the keys that it chooses
+    where_and_how = ("run.directory", "run.resume", "compute.mode", "compute.mode_keeps")
     keys = dict.fromkeys((*after, *filter(is_option, before)))
     return {
         key: f"{as_yaml(after.get(key))} (was {as_yaml(before.get(key))})"
