@@ -32,14 +32,14 @@ from benchmarks.gpu.suite.targets import TARGETS
 from bigbatch.comm.connection import choose_device
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.comm.tuning.conditions import source_commit
-from bigbatch.errors import UserError
+from bigbatch.errors import UserError, print_line
+from bigbatch.exit_codes import INTERRUPTED
 
 HEAD = ("part", "s", "figure", "target", "result")
 FEW_ROUNDS = 3
 """Turns of each contestant if --minutes are stated."""
 UNHURRIED = 4
 """Times a part's limit without --minutes: there are more turns, and the GPU may be slower."""
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Day:
             for name in names:
                 self.outcomes[name] = Outcome("interrupted", is_bad=True)
                 self.outcomes[name] = self._outcome(name)
-                say(f"{name}: {self.outcomes[name].words}")
+                print_line(f"{name}: {self.outcomes[name].words}", file=sys.stderr)
         except KeyboardInterrupt:
             for name in names:
                 self.outcomes.setdefault(name, Outcome("not begun: interrupted"))
@@ -163,7 +163,7 @@ class Day:
         limit = UNHURRIED * part.most if math.isinf(left) else min(part.most, left)
         if self.options.dry_run:
             return Outcome(f"would run: about {part.likely} s, at most {limit:.0f} s")
-        say(f"== {name}, at most {limit:.0f} s")
+        print_line(f"== {name}, at most {limit:.0f} s", file=sys.stderr)
         log, start = self.options.logs / f"{name.replace('/', '-')}.log", time.monotonic()
         work = partial(run_part, name, options=self.options, device=self.device, size=self.size, path=self.path)
         code = run_within(work, seconds=limit, log=log, fork=self.device.type == "cpu")
@@ -220,11 +220,6 @@ def last_line(log: Path) -> str:
     """Return the last line of a part's output, which states the error."""
     lines: list[Any] = log.read_text(errors="replace").split("\n") if log.exists() else []
     return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no output")
-
-
-def say(line: str) -> None:
-    """Print on standard error: the summary is on standard output."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

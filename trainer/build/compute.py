@@ -88,15 +88,14 @@ def make_execution(config: Config, communicator: Communicator, optimizer: torch.
 
 
 def logits_of_noise(
-    config: Config,
     model: nn.Module,
-    size: int,
+    shape: tuple[int, int, int, int],
     *,
     normalize: Callable[[Tensor], Tensor],
     forward: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Compute a microbatch of noise of that size; statistics stay as they are, and no hooks are called."""
-    pixels_BCHW = torch.randint(0, 256, (config.batch.microbatch_size, 3, size, size), dtype=torch.uint8)
+    """Compute images (BCHW) of noise, drawn apart from the run's own draws; no hooks are called."""
+    pixels_BCHW = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator())
     images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
     with forward():
         logits_BK: Tensor = model.forward(images_BCHW)
@@ -112,15 +111,16 @@ def _run_once(
 ) -> None:
     """Run all that the run will need: forward and backward of a microbatch of each size, and an evaluation, of noise.
 
-    autograd.grad leaves gradients alone.
+    model.forward(...) and autograd.grad leave statistics and gradients alone, and call no hooks.
     """
     data = config.data
     weights = [p for p in model.parameters() if p.requires_grad]
 
     def logits(size: int) -> Tensor:
-        return logits_of_noise(config, model, size, normalize=normalize, forward=forward)
+        shape = (config.batch.microbatch_size, 3, size, size)
+        return logits_of_noise(model, shape, normalize=normalize, forward=forward)
 
-    # the run's own draws must not depend on whether a model was tried before
+    # the model's draws must not depend on whether it was tried before
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         model.train()
         for size in sorted({size for _, size in data.train_sizes or ((0, data.image_size),)}):

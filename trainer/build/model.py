@@ -14,7 +14,7 @@ from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.errors import ConfigError, UserError
-from bigbatch.trainer.build.compute import memory_format
+from bigbatch.trainer.build.compute import logits_of_noise, memory_format
 from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.dotted import words_of
 from bigbatch.trainer.config.model import is_foreign_model
@@ -130,10 +130,7 @@ def require_sizes(
         for size in sorted({size for _, size in config.data.train_sizes or ()}):
             if "forward" not in vars(model):
                 explain_refusal_(model, name=config.model.name)
-            pixels_BCHW = torch.zeros(2, 3, size, size, dtype=torch.uint8)
-            images_BCHW = normalize(pixels_BCHW.contiguous(memory_format=torch.channels_last))
-            with forward():
-                model.forward(images_BCHW)
+            logits_of_noise(model, (2, 3, size, size), normalize=normalize, forward=forward)
     model.train(was_training)
     if is_explained and "forward" not in vars(model):
         explain_refusal_(model, name=config.model.name)

@@ -101,7 +101,7 @@ def choose_mode(
         return ChosenMode(config, f"{prefix}as stated, since run.reproducible keeps the bits of one way to compute")
     ranks = communicator.world_size
     modes = find_modes(config, world_size=ranks, can_capture=_can_capture(communicator))
-    if str(modes) == str(modes.stated):
+    if not modes.has_others:
         return ChosenMode(config, f"{prefix}{modes.stated}, as stated: nothing else goes with these settings")
     facts = _collect_facts(config, communicator, modes)
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

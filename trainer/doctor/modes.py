@@ -50,6 +50,11 @@ class Modes:
     can_capture: bool = False
     can_compile: bool = False
 
+    @property
+    def has_others(self) -> bool:
+        """Return whether there is a mode beside the stated one."""
+        return len(self.sizes) > 1 or self.can_capture or self.can_compile
+
     def __contains__(self, mode: Mode) -> bool:
         stated = self.stated
         return (

@@ -32,8 +32,13 @@ TINY = {
     "data.probe_seconds": 0,
     "compute.cpu_threads": 1,
 }
-SHAPES = {"data.loader": "synthetic", "data.image_size": 32, "run.epochs": 1, "schedule.warmup_epochs": 0.5}
-SHAPES |= {"compute.mode": "eager"}
+SHAPES = {
+    "data.loader": "synthetic",
+    "data.image_size": 32,
+    "run.epochs": 1,
+    "schedule.warmup_epochs": 0.5,
+    "compute.mode": "eager",
+}
 SEARCHES = ("compute-sanitizer", "/usr/local/cuda/bin/compute-sanitizer")
 
 

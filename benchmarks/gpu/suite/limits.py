@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
+
 GRACE_SECONDS = 10.0
 """From the interrupt, at which Python code cleans up, to the kill."""
 
@@ -55,40 +57,24 @@ def _ended(process: BaseProcess) -> Iterator[None]:
         yield
     finally:
         assert process.pid is not None
-        known = _open_all(descendants(process.pid))
+        known = _descendants(process.pid)
         if process.is_alive():
             _signal_group(process.pid, signal.SIGINT)
             process.join(GRACE_SECONDS)
-            known += _open_all(descendants(process.pid))
+            known += _descendants(process.pid)
         _signal_group(process.pid, signal.SIGKILL)
         process.kill()
         for each in known:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(each, signal.SIGKILL)
-            os.close(each)
+            with suppress(psutil.NoSuchProcess):
+                each.kill()  # not a later process of that number
         process.join()
 
 
-def descendants(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[psutil.Process]:
     """List the processes that a process has started, and those that they have."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # ended meanwhile
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found = [pid]
-    for each in found:
-        found += children.get(each, [])
-    return found[1:]
-
-
-def _open_all(pids: list[int]) -> list[int]:
-    """Open a descriptor of each process, which no later process of that number shares."""
-    found = []
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            found.append(os.pidfd_open(pid))
-    return found
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

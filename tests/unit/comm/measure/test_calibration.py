@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from error_texts import naming
+from spoiled_records import NO_RECORDS, spoil
 
 from benchmarks.comm.messages import plan_of
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable, MeasuredTimes
@@ -151,23 +152,10 @@ def test_calibration_of_nccl_goes_by_its_environment(
     assert len(measured) == 3
 
 
-def spoil(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
-    def spoiled(data: bytes) -> bytes:
-        record = json.loads(data)
-        change(record)
-        return json.dumps(record).encode()
-
-    return spoiled
-
-
 @pytest.mark.parametrize(
     "spoiled",
     [
-        lambda data: b"",
-        lambda data: data[:100],
-        lambda data: b"\xff\xfe\x00",
-        lambda data: b"[" * 100_000,
-        lambda data: b"[]",
+        *NO_RECORDS,
         spoil(lambda record: record.update(format="bigbatch calibration 9")),
         spoil(lambda record: record.pop("table")),
         spoil(lambda record: record.update(table=[[10, "ring"]])),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from error_texts import naming
+from spoiled_records import NO_RECORDS, spoil
 from torch import nn
 
 from bigbatch.comm.communicator import Communicator
@@ -294,22 +295,10 @@ def test_mode_of_another_gpu_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.config.compute.compile is None
 
 
-def spoil(change: Callable[[dict[str, Any]], object]) -> Callable[[bytes], bytes]:
-    def spoiled(data: bytes) -> bytes:
-        record = json.loads(data)
-        change(record)
-        return json.dumps(record).encode()
-
-    return spoiled
-
-
 @pytest.mark.parametrize(
     "spoiled",
     [
-        lambda data: b"",
-        lambda data: data[:100],
-        lambda data: b"\xff\xfe\x00",
-        lambda data: b"[" * 100_000,
+        *NO_RECORDS,
         spoil(lambda record: record.update(format="bigbatch compute mode 9")),
         spoil(lambda record: record.pop("mode")),
         spoil(lambda record: record.update(is_final="yes")),
