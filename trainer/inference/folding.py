@@ -42,14 +42,15 @@ def for_inference(
 def fold_norms(model: nn.Module) -> nn.Module:
     """Copy a model in evaluation mode, so that each batch norm directly behind a convolution is part of it.
 
-    The convolution gets a bias, the norm is nn.Identity; other norms stay, such as one behind a max-pool, which would
-    commute only with positive scales. The same function, but for rounding.
+    The convolution gets a bias, the norm is an empty nn.Sequential; other norms stay, such as one behind a max-pool,
+    which would commute only with positive scales. The same function, but for rounding.
     """
     model = copy.deepcopy(model)
     for convolution, norm in _foldable(model):
-        fused = fuse_conv_bn_eval(model.get_submodule(convolution), model.get_submodule(norm))  # type: ignore[type-var,arg-type]
+        old = model.get_submodule(norm)
+        fused = fuse_conv_bn_eval(model.get_submodule(convolution), old)  # type: ignore[type-var,arg-type]
         model.set_submodule(convolution, fused)
-        model.set_submodule(norm, nn.Identity())
+        model.set_submodule(norm, nn.Sequential(*old.children()))  # one of timm's has its activation there
     return model
 
 

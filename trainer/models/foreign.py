@@ -66,6 +66,7 @@ def _find(name: str) -> Callable[..., Any]:
 def take_norms_(model: nn.Module, norm: NormFactory) -> None:
     """Replace each torch.nn.BatchNorm2d by norm's layers, in place; names, weights, eps and momentum stay.
 
+    timm's BatchNormAct2d, one with an activation, keeps that as well.
     Raises: ValueError for what has running statistics, or takes them over the batch, and is none of these: its update
     would depend on how a step is divided.
     """
@@ -76,7 +77,8 @@ def take_norms_(model: nn.Module, norm: NormFactory) -> None:
     }
     momenta = {module.momentum for module in found.values()}
     for name, module in found.items():
-        is_plain = type(module) is nn.BatchNorm2d and module.affine and module.track_running_stats
+        is_known = type(module) is nn.BatchNorm2d or _has_activation(module)
+        is_plain = is_known and module.affine and module.track_running_stats
         if not is_plain or None in momenta or len(momenta) > 1:
             raise ValueError(
                 f"{name} is a {type(module).__name__}({module.extra_repr()}). Ghost batch norm takes the place of "
@@ -95,7 +97,20 @@ def _like(old: _NormBase, norm: NormFactory) -> nn.Module:
     # the same ones, as they may be shared or frozen
     new.weight, new.bias = old.weight, old.bias
     new.eps, new.momentum = old.eps, old.momentum
+    if _has_activation(old):
+        new.drop, new.act = old.drop, old.act
+        new.register_forward_hook(_activate)
     return new
+
+
+def _has_activation(norm: nn.Module) -> bool:
+    """Return whether the norm is timm's BatchNormAct2d; timm itself is not imported for that."""
+    return type(norm).__name__ == "BatchNormAct2d" and type(norm).__module__.startswith("timm.")
+
+
+def _activate(norm: nn.Module, _inputs: object, normalized_BCHW: Tensor) -> Tensor:
+    activated_BCHW: Tensor = norm.get_submodule("act")(norm.get_submodule("drop")(normalized_BCHW))
+    return activated_BCHW
 
 
 def require_logits_(model: nn.Module, *, name: str, num_classes: int) -> None:

@@ -1,5 +1,6 @@
 """Models of other packages: found, made, with ghost batch norm, compiled; and refused where they do not go."""
 
+import copy
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from bigbatch.errors import ConfigError
+from bigbatch.trainer.inference.folding import fold_norms, num_norms
 from bigbatch.trainer.models.foreign import make_foreign, require_logits_, take_norms_
+from bigbatch.trainer.models.libraries import library_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
 from tests.laws.foreign_models import WithAttention, WithBatchNorm
@@ -60,6 +63,28 @@ def test_foreign_norm_keeps_parameters_that_are_shared_or_frozen() -> None:
     assert not model[0].bias.requires_grad
 
 
+def test_foreign_norm_of_timm_keeps_its_activation() -> None:
+    """With one ghost batch the model is timm's own, in training and, with folded norms, in evaluation."""
+    theirs = library_model("timm:tf_efficientnet_b0")(num_classes=7).double()
+    ours = copy.deepcopy(theirs)
+    take_norms_(ours, lambda channels: GhostBatchNorm2d(channels, bn_span=4, ghosts_per_step=1).double())
+    assert {type(m) for m in ours.modules() if isinstance(m, nn.BatchNorm2d)} == {GhostBatchNorm2d}
+    images_BCHW = torch.randn(4, 3, 33, 33, dtype=torch.float64)
+    results = []
+    for model in (theirs, ours):
+        torch.manual_seed(0)  # of stochastic depth
+        logits_BK = model(images_BCHW)
+        logits_BK.square().sum().backward()
+        in_training = logits_BK.detach(), *(parameter.grad for parameter in model.parameters())
+        with torch.no_grad():
+            results.append((*in_training, model.eval()(images_BCHW)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
+    folded = fold_norms(ours)
+    assert num_norms(folded) == 0
+    with torch.no_grad():
+        torch.testing.assert_close(folded(images_BCHW), results[0][-1], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "odd",
     [
@@ -103,7 +128,6 @@ def test_foreign_norms_of_the_sample_stay() -> None:
         ("torchvision:fcn_resnet50", ("torchvision has no such model",)),
         ("timm:resnet81.a1", ("timm:resnet",)),
         ("timm:resnet18.bogus", ("resnet18", "bogus")),
-        ("timm:efficientnet_b0", ("bn1", "BatchNormAct2d", "torch.nn.BatchNorm2d")),
     ],
 )
 def test_foreign_model_that_cannot_be_had_is_refused(name: str, named: tuple[str, ...]) -> None:
