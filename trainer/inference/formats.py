@@ -15,6 +15,7 @@ from bigbatch.trainer.build.model import make_plain_model
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.config.sections import RESNETS
 from bigbatch.trainer.models.exchange import plain_tensors
+from bigbatch.trainer.models.libraries import library_model
 from bigbatch.trainer.run.weights import write_safetensors
 
 Classify = Callable[[Tensor], Tensor]
@@ -31,8 +32,8 @@ class Format:
     """The model, images_BCHW to trace it with, the file, and what serving needs besides it."""
     read: Callable[[Path, Config], Classify]
     """Takes the file and the model's config. Raises: ImportError if the reader's library is not installed."""
-    only_resnets: bool = False
-    """Whether it takes the library's own model."""
+    library: str | None = None
+    """Library whose own models alone it takes."""
     takes_folded: bool = True
     """It also has the layers, and not the weights of a known model alone."""
 
@@ -45,9 +46,10 @@ def require_format(name: str, config: Config, out: Path, *, fold: bool) -> Forma
         raise ExportError(f"--out {out} is a folder: name a file in it, such as {file}")
     if is_stream(out):  # what is written is read again, and compared
         raise ExportError(f"--out {out} is a device or a pipe: name a file")
-    if chosen.only_resnets and config.model.name not in RESNETS:
+    is_resnet = config.model.name in RESNETS
+    if chosen.library and not is_resnet and not config.model.name.startswith(f"{chosen.library}:"):
         raise ExportError(f"{name} has no {config.model.name}: choose --format safetensors, onnx or torch_export")
-    if chosen.only_resnets and lookup(config, "model.options.blurpool"):
+    if chosen.library and is_resnet and lookup(config, "model.options.blurpool"):
         raise ExportError(
             f"{name}'s {config.model.name} does not blur and this one does (model.options.blurpool): choose --format "
             "safetensors, onnx or torch_export"
@@ -68,11 +70,10 @@ def _write_state(model: nn.Module, images_BCHW: Tensor, path: Path, facts: Mappi
 
 def _read_state(path: Path, config: Config, *, library: str) -> Classify:
     """Load the file into the library's own model."""
-    if library == "timm":
-        from timm import create_model as make
-    else:
-        from torchvision.models import get_model as make
-    model: nn.Module = make(config.model.name, num_classes=config.data.num_classes)
+    name, options = config.model.name, {}
+    if name not in RESNETS:
+        name, options = name.partition(":")[2], config.model.options or {}
+    model = library_model(f"{library}:{name}")(num_classes=config.data.num_classes, **options)
     model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     return model.eval()
 
@@ -130,9 +131,7 @@ def _any_batch() -> tuple[dict[int, torch.export.Dim]]:
 
 FORMATS = {
     **{
-        library: Format(
-            None, _write_state, partial(_read_state, library=library), only_resnets=True, takes_folded=False
-        )
+        library: Format(None, _write_state, partial(_read_state, library=library), library=library, takes_folded=False)
         for library in ("torchvision", "timm")
     },
     "safetensors": Format(".safetensors", _write_safetensors, _read_safetensors, takes_folded=False),
