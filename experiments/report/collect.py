@@ -1,6 +1,7 @@
 """Read the results of sweeps and runs from their folders."""
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from bigbatch.trainer.config.strict_yaml import parse_yaml
 from bigbatch.trainer.run.cost import spent_by
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.noise_scale import NOT_YET
+from bigbatch.words import count
 
 CONDITIONS = ("device", "torch", "commit", "backend", "algorithm", "algorithm_why", "precision", "date")
 SAME = ("device", "torch", "commit")
@@ -148,7 +150,7 @@ def read_folder(path: Path, *, target: float | None = None) -> SweepResults | Ru
         return read_sweep_results(SweepFolder(path), target=target)
     run = RunDir(path)
     if run.config.is_file() and run.metrics.is_file():
-        summary = _mapping(run.summary, parse_json) if run.summary.is_file() else {}
+        summary = _summary(run) if run.summary.is_file() else {}
         return RunResults(path, _mapping(run.config, parse_yaml), common_conditions([summary]))
     what = "it holds neither a sweep (sweep.yaml) nor a run (config.yaml and metrics.jsonl)"
     raise RunFolderError(f"{path}: {what if path.is_dir() else 'no such folder'}; name the folder of either")
@@ -227,7 +229,7 @@ def _read_point(
     """Raises: RunFolderError; errors of reading damaged files."""
     run = folder.run(number)
     config = _mapping(run.config if run.config.is_file() else folder.config(number), parse_yaml)
-    reports, summary = train_records(run) if is_scaling else [], _mapping(run.summary, parse_json)
+    reports, summary = train_records(run) if is_scaling else [], _summary(run)
     # a run of an older bigbatch did not note its own
     nodes = summary.get("num_nodes") or (
         1 if state.get("where") in ONE_HOST else -(-state["ranks"] // state["ranks_per_node"])
@@ -322,6 +324,13 @@ def train_records(run: RunDir) -> list[dict[str, Any]]:
         record | {"steps": record["step"] - before["step"]}
         for before, record in pairwise(records[WARM_UP_REPORTS - 1 :])
     ]
+
+
+def _summary(run: RunDir) -> dict[str, Any]:
+    """Read a run's summary, with the device as this release names it. Raises: RunFolderError."""
+    summary = _mapping(run.summary, parse_json)
+    older = re.fullmatch(r"cpu \((\d+) threads a rank\)", str(summary.get("device")))
+    return summary | ({"device": f"cpu ({count(int(older[1]), 'thread')} per rank)"} if older else {})
 
 
 def _mapping(path: Path, parse: Callable[[bytes], Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of LONG by mpirun on two nodes of a cluster without Slurm: as many threads a rank as there."""
+    """The run folder of LONG by mpirun on two nodes of a cluster without Slurm: as many threads per rank as there."""
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
     argv = [sys.executable, "-m", "bigbatch", "launch", "emulate", "run", "--nodes", "2"]
     done = subprocess.run(

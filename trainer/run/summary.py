@@ -225,4 +225,4 @@ def device_name(device: torch.device) -> str:
     """Return the GPU's name, or the CPU and the threads of a rank."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu ({torch.get_num_threads()} threads a rank)"
+    return f"cpu ({count(torch.get_num_threads(), 'thread')} per rank)"

@@ -200,7 +200,7 @@ def test_report_takes_repeats_together(sweep: Path) -> None:
 # --- efficiencies that are no headline ---
 
 
-def measured(ranks: int, rates: tuple[float, ...], *, device: str = "cpu (1 threads a rank)") -> MeasuredPoint:
+def measured(ranks: int, rates: tuple[float, ...], *, device: str = "cpu (1 thread per rank)") -> MeasuredPoint:
     """Return a point of 100 images a rank, of which all time is computing."""
     seconds = 100 * ranks / statistics.median(rates)
     parts = {"computing": seconds, "communication": 0.0, "input": 0.0, "stragglers": 0.0}
@@ -211,8 +211,8 @@ ONE = measured(1, (99.0, 100.0, 101.0))
 DOUBTED = [
     (measured(2, (1036.0,)), "too few reports (2 ranks: 1 report, not 3 or more)"),
     (
-        measured(2, (150.0, 151.0, 152.0), device="cpu (2 threads a rank)"),
-        "other devices or threads per rank (1 rank: cpu (1 threads a rank), 2 ranks: cpu (2 threads a rank))",
+        measured(2, (150.0, 151.0, 152.0), device="cpu (2 threads per rank)"),
+        "other devices or threads per rank (1 rank: cpu (1 thread per rank), 2 ranks: cpu (2 threads per rank))",
     ),
     # quartiles 90 and 150 beside a median of 120
     (measured(2, (60.0, 120.0, 180.0)), "a busy machine (2 ranks: half of the reports lie 50.0% apart)"),
@@ -531,9 +531,10 @@ def test_report_tells_of_a_damaged_point_and_has_the_others(file: str, text: str
 @pytest.mark.slow
 def test_report_tells_of_points_that_do_not_compare(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sweep / "points/2/run/summary.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": "cpu (1 threads a rank)"}))
+    of_older = {"device": "cpu (1 threads a rank)"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | of_older))
     report(sweep)
-    told = "The points do not compare in device: cpu; cpu (1 threads a rank)."
+    told = "The points do not compare in device: cpu; cpu (1 thread per rank)."
     assert told in capsys.readouterr().out
     assert told in (sweep / "report/report.html").read_text()
 
@@ -603,7 +604,7 @@ def test_report_target_that_was_not_reached() -> None:
     assert found.best is not None
     assert found.best.top1 == 0.75
     assert to_accuracy(RECORDS, target=None).target == 0.75
-    assert to_accuracy([start(1, 1, "cpu (1 threads a rank)")], target=0.5).shown is None
+    assert to_accuracy([start(1, 1, "cpu (1 thread per rank)")], target=0.5).shown is None
 
 
 def test_report_does_not_tell_energy_that_one_record_lacks() -> None:
