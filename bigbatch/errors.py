@@ -91,6 +91,8 @@ class PeerLostError(CommError):
     """A peer died or stalled; the message names operation, seconds waited and the missing ranks."""
 
     exit_code = LOST
+    lost_ranks: frozenset[int] = frozenset()
+    """The missing ranks."""
 
 
 class LaunchError(UserError, ValueError):

@@ -222,6 +222,7 @@ class Control:
         is_silent = isinstance(error, NoAnswerError)
         who = self.roll_call.lose_holder() if is_silent else self.roll_call.call(LATE if is_late else LOST)
         failure = PeerLostError(f"{self.failed(label, seconds)}; {who} ({self.library}: {first_line(error)})")
+        failure.lost_ranks = self.roll_call.lost_ranks
         failure.exit_code = self.roll_call.exit_code or failure.exit_code
         return failure
 

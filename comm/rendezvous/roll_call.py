@@ -44,6 +44,7 @@ HOST = "bigbatch/host"  # the host of each rank that has met
 _LEFT = "bigbatch/left"  # ranks that begin no more operations, and how many they have begun
 _FAILED = "bigbatch/failed"  # failures in turn: cause, rank (none for one that failed by itself), exit code
 _ALIVE = "bigbatch/alive"  # ranks that have answered
+_MISSING = "bigbatch/missing"  # ranks that the verdict names
 _VERDICT = "bigbatch/verdict"  # of the rank that counts the answers
 _HEARD = "bigbatch/heard"  # ranks that ask the store for nothing more
 _ENDED = "bigbatch/ended"  # ranks that have passed the last barrier
@@ -62,6 +63,7 @@ class RollCall:
     """Answers a roll call of other ranks after a failure, or starts one. Thread-safe.
 
     verdict: which ranks are missing, or that none is; "" before it is known. The same on all ranks.
+    lost_ranks: the ranks that the verdict names.
     exit_code: of the first rank that failed by itself, if it has published one.
     has_failed: this rank reports a failure, or is about to.
     """
@@ -69,6 +71,7 @@ class RollCall:
     def __init__(self, member: RankAndStore) -> None:
         self._member = member
         self.verdict = ""
+        self.lost_ranks: frozenset[int] = frozenset()
         self.exit_code: int | None = None
         self.has_failed = False
         self._cause, self._num_begun = "", 0
@@ -141,6 +144,7 @@ class RollCall:
         """Return the verdict after the store is lost: its holder is missing, unless a verdict is known."""
         if not self.verdict:
             self._has_parted = True  # no more requests
+            self.lost_ranks = frozenset(n for n in range(self._member.world_size) if self._member.holder == f"rank {n}")
             self.verdict = self.silence
         return self.verdict
 
@@ -215,7 +219,9 @@ class RollCall:
         if wait_until(lambda: self._has_heard(store), ROLL_CALL_SECONDS + LINGER_SECONDS, pauses_seconds=pauses):
             return self.verdict
         where = f"rank {caller} on {host_of(caller, store)}"
-        return f"{_name(self._missing(store), store)}, and no verdict from {where}, which counted the answers"
+        missing = self._missing(store)
+        self.lost_ranks = frozenset(missing | {caller})
+        return f"{_name(missing, store)}, and no verdict from {where}, which counted the answers"
 
     def _read_failures(self, store: KeyValue) -> list[str]:
         """Store the first failure's cause; return the ranks that failed, in order.
@@ -239,12 +245,15 @@ class RollCall:
 
         wait_until(have_answered, ROLL_CALL_SECONDS, pauses_seconds=(COUNT_PAUSE_SECONDS, COUNT_PAUSE_SECONDS))
         verdict = _name(missing, store)
+        self.lost_ranks = frozenset(missing)
+        store.set(_MISSING, " ".join(map(str, sorted(missing))))
         store.set(_VERDICT, verdict)
         return verdict
 
     def _has_heard(self, store: KeyValue) -> bool:
         """Read the verdict, if it is there; return whether it is known."""
         if not self.verdict and store.check([_VERDICT]):
+            self.lost_ranks = frozenset(_ranks(_MISSING, store))
             self.verdict = store.get(_VERDICT).decode()
         return bool(self.verdict)
 

@@ -165,6 +165,7 @@ def test_many_ranks_have_one_right_verdict_for_a_few_requests_of_each(n: int, cl
             jobs.append(partial(looks_on, rank, clock, after=number % 10 / 10, is_waiting=True))
     clock.run(jobs)
     assert {rank.verdict for rank in ranks if rank is not ranks[lost]} == {f"no answer from rank {lost} on node{lost}"}
+    assert {rank.lost_ranks for rank in ranks if rank is not ranks[lost]} == {frozenset({lost})}
     # the counting one, which holds the store as well: while the others answer, and while they hear
     of_one = 5 * (roll_call.ROLL_CALL_SECONDS + 2 * roll_call.LINGER_SECONDS) / roll_call.COUNT_PAUSE_SECONDS
     assert store.num_requests <= 24 * n + of_one
@@ -222,6 +223,7 @@ def test_verdict_comes_where_the_rank_that_calls_the_roll_is_lost_too(clock: Clo
     clock.run(waiting)
     said = "no answer from rank 5 on node5, and no verdict from rank 3 on node3, which counted the answers"
     assert {ranks[number].verdict for number in (0, 1, 2, 4)} == {said}
+    assert {ranks[number].lost_ranks for number in (0, 1, 2, 4)} == {frozenset({3, 5})}
 
 
 def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock: Clock) -> None:
@@ -292,6 +294,7 @@ def test_verdict_after_the_store_is_gone_misses_its_holder() -> None:
     store, ranks = job_of(2)
     store.is_gone = True
     assert ranks[1].call(LOST) == "no answer from rank 0, which holds the rendezvous"
+    assert ranks[1].lost_ranks == {0}
     asked = store.num_requests
     ranks[1].part()
     ranks[1].report_own_failure()
