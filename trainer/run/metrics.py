@@ -135,7 +135,7 @@ def _draw_noise_scale(axes: "Axes", rows: Sequence[dict[str, Any]], *, global_ba
     axes.plot(epochs, values, seen, color=TRAIN_COLOUR, markersize=5, label="noise scale, 95% band", clip_on=False)
     if global_batch_size is not None:
         axes.axhline(global_batch_size, color="0.4", linestyle="--", linewidth=1, label="global batch")
-    axes.set(yscale="log", ylabel="pictures", title="Noise scale")
+    axes.set(yscale="log", ylabel="images", title="Noise scale")
     low, high = axes.get_ylim()
     axes.fill_between(
         epochs,

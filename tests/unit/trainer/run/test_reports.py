@@ -321,7 +321,7 @@ def test_report_a_noise_scale_is_said_and_drawn_where_it_was_measured(monkeypatc
     curve, batch = axes.get_lines()
     assert list(curve.get_ydata()) == [100, 200, 300]
     assert set(batch.get_ydata()) == {512}
-    assert axes.get_ylabel() == "pictures"
+    assert axes.get_ylabel() == "images"
 
 
 RATES = {"loader": 500.0, "read": 900.0, "decode": 600.0, "copy": None, "augment": 700.0}
