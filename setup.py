@@ -1,5 +1,6 @@
 """Installs the rooms of this repository as one package, `bigbatch` (its folders are links to them)."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,18 @@ root = Path(__file__).parent
 version = re.search(r'^__version__ = "(.+)"', (root / "bigbatch/__init__.py").read_text(), re.M)
 assert version, "bigbatch/__init__.py states no version"
 
+# GitHub names the repository in its builds. Where PyPI shows README.md there are no files beside it.
+home = f"https://github.com/{os.environ['GITHUB_REPOSITORY']}" if "GITHUB_REPOSITORY" in os.environ else ""
+
+
+def with_absolute_links(text: str, *, home: str) -> str:
+    """Return text with the links and images of its files at this version's tag of home."""
+    for link, view in ((r"(?<=!)\[[^\]]*\]\(", "raw"), (r"(?<!!)\[[^\]]*\]\(", "blob")):
+        text = re.sub(rf"({link})(?!https?:|#)", rf"\g<1>{home}/{view}/v{version[1]}/", text)
+    return text
+
+
+readme = (root / "README.md").read_text()
 LINUX = "sys_platform == 'linux' and (platform_machine == 'x86_64' or platform_machine == 'aarch64')"
 POSIX = "sys_platform != 'win32'"
 
@@ -47,15 +60,19 @@ extras["dev"] = [
     "types-psutil",
     "setuptools>=70",
     "wheel",
+    "build>=1.2",
+    "twine>=6.1",
+    "readme_renderer[md]>=44",
 ]
 
 setup(
     name="bigbatch",
     version=version[1],
     description="Train ImageNet with very large batches on clusters of GPUs",
-    long_description=(root / "README.md").read_text(),
+    long_description=with_absolute_links(readme, home=home) if home else readme,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={"Source": home} if home else {},
     python_requires=">=3.10",
     packages=find_packages(include=["bigbatch", "bigbatch.*"]),
     package_data={

@@ -52,6 +52,7 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "make cluster": ".ci/run::cluster-links",
     "make .venv/ready": ".ci/run::environment",
     "tests/container/run": ".ci/run::container",
+    ".ci/package": ".ci/run::package",
     "docker build -t bigbatch .": ".ci/run::container",
     "docker build -t bigbatch --build-arg BASE_IMAGE=python:3.12-slim-bookworm .": ".ci/run::container-3.12",
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": ".ci/run::gpu",

@@ -1,21 +1,29 @@
-"""What is installed: wheel and sdist hold the rooms as real files; make and its bootstrap say what they need."""
+"""What is installed and released: wheel and sdist, make and its bootstrap, and what other services read of this folder.
+
+The tier package of .ci/run trains from the wheel.
+"""
 
 import io
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from error_texts import naming
 from packaging.requirements import Requirement
 
+from bigbatch import __version__
 from bigbatch.trainer.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +37,19 @@ CLEAN = {key: value for key, value in os.environ.items() if key not in OUTER}
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as built from the sdist, which is built from a copy of the sources."""
+    """The wheel as GitHub builds it from the sdist, which is built from a copy of the sources."""
+    environ = {**CLEAN, "GITHUB_REPOSITORY": "some/where"}
     source = tmp_path_factory.mktemp("source")
     for name in FILES:
         shutil.copy(ROOT / name, source)
     for name in (*ROOMS, "bigbatch", "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([sys.executable, "-c", BUILD.format("sdist", "dist")], cwd=source, check=True, capture_output=True)
+
+    def build(kind: str, folder: Path) -> None:
+        command = [sys.executable, "-c", BUILD.format(kind, "dist")]
+        subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True)
+
+    build("sdist", source)
     (sdist,) = (source / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(source / "unpacked")
@@ -43,9 +57,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (unpacked,) = (source / "unpacked").iterdir()
     assert (unpacked / "constraints.txt").exists()
     assert not (unpacked / "tests").exists()
-    subprocess.run([sys.executable, "-c", BUILD.format("wheel", "dist")], cwd=unpacked, check=True, capture_output=True)
+    build("wheel", unpacked)
     (built,) = (unpacked / "dist").glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(archive.read(name).decode())
 
 
 @pytest.mark.slow
@@ -84,10 +105,9 @@ EXTRAS = {"dali", "dali-cuda12", "mpi", "horovod", "tune", "verify", "export", "
         ("win32", "AMD64", set()),
     ],
 )
-def test_extras_leave_out_what_a_platform_lacks(wheel: Path, platform: str, machine: str, expected: set[str]) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        metadata = Parser().parsestr(archive.read(name).decode())
+def test_extras_leave_out_what_a_platform_lacks(
+    metadata: Message, platform: str, machine: str, expected: set[str]
+) -> None:
     assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
     required = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
     here = {"sys_platform": platform, "platform_machine": machine, "python_version": "3.11"}
@@ -102,31 +122,76 @@ def test_extras_leave_out_what_a_platform_lacks(wheel: Path, platform: str, mach
     assert old == {name.replace("cuda130", "cuda120") for name in expected if "dali" in name}
 
 
-def test_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--no-compile",
-        "--target",
-        "site",
-    ]
-    subprocess.run([*install, str(wheel)], cwd=tmp_path, check=True)
-    environ = {**CLEAN, "PYTHONPATH": str(tmp_path / "site")}
+def test_description_on_pypi_has_no_link_to_a_file_beside_it(metadata: Message) -> None:
+    """The tag's build rewrites them; every target is a file of the repository."""
+    markdown = pytest.importorskip("readme_renderer.markdown")
+    html = markdown.render(metadata.get_payload())
+    assert "<table>" in html
+    targets = set(re.findall(r'(?:href|src)="([^"#]+)', html))
+    at_tag = re.compile(rf"https://github.com/some/where/(?:blob|raw)/v{re.escape(__version__)}/(.+)")
+    paths = {path for target in targets for path in at_tag.findall(target)}
+    assert {"LICENSE", "docs/quickstart.png"} <= paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert {target for target in targets if not at_tag.match(target)} == {"https://arxiv.org/abs/1807.11205"}
+    assert metadata["Project-URL"] == "Source, https://github.com/some/where"
 
-    def run(*arguments: str) -> str:
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environ, check=True, capture_output=True, text=True).stdout
 
-    place = run("-c", "import bigbatch.comm.rendezvous.environ as m; print(m.__file__)").strip()
-    assert Path(place) == tmp_path / "site/bigbatch/comm/rendezvous/environ.py"
-    assert "usage: bigbatch" in run("-m", "bigbatch", "--help")
-    configs = run("-c", "from bigbatch.trainer.config.file import packaged_configs; print(*packaged_configs())")
-    assert {"quickstart", "imagenet/resnet50_8k"} <= set(configs.split())
+def parsed(name: str) -> Any:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def test_workflows_run_ci_and_a_tag_publishes_what_it_made() -> None:
+    check = parsed(".github/workflows/ci.yml")["jobs"]["check"]
+    release = parsed(".github/workflows/release.yml")
+    commands = [step["run"] for step in check["steps"] if "run" in step]
+    assert [os.access(ROOT / command, os.X_OK) for command in commands] == [True]
+    tiers = (ROOT / ".ci/run").read_text()
+    assert set(check["steps"][1]["env"]) <= set(re.findall(r"BIGBATCH_\w+", tiers))
+    assert re.search(r"^beside package \d+ \.ci/package$", tiers, re.MULTILINE)
+    assert (ROOT / release["jobs"]["check"]["uses"]).samefile(ROOT / ".github/workflows/ci.yml")
+    assert release[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key on as a boolean
+    publish = release["jobs"]["publish"]
+    assert publish["needs"] == "check"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert check["steps"][-1]["with"].items() >= publish["steps"][0]["with"].items()
+    texts = [path.read_text() for path in (ROOT / ".github/workflows").iterdir()]
+    assert [text for text in texts if "secrets." in text or "password:" in text] == []
+
+
+@pytest.mark.parametrize(("tag", "code"), [(f"v{__version__}", 0), ("v0.0.9", 1)])
+def test_tag_of_another_version_publishes_nothing(tag: str, code: int, wheel: Path, tmp_path: Path) -> None:
+    (command,) = [step["run"] for step in parsed(".github/workflows/release.yml")["jobs"]["publish"]["steps"][1:2]]
+    (tmp_path / "dist").mkdir()
+    (sdist,) = wheel.parents[3].glob("dist/*.tar.gz")
+    (tmp_path / "dist" / sdist.name).touch()
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**CLEAN, "GITHUB_REF_NAME": tag})
+    assert done.returncode == code
+
+
+def test_read_the_docs_builds_what_make_docs_builds() -> None:
+    jobs = parsed(".readthedocs.yaml")["build"]["jobs"]
+    pip, packages = jobs["install"]
+    shown = subprocess.run(["bash", "-c", pip.split("|")[0]], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert re.match(r"pip==\S+ \\\n    --hash", shown.stdout)
+    wanted = re.search(r'"docs": \[(.+)\]', (ROOT / "setup.py").read_text())
+    assert wanted is not None
+    assert packages.split()[-3:] == re.findall(r'"([\w-]+)', wanted[1])
+    recipe = subprocess.run(["make", "-n", "docs"], cwd=ROOT, env=CLEAN, check=True, capture_output=True, text=True)
+    own = [word for word in shlex.split(recipe.stdout.splitlines()[-2])[1:-1] if word not in ("-d", "build/doctrees")]
+    site, index = jobs["build"]["html"]
+    assert shlex.split(site)[1:-1] == [{"-qnEW": "-nEW"}.get(word, word) for word in own]
+    assert index == recipe.stdout.splitlines()[-1].replace("build/site", "$READTHEDOCS_OUTPUT/html")
+
+
+def test_citation_states_version_licence_and_the_paper() -> None:
+    citation = parsed("CITATION.cff")
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == __version__
+    assert f'license="{citation["license"]}"' in (ROOT / "setup.py").read_text()
+    (paper,) = citation["references"]
+    assert paper["title"].endswith("Training ImageNet in Four Minutes")
+    assert len(paper["authors"]) == 14
+    assert {"authors", "message", "title"} <= set(citation)  # what the format requires
 
 
 def test_every_pinned_package_has_hashes_and_names_no_index() -> None:
