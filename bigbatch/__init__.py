@@ -16,6 +16,8 @@ _HOMES = {
     "GradientReducer": "bigbatch.comm.gradients.reducer",
     "DistributedOptimizer": "bigbatch.comm.gradients.distributed_optimizer",
     "ddp_comm_hook": "bigbatch.comm.gradients.ddp_hook",
+    "all_reduce": "bigbatch.comm.gradients.broadcast",
+    "broadcast_parameters": "bigbatch.comm.gradients.broadcast",
     "connect": "bigbatch.comm.connection",
     "train": "bigbatch.trainer.in_python",
     "TrainingHooks": "bigbatch.trainer.run.hooks",
@@ -31,6 +33,8 @@ __all__ = [
     "Scaling",
     "Shampoo",
     "TrainingHooks",
+    "all_reduce",
+    "broadcast_parameters",
     "connect",
     "ddp_comm_hook",
     "param_groups",
@@ -39,6 +43,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from bigbatch.comm.connection import connect
+    from bigbatch.comm.gradients.broadcast import all_reduce, broadcast_parameters
     from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
     from bigbatch.comm.gradients.distributed_optimizer import DistributedOptimizer
     from bigbatch.comm.gradients.reducer import GradientReducer

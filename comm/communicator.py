@@ -253,8 +253,8 @@ class Communicator:
         return self.table.choose(tensor_N.nbytes) if self.table and self.algorithm == "hybrid" else self.algorithm
 
     def sum_(self, tensor_N: Tensor, *, label: str) -> Tensor:
-        """Sum a flat tensor over all ranks, in place, and wait for it. Collective."""
-        self.start(tensor_N, label=label).wait()
+        """Sum a flat tensor, or a scalar one, over all ranks, in place, and wait for it. Collective."""
+        self.start(tensor_N.detach().view(1) if tensor_N.dim() == 0 else tensor_N, label=label).wait()
         return tensor_N
 
     def gather_text(self, text: str) -> list[str]:

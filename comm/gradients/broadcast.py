@@ -1,4 +1,4 @@
-"""For scripts written for Horovod: broadcasts from one rank to all, and the average of one tensor."""
+"""For scripts with a training loop of their own: broadcasts from one rank to all, and the sum of one tensor."""
 
 import io
 import pickle
@@ -47,7 +47,7 @@ def broadcast_object(value: Any, communicator: Communicator, *, root_rank: int =
     return _load(_broadcast_bytes(_saved(value, communicator, root_rank), communicator, root_rank))
 
 
-def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "allreduce") -> Tensor:
+def all_reduce(tensor: Tensor, communicator: Communicator, *, op: str = "average", label: str = "all-reduce") -> Tensor:
     """Return a new tensor: the average or sum of tensor over all ranks, unrounded by a narrower wire. Collective.
 
     For a loss or a count; gradients need DistributedOptimizer or GradientReducer. Integers, and dtypes that the backend
@@ -65,6 +65,10 @@ def allreduce(tensor: Tensor, communicator: Communicator, *, op: str = "average"
     if op == "average":
         total.div_(communicator.world_size)
     return total.to(tensor.device, tensor.dtype)
+
+
+allreduce = all_reduce
+"""The name in scripts written for Horovod."""
 
 
 def _saved(value: Any, communicator: Communicator, root_rank: int) -> bytes:

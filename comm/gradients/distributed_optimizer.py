@@ -57,7 +57,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         named = _of_optimizer(optimizer, named_parameters)
         self._optimizer = optimizer
-        self._divisor = communicator.world_size if op == "average" else 1
         self._num_passes = backward_passes_per_step
         self._passes: Counter[str] = Counter()
         self._is_synchronized = False
@@ -68,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if parameter.requires_grad
         ]
         try:
-            self._reducer = GradientReducer(named, communicator, **reducer_options)
+            self._reducer = GradientReducer(named, communicator, average=op == "average", **reducer_options)
         except BaseException:  # the caller may try again with other options
             self._remove_hooks()
             raise
@@ -109,9 +108,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises: PeerLostError naming the buffer and the missing ranks.
         """
         self._reducer.wait()
-        if self._divisor != 1:
-            for buffer_N in self._reducer.buffers:
-                buffer_N.div_(self._divisor)
         self._passes.clear()
         self._reducer.is_active = self._num_passes == 1
         self._is_synchronized = True

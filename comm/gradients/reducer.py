@@ -25,8 +25,8 @@ class GradientReducer:
     """Sums the gradients of parameters over all ranks, each fusion buffer as soon as backward has filled it.
 
     The gradients live in the fusion buffers (`p.grad` is a view), so nothing is copied in or out. Buffers
-    are started in the order of the plan on every rank. Gradients are summed, not averaged: divide the loss
-    by the global batch size. Use:
+    are started in the order of the plan on every rank. Gradients are summed: divide the loss by the global
+    batch size. average=True averages them over the ranks instead, as DistributedDataParallel does. Use:
 
         reducer = GradientReducer(model.named_parameters(), communicator)
         loss.backward(); reducer.wait(); optimizer.step(); reducer.zero_grad()
@@ -70,6 +70,7 @@ class GradientReducer:
         scatter: bool = False,
         grid: Grid | None = None,
         weights: Start = "equal",
+        average: bool = False,
         exposed: "ExposedTime | None" = None,
     ) -> None:
         self._communicator = communicator
@@ -85,7 +86,8 @@ class GradientReducer:
         self._parameters = self._trained.parameters
         self._sizes = PlanSizes(threshold_bytes, buffer_bytes, first_buffer_bytes)
         self._unused = unused
-        choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}"
+        self._divisor = communicator.world_size if average else 1
+        choices = f"{self._sizes} {learn_order} {order}\n{grid}\nweights {weights}\naverage {average}"
         # before any buffer: ranks that differ would wait for each other, or sum the wrong buffers
         communicator.agree("the parameters to reduce", f"{describe(self._parameters)}\n{choices}")
         begin_alike_(self._parameters, communicator, weights=weights)
@@ -204,11 +206,14 @@ class GradientReducer:
         return self._sums
 
     def start_extra(self, tensor_N: Tensor, *, label: str) -> None:
-        """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients."""
+        """Sum one more flat tensor over all ranks, in place and in its own precision, with this step's gradients.
+
+        It stays a sum, also if gradients are averaged.
+        """
         self._last = self._exactly.start(tensor_N, label=label)
 
     def wait(self) -> None:
-        """Return when every gradient is the sum over all ranks.
+        """Return when every gradient is the sum, or the average, over all ranks.
 
         Raises: PeerLostError naming the buffer and the missing ranks; CommError on a rank where what is trained has
         changed since the reducer was made, naming the parameter; RuntimeError for unused parameters that are to be
@@ -225,6 +230,9 @@ class GradientReducer:
         with self.exposed.measure(self.buffers):
             self._last.wait()
         self._sums.read_(self.buffers)
+        if self._divisor != 1:
+            for buffer_N in self.buffers:
+                buffer_N.div_(self._divisor)
         unreached = set().union(*self._missing)
         self._start_over()
         # after the sums, so that no other rank waits: refuse what differs from what the optimizer would read

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
+from bigbatch.comm.gradients.reducer import GradientReducer
 
 IMAGES_PER_RANK = 4
 EXACT = {"rtol": 1e-11, "atol": 1e-14}
@@ -97,25 +98,30 @@ def hooked(model: nn.Module, communicator: Communicator) -> DistributedDataParal
 
 
 def check_ddp_gradients(communicator: Communicator, dtype: torch.dtype, **tolerance: float) -> None:
-    """Step by step the whole batch's gradients, and DDP's own, though a layer is left out in turns."""
-    whole, own, plain = Branches(), Branches().to(dtype), Branches().to(dtype)
+    """Hook and reducer have the whole batch's gradients, and DDP's own, though a layer is left out in turns."""
+    whole, own, plain, reduced = Branches(), *(Branches().to(dtype) for _ in range(3))
     ddp = hooked(own, communicator)
+    reducer = GradientReducer(reduced.named_parameters(), communicator, average=True, threshold_bytes=3000)
     plain_ddp = DistributedDataParallel(plain, find_unused_parameters=True)
     for step in range(20):
         images_BC = images_of(step, communicator.world_size)
-        for model in (whole, ddp, plain_ddp):
+        for model in (whole, ddp, plain_ddp, reducer):
             model.zero_grad()
         loss_of(whole, images_BC, without=step % 7).backward()
-        for model in (ddp, plain_ddp):
+        for model in (ddp, plain_ddp, reduced):
             loss_of(model, own_part(images_BC, communicator).to(dtype), without=step % 7).backward()
-        for (name, ours), theirs, reference in zip(
-            own.named_parameters(), plain.parameters(), whole.parameters(), strict=True
+        reducer.wait()
+        for (name, ours), theirs, reference, averaged in zip(
+            own.named_parameters(), plain.parameters(), whole.parameters(), reduced.parameters(), strict=True
         ):
             case = f"{communicator} step {step} {name}"
             assert (ours.grad is None) == (theirs.grad is None) == (reference.grad is None), case
             if reference.grad is not None:
                 torch.testing.assert_close(ours.grad, reference.grad.to(dtype), **tolerance)
                 torch.testing.assert_close(ours.grad, theirs.grad, **tolerance)
+            of_ddp = torch.zeros_like(averaged) if theirs.grad is None else theirs.grad  # unused ones count as zero
+            torch.testing.assert_close(averaged.grad, of_ddp, **tolerance, msg=case)
+    reducer.close()
 
 
 def check_ddp_narrow_wire(communicator: Communicator) -> None:

@@ -16,7 +16,7 @@ from bigbatch.comm.backends.base import Group
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.broadcast import (
-    allreduce,
+    all_reduce,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -29,7 +29,7 @@ def check_optimizer(*backends: str) -> int:
     """Every check of the wrapper and of the broadcasts, over each backend."""
     connected = [connect(backend=backend, group_size=2) for backend in backends]
     for communicator in connected:
-        for check in (check_training, check_broadcasts, check_allreduce):
+        for check in (check_training, check_broadcasts, check_all_reduce):
             check(communicator)
     for communicator in reversed(connected):  # the first one finalizes MPI
         communicator.close()
@@ -115,17 +115,17 @@ def check_broadcasts(communicator: Communicator) -> None:
         broadcast_parameters(odd, communicator)
 
 
-def check_allreduce(communicator: Communicator) -> None:
+def check_all_reduce(communicator: Communicator) -> None:
     """Averages and sums, of counts too; not rounded by a narrow wire."""
     n = communicator.world_size
     mine = torch.full((2, 3), 1.0 + communicator.rank)
-    average = allreduce(mine, communicator)
+    average = all_reduce(mine, communicator)
     assert torch.equal(average, torch.full((2, 3), (n + 1) / 2))
     assert mine[0, 0].item() == 1.0 + communicator.rank
-    assert allreduce(torch.tensor(2**30 + communicator.rank), communicator, op="sum").item() == n * 2**30 + sum(
+    assert all_reduce(torch.tensor(2**30 + communicator.rank), communicator, op="sum").item() == n * 2**30 + sum(
         range(n)
     )
-    assert allreduce(torch.tensor(1.0, dtype=torch.bfloat16), communicator, op="sum").item() == n
+    assert all_reduce(torch.tensor(1.0, dtype=torch.bfloat16), communicator, op="sum").item() == n
 
 
 # --- the real Horovod ---
@@ -140,7 +140,7 @@ def check_horovod() -> int:
     with pytest.raises(ValueError, match=r"'ring' .*horovod.*native"):
         over_horovod.with_algorithm("ring")
     for communicator in (over_horovod, over_mpi):
-        for check in (check_training, check_broadcasts, check_allreduce):
+        for check in (check_training, check_broadcasts, check_all_reduce):
             check(communicator)
         for options in ({}, {"backward_passes_per_step": 3}, {"clip": 0.02}):
             check_against_horovod(hvd, communicator, **options)

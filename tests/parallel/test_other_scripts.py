@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[2]
 HOROVOD = Path(__file__).with_name("ranks_horovod.py")
-PAGE = ROOT / "docs/from-horovod.md"
+PAGE, DDP_PAGE = ROOT / "docs/from-horovod.md", ROOT / "docs/from-ddp.md"
 
 needs_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None,
@@ -87,7 +87,19 @@ def test_ddp_with_our_hook_on_a_gpu() -> None:
         torch.distributed.destroy_process_group()
 
 
-# --- docs/from-horovod.md ---
+# --- docs/from-ddp.md and docs/from-horovod.md ---
+
+
+def test_both_sides_of_ddps_page_print_the_same_losses(tmp_path: Path) -> None:
+    """DDP's own run is the peer: accumulation, batch norm's buffers, averages."""
+    _, lines = [text.splitlines() for text in re.findall(r"^```diff\n(.*?)^```$", DDP_PAGE.read_text(), re.M | re.S)]
+    losses = {}
+    for side in "-+":
+        script = tmp_path / "train.py"
+        script.write_text("\n".join(line[1:] for line in lines if line[:1] in (" ", side)))
+        losses[side] = [float(x) for x in re.findall(r"loss (\d+\.\d+)", run_script(script, "torchrun", num_ranks=2))]
+    assert len(losses["-"]) == 3
+    assert losses["+"] == pytest.approx(losses["-"], abs=2e-4)
 
 
 def code_blocks() -> list[str]:
@@ -115,7 +127,7 @@ def test_pages_code_runs_alone_and_in_a_job(index: int, tmp_path: Path) -> None:
 
 def test_page_names_what_exists() -> None:
     """Every call of ours in the page's tables can be found where it says."""
-    text = PAGE.read_text()
+    text = PAGE.read_text() + DDP_PAGE.read_text()
     for module in re.findall(r"`(bigbatch(?:\.\w+)+)`", text):
         assert importlib.util.find_spec(module) is not None, module
     for link in re.findall(r"\]\((?!https?://)([^)#]+)", text):

@@ -66,6 +66,9 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "mpirun -n 2 python examples/language_model.py --precision bf16": (
         "tests/parallel/test_language_example.py::test_example_on_two_ranks_is_the_same"
     ),
+    "torchrun --nproc-per-node 2 train.py": (
+        "tests/parallel/test_other_scripts.py::test_both_sides_of_ddps_page_print_the_same_losses"
+    ),
     "torchrun --nproc-per-node 2 examples/language_model.py --epochs 2": (
         "tests/parallel/test_language_example.py::test_example_on_two_ranks_is_the_same"
     ),
@@ -291,7 +294,7 @@ SWEEPS = [text for page in PAGES for text in blocks(page, "yaml") if not text.st
 def test_fences_have_a_known_language() -> None:
     for page in PAGES:
         opening = re.findall(r"^```(\w*)$", (ROOT / page).read_text(), re.M)[::2]
-        assert set(opening) <= {"console", "sh", "bash", "python", "yaml", "toml"}, page
+        assert set(opening) <= {"console", "sh", "bash", "python", "yaml", "toml", "diff"}, page
 
 
 @pytest.mark.parametrize("script", [script for page in PAGES for script in blocks(page, "bash")])
@@ -508,7 +511,7 @@ def test_page_of_faults_shows_the_recorded_campaign() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "code",
-    # tests/parallel/test_other_scripts.py runs those of from-horovod.md, alone and in a job
+    # tests/parallel/test_other_scripts.py runs those of from-horovod.md and from-ddp.md, in a job
     [code for page in PAGES if page != "docs/from-horovod.md" for code in blocks(page, "python")],
 )
 def test_python_blocks_run(code: str, tmp_path: Path) -> None:

@@ -62,6 +62,15 @@ class HostBackend(SingleBackend):
         tensor_N.numpy()[:] *= 2
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_sum_of_a_scalar_tensor_is_in_place(requires_grad: bool) -> None:
+    """As of a loss, which is part of a graph."""
+    two = replace(connect(env=ALONE, device=CPU), backend=HostBackend()).with_algorithm("native")
+    loss = torch.tensor(1.5, requires_grad=requires_grad) * 1.0
+    assert two.sum_(loss, label="loss") is loss
+    assert loss.item() == 3.0
+
+
 class PlayedStaging:
     """A GPU's tensors are on no device (meta) here; what they hold is kept apart."""
 

@@ -18,7 +18,7 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.broadcast import (
-    allreduce,
+    all_reduce,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -371,7 +371,7 @@ def test_distributed_optimizer_refuses_what_cannot_be_distributed() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-# --- broadcasts and allreduce on one rank; tests/parallel has them over several ---
+# --- broadcasts and all_reduce on one rank; tests/parallel has them over several ---
 
 
 def test_broadcast_of_one_rank_goes_to_itself() -> None:
@@ -403,9 +403,9 @@ def test_broadcast_object_runs_no_code(value: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_allreduce_returns_a_new_tensor(dtype: torch.dtype) -> None:
+def test_all_reduce_returns_a_new_tensor(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[1, 0], [3, 2]]).to(dtype)
-    total = allreduce(tensor.T, communicator(), op="sum")
+    total = all_reduce(tensor.T, communicator(), op="sum")
     assert total.dtype == dtype
     assert torch.equal(total, tensor.T)
     assert total.data_ptr() != tensor.data_ptr()
@@ -431,12 +431,12 @@ class HostOnly(SingleBackend):
         return Done()
 
 
-def test_broadcast_and_allreduce_give_host_tensors_to_a_transport_of_those() -> None:
+def test_broadcast_and_all_reduce_give_host_tensors_to_a_transport_of_those() -> None:
     """The device of the ranks is meta here, where a tensor would lose its content."""
     host, model = HostOnly(), make_model()
     ranks = replace(communicator(), device=torch.device("meta"), staging=SimpleNamespace(), backend=host)  # type: ignore
     assert ranks.transport_device == torch.device("cpu")
-    assert allreduce(torch.tensor([1.0, 2.0]), ranks).tolist() == [1.0, 2.0]
+    assert all_reduce(torch.tensor([1.0, 2.0]), ranks).tolist() == [1.0, 2.0]
     assert broadcast_object({"epoch": 3}, ranks) == {"epoch": 3}
     before = copy.deepcopy(model.state_dict())
     broadcast_parameters(model.state_dict(), ranks)
@@ -459,8 +459,8 @@ def test_broadcast_parameters_reaches_tensors_that_are_not_contiguous() -> None:
     assert tensor.tolist() == [[1, 1]] * 3
 
 
-def test_allreduce_refuses_what_has_no_sum_or_average() -> None:
+def test_all_reduce_refuses_what_has_no_sum_or_average() -> None:
     with pytest.raises(ValueError, match=naming("op='max'", "average, sum")):
-        allreduce(torch.ones(1), communicator(), op="max")
+        all_reduce(torch.ones(1), communicator(), op="max")
     with pytest.raises(ValueError, match=naming("torch.int64", "tensor.float()", "sum")):
-        allreduce(torch.tensor(3), communicator())
+        all_reduce(torch.tensor(3), communicator())

@@ -108,6 +108,22 @@ def test_reducer_sums_autograds_own_gradients_once(sizes: dict[str, int], factor
         assert all(not p.grad.any() for p in model.parameters())
 
 
+def test_reducer_averages_over_ranks_what_microbatches_add_up() -> None:
+    """Four ranks that hold the same: their average is each one's own."""
+    model, alone = make_model(), communicator(SingleBackend(), factor=4)  # a power of two: no rounding
+    four = replace(alone, env=replace(ALONE, world_size=4))
+    reducer = GradientReducer(model.named_parameters(), four, average=True, weights="unchecked", **SMALL)
+    expected = plain_gradients(model, make_images(4), make_images(2))
+    for is_last, num_images in ((False, 4), (True, 2)):
+        reducer.is_active = is_last
+        loss_of(model, make_images(num_images)).backward()
+    extra_N = torch.ones(1)
+    reducer.start_extra(extra_N, label="loss")
+    reducer.wait()
+    assert_same(model, expected)
+    assert extra_N.tolist() == [4.0]  # stays a sum
+
+
 def test_reducer_buffers_hold_gradients_with_their_parameters_strides() -> None:
     model = make_model()
     reducer = GradientReducer(model.named_parameters(), communicator(SingleBackend()), **SMALL, learn_order=False)
