@@ -248,7 +248,7 @@ class TrainingRun:
             self.output.say(describe_input(self.input.ranks))
             self.output.log("input", input_record(self.input.rates, step=self.plan.first_step))
         started = time.perf_counter()
-        totals = loop.run(build_input.train_batches(self.config, self.communicator, self.train_split, plan=self.plan))
+        totals = loop.run(build_input.train_batches(self.config, self.train_split, plan=self.plan))
         if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
             totals.last_evaluation = caught_up or loop.evaluate(self.plan.num_steps)
         return totals, time.perf_counter() - started

@@ -112,7 +112,7 @@ def make_model(options: argparse.Namespace, device: torch.device, count: int) ->
     model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     to_half_(model, COMPUTE_DTYPES[options.precision])
     statistics_N = flatten_running_statistics(model)
-    MicrobatchStatistics(model, statistics_N, microbatches_per_step=1, take=statistics_N.lerp_)
+    MicrobatchStatistics(model, statistics_N, take=statistics_N.lerp_)
     recompute_(model, count)
     return model
 

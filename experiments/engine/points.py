@@ -202,9 +202,11 @@ def _hosts(plan: SweepPlan) -> list[str]:
 
 def _fit(total: int, *, ranks: int, microbatch_size: int, bn_span: int) -> dict[str, Any]:
     """Return batch, microbatch and batch-norm span for this many ranks. Raises: LaunchOptionError."""
-    if total % ranks:
-        raise LaunchOptionError(f"a batch of {total} is no whole number of images for each of {ranks} ranks")
-    microbatch = largest_divisor(total // ranks, microbatch_size)
+    if total < ranks:
+        raise LaunchOptionError(f"a batch of {total} has fewer images than {ranks} ranks")
+    # ranks that do not divide the batch take unequal numbers of microbatches
+    whole = total if total % ranks else total // ranks
+    microbatch = largest_divisor(whole, min(microbatch_size, total // ranks))
     span = bn_span if bn_span % microbatch_size == 0 and bn_span > microbatch_size else None
     return {
         BATCH: total,

@@ -140,7 +140,7 @@ def fit_to_step(question: Question, count: int, seconds: float) -> Compute:
     per_tensor = question.cluster.seconds_per_tensor
     job = _job(question, network, algorithm=_algorithms(question)[0])
     fixed = min(per_tensor * len(job.shape.num_elements), seconds / num_microbatches / 2)
-    local_batch = config.batch.global_batch_size / count
+    local_batch = num_microbatches * config.batch.microbatch_size
     return fit_compute(job, fixed, local_batch, seconds, num_microbatches=num_microbatches)
 
 
@@ -152,7 +152,7 @@ def simulate_point(question: Question, count: int) -> PredictedPoint:
     network = _network(question, count)
     compute = _compute(question)
     job = _job(question, network)
-    local_batch = batch.global_batch_size / count
+    local_batch = num_microbatches * batch.microbatch_size  # of the devices with the most, for which the others wait
     found = {
         name: replace(job, algorithm=name).simulate(compute, local_batch, num_microbatches=num_microbatches)
         for name in _algorithms(question)

@@ -35,7 +35,7 @@ def make(precision: str, *, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None:
         return model.to(dtype)
     statistics_N = flatten_running_statistics(model)
-    MicrobatchStatistics(model, statistics_N, microbatches_per_step=1, take=statistics_N.lerp_)
+    MicrobatchStatistics(model, statistics_N, take=statistics_N.lerp_)
     return model
 
 

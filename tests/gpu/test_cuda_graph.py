@@ -97,7 +97,7 @@ def weights_of(parts: Parts) -> Tensor:
 def way_of(plan: Plan, parts: Parts, *, sizes: tuple[int, ...]) -> Tensor:
     """Where the weights went in as many steps; replays wait for nothing."""
     before, train_step = weights_of(parts), TrainStep(plan, parts)
-    each_size = tuple(size for size in sizes for _ in range(plan.accumulation_steps))
+    each_size = tuple(size for size in sizes for _ in plan.microbatches)
     stream, seen = InputStream(iter([*batches(each_size)])), dict.fromkeys(sizes, 0)
     for step, size in enumerate(sizes):
         is_replay = (

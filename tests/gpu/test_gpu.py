@@ -70,8 +70,7 @@ def test_gpu_decoder_sees_the_same_images_as_pillow(hardware_share: float, data:
             num_samples=len(index.paths),
             global_batch_size=32,
             microbatch_size=32,
-            rank=0,
-            world_size=1,
+            microbatches=range(1),
             start_step=14,
             end_step=26,
         )
@@ -125,7 +124,7 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
         images = torch.zeros(128, 48, 48, 3, dtype=torch.uint8, device=communicator.device).permute(0, 3, 1, 2)
         labels = torch.zeros(128, dtype=torch.int64)  # on the host, as loaders give them
         valid = torch.ones(128, dtype=torch.bool)
-        for _ in range(3 * plan.accumulation_steps):
+        for _ in range(3 * len(plan.microbatches)):
             yield Batch(images, labels, valid, Request(0, np.arange(128), np.ones(128, bool)))
         raise DataError("the images are gone")
 

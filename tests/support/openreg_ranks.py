@@ -51,8 +51,7 @@ def train(communicator: Communicator, data: Path, *settings: str) -> list[Tensor
         num_samples=len(index.paths),
         global_batch_size=BATCH_SIZE,
         microbatch_size=microbatch_size,
-        rank=communicator.rank,
-        world_size=communicator.world_size,
+        microbatches=plan.microbatches,
         start_step=0,
         end_step=NUM_STEPS,
     )

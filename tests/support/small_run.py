@@ -14,6 +14,7 @@ from torch import Tensor
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import SCALED
@@ -40,10 +41,10 @@ PLAN = Plan(
     first_step=0,
     num_steps=4,
     steps_per_epoch=2,
-    accumulation_steps=ACCUMULATION,
+    division=Division(ACCUMULATION, world_size=1),
+    microbatches=range(ACCUMULATION),
     global_batch_size=SPAN * ACCUMULATION,
     ghosts_per_microbatch=1,
-    ranks_per_ghost=1,
     log_every_steps=1,
     eval_every_steps=2,
     eval_offset_steps=0,
@@ -66,10 +67,10 @@ def schedule(step: int) -> float:
 def make_parts(*, stop: Any = None, precision: str = "fp32", optimizer: str = "sgd") -> Parts:
     torch.manual_seed(0)
     communicator = connect(env=ALONE, backend="gloo", algorithm="ring")
-    norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=ACCUMULATION)
+    norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=1)
     model = build_model("resnet9", num_classes=CLASSES, norm=norm, width=2)
     statistics = StepStatistics(flatten_running_statistics(model), microbatches=ACCUMULATION)
-    MicrobatchStatistics(model, statistics.running_N, microbatches_per_step=ACCUMULATION, take=statistics.take_)
+    MicrobatchStatistics(model, statistics.running_N, take=statistics.take_)
     weights = Precision(model, name=precision, device=CPU, scaling=SCALING if precision in SCALED else None)
 
     def normalize(images_BCHW: Tensor) -> Tensor:

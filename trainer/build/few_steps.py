@@ -54,7 +54,7 @@ def few_steps(
     def run(
         on_report: Callable[[dict[str, Any]], None], after_step: Callable[[int], None] = lambda done: None
     ) -> str | None:
-        steps = Steps(plan, parts, build_input.train_batches(config, communicator, train_split, plan=plan))
+        steps = Steps(plan, parts, build_input.train_batches(config, train_split, plan=plan))
         with parts.stop.watch(communicator.control, acknowledge=acknowledge):
             for step in range(num_steps):
                 steps(step)

@@ -220,24 +220,22 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
     return PrepareBatch(normalize=normalize, device=communicator.device, augment=change, mix=mix)
 
 
-def train_requests(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Request]:
+def train_requests(config: Config, split: Split, *, plan: Plan) -> Iterator[Request]:
     """Return the requests of this rank's microbatches from first_step to the end of the run."""
     return imagenet.train_requests(
         seed=config.run.seed,
         num_samples=split.num_samples,
         global_batch_size=config.batch.global_batch_size,
         microbatch_size=config.batch.microbatch_size,
-        rank=communicator.rank,
-        world_size=communicator.world_size,
+        microbatches=plan.microbatches,
         start_step=plan.first_step,
         end_step=plan.num_steps,
-        ranks_per_ghost=plan.ranks_per_ghost,
     )
 
 
-def train_batches(config: Config, communicator: Communicator, split: Split, *, plan: Plan) -> Iterator[Batch]:
+def train_batches(config: Config, split: Split, *, plan: Plan) -> Iterator[Batch]:
     """Return this rank's microbatches from first_step to the end of the run, across epochs without a pause."""
-    return split.loader.load(train_requests(config, communicator, split, plan=plan))
+    return split.loader.load(train_requests(config, split, plan=plan))
 
 
 def eval_batches(config: Config, communicator: Communicator, split: Split) -> Iterator[Batch]:
@@ -261,7 +259,7 @@ def measure_input(
     num_cores = cores_per_rank(communicator)  # after which all ranks start together
     probe = probe_input(
         split.loader,
-        partial(train_requests, config, communicator, split, plan=plan),
+        partial(train_requests, config, split, plan=plan),
         prepare=prepare,
         seconds=config.data.probe_seconds,
         num_fill=2 * config.data.prefetch_batches,

@@ -15,7 +15,7 @@ from bigbatch.comm.gradients.group_gather import make_group_gather
 from bigbatch.comm.gradients.reducer import ExposedTime
 from bigbatch.errors import ConfigError, UserError
 from bigbatch.trainer.build.compute import logits_of_noise, memory_format
-from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
+from bigbatch.trainer.config.batch import ghosts_per_microbatch, ranks_per_ghost
 from bigbatch.trainer.config.dotted import words_of
 from bigbatch.trainer.config.model import is_foreign_model
 from bigbatch.trainer.config.schema import Config
@@ -38,7 +38,6 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     exposed: counts the time that training waits for the other ranks of a ghost batch.
     """
     seed_weights(config.run.seed)
-    accumulation = accumulation_steps(config.batch, world_size=communicator.world_size)
     group, num_ranks = None, ranks_per_ghost(config.batch)
     if num_ranks > 1:
         exposed, what = exposed or ExposedTime(), "batch-norm statistics"
@@ -47,7 +46,7 @@ def make_model(config: Config, communicator: Communicator, *, exposed: ExposedTi
     norm = partial(
         GhostBatchNorm2d,
         bn_span=config.batch.bn_span,
-        ghosts_per_step=accumulation * ghosts_per_microbatch(config.batch),
+        ghosts_per_step=ghosts_per_microbatch(config.batch),
         group=group,
     )
     # drawn on the CPU: its generator gives the same weights on every device

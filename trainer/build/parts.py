@@ -64,18 +64,16 @@ def make_parts(
         notes += _take_weights_(config, model, classes)
         communicator.agree("the weights in model.weights", f"SHA-256 {digest(model)}")
     precision = make_precision(config, model, device=communicator.device)
-    num_microbatches = config.batch.global_batch_size // config.batch.microbatch_size
     grid = None
     if config.run.reproducible:  # with room for the step's microbatches and its loss scale
         scale_bits = round(math.log2(config.optimizer.loss_scale or 1.0))
-        grid = Grid(num_microbatches, fraction_bits=FRACTION_BITS - scale_bits)
+        grid = Grid(plan.division.num_microbatches, fraction_bits=FRACTION_BITS - scale_bits)
     kind = GridStatistics if grid else StepStatistics
-    statistics = kind(flatten_running_statistics(model), microbatches=num_microbatches)
+    statistics = kind(flatten_running_statistics(model), microbatches=plan.division.num_microbatches)
     # before compiling, which takes the norms as it finds them
     MicrobatchStatistics(
         model,
         statistics.running_N,
-        microbatches_per_step=plan.accumulation_steps,
         take=statistics.take_,
         unseen=statistics.unseen,
     )
@@ -85,7 +83,7 @@ def make_parts(
     require_sizes(config, model, normalize=normalize, forward=precision.forward)
     notes += set_up_compute_(config, model, communicator, normalize=normalize, forward=precision.forward)
     # before the reducer: its hooks come first
-    adds_up = plan.accumulation_steps > 1 and not grid  # which does it exactly
+    adds_up = plan.division.most > 1 and not grid  # which does it exactly
     accumulation = WideAccumulation(half_parameters(model) if adds_up else [])
     if tuned is not None:
         tensors = [tensor_spec(name, p) for name, p in model.named_parameters() if p.requires_grad]

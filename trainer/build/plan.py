@@ -2,7 +2,7 @@
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.batch import accumulation_steps, ghosts_per_microbatch, ranks_per_ghost
+from bigbatch.trainer.config.batch import divide_batch, ghosts_per_microbatch
 from bigbatch.trainer.config.schedule import decay_epochs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.optim.schedule import Schedule, make_schedule, mirrored_momentum
@@ -28,15 +28,16 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
             f"optimizer.ema_every_steps={every_steps} exceeds the {num_steps} steps of the run, and would have no "
             f"effect: set it to at most {num_steps}"
         )
+    division = divide_batch(config.batch, world_size=communicator.world_size)
     return Plan(
         seed=config.run.seed,
         first_step=first_step,
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
-        accumulation_steps=accumulation_steps(config.batch, world_size=communicator.world_size),
+        division=division,
+        microbatches=division.of(communicator.rank),
         global_batch_size=config.batch.global_batch_size,
         ghosts_per_microbatch=ghosts_per_microbatch(config.batch),
-        ranks_per_ghost=ranks_per_ghost(config.batch),
         log_every_steps=config.run.log_every_steps,
         eval_every_steps=steps_per_epoch * config.run.eval_every_epochs,
         eval_offset_steps=steps_per_epoch * config.run.eval_offset_epochs,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.sections import BatchConfig
@@ -50,27 +51,84 @@ def ghosts_per_microbatch(batch: BatchConfig) -> int:
     return max(1, batch.microbatch_size // batch.bn_span)
 
 
-def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
-    """Return the number of microbatches per rank per update.
+@dataclass(frozen=True)
+class Division:
+    """Shares of the ranks in the microbatches of a global batch: as equal as possible, the first ranks take one more.
 
-    Raises: ConfigError when the ranks do not divide the global batch into whole microbatches, cannot share ghost
-    batches, or do not divide the virtual ranks.
+    The microbatches are numbered in the order of the global batch: number i is its i-th equal part.
     """
-    _check_groups(batch, world_size=world_size)
-    if batch.virtual_ranks is not None and batch.virtual_ranks % world_size:
-        shares = ranks_per_ghost(batch)
-        fitting = shares * largest_divisor(batch.virtual_ranks // shares, world_size // shares)
+
+    num_microbatches: int
+    """Microbatches of the global batch."""
+    world_size: int
+    ranks_per_ghost: int = 1
+    """Neighbouring ranks that share each of their ghost batches; groups of several must have equal shares."""
+
+    def of(self, rank: int) -> range:
+        """Return the numbers of a rank's microbatches in a step.
+
+        A rank takes neighbours if it holds whole ghost batches. If ranks_per_ghost ranks share each of theirs,
+        microbatch k of each rank is its part of the group's k-th ghost batch. So a ghost batch consists of the same
+        samples, and the group sees its ghost batches in the same order, however they are spread.
+        """
+        stride = self.ranks_per_ghost
+        group, place = divmod(rank, stride)
+        share, rest = divmod(self.num_microbatches // stride, self.world_size // stride)
+        first = (group * share + min(group, rest)) * stride + place
+        return range(first, first + (share + (group < rest)) * stride, stride)
+
+    @property
+    def most(self) -> int:
+        """Return the number of microbatches of the rank with the most, for which the others wait in each step."""
+        return len(self.of(0))
+
+    @property
+    def used_share(self) -> float:
+        """Return the share of the ranks' time in which they have a microbatch to compute."""
+        return self.num_microbatches / (self.world_size * self.most)
+
+
+def divide_batch(batch: BatchConfig, *, world_size: int) -> Division:
+    """Divide the global batch among the ranks of a job.
+
+    Raises: ConfigError when there are more ranks than microbatches or virtual ranks, or when the ranks do not form
+    groups that share ghost batches equally.
+    """
+    if batch.virtual_ranks is not None and batch.virtual_ranks < world_size:
         raise ConfigError(
-            f"batch.virtual_ranks={batch.virtual_ranks} is not a multiple of the {world_size} rank(s) of this job, "
-            f"which are to do the same work each: start {fitting} rank(s)"
+            f"batch.virtual_ranks={batch.virtual_ranks} is less than the {world_size} ranks of this job: leave it out, "
+            f"or start {_fitting_ranks(batch, limit=batch.virtual_ranks)} rank(s)"
         )
-    if batch.global_batch_size % (batch.microbatch_size * world_size):
+    _check_groups(batch, world_size=world_size)
+    size, shares = batch.microbatch_size, ranks_per_ghost(batch)
+    if not _can_share(batch, size, num_ranks=world_size):
+        what = f"{batch.global_batch_size // size} microbatches, fewer than {world_size} ranks"
+        if shares > 1:
+            num_ghosts = batch.global_batch_size // batch.bn_span
+            what = f"{num_ghosts} ghost batches, which {world_size // shares} groups of {shares} ranks cannot divide"
         raise ConfigError(
-            f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
-            f"batch.microbatch_size={batch.microbatch_size} x {world_size} rank(s): "
+            f"batch.global_batch_size={batch.global_batch_size} with batch.microbatch_size={size} has {what}: "
             f"{_batch_remedy(batch, num_ranks=world_size)}"
         )
-    return batch.global_batch_size // (batch.microbatch_size * world_size)
+    return Division(batch.global_batch_size // size, world_size, shares)
+
+
+def accumulation_steps(batch: BatchConfig, *, world_size: int) -> int:
+    """Return the number of microbatches per update of the rank with the most. Raises: ConfigError, as divide_batch."""
+    return divide_batch(batch, world_size=world_size).most
+
+
+def _can_share(batch: BatchConfig, size: int, *, num_ranks: int) -> bool:
+    """Return whether so many ranks can share the global batch in microbatches of that size, which fits the span.
+
+    Groups of several ranks need equal shares: all ranks exchange statistics at the same places of a step.
+    """
+    shares = max(1, batch.bn_span // size)
+    num_parts, rest = divmod(batch.global_batch_size, size * shares)
+    if rest or num_ranks % shares:
+        return False
+    num_groups = num_ranks // shares
+    return num_parts >= num_groups if shares == 1 else num_parts % num_groups == 0
 
 
 def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
@@ -95,13 +153,16 @@ def _batch_remedy(batch: BatchConfig, *, num_ranks: int) -> str:
 
 
 def _fitting_microbatch(batch: BatchConfig, *, num_ranks: int, least_shares: int, most_shares: int) -> int | None:
-    """Return the largest legal microbatch, up to the config's, if that many ranks share a ghost batch; else None."""
+    """Return the legal microbatch, up to the config's, of the most equal shares; the largest of several.
+
+    None if there is none with which that many ranks share a ghost batch.
+    """
+    largest_shares = {}
     for size in range(batch.microbatch_size, 0, -1):
         shares, rest = divmod(batch.bn_span, size) if size < batch.bn_span else (1, size % batch.bn_span)
-        divides = rest == 0 and num_ranks % shares == 0 and batch.global_batch_size % (size * num_ranks) == 0
-        if divides and least_shares <= shares <= most_shares:
-            return size
-    return None
+        if rest == 0 and least_shares <= shares <= most_shares and _can_share(batch, size, num_ranks=num_ranks):
+            largest_shares[size] = size * Division(batch.global_batch_size // size, num_ranks, shares).most
+    return min(largest_shares, key=largest_shares.__getitem__, default=None)
 
 
 def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
@@ -116,7 +177,7 @@ def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
         remedy = (
             f"set batch.microbatch_size to {size} and batch.virtual_ranks to {batch.virtual_ranks * fewer // shares}"
         )
-    elif batch.global_batch_size % (size * world_size) == 0:
+    elif _can_share(batch, size, num_ranks=world_size):
         remedy = f"set batch.microbatch_size to {size}"
     raise ConfigError(
         f"batch.bn_span={batch.bn_span} is spread over {shares} ranks by batch.microbatch_size="
@@ -125,6 +186,8 @@ def _check_groups(batch: BatchConfig, *, world_size: int) -> None:
 
 
 def _fitting_ranks(batch: BatchConfig, *, limit: int) -> int:
-    """Return the most ranks up to limit that can divide the global batch, or the fewest if all exceed limit."""
+    """Return the most ranks up to limit that can share the global batch, or the fewest if all exceed limit."""
     shares, num_parts = ranks_per_ghost(batch), batch.global_batch_size // max(batch.bn_span, batch.microbatch_size)
+    if shares == 1:
+        return min(limit, num_parts)
     return shares * largest_divisor(num_parts, max(1, limit // shares))

@@ -18,6 +18,7 @@ from bigbatch.comm.tuning.conditions import device_name
 from bigbatch.comm.tuning.own_record import as_text, difference_of, find_record, from_first, store_record
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.compute import require_capturable
+from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
 from bigbatch.trainer.doctor.mode_trials import ModeTrials
 from bigbatch.trainer.doctor.modes import (
@@ -142,7 +143,8 @@ def _collect_facts(config: Config, communicator: Communicator, modes: Modes) -> 
         "gpus": sorted(set(gpus)),
         "backend": communicator.backend.name,
         "versions": {"bigbatch": __version__, "torch": torch.__version__},
-        "images_per_rank": config.batch.global_batch_size // communicator.world_size,
+        "images_per_rank": config.batch.microbatch_size
+        * accumulation_steps(config.batch, world_size=communicator.world_size),
         "keys": {key: lookup(config, key) for key in KEYS},
         "stated": asdict(modes.stated),
         "keeps": sorted(config.compute.mode_keeps),

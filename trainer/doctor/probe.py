@@ -257,17 +257,17 @@ class _Probe:
         self._eval_split.loader.close()
 
     def _open(self) -> InputStream:
-        return InputStream(build_input.train_batches(self.config, self.communicator, self.split, plan=self.plan))
+        return InputStream(build_input.train_batches(self.config, self.split, plan=self.plan))
 
     def _generated(self) -> Iterator[Batch]:
         split = self._generated_split
-        return build_input.train_batches(self.config, self.communicator, split, plan=self.plan)
+        return build_input.train_batches(self.config, split, plan=self.plan)
 
     def _warm_up(self, batches: str, *, seconds: float, flushes: bool) -> None:
         """Warm up: first until step times settle; later only until prefetched batches are used up."""
         stream = self._streams[batches]
         # steps that the batches suffice for which were fetched while another probe had its turn
-        ahead = -(-self.config.data.prefetch_batches // self.plan.accumulation_steps)
+        ahead = -(-self.config.data.prefetch_batches // len(self.plan.microbatches))
         if batches in self._step_seconds:
             self._timed(stream, ahead if flushes else 0)
             return

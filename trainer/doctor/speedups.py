@@ -75,7 +75,7 @@ def part_of_step(config: Config, *, world_size: int) -> Config:
     if kept == steps:
         return config
     # a divisor of the steps, so that ghost batches still fill the smaller step
-    size = config.batch.global_batch_size // steps * kept
+    size = world_size * kept * config.batch.microbatch_size
     return replace(config, batch=replace(config.batch, global_batch_size=size, virtual_ranks=None))
 
 
@@ -260,9 +260,9 @@ def _graph(config: Config, machine: Machine) -> Tried:
 
 def _microbatch(config: Config, machine: Machine) -> Tried:
     """Try sizes that leave the global batch and its ghost batches as they are."""
-    size, share = config.batch.microbatch_size, config.batch.global_batch_size // machine.world_size
-    span = config.batch.bn_span
-    # whole ghost batches in each, and whole microbatches in a rank's share
+    size, span = config.batch.microbatch_size, config.batch.bn_span
+    share = size * accumulation_steps(config.batch, world_size=machine.world_size)
+    # whole ghost batches in each, and whole microbatches in the largest share
     fitting = [each for each in range(span, share + 1, span) if share % each == 0] if span <= size else []
     larger, smaller = [each for each in fitting if each > size][:2], [each for each in fitting if each < size][-1:]
     for each in (*larger, *smaller):

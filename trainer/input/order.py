@@ -146,30 +146,18 @@ def train_requests(
     num_samples: int,
     global_batch_size: int,
     microbatch_size: int,
-    rank: int,
-    world_size: int,
+    microbatches: Sequence[int],
     start_step: int,
     end_step: int,
-    ranks_per_ghost: int = 1,
 ) -> Iterator[Request]:
     """Yield this rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
 
-    Each epoch has num_samples // global_batch_size steps and leaves the rest of its order out. Each rank, or
-    group of ranks_per_ghost ranks, takes one contiguous part of every global batch, so all world sizes see the same
-    global order.
-    Raises: ValueError, at the first draw, when the sizes do not divide, or no global batch fits into an epoch.
+    Each epoch has num_samples // global_batch_size steps and leaves the rest of its order out. microbatches: the
+    numbers of this rank's in the global batch. All world sizes see the same global order.
+    Raises: ValueError, at the first draw, when no global batch fits into an epoch.
     """
-    if global_batch_size % (world_size * microbatch_size):
-        raise ValueError(
-            f"global_batch_size {global_batch_size} is not a multiple of "
-            f"world_size {world_size} x microbatch_size {microbatch_size}"
-        )
-    if world_size % ranks_per_ghost:
-        raise ValueError(f"world_size {world_size} is not a multiple of ranks_per_ghost {ranks_per_ghost}")
     if num_samples < global_batch_size:
         raise ValueError(f"num_samples {num_samples} is less than global_batch_size {global_batch_size}")
-    accumulation_steps = global_batch_size // (world_size * microbatch_size)
-    microbatches = rank_microbatches(rank=rank, accumulation_steps=accumulation_steps, ranks_per_ghost=ranks_per_ghost)
     steps_per_epoch = num_samples // global_batch_size
     known_epoch, order_N = -1, np.empty(0, np.int64)
     for step in range(start_step, end_step):
@@ -194,15 +182,3 @@ def eval_requests(*, num_samples: int, microbatch_size: int, rank: int, world_si
         positions_B = np.arange(start, start + microbatch_size, dtype=np.int64)
         valid_B = positions_B < num_samples
         yield Request(epoch=0, indices_B=np.minimum(positions_B, num_samples - 1), valid_B=valid_B)
-
-
-def rank_microbatches(*, rank: int, accumulation_steps: int, ranks_per_ghost: int) -> range:
-    """Return the numbers of this rank's microbatches in a step: number i holds the global batch's i-th equal part.
-
-    A rank takes neighbours, where it holds whole ghost batches. Where ranks_per_ghost neighbouring ranks share each of
-    theirs, microbatch k of each rank is its part of the group's k-th ghost batch. So a ghost batch consists of the same
-    samples, and the group sees its ghost batches in the same order, however they are spread.
-    """
-    group, place = divmod(rank, ranks_per_ghost)
-    first = group * accumulation_steps * ranks_per_ghost + place
-    return range(first, first + accumulation_steps * ranks_per_ghost, ranks_per_ghost)

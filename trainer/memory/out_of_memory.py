@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -82,18 +83,23 @@ def _remedy(config: Config, found: SizeSearch, *, world_size: int, at_least: str
 def propose(config: Config, fitting: int, *, world_size: int) -> str:
     """Return options that keep the global batch with a microbatch of at most fitting, and what they change."""
     batch = config.batch
-    for size in reversed(sizes_within(batch, most=fitting)):
-        if steps := _accumulation_steps(config, size, bn_span=batch.bn_span, world_size=world_size):
-            shares = batch.bn_span // size
-            spread = f", and each ghost batch lies on {shares} ranks" if shares > 1 else ""
-            return _option(f"--batch.microbatch_size {size}", steps, config) + spread
-    # none keeps the ghost batches: then the largest that changes them
-    for size in range(fitting, 0, -1):
-        if steps := _accumulation_steps(config, size, bn_span=size, world_size=world_size):
-            return (
-                _option(f"--batch.microbatch_size {size} --batch.bn_span {size}", steps, config)
-                + f", but batch norm takes its statistics over {size} images instead of {batch.bn_span}"
-            )
+    steps_of = partial(_accumulation_steps, config, world_size=world_size)
+    # the largest of those with the most equal shares of the ranks
+    legal = {size: steps_of(size, bn_span=batch.bn_span) for size in reversed(sizes_within(batch, most=fitting))}
+    if options := {size: steps for size, steps in legal.items() if steps}:
+        size = min(options, key=lambda each: each * options[each])
+        shares = batch.bn_span // size
+        spread = f", and each ghost batch lies on {shares} ranks" if shares > 1 else ""
+        return _option(f"--batch.microbatch_size {size}", options[size], config) + spread
+    # none keeps the ghost batches: then the largest that changes them, if possible with equal shares
+    divisors = [size for size in range(fitting, 0, -1) if batch.global_batch_size % size == 0]
+    legal = {size: steps_of(size, bn_span=size) for size in divisors}
+    if options := {size: steps for size, steps in legal.items() if steps}:
+        size = min(options, key=lambda each: each * options[each] * world_size > batch.global_batch_size)
+        return (
+            _option(f"--batch.microbatch_size {size} --batch.bn_span {size}", options[size], config)
+            + f", but batch norm takes its statistics over {size} images instead of {batch.bn_span}"
+        )
     return "none as small goes with this config: choose a smaller model.name or data.image_size"
 
 

@@ -89,9 +89,8 @@ def _ghosts(count: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 class GhostBatchNorm2d(nn.BatchNorm2d):
     """Normalises groups of exactly bn_span samples, taken in sample order (Hoffer et al. 2017).
 
-    ghosts_per_step (K) counts the ghost batches this rank sees between two optimizer updates, over all
-    microbatches. After them the running statistics are (1-m) * old + m * mean over the K ghost statistics,
-    so their average over ranks is the same for every division of the step into ranks and microbatches.
+    ghosts_per_step (K) counts the ghost batches after which the running statistics are (1-m) * old + m * mean over
+    the K ghost statistics: those of a step, or of a microbatch if MicrobatchStatistics gathers them.
     Statistics are computed and kept in the dtype of the weights (fp32) for half-precision input too.
     group: ranks that share each ghost batch, an equal part each; None if this rank holds it whole. Forward and
     backward are then collectives of the group.
@@ -243,6 +242,7 @@ class MicrobatchStatistics:
     microbatch elsewhere, always from the first one on. So forward is the same program for each of the step's
     microbatches, which torch.compile and a CUDA graph capture once; and a block may run again in backward, when the
     statistics are already on their way to other ranks. Only model(...) hands over, not model.forward(...).
+    The norms' ghosts_per_step must be those of a microbatch.
     take: called with the mean over each microbatch's ghost batches, like statistics_N, and the momentum of the norms.
     unseen: written over what was taken, to mark a norm that the next forward skips; None: it stays.
     """
@@ -252,7 +252,6 @@ class MicrobatchStatistics:
         model: nn.Module,
         statistics_N: Tensor,
         *,
-        microbatches_per_step: int,
         take: Callable[[Tensor, float], object],
         unseen: float | None = None,
     ) -> None:
@@ -271,7 +270,6 @@ class MicrobatchStatistics:
             assert norm.momentum is not None
             self._momentum = norm.momentum  # the same in all
             norm.momentum = 1.0  # the first ghost batch of a microbatch replaces what is there
-            norm.ghosts_per_step //= microbatches_per_step
             norm.gathered = mean_C, var_C
         model.register_forward_hook(self._hand_over)
 

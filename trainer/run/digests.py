@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from bigbatch.errors import ConfigError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.order import rank_microbatches
 from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -70,22 +69,17 @@ class DigestRecorder:
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Pass batches through, and digest those of recorded steps."""
-        plan, microbatches = self._plan, self._microbatches_of(self._parts.communicator.rank)
+        plan = self._plan
         for number, batch in enumerate(batches):
-            step, index = divmod(number, plan.accumulation_steps)
-            self._single.microbatch = microbatches[index]  # the step takes them one at a time, each before its forward
+            step, index = divmod(number, len(plan.microbatches))
+            # the step takes them one at a time, each before its forward
+            self._single.microbatch = plan.microbatches[index]
             if self._is_due(plan.first_step + step + 1):
                 if index == 0:
                     self._pictures, self._positions = [], []
                 self._pictures.append(digests_of_pictures(batch))
                 self._positions += batch.request.indices_B.tolist()
             yield batch
-
-    def _microbatches_of(self, rank: int) -> range:
-        plan = self._plan
-        return rank_microbatches(
-            rank=rank, accumulation_steps=plan.accumulation_steps, ranks_per_ghost=plan.ranks_per_ghost
-        )
 
     def _is_due(self, done: int) -> bool:
         return self._every_steps > 0 and done % self._every_steps == 0
@@ -130,7 +124,7 @@ class DigestRecorder:
         """Merge the ranks' digests of single images, in the order of the global batch."""
         ordered: list[tuple[int, int]] = [(0, 0)] * sum(len(pictures) for pictures, _ in told_P)
         for rank, (pictures, positions) in enumerate(told_P):
-            numbers = self._microbatches_of(rank)
+            numbers = self._plan.division.of(rank)
             size = len(pictures) // len(numbers)
             for index, pair in enumerate(zip(pictures, positions, strict=True)):
                 ordered[numbers[index // size] * size + index % size] = pair
@@ -144,10 +138,10 @@ class DigestRecorder:
 
     def _by_microbatch(self, rows_P: Sequence[Any]) -> dict[str, Any]:
         """Merge the ranks' digests, with the rank of each microbatch."""
-        ranks = [0] * (len(rows_P) * self._plan.accumulation_steps)
+        ranks = [0] * self._plan.division.num_microbatches
         together: dict[str, dict[str, list[str]]] = {phase: {} for phase in BY_MICROBATCH}
         for rank, rows in enumerate(rows_P):
-            for number in self._microbatches_of(rank):
+            for number in self._plan.division.of(rank):
                 ranks[number] = rank
             for phase, name, number, found in rows:
                 together[phase].setdefault(name, [""] * len(ranks))[number] = found

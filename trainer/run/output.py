@@ -146,7 +146,8 @@ class RunOutput:
             loss="cross-entropy (nats)" if optimizer.loss == CROSS_ENTROPY else optimizer.loss,
             global_batch_size=config.batch.global_batch_size,
         )
-        for text in make_hints(totals, config, measured=measured, host_of=self._communicator.control.host_of):
+        host_of, used_share = self._communicator.control.host_of, self._plan.division.used_share
+        for text in make_hints(totals, config, measured=measured, host_of=host_of, used_share=used_share):
             self.hint(text, step=self._plan.first_step + totals.steps)
         if totals.stopped_by:
             # none if a run from another folder's checkpoint was stopped before its first step

@@ -11,6 +11,7 @@ from bigbatch.comm.algorithms.rounding import rounding_note
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import site_settings
 from bigbatch.comm.tuning.conditions import source_commit
+from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.optimizer import optimizer_notes, precision_notice
 from bigbatch.trainer.config.schedule import schedule_notes
 from bigbatch.trainer.config.schema import Config
@@ -36,15 +37,16 @@ def introduction(
     why = communicator.why if communicator.world_size > 1 and not config.optimizer.sharded else ""
     if why and communicator.calibration and not config.run.reproducible:
         why += "; another table may change the last bits of a run"
-    spread = f" over {plan.ranks_per_ghost} ranks" if plan.ranks_per_ghost > 1 else ""
+    division = plan.division
+    spread = f" over {division.ranks_per_ghost} ranks" if division.ranks_per_ghost > 1 else ""
     notice = precision_notice(precision, capability=compute_capability(communicator.device))
     return [
         f"{communicator}; device {device_name(communicator.device)}, {precision}",
         *([f"all-reduce {communicator.algorithm}, as comm.algorithm=auto chose: {why}"] if why else []),
         f"{num_train} training and {num_val} validation images; loader {config.data.loader}",
-        f"global batch {batch.global_batch_size} = {count(communicator.world_size, 'rank')} x "
-        f"{plan.accumulation_steps} microbatches x {batch.microbatch_size}, batch-norm span "
+        f"global batch {batch.global_batch_size} = {shares(division)} x {batch.microbatch_size}, batch-norm span "
         f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs",
+        *uneven(division),
         *replayed(batch.virtual_ranks, world_size=communicator.world_size),
         *str(parts.reducer.plan).splitlines(),
         *rounding_notes(parts, is_sharded=config.optimizer.sharded),
@@ -70,21 +72,39 @@ def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_
         "torch": torch.__version__,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "accumulation_steps": plan.accumulation_steps,
+        "accumulation_steps": plan.division.most,
         "steps_per_epoch": plan.steps_per_epoch,
         "train_samples": num_train,
         "eval_samples": num_val,
     }
 
 
+def shares(division: Division) -> str:
+    """Return the number of microbatches as ranks x microbatches, or their sum if the shares are not equal."""
+    if division.used_share < 1:
+        return f"{division.num_microbatches} microbatches on {division.world_size} ranks"
+    return f"{count(division.world_size, 'rank')} x {division.most} microbatches"
+
+
+def uneven(division: Division) -> list[str]:
+    """Return the line about ranks that wait for others in each step, if the shares are not equal."""
+    if division.used_share == 1:
+        return []
+    num_more = sum(len(division.of(rank)) == division.most for rank in range(division.world_size))
+    return [
+        f"uneven shares: {count(num_more, 'rank')} x {division.most} and "
+        f"{count(division.world_size - num_more, 'rank')} x {division.most - 1} microbatches in a step, which takes "
+        f"as long as the larger share: {division.used_share:.0%} of the ranks' time is used"
+    ]
+
+
 def replayed(virtual_ranks: int | None, *, world_size: int) -> list[str]:
     """Return the line about virtual ranks, if the updates are not those of the job's ranks."""
     if virtual_ranks is None:
         return []
-    return [
-        f"replays the updates of {virtual_ranks} ranks: {world_size} here, each does the work of "
-        f"{virtual_ranks // world_size}"
-    ]
+    work, rest = divmod(virtual_ranks, world_size)
+    each = "" if rest else f", each does the work of {work}"
+    return [f"replays the updates of {virtual_ranks} ranks: {world_size} here{each}"]
 
 
 def reproducible_notes(parts: Parts) -> list[str]:
@@ -206,9 +226,17 @@ def speed(totals: Totals, measured: MeasuredInput | None, *, global_batch_size: 
 
 
 def make_hints(
-    totals: Totals, config: Config, *, measured: MeasuredInput | None, host_of: Callable[[int], str]
+    totals: Totals,
+    config: Config,
+    *,
+    measured: MeasuredInput | None,
+    host_of: Callable[[int], str],
+    used_share: float = 1.0,
 ) -> list[str]:
-    """Return hints for a run that waits for images or slow ranks; none if it made no step."""
+    """Return hints for a run that waits for images or slow ranks; none if it made no step.
+
+    used_share: of the ranks' time, as Division.used_share; ranks wait for the rest without being slow.
+    """
     if not totals.steps:
         return []
     found = speed(totals, measured, global_batch_size=config.batch.global_batch_size)
@@ -217,7 +245,9 @@ def make_hints(
         compute_images_per_second=found["compute_images_per_second"],
         steps=totals.steps,
     )
-    slow = totals.measures_waits and straggler_hint(found["straggler_fraction"], totals.lag_seconds_P, host_of=host_of)
+    slow = totals.measures_waits and straggler_hint(
+        found["straggler_fraction"] - (1 - used_share), totals.lag_seconds_P, host_of=host_of
+    )
     return [*hints(waited, measured, was_probed=config.data.probe_seconds > 0), *([slow] if slow else [])]
 
 

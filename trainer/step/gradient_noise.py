@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from bigbatch.trainer.input.order import rank_microbatches
 from bigbatch.trainer.step.plan import Parts, Plan
 
 
@@ -30,12 +29,7 @@ class GradientNoise:
 
     def __init__(self, plan: Plan, parts: Parts, *, every_steps: int) -> None:
         self._parts, self._every_steps = parts, every_steps
-        self._places = rank_microbatches(
-            rank=parts.communicator.rank,
-            accumulation_steps=plan.accumulation_steps,
-            ranks_per_ghost=plan.ranks_per_ghost,
-        )
-        self._num_microbatches = plan.accumulation_steps * parts.communicator.world_size
+        self._places, self._num_microbatches = plan.microbatches, plan.division.num_microbatches
         self._hooks: list[RemovableHandle] = []
         self._norms: list[Tensor] = []
         """Norms of the gradients of the current microbatch, one per parameter."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bigbatch.errors import DataError
 from bigbatch.trainer.input.base import Batch
-from bigbatch.trainer.input.order import rank_microbatches
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream, gather_replaced
 from bigbatch.trainer.step.divergence import require_finite, require_on_grid, require_statistics
@@ -45,18 +44,13 @@ class TrainStep:
     def draw(self, step: int, stream: InputStream) -> Iterator[tuple[Prepared, bool]]:
         """Yield the microbatches of a step, and whether each is the last; seed the random draws of its forward."""
         plan, parts = self.plan, self.parts
-        microbatches = rank_microbatches(
-            rank=parts.communicator.rank,
-            accumulation_steps=plan.accumulation_steps,
-            ranks_per_ghost=plan.ranks_per_ghost,
-        )
-        for index, microbatch in enumerate(microbatches):
+        for microbatch in plan.microbatches:
             with parts.communicator.timeline.span("input wait", row="step"):
                 batch = stream.draw(step=step)
             prepared = parts.prepare(batch)
             seed_forward(plan.seed, step=step, ghost=microbatch * plan.ghosts_per_microbatch)
             parts.statistics.tell_(input_failed=stream.failure is not None)
-            yield prepared, index == plan.accumulation_steps - 1
+            yield prepared, microbatch == plan.microbatches[-1]
         # what an optimizer draws is of the step alone: no ghost batch has this place
         seed_forward(plan.seed, step=step, ghost=plan.global_batch_size)
 

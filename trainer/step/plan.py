@@ -1,6 +1,6 @@
 """Inputs of the training loop: the numbers of a run, and its objects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.gradients.reducer import GradientReducer
+from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.machine.gpu_driver import EnergyMeter
 from bigbatch.trainer.optim.foreign import eval_mode
@@ -22,16 +23,18 @@ from bigbatch.trainer.step.stop_request import StopRequest
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of a run, all derived from the config and the world size."""
+    """Numbers of a run, all derived from the config, the world size and the rank."""
 
     seed: int
     first_step: int
     num_steps: int
     steps_per_epoch: int
-    accumulation_steps: int
+    division: Division
+    """Shares of all ranks in the microbatches of a step."""
+    microbatches: Sequence[int]
+    """This rank's share: the numbers of its microbatches in the global batch."""
     global_batch_size: int
     ghosts_per_microbatch: int
-    ranks_per_ghost: int
     log_every_steps: int
     eval_every_steps: int
     eval_offset_steps: int

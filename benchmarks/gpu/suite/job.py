@@ -113,7 +113,7 @@ class Job:
         self.train_split, self.eval_split = build_input.make_splits(config, communicator)
         self.plan = make_plan(config, communicator, num_samples=self.train_split.num_samples, first_step=0)
         self.parts = make_parts(config, communicator, plan=self.plan, tuned=tuned)
-        self._stream = InputStream(build_input.train_batches(config, communicator, self.train_split, plan=self.plan))
+        self._stream = InputStream(build_input.train_batches(config, self.train_split, plan=self.plan))
         self._train_step = TrainStep(self.plan, self.parts)
         self._step = 0
 

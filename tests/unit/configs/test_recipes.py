@@ -13,8 +13,9 @@ import yaml
 
 from bigbatch.comm.algorithms.auto import choose_algorithm
 from bigbatch.comm.backends.base import Capabilities
+from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.plan import make_plan, make_schedule_of
-from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.batch import accumulation_steps, divide_batch
 from bigbatch.trainer.config.file import PACKAGED, load_config, packaged_configs
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.mlperf.rules import check_rules
@@ -107,7 +108,7 @@ def words_of(name: str) -> str:
 def in_steps(name: str) -> tuple[Config, list[float]]:
     """The recipe, and its learning rate at every step of ImageNet."""
     config = recipe(name)
-    plan = make_plan(config, SimpleNamespace(world_size=1), num_samples=IMAGENET_TRAIN, first_step=0)
+    plan = make_plan(config, SimpleNamespace(rank=0, world_size=1), num_samples=IMAGENET_TRAIN, first_step=0)
     schedule = make_schedule_of(config, plan)
     return config, [schedule(step) for step in range(plan.num_steps)]
 
@@ -265,6 +266,18 @@ def test_recipes_fit_the_gpus_that_they_name(name: str) -> None:
     pairs = [tuple(map(int, pair.split(" x "))) for pair in line[1].split(", ")]
     assert [accumulation_steps(config.batch, world_size=gpus) for gpus, _ in pairs] == [steps for _, steps in pairs]
     assert {1, 8} <= {gpus for gpus, _ in pairs}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipes_run_on_any_number_of_ranks_up_to_that_of_their_ghost_batches(name: str) -> None:
+    batch = recipe(name).batch
+    most = batch.global_batch_size // batch.bn_span
+    for world_size in {3, 7, 256, most // 2 + 1, most}:
+        if world_size <= most:
+            shares = [len(divide_batch(batch, world_size=world_size).of(rank)) for rank in (0, world_size - 1)]
+            assert 1 <= shares[1] <= shares[0] <= shares[1] + 1
+    with pytest.raises(ConfigError, match=f"{most} microbatches, fewer than {most + 1} ranks"):
+        divide_batch(batch, world_size=most + 1)
 
 
 @pytest.mark.slow

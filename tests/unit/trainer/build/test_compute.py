@@ -52,11 +52,11 @@ SMALLEST = {"resnet18": 32, "resnet50": 32, "resnet9": 8, "alexnet_bn": 63}
 def make(name: str, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
     """A model as it trains, and its running statistics."""
     torch.manual_seed(0)
-    norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=MICROBATCHES * COUNT // SPAN)
+    norm = partial(GhostBatchNorm2d, bn_span=SPAN, ghosts_per_step=COUNT // SPAN)
     model = build_model(name, num_classes=CLASSES, norm=norm, **OPTIONS[name])
     to_half_(model, dtype)
     statistics_N = flatten_running_statistics(model)
-    MicrobatchStatistics(model, statistics_N, microbatches_per_step=MICROBATCHES, take=statistics_N.lerp_)
+    MicrobatchStatistics(model, statistics_N, take=statistics_N.lerp_)
     return model, statistics_N
 
 
@@ -91,11 +91,11 @@ def test_residual_blocks_are_those_that_the_config_knows(name: str) -> None:
 
 
 def test_statistics_of_a_step_are_the_mean_over_its_ghost_batches() -> None:
-    norm = GhostBatchNorm2d(2, bn_span=SPAN, ghosts_per_step=MICROBATCHES * COUNT // SPAN)
+    norm = GhostBatchNorm2d(2, bn_span=SPAN, ghosts_per_step=COUNT // SPAN)
     model = nn.Sequential(norm)
     statistics_N = flatten_running_statistics(model)
     statistics = StepStatistics(statistics_N, microbatches=MICROBATCHES)
-    MicrobatchStatistics(model, statistics_N, microbatches_per_step=MICROBATCHES, take=statistics.take_)
+    MicrobatchStatistics(model, statistics_N, take=statistics.take_)
     before_N = statistics_N.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0])).double()
     images = torch.randn(MICROBATCHES, COUNT, 2, 3, 3, generator=torch.Generator().manual_seed(0))
     for images_BCHW in images:
@@ -253,7 +253,7 @@ def test_recomputed_blocks_of_ranks_that_share_ghost_batches_go_together(later: 
         if later:
             model.block.append(nn.Sigmoid())
         statistics_N = flatten_running_statistics(model)
-        MicrobatchStatistics(model, statistics_N, microbatches_per_step=1, take=statistics_N.lerp_)
+        MicrobatchStatistics(model, statistics_N, take=statistics_N.lerp_)
         recompute_(model, num_blocks)
         images_BCHW = torch.randn(COUNT, 3, 4, 4, generator=torch.Generator().manual_seed(rank))
         model(images_BCHW).square().sum().backward()

@@ -24,14 +24,14 @@ from bigbatch.trainer.build.job import _calibrates, join_job, without_choices
 from bigbatch.trainer.build.model import make_model
 from bigbatch.trainer.build.parts import make_parts, make_precision
 from bigbatch.trainer.build.plan import make_plan, make_schedule_of
-from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.batch import Division, accumulation_steps
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.machine import host
 from bigbatch.trainer.models.norm import GhostBatchNorm2d
 from bigbatch.trainer.models.resnet import BlurConv2d
-from bigbatch.trainer.run.summary import replayed
+from bigbatch.trainer.run.summary import replayed, shares, uneven
 
 
 def one_rank() -> Communicator:
@@ -435,7 +435,17 @@ def test_norm_layers_share_ghost_batches_with_the_neighbouring_ranks(monkeypatch
         (None, 4, []),
         (2048, 1, ["replays the updates of 2048 ranks: 1 here, each does the work of 2048"]),
         (8, 2, ["replays the updates of 8 ranks: 2 here, each does the work of 4"]),
+        (8, 3, ["replays the updates of 8 ranks: 3 here"]),
     ],
 )
 def test_run_says_whose_updates_it_replays(virtual_ranks: int | None, world_size: int, lines: list[str]) -> None:
     assert replayed(virtual_ranks, world_size=world_size) == lines
+
+
+def test_run_says_what_uneven_shares_cost() -> None:
+    assert (shares(Division(36, 4)), uneven(Division(36, 4))) == ("4 ranks x 9 microbatches", [])
+    assert shares(Division(36, 5)) == "36 microbatches on 5 ranks"
+    assert uneven(Division(36, 5)) == [
+        "uneven shares: 1 rank x 8 and 4 ranks x 7 microbatches in a step, which takes as long as the larger share: "
+        "90% of the ranks' time is used"
+    ]

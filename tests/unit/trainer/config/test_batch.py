@@ -2,13 +2,14 @@
 
 import re
 
+import numpy as np
 import pytest
 from error_texts import naming
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bigbatch.errors import ConfigError
-from bigbatch.trainer.config.batch import accumulation_steps
+from bigbatch.trainer.config.batch import Division, accumulation_steps, divide_batch
 from tests.unit.trainer.config.test_schema import make_config, refusal
 
 Batch = dict[str, int | None]
@@ -49,26 +50,75 @@ def test_global_batch_size_names_a_microbatch():
     )
 
 
-@pytest.mark.parametrize(("world_size", "expected"), [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_accumulation_steps(world_size, expected):
     assert accumulation_steps(make_config().batch, world_size=world_size) == expected
     replay = make_config({"batch.virtual_ranks": 4}).batch
     assert accumulation_steps(replay, world_size=world_size) == expected
 
 
+@given(num_microbatches=st.integers(1, 300), world_size=st.integers(1, 300))
+def test_division_gives_each_rank_a_part_of_the_order(num_microbatches, world_size):
+    """The oracle is numpy's: np.array_split gives the first n % k of k parts one more."""
+    division = Division(num_microbatches, min(world_size, num_microbatches))
+    parts = [part.tolist() for part in np.array_split(np.arange(num_microbatches), division.world_size)]
+    assert [list(division.of(rank)) for rank in range(division.world_size)] == parts
+    assert division.most == max(map(len, parts))
+    idle = sum(division.most - len(part) for part in parts)
+    assert division.used_share == pytest.approx(1 - idle / (division.most * division.world_size))
+
+
 @pytest.mark.parametrize(
-    ("world_size", "remedy"),
+    ("rank", "ranks_per_ghost", "expected"),
     [
-        (8, "set batch.microbatch_size to 32"),  # 256 / 8
-        # 16 samples a rank hold no ghost batch of 32: 16 x 64, or two ranks to a ghost batch
-        (16, "set batch.global_batch_size to 1024, or, without mixup and cutmix, batch.microbatch_size to 16"),
-        (3, "set batch.global_batch_size to 192 or 384"),  # 3 x 64
+        (0, 1, [0, 1, 2]),
+        (3, 1, [9, 10, 11]),
+        (0, 2, [0, 2, 4]),
+        (1, 2, [1, 3, 5]),
+        (2, 2, [6, 8, 10]),
+        (3, 4, [3, 7, 11]),
     ],
 )
-def test_accumulation_steps_of_ranks_that_do_not_fit_get_a_remedy(world_size, remedy):
-    message = job_refusal({}, world_size=world_size)
-    assert re.search(naming("batch.global_batch_size=256 ", f"batch.microbatch_size=64 x {world_size} "), message)
+def test_division_by_hand(rank, ranks_per_ghost, expected):
+    """Four ranks of three microbatches each, as the global batch numbers them."""
+    assert list(Division(12, 4, ranks_per_ghost).of(rank)) == expected
+
+
+def test_batch_that_ranks_do_not_divide_by_hand():
+    """36 ghost batches on 5 ranks: 8 and four times 7."""
+    batch = make_config({"batch.global_batch_size": 36 * 64}).batch
+    division = divide_batch(batch, world_size=5)
+    assert [len(division.of(rank)) for rank in range(5)] == [8, 7, 7, 7, 7]
+    assert (division.of(0), division.of(4)) == (range(8), range(29, 36))
+    assert division.used_share == 0.9
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "remedy"),
+    [
+        ({}, 8, "set batch.microbatch_size to 32"),  # 256 / 8
+        ({}, 5, "set batch.microbatch_size to 32"),  # 2, 2, 2, 1, 1 of 8
+        # 2 of 128 for most ranks, but 1 for a quarter of them; or of 96
+        ({"batch.global_batch_size": 24576, "batch.microbatch_size": 256}, 130, "set batch.microbatch_size to 96"),
+        # 16 samples a rank hold no ghost batch of 32: 16 x 64, or two ranks to a ghost batch
+        ({}, 16, "set batch.global_batch_size to 1024, or, without mixup and cutmix, batch.microbatch_size to 16"),
+        ({}, 9, "set batch.global_batch_size to 576"),  # 8 ghost batches, and 9 ranks form no groups
+    ],
+)
+def test_more_ranks_than_microbatches_get_a_remedy(batch, world_size, remedy):
+    message = job_refusal(batch, world_size=world_size)
+    assert re.search(naming("batch.global_batch_size=", "batch.microbatch_size=", f"fewer than {world_size} "), message)
     assert message.endswith(f": {remedy}")
+
+
+def test_groups_of_ranks_need_equal_shares():
+    """3 ghost batches of two ranks each: their statistics are exchanged at the same places of all ranks' steps."""
+    batch: Batch = {"batch.bn_span": 128, "batch.global_batch_size": 384}
+    message = job_refusal(batch, world_size=4)
+    assert re.search(naming("batch.global_batch_size=384 ", "3 ghost batches", "2 groups of 2 ranks"), message)
+    assert message.endswith(": set batch.microbatch_size to 32")  # 4 ranks for each ghost batch
+    for world_size in (2, 6):
+        accumulation_steps(make_config(batch).batch, world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +143,7 @@ def test_accumulation_steps_of_ranks_that_form_no_groups_get_a_remedy(changes, w
 @pytest.mark.parametrize(
     ("changes", "virtual_ranks", "fitting"),
     [
-        ({}, 3, 2),  # 4 microbatches
-        ({}, 5, 4),
+        ({}, 5, 4),  # 4 microbatches
         ({"batch.bn_span": 128}, 3, 2),
         ({"batch.bn_span": 128}, 1, 2),
         ({"batch.microbatch_size": 16, "batch.bn_span": 64}, 12, 8),  # 4 ghost batches of 4 ranks each
@@ -107,20 +156,12 @@ def test_virtual_ranks_share_the_global_batch(changes, virtual_ranks, fitting):
     make_config({**changes, "batch.virtual_ranks": fitting})
 
 
-@pytest.mark.parametrize(
-    ("changes", "world_size", "fitting"),
-    [
-        ({"batch.virtual_ranks": 4}, 3, 2),
-        ({"batch.virtual_ranks": 2}, 4, 2),
-        ({"batch.virtual_ranks": 8, "batch.microbatch_size": 32, "batch.bn_span": 64}, 6, 4),
-    ],
-)
-def test_virtual_ranks_are_divided_by_those_of_the_job(changes, world_size, fitting):
-    message = job_refusal(changes, world_size=world_size)
-    named = naming(f"batch.virtual_ranks={changes['batch.virtual_ranks']} ", f" {world_size} rank(s)")
-    assert re.search(named, message)
-    assert message.endswith(f" {fitting} rank(s)")
-    accumulation_steps(make_config(changes).batch, world_size=fitting)
+def test_virtual_ranks_are_as_many_as_those_of_the_job_or_more():
+    message = job_refusal({"batch.virtual_ranks": 2}, world_size=4)
+    assert re.search(naming("batch.virtual_ranks=2 ", " 4 ranks"), message)
+    assert message.endswith(": leave it out, or start 2 rank(s)")
+    for world_size in (1, 2, 3):
+        accumulation_steps(make_config({"batch.virtual_ranks": 3}).batch, world_size=world_size)
 
 
 def followed(batch: Batch, world_size: int, message: str) -> tuple[Batch, int]:
@@ -165,12 +206,13 @@ def test_batch_remedies_are_all_legal(span, microbatch_size, global_batch_size, 
         "batch.virtual_ranks": virtual_ranks,
     }
     batch, num_ranks = legal_after_advice(batch, world_size)
-    steps = accumulation_steps(make_config(batch).batch, world_size=num_ranks)
-    assert steps * num_ranks * batch["batch.microbatch_size"] == batch["batch.global_batch_size"]
+    division = divide_batch(make_config(batch).batch, world_size=num_ranks)
+    assert division.num_microbatches * batch["batch.microbatch_size"] == batch["batch.global_batch_size"]
+    assert len(division.of(num_ranks - 1)) >= 1
     if span % microbatch_size == 0 or microbatch_size % span == 0:
         assert batch["batch.bn_span"] == span
     if virtual_ranks is not None:
-        assert batch["batch.virtual_ranks"] % num_ranks == 0
+        assert batch["batch.virtual_ranks"] >= num_ranks
 
 
 @given(

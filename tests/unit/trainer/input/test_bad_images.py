@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as vision
 
 from bigbatch.errors import DataError, StorageError
 from bigbatch.trainer.augment.crops import random_resized_crop
+from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.base import Request
 from bigbatch.trainer.input.formats import open_image
@@ -129,7 +130,7 @@ def by_position(found):
 
 
 @pytest.mark.parametrize(
-    ("microbatch_size", "world_size", "prefetch_batches"), [(12, 1, 1), (1, 1, 4), (3, 2, 2), (2, 3, 3), (2, 1, 4)]
+    ("microbatch_size", "world_size", "prefetch_batches"), [(12, 1, 1), (1, 5, 4), (3, 2, 2), (2, 3, 3), (2, 1, 4)]
 )
 def test_bad_images_any_split_of_the_batch_gives_the_same(
     make, tmp_path, microbatch_size, world_size, prefetch_batches
@@ -138,11 +139,12 @@ def test_bad_images_any_split_of_the_batch_gives_the_same(
     index = split(tmp_path, bad, num_images=12)
     one = make(index, max_skipped=4, microbatch_size=4)
     asked = {"seed": 5, "num_samples": 12, "global_batch_size": 12, "start_step": 1, "end_step": 2}
-    expected = by_position(samples(one, train_requests(**asked, microbatch_size=4, rank=0, world_size=1)))
+    expected = by_position(samples(one, train_requests(**asked, microbatch_size=4, microbatches=range(3))))
     found = {}
     for rank in range(world_size):  # each has its own loader, which knows of nothing that the others met
         loader = make(index, max_skipped=4, microbatch_size=microbatch_size, prefetch_batches=prefetch_batches)
-        mine = train_requests(**asked, microbatch_size=microbatch_size, rank=rank, world_size=world_size)
+        microbatches = Division(12 // microbatch_size, world_size).of(rank)
+        mine = train_requests(**asked, microbatch_size=microbatch_size, microbatches=microbatches)
         found |= by_position(samples(loader, mine))
     assert found.keys() == expected.keys() == set(range(12))
     for position, (pixels_CHW, label) in expected.items():

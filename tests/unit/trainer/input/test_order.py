@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch.errors import DataError
+from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.order import (
     describe_left_out,
     epoch_order,
     eval_requests,
-    rank_microbatches,
     read_index,
     train_requests,
 )
@@ -23,13 +23,15 @@ from bigbatch.trainer.input.order import (
 SIZES = {"seed": 5, "num_samples": 100, "global_batch_size": 24}
 
 
-def train_indices(*, rank=0, world_size=1, microbatch_size=2, start_step=0, end_step=10, **options):
+WHOLE = Division(12, world_size=1)
+
+
+def train_indices(*, division=WHOLE, rank=0, microbatch_size=2, start_step=0, end_step=10, **options):
     """[(epoch, indices)] of one rank."""
     requests = train_requests(
         **SIZES | options,
         microbatch_size=microbatch_size,
-        rank=rank,
-        world_size=world_size,
+        microbatches=division.of(rank),
         start_step=start_step,
         end_step=end_step,
     )
@@ -58,17 +60,16 @@ def test_order_is_the_one_that_old_checkpoints_expect():
     assert epoch_order(seed=3, epoch=4, num_samples=9).tolist() == expected
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 12])
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 def test_order_every_world_size_sees_the_same_global_batches(world_size, microbatch_size):
-    accumulation_steps = 24 // world_size // microbatch_size
-    ranks = [
-        train_indices(rank=rank, world_size=world_size, microbatch_size=microbatch_size) for rank in range(world_size)
-    ]
+    division = Division(24 // microbatch_size, world_size)
+    ranks = [train_indices(division=division, rank=rank, microbatch_size=microbatch_size) for rank in range(world_size)]
     for step in range(10):
         epoch, step_in_epoch = divmod(step, 4)  # 100 // 24 steps per epoch, 4 samples left out
         order = epoch_order(seed=5, epoch=epoch, num_samples=100).tolist()
-        parts = [rank[step * accumulation_steps : (step + 1) * accumulation_steps] for rank in ranks]
+        counts = [len(rank) // 10 for rank in ranks]
+        parts = [rank[step * count : (step + 1) * count] for rank, count in zip(ranks, counts, strict=True)]
         seen = [index for part in parts for _, indices, _ in part for index in indices]
         assert seen == order[step_in_epoch * 24 : (step_in_epoch + 1) * 24]
         assert all(request[0] == epoch and request[2] for part in parts for request in part)
@@ -80,47 +81,26 @@ def test_order_every_world_size_sees_the_same_global_batches(world_size, microba
 )
 def test_order_ranks_that_share_a_ghost_batch_hold_its_parts(world_size, ranks_per_ghost, microbatch_size):
     """Microbatch k of a group's ranks, side by side, is the group's k-th ghost batch; groups follow each other."""
-    accumulation_steps, span = 24 // world_size // microbatch_size, microbatch_size * ranks_per_ghost
-    options = {"world_size": world_size, "microbatch_size": microbatch_size, "ranks_per_ghost": ranks_per_ghost}
-    ranks = [train_indices(rank=rank, **options) for rank in range(world_size)]
+    count, span = 24 // world_size // microbatch_size, microbatch_size * ranks_per_ghost
+    division = Division(24 // microbatch_size, world_size, ranks_per_ghost)
+    ranks = [train_indices(division=division, rank=rank, microbatch_size=microbatch_size) for rank in range(world_size)]
     for step in range(10):
         epoch, step_in_epoch = divmod(step, 4)
         order = epoch_order(seed=5, epoch=epoch, num_samples=100).tolist()[step_in_epoch * 24 :]
         for rank, requests in enumerate(ranks):
             group, part = divmod(rank, ranks_per_ghost)
-            for k in range(accumulation_steps):
-                first = (group * accumulation_steps + k) * span + part * microbatch_size
-                assert requests[step * accumulation_steps + k][1] == order[first : first + microbatch_size]
-
-
-@pytest.mark.parametrize(
-    ("rank", "ranks_per_ghost", "expected"),
-    [
-        (0, 1, [0, 1, 2]),
-        (3, 1, [9, 10, 11]),
-        (0, 2, [0, 2, 4]),
-        (1, 2, [1, 3, 5]),
-        (2, 2, [6, 8, 10]),
-        (3, 4, [3, 7, 11]),
-    ],
-)
-def test_order_microbatches_of_a_rank_by_hand(rank, ranks_per_ghost, expected):
-    """Four ranks of three microbatches each, as the global batch numbers them."""
-    found = rank_microbatches(rank=rank, accumulation_steps=3, ranks_per_ghost=ranks_per_ghost)
-    assert list(found) == expected
+            for k in range(count):
+                first = (group * count + k) * span + part * microbatch_size
+                assert requests[step * count + k][1] == order[first : first + microbatch_size]
 
 
 @pytest.mark.parametrize("start_step", [0, 1, 3, 4, 9, 10])
 def test_order_resume_is_the_tail(start_step):
-    whole = train_indices(rank=1, world_size=3)
-    assert train_indices(rank=1, world_size=3, start_step=start_step) == whole[start_step * 4 :]
+    whole = train_indices(division=Division(12, 5), rank=1)
+    assert train_indices(division=Division(12, 5), rank=1, start_step=start_step) == whole[start_step * 3 :]
 
 
-def test_train_requests_refuse_sizes_that_do_not_divide():
-    with pytest.raises(ValueError, match=naming("global_batch_size 24", "world_size 5", "microbatch_size 2")):
-        train_indices(world_size=5)
-    with pytest.raises(ValueError, match=naming("world_size 3", "ranks_per_ghost 2")):
-        train_indices(world_size=3, ranks_per_ghost=2)
+def test_train_requests_refuse_an_epoch_without_a_global_batch():
     with pytest.raises(ValueError, match=naming("num_samples 10", "global_batch_size 12")):
         train_indices(num_samples=10, global_batch_size=12)
 

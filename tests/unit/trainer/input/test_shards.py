@@ -122,8 +122,7 @@ def test_shards_training_batches_are_those_of_the_folder(make, folder, packed):
                 num_samples=len(files()),
                 global_batch_size=8,
                 microbatch_size=2,
-                rank=rank,
-                world_size=2,
+                microbatches=range(2 * rank, 2 * rank + 2),
                 start_step=0,
                 end_step=3,
             )

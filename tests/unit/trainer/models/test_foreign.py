@@ -194,7 +194,7 @@ def test_foreign_model_is_compiled_as_one_graph_in_channels_last(kind: type[nn.M
         torch.manual_seed(0)
         model: Any = make(f"tests.laws.foreign_models.{kind.__name__}").to(memory_format=torch.channels_last)
         statistics_N = flatten_running_statistics(model)
-        MicrobatchStatistics(model, statistics_N, microbatches_per_step=1, take=statistics_N.lerp_)
+        MicrobatchStatistics(model, statistics_N, take=statistics_N.lerp_)
         counter = CompileCounter()
         if is_compiled:
             compile_regions_(model, mode=None, backend=counter)

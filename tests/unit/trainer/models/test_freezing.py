@@ -45,7 +45,7 @@ def test_freeze_keeps_the_statistics_of_a_norm_and_computes_by_them() -> None:
     before = norm.running_mean.clone(), norm.running_var.clone()
     freeze_(model, ("prep.*",))
     statistics_N = flatten_running_statistics(model)
-    MicrobatchStatistics(model, statistics_N, microbatches_per_step=1, take=statistics_N.lerp_)
+    MicrobatchStatistics(model, statistics_N, take=statistics_N.lerp_)
     others = [other.num_features for other in norms_of(model).values() if other is not norm]
     assert statistics_N.numel() == 2 * sum(others), "frozen ones do not travel"
     others_N = statistics_N.clone()

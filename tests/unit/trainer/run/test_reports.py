@@ -22,6 +22,7 @@ from rich.console import Console
 from small_run import PLAN
 
 from bigbatch.errors import RunFolderError
+from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.config.file import dump_config, load_config
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput
@@ -365,6 +366,15 @@ def test_report_hints_of_a_run() -> None:
     (unknown,) = hints_of(totals, config, measured=None)
     assert "met an image that cannot be used" in unknown
     assert hints_of(Totals(), config, measured=None) == []
+
+
+def test_report_ranks_that_wait_for_a_larger_share_are_not_slow() -> None:
+    """36 microbatches on 5 ranks leave 10% of the ranks' time unused; what is lost beyond that has another cause."""
+    config = load_config(["--config", "quickstart"])
+    totals = Totals(steps=10, step_seconds=10.0, straggler_seconds=1.2, lag_seconds_P=[9.0, 1.0, 1.0, 1.0, 1.0])
+    (named,) = hints_of(totals, config, measured=None)
+    assert named.startswith("steps lose 12% of their time to slower ranks, most to rank 0 on n0")
+    assert hints_of(totals, config, measured=None, used_share=Division(36, 5).used_share) == []
 
 
 def test_report_changes_are_shown_as_a_config_states_them() -> None:

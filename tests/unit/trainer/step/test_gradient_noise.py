@@ -19,6 +19,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.grid import Grid
 from bigbatch.comm.gradients.reducer import GradientReducer
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.trainer.config.batch import Division
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.input.stream import InputStream
 from bigbatch.trainer.run.noise_scale import unbiased
@@ -87,7 +88,8 @@ def measure(parts: Parts, *, steps: int, every_steps: int = 1, accumulation: int
     plan: Plan = replace(
         PLAN,
         num_steps=steps,
-        accumulation_steps=accumulation,
+        division=Division(accumulation, world_size=1),
+        microbatches=range(accumulation),
         global_batch_size=accumulation * MICROBATCH,
         log_every_steps=steps,
         eval_every_steps=steps,

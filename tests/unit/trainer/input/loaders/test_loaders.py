@@ -137,8 +137,7 @@ def test_loaders_many_threads_and_small_batches_keep_the_order(make, index):
             num_samples=9,
             global_batch_size=4,
             microbatch_size=2,
-            rank=0,
-            world_size=1,
+            microbatches=range(2),
             start_step=0,
             end_step=30,
         )
