@@ -62,6 +62,10 @@ COMMANDS = {
         "compare runs with MLPerf's rules and reference convergence; write MLPerf's log",
     ),
     "diff": ("bigbatch.trainer.diff", "find the first step, tensor and element in which two runs differ"),
+    "replay": (
+        "bigbatch.trainer.replay",
+        "compute a step of a run again in one process; name the first rank, microbatch and tensor that differ",
+    ),
     "config": (GROUP, "show an experiment with all values, compare two, list the packaged ones"),
     "tune": (GROUP, "find good values: learning rate, global batch, loss scale, or any keys by a search"),
     "launch": (

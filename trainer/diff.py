@@ -53,6 +53,8 @@ class RecordedRun:
     """Step -> digests."""
     job: Mapping[str, Any]
     config: str
+    first_step: int = 0
+    """Step at which the run began: above 0 if another run's checkpoint was its start."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,12 +103,14 @@ def read_run(path: Path) -> RecordedRun:
         raise RunFolderError(f"{path} holds no run ({first_line(error)}): name a run folder") from error
     digests: dict[int, Mapping[str, Any]] = {}
     job: Mapping[str, Any] = {}
+    starts: list[int] = []
     for record in read_records(rundir.metrics):
         if record["kind"] == "digests" and _is_whole(record):
             digests[int(record["step"])] = record
         elif record["kind"] == "start":
             job = found if isinstance(found := record.get("job"), dict) else {}
-    return RecordedRun(path, digests, job, config)
+            starts.append(int(record["step"]) if isinstance(record.get("step"), int) else 0)
+    return RecordedRun(path, digests, job, config, first_step=min(starts, default=0))
 
 
 def _is_whole(record: Mapping[str, Any]) -> bool:

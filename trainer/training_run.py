@@ -178,9 +178,9 @@ class TrainingRun:
             )
         except BaseException as error:
             with suppress(Exception):  # what ended the run tells more
-                self._close(exit_code_of(error))
+                self.close(exit_code_of(error))
             raise
-        self._close()
+        self.close()
         if self.copies:  # what they are of is on disk
             self.copies.drop()
         found: dict[str, Any] | None = json.loads(summary)
@@ -206,7 +206,7 @@ class TrainingRun:
             )
             self.output.say(f"time of an epoch's steps: {known or 'not known yet'}")
         finally:
-            self._close()
+            self.close()
         return {}
 
     def _introduce(self) -> None:
@@ -220,7 +220,8 @@ class TrainingRun:
         ):
             self.output.say(line)
 
-    def _close(self, exit_code: int = 0) -> None:
+    def close(self, exit_code: int = 0) -> None:
+        """Release what the run holds."""
         self.saver.close(exit_code)
         if self.copies:
             self.copies.settle()

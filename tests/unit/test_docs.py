@@ -38,6 +38,7 @@ from bigbatch.trainer.inference.export import _parser as export_parser
 from bigbatch.trainer.inference.predict import _parser as predict_parser
 from bigbatch.trainer.mlperf.verify import _parser as verify_parser
 from bigbatch.trainer.models import build_model
+from bigbatch.trainer.replay import _make_parser as replay_parser
 from bigbatch.trainer.run.checkpoint import save_checkpoint
 from bigbatch.trainer.tune.communication import _parser as tune_parser
 from bigbatch.trainer.tune.precision.recommend import main as tune_precision
@@ -114,6 +115,7 @@ BIGBATCH_RUN_BY = {  # here bigbatch's own are parsed and checked; the test that
     "export": "tests/unit/trainer/inference/test_export.py::test_export_says_what_serving_needs_to_know",
     "verify": "tests/unit/trainer/mlperf/test_verify.py::test_verify_several_seeds_are_tested_together",
     "diff": "tests/laws/test_diff.py::test_diff_finds_the_step_after_a_bit_flipped",
+    "replay": "tests/laws/test_replay.py::test_replay_names_rank_microbatch_and_tensor_of_a_flipped_bit",
     "doctor": "tests/unit/trainer/doctor/test_probe.py::test_whole_examination",
     "sweep": "tests/parallel/test_real_sweep.py::test_sweep_point_out_of_memory_fails_alone",
     "report": "tests/unit/experiments/report/test_report.py::test_report_of_a_run",
@@ -491,6 +493,8 @@ def test_bigbatch_commands(
         assert main(words) == 0
     elif words[0] == "diff":
         assert diff_parser().parse_args(words[1:]).a
+    elif words[0] == "replay":
+        assert replay_parser().parse_args(words[1:]).step
     elif words[0] == "verify":
         assert verify_parser().parse_args(words[1:]).runs
     elif words[0] in TRAINED:

@@ -233,6 +233,22 @@ def train_requests(config: Config, split: Split, *, plan: Plan) -> Iterator[Requ
     )
 
 
+def step_requests(config: Config, split: Split, *, step: int) -> list[Request]:
+    """Return the requests of all microbatches of a step, counted from 0, in the order of the global batch."""
+    batch = config.batch
+    return list(
+        imagenet.train_requests(
+            seed=config.run.seed,
+            num_samples=split.num_samples,
+            global_batch_size=batch.global_batch_size,
+            microbatch_size=batch.microbatch_size,
+            microbatches=range(batch.global_batch_size // batch.microbatch_size),
+            start_step=step,
+            end_step=step + 1,
+        )
+    )
+
+
 def train_batches(config: Config, split: Split, *, plan: Plan) -> Iterator[Batch]:
     """Return this rank's microbatches from first_step to the end of the run, across epochs without a pause."""
     return split.loader.load(train_requests(config, split, plan=plan))

@@ -4,8 +4,9 @@ import difflib
 import fnmatch
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ MOST_NAMES = 12
 """Limit of layer names in an error."""
 Row = tuple[str, str, int, str]
 """(phase, name of the layer or parameter, microbatch's number in the step, digest)."""
-SUMMED = "gradients"
-PHASES = ("pictures", ACTIVATIONS, BEFORE_SUM, SUMMED, "weights and state")
+SUMMED, STATE = "gradients", "weights and state"
+PHASES = ("pictures", ACTIVATIONS, BEFORE_SUM, SUMMED, STATE)
 """Phases of a step, in order."""
 BY_MICROBATCH = (ACTIVATIONS, BEFORE_SUM)
 """Phases with a digest per microbatch of the global batch, in its order, independent of the rank."""
@@ -65,7 +66,7 @@ class DigestRecorder:
         self._kept = chosen_values(parts.model, chosen, config.run.digest_values or ())
         rundir = RunDir(Path(config.run.directory))
         self._run, self._folder = rundir.path, values_folder(rundir.values, rank=parts.communicator.rank)
-        self._single = MicrobatchDigests(parts.model, layers=chosen, kept=self._kept)
+        self.single = MicrobatchDigests(parts.model, layers=chosen, kept=self._kept)
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Pass batches through, and digest those of recorded steps."""
@@ -73,7 +74,7 @@ class DigestRecorder:
         for number, batch in enumerate(batches):
             step, index = divmod(number, len(plan.microbatches))
             # the step takes them one at a time, each before its forward
-            self._single.microbatch = plan.microbatches[index]
+            self.single.microbatch = plan.microbatches[index]
             if self._is_due(plan.first_step + step + 1):
                 if index == 0:
                     self._pictures, self._positions = [], []
@@ -87,7 +88,7 @@ class DigestRecorder:
     def before_step(self, step: int) -> None:
         """Start to record if this step is recorded; record() ends it."""
         if self._is_due(step + 1) and not self._is_captured:
-            self._single.start()
+            self.single.start()
 
     def record(self, done: int) -> dict[str, Any] | None:
         """Return the log record of the step that has just ended; None if it is not recorded.
@@ -98,12 +99,11 @@ class DigestRecorder:
             return None
         parts = self._parts
         parts.precision.settle()
-        rows, pictures = self._single.take(), torch.cat(self._pictures).tolist()
-        named = () if self._is_sharded else parts.model.named_parameters()
-        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        rows, pictures = self.single.take(), torch.cat(self._pictures).tolist()
         if self._kept:
-            values: dict[str, Any] = dict(self._single.values)
+            values: dict[str, Any] = dict(self.single.values)
             if parts.communicator.rank == 0:  # equal on all ranks
+                gradients = summed_gradients(parts, is_sharded=self._is_sharded)
                 values[SUMMED] = {name: {0: [on_host(g)]} for name, g in gradients.items() if name in self._kept}
             save_checkpoint(self._folder, values, step=done, top1=None, keep=sys.maxsize, within=self._run)
         texts = parts.communicator.control.collect_text(
@@ -116,8 +116,7 @@ class DigestRecorder:
             "step": done,
             **self._by_place([each[:2] for each in told]),
             **self._by_microbatch([rows for _, _, rows in told]),
-            SUMMED: _words(gradients),
-            "weights and state": _words(replicas(parts, done=done)),
+            **digests_of_update(parts, done=done, is_sharded=self._is_sharded),
         }
 
     def _by_place(self, told_P: Sequence[Any]) -> dict[str, Any]:
@@ -128,24 +127,34 @@ class DigestRecorder:
             size = len(pictures) // len(numbers)
             for index, pair in enumerate(zip(pictures, positions, strict=True)):
                 ordered[numbers[index // size] * size + index % size] = pair
-        digests = [digest for digest, _ in ordered]
-        return {
-            "pictures": word(sum(digest * (2 * place + 1) for place, digest in enumerate(digests))),
-            # the upper half: all bits influence it through the product with MIX
-            "places": "".join(word(digest)[:PLACE_LETTERS] for digest in digests),
-            "positions": [position for _, position in ordered],
-        }
+        return by_place(ordered)
 
     def _by_microbatch(self, rows_P: Sequence[Any]) -> dict[str, Any]:
         """Merge the ranks' digests, with the rank of each microbatch."""
         ranks = [0] * self._plan.division.num_microbatches
-        together: dict[str, dict[str, list[str]]] = {phase: {} for phase in BY_MICROBATCH}
-        for rank, rows in enumerate(rows_P):
+        for rank in range(len(rows_P)):
             for number in self._plan.division.of(rank):
                 ranks[number] = rank
-            for phase, name, number, found in rows:
-                together[phase].setdefault(name, [""] * len(ranks))[number] = found
-        return {"ranks": ranks, **together}
+        return {"ranks": ranks, **by_microbatch(chain(*rows_P), num_microbatches=len(ranks))}
+
+
+def by_place(ordered: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return a record's entries on images, from digest and position of each in the order of the global batch."""
+    digests = [digest for digest, _ in ordered]
+    return {
+        "pictures": word(sum(digest * (2 * place + 1) for place, digest in enumerate(digests))),
+        # the upper half: all bits influence it through the product with MIX
+        "places": "".join(word(digest)[:PLACE_LETTERS] for digest in digests),
+        "positions": [position for _, position in ordered],
+    }
+
+
+def by_microbatch(rows: Iterable[Row], *, num_microbatches: int) -> dict[str, Any]:
+    """Return a record's digests by phase and name: a list over the microbatches of the global batch."""
+    together: dict[str, dict[str, list[str]]] = {phase: {} for phase in BY_MICROBATCH}
+    for phase, name, number, found in rows:
+        together[phase].setdefault(name, [""] * num_microbatches)[number] = found
+    return together
 
 
 def digests_of_pictures(batch: Batch) -> Tensor:
@@ -157,7 +166,21 @@ def digests_of_pictures(batch: Batch) -> Tensor:
     return pictures_B * MIX + batch.labels_B.to(pictures_B.device)
 
 
-def _words(tensors: dict[str, Tensor]) -> dict[str, str]:
+def digests_of_update(parts: Parts, *, done: int, is_sharded: bool) -> dict[str, dict[str, str]]:
+    """Return a record's digests of the summed gradients and of all that an update changed. Waits for the device."""
+    return {
+        SUMMED: _words(summed_gradients(parts, is_sharded=is_sharded)),
+        STATE: _words(replicas(parts, done=done)),
+    }
+
+
+def summed_gradients(parts: Parts, *, is_sharded: bool) -> dict[str, Tensor]:
+    """Return the sums over ranks that the last step left, by parameter; none of a sharded update."""
+    named = () if is_sharded else parts.model.named_parameters()
+    return {name: p.grad for name, p in named if p.grad is not None}
+
+
+def _words(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     if not tensors:
         return {}
     # in logical order: compute.channels_last changes no value
@@ -201,11 +224,16 @@ class MicrobatchDigests:
             self._hooks += [model.register_forward_pre_hook(partial(self._enter, True))]
             self._hooks += [model.register_forward_hook(partial(self._enter, False))]
 
-    def take(self) -> list[Row]:
-        """Remove the hooks; return their digests in the order of computation. Synchronizes with the device."""
+    def stop(self) -> None:
+        """Remove the hooks; take() still returns what they found."""
         for hook in self._hooks:
             hook.remove()
-        found, self._hooks, self._found = self._found, [], {}
+        self._hooks = []
+
+    def take(self) -> list[Row]:
+        """Remove the hooks; return their digests in the order of computation. Synchronizes with the device."""
+        self.stop()
+        found, self._found = self._found, {}
         values = torch.stack(list(found.values())).tolist() if found else []
         return [(*place, word(value)) for place, value in zip(found, values, strict=True)]
 

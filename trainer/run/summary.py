@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch import __version__
 from bigbatch.comm.algorithms.rounding import rounding_note
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import site_settings
@@ -69,6 +70,7 @@ def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_
         "device": device_name(communicator.device),
         "backend": communicator.backend.name,
         "algorithm": communicator.algorithm,
+        "bigbatch": __version__,
         "torch": torch.__version__,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

@@ -1,0 +1,43 @@
+"""One rank of a job whose processor flips a bit of rank 1's own gradients: `FIRST HOW_MANY COMMAND ...`.
+
+Backward computes wrongly from its call FIRST on, counted from 1 over the steps and what is computed again.
+"""
+
+import torch
+from forked_ranks import bigbatch
+from torch import Tensor
+
+from bigbatch.comm.rendezvous.environ import read_process_env
+from bigbatch.trainer.step.loop import TrainStep
+from bigbatch.trainer.step.plan import Parts, Plan
+
+BIT = 1 << 12
+"""Of an fp32's mantissa: it changes no gradient by more than a thousandth."""
+
+
+def main(first: str, how_many: str, *command: str) -> int:
+    """bigbatch, where the processor of rank 1 is faulty."""
+    if read_process_env().rank == 1:
+        miscompute(first=int(first), how_many=int(how_many))
+    return bigbatch(*command)
+
+
+def miscompute(*, first: int, how_many: int) -> None:
+    """Flip a bit of the gradient of linear.weight in so many calls of backward."""
+    healthy, calls = TrainStep.__init__, 0
+
+    def flip(gradient: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if not first <= calls < first + how_many:
+            return gradient
+        flipped = gradient.clone()
+        flipped.view(torch.int32)[0, 0] ^= BIT
+        return flipped
+
+    def faulty(train_step: TrainStep, plan: Plan, parts: Parts) -> None:
+        healthy(train_step, plan, parts)
+        # before the hooks that digest gradients, which then see what backward returned
+        dict(parts.model.named_parameters())["linear.weight"].register_hook(flip)
+
+    TrainStep.__init__ = faulty  # type: ignore[method-assign]

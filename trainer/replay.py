@@ -1,0 +1,219 @@
+"""`bigbatch replay`: compute a step of a run again in one process, and name what differs from its digests."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.errors import DataError, RunFolderError, print_line
+from bigbatch.exit_codes import DIFFERENT
+from bigbatch.numbers import whole
+from bigbatch.paths import as_path
+from bigbatch.trainer.build.input import step_requests, train_batches
+from bigbatch.trainer.build.job import stated_sizes
+from bigbatch.trainer.config.batch import ranks_per_ghost
+from bigbatch.trainer.config.file import dump_config
+from bigbatch.trainer.config.options import join_values
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.diff import KEY, RecordedRun, find_parting, read_run
+from bigbatch.trainer.input.stream import InputStream
+from bigbatch.trainer.parting import Parting, likely_cause
+from bigbatch.trainer.run.checkpoint import list_checkpoints
+from bigbatch.trainer.run.digests import (
+    PHASES,
+    STATE,
+    SUMMED,
+    Row,
+    by_microbatch,
+    by_place,
+    chosen_layers,
+    digests_of_update,
+)
+from bigbatch.trainer.run.folder import RunDir, load_run_config
+from bigbatch.trainer.run.hooks import TrainingHooks
+from bigbatch.trainer.run.recompute import recompute
+from bigbatch.trainer.run.resume import changes
+from bigbatch.trainer.run.summary import describe_job
+from bigbatch.trainer.step.loop import TrainStep
+from bigbatch.trainer.step.plan import Plan
+from bigbatch.trainer.train import join
+from bigbatch.trainer.training_run import TrainingRun
+from bigbatch.words import count
+
+SAME_BITS = ("device", "bigbatch", "torch", "instructions", "threads")
+"""Facts about a job that decide how numbers are rounded, also in one process."""
+NAMES = {"pictures": "images"}
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A step of a run, computed again."""
+
+    first_step: int
+    """Step of the checkpoint from which it was; 0 for the start of the run."""
+    phases: Sequence[str]
+    """What was compared."""
+    parting: Parting | None
+    told: Mapping[str, str]
+    """Keys of the config that a later start of the run changed."""
+    facts: Mapping[str, tuple[Any, Any]]
+    """Facts about the machine and versions that differ: of the run, and here."""
+    cause: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay a step; return 0 if its digests are equal, else DIFFERENT. Raises: UserError, such as RunFolderError."""
+    arguments, overrides = _make_parser().parse_known_args(join_values(argv))
+    run = read_run(arguments.run)
+    config = load_run_config(RunDir(run.path), overrides, prog="bigbatch replay")
+    found = replay(run, config, step=arguments.step)
+    for key, text in found.told.items():
+        print_line(f"config: {key}={text}")
+    for key, (theirs, here) in found.facts.items():
+        print_line(f"job: {key} is {theirs} in {run.path}, {here} here")
+    if found.parting:
+        print_line(str(found.parting))
+        print_line(f"likely cause: {found.cause}")
+        return DIFFERENT
+    ranks = run.digests[arguments.step].get("ranks", [])
+    start = f"the checkpoint of step {found.first_step}" if found.first_step else "the start of the run"
+    print_line(
+        f"step {arguments.step}: {', '.join(found.phases)} are equal, of {len(ranks)} microbatch"
+        f"{'' if len(ranks) == 1 else 'es'} on {count(len(set(ranks)), 'rank')}, computed again from {start}"
+    )
+    return 0
+
+
+def replay(run: RecordedRun, config: Config, *, step: int) -> Replay:
+    """Compute a step, counted from 1, again, and compare it with the run's digests. Writes nothing into its folder.
+
+    config: the run's. Raises: RunFolderError if they cannot be compared; UserError, such as DataError.
+    """
+    recorded = _recorded(run, config, step=step)
+    paths = {c.step: c.path for c in list_checkpoints(RunDir(run.path).checkpoints) if c.step < step}
+    first_step = max(paths, default=run.first_step)
+    if first_step and not paths:
+        raise RunFolderError(
+            f"{run.path} has no checkpoint before step {step}, and began at step {first_step} with another run's: keep "
+            "more of them (run.keep_checkpoints)"
+        )
+    is_exact = config.run.reproducible or run.job.get("world_size") == 1
+    if not is_exact and first_step != step - 1:
+        raise RunFolderError(
+            f"{run.path} was trained without run.reproducible, and one process rounds the sums of its "
+            f"{run.job.get('world_size')} ranks otherwise: only the step after a checkpoint can be replayed, and the "
+            f"newest one before step {step} is of step {first_step}"
+        )
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="bigbatch-replay-"))
+        own = _for_one_process(config, run, folder=folder, resume=str(paths[first_step]) if paths else "auto")
+        job = join(own, ALONE)
+        stack.enter_context(closing(job.communicator))
+        training = TrainingRun(own, job=job, owner=None, hooks=TrainingHooks(), is_quiet=True)
+        stack.callback(training.close)
+        again = _compute(training, recorded, step=step, is_exact=is_exact)
+        here = describe_job(job.communicator, plan=training.plan, num_train=0, num_val=0)
+    facts = {key: (run.job[key], here[key]) for key in SAME_BITS if key in run.job and run.job[key] != here[key]}
+    parting = find_parting(run, RecordedRun(Path("the replay"), {step: again}, here, ""), steps=[step])
+    told = changes(training.start.config, dump_config(config)) if training.start.config else {}
+    cause = likely_cause(parting, [*told, *facts], is_step_before_equal=first_step == step - 1) if parting else ""
+    phases = [NAMES.get(phase, phase) for phase in PHASES if recorded.get(phase) and again[phase]]
+    return Replay(first_step, phases, parting, told, facts, cause)
+
+
+def _recorded(run: RecordedRun, config: Config, *, step: int) -> Mapping[str, Any]:
+    """Return the digests of a step. Raises: RunFolderError if there are none that one process can compare."""
+    if not run.digests:
+        raise RunFolderError(f"{run.path} has no digests to compare with: train with --{KEY} 1")
+    if step not in run.digests:
+        nearest = min(run.digests, key=lambda each: abs(each - step))
+        raise RunFolderError(
+            f"{run.path} has no digests of step {step}: the nearest step that it recorded is {nearest}"
+        )
+    if ranks_per_ghost(config.batch) > 1:
+        raise RunFolderError(
+            f"{run.path} has ghost batches on several ranks (batch.bn_span={config.batch.bn_span}), whose statistics "
+            "one process does not compute"
+        )
+    found = run.digests[step]
+    size, rest = divmod(config.batch.global_batch_size, len(found.get("ranks", [])) or 1)
+    if "ranks" in found and (rest or size != config.batch.microbatch_size):
+        raise RunFolderError(
+            f"step {step} of {run.path} had {len(found['ranks'])} microbatches, and its config makes others now: give "
+            f"--batch.microbatch_size {size}"
+        )
+    return found
+
+
+def _for_one_process(config: Config, run: RecordedRun, *, folder: str, resume: str) -> Config:
+    """Return the config for one process, which reads the run's data where they are."""
+    comm = replace(config.comm, algorithm="native", table=None, group_size=None, timeline_steps=None, buffers="torch")
+    return replace(
+        config,
+        run=replace(config.run, directory=folder, resume=resume, memory_every_steps=0, digest_values=None),
+        data=replace(config.data, stage=None, bind_numa=False),
+        batch=replace(config.batch, virtual_ranks=None),
+        compute=replace(
+            config.compute, cuda_graph=False, cpu_threads=config.compute.cpu_threads or run.job.get("threads")
+        ),
+        comm=replace(comm, **asdict(stated_sizes(config))),
+    )
+
+
+def _compute(training: TrainingRun, recorded: Mapping[str, Any], *, step: int, is_exact: bool) -> dict[str, Any]:
+    """Return a record of the step's digests; without sums and weights if not is_exact."""
+    config, parts, split = training.config, training.parts, training.train_split
+    parts.model.train()
+    train_step = TrainStep(training.plan, parts)
+
+    def make_steps(plan: Plan) -> None:
+        stream = InputStream(train_batches(config, split, plan=plan))
+        for number in range(plan.first_step, plan.num_steps):
+            train_step(number, stream)
+            if stream.failure:
+                raise DataError(stream.failure.reason)
+        parts.precision.settle()
+
+    make_steps(replace(training.plan, num_steps=step - 1))
+    layers = chosen_layers(parts.model, config.run.digest_layers or ())
+    pictures: list[tuple[int, int]] = []
+    rows: list[Row] = []
+    requests = step_requests(config, split, step=step - 1)
+    for number, batch in enumerate(split.loader.load(requests)):
+        found, of_gradients = recompute(parts, training.plan, batch, step=step - 1, microbatch=number, layers=layers)
+        pictures += zip(found, batch.request.indices_B.tolist(), strict=True)
+        rows += of_gradients
+    if is_exact:
+        make_steps(replace(training.plan, first_step=step - 1, num_steps=step))
+    return {
+        "step": step,
+        "ranks": recorded.get("ranks", []),  # whose microbatches they are
+        **by_place(pictures),
+        **by_microbatch(rows, num_microbatches=len(requests)),
+        **(
+            digests_of_update(parts, done=step, is_sharded=config.optimizer.sharded)
+            if is_exact
+            else {SUMMED: {}, STATE: {}}
+        ),
+    }
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch replay",
+        usage="bigbatch replay RUN --step K [--section.key VALUE ...]",
+        description="Compute step K of a run again in one process, whatever number of ranks trained it, and compare "
+        f"it with the digests that the run recorded (--{KEY} N): images, each microbatch's gradients, their sums, "
+        "weights. It begins at the newest checkpoint before K, or at the start of the run, and writes nothing. The "
+        "first rank, microbatch and tensor that differ are named. More than one step from a checkpoint needs "
+        "run.reproducible, or a run of one rank. Where the data are elsewhere now, give --data.root.",
+        epilog=f"The exit code is 0 if all digests are equal, {DIFFERENT} if one differs, and 1 if the step cannot be "
+        "replayed. example: bigbatch replay runs/quickstart --step 12",
+    )
+    parser.add_argument("run", type=as_path, metavar="RUN", help="a run folder")
+    parser.add_argument("--step", type=whole, required=True, metavar="K", help="a step, counted from 1")
+    return parser
