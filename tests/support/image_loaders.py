@@ -1,13 +1,17 @@
 """Loaders of images for tests, which close behind themselves."""
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.loaders.by_name import make_image_loader
 from bigbatch.trainer.input.loaders.encoded import ImageLoader
 
@@ -49,3 +53,33 @@ def made_loaders(
     while bigbatch_threads() - before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not bigbatch_threads() - before
+
+
+def assert_same_batches(ours: Iterable[Batch], theirs: Iterable[Batch], *, num_batches: int) -> None:
+    """Bit by bit, and in the same memory format."""
+    count = 0
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(batch.images_BCHW, expected.images_BCHW)
+        assert batch.images_BCHW.stride() == expected.images_BCHW.stride()
+        assert torch.equal(batch.labels_B, expected.labels_B)
+        assert torch.equal(batch.valid_B, expected.valid_B)
+        count += 1
+    assert count == num_batches
+
+
+def shard_descriptors(root: Path) -> dict[int, str]:
+    """Those of shards below root that this process holds open, with their paths, as the kernel knows them."""
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("needs /proc")
+    found = {}
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            found[int(entry.name)] = os.readlink(entry.path)
+        except FileNotFoundError:  # the scan's own
+            continue
+    return {number: link for number, link in found.items() if link.startswith(str(root)) and ".tar" in link}
+
+
+def open_shards(root: Path) -> set[str]:
+    """The shards below root that this process holds open."""
+    return set(shard_descriptors(root).values())

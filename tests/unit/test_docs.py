@@ -269,11 +269,12 @@ def own_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
         images = {path: encoded(smooth_image(seed, 70, 70)) for seed, path in enumerate(files)}
         write(folder / "data" / name, images)
     (folder / "data/shards").mkdir()
-    with tarfile.open(folder / "data/shards/0.tar", "w") as tar:
-        for number, path in enumerate(sorted((folder / "data/flowers").rglob("*.jpg"))):
-            tar.add(path, f"{number}.jpg")
-            (folder / "label").write_text(path.parent.name)
-            tar.add(folder / "label", f"{number}.cls")
+    for split in ("train", "val"):
+        with tarfile.open(folder / f"data/shards/{split}-0.tar", "w") as tar:
+            for number, path in enumerate(sorted((folder / "data/flowers").rglob("*.jpg"))):
+                tar.add(path, f"{number}.jpg")
+                (folder / "label").write_text(path.parent.name)
+                tar.add(folder / "label", f"{number}.cls")
     rows = (f"{path.stem},{path.parent.name}/{path.name},{path.parent.name}" for path in folder.glob("data/birds/*/*"))
     (folder / "data/birds/labels.csv").write_text("\n".join(("number,image,species", *rows)))
     with pytest.MonkeyPatch.context() as patch:

@@ -34,7 +34,8 @@ from bigbatch.launch.simulate.cluster import load_cluster
 from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
-from bigbatch.trainer.input.shards import ENTRIES, FACTS, read_packed
+from bigbatch.trainer.input.shard_files import FACTS
+from bigbatch.trainer.input.shards import ENTRIES, read_packed
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_curves
 

@@ -73,7 +73,7 @@ DOORS = {
     "mlperf_logging": ("bigbatch.trainer.mlperf.reference",),
     "scipy": ("bigbatch.trainer.datasets.prepare", "bigbatch.trainer.mlperf.reference"),
     "pynvml": ("bigbatch.trainer.machine.gpu_driver",),
-    "pyarrow": ("bigbatch.trainer.init.tables",),
+    "pyarrow": ("bigbatch.trainer.datasets.tables",),
     "optuna": ("bigbatch.experiments.search.study",),
     "safetensors": ("bigbatch.trainer.run.weights",),
     "onnx": ("bigbatch.trainer.inference.formats",),

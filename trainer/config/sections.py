@@ -104,8 +104,8 @@ class DataConfig:
     """Memory in which resident keeps the set. host: crop batches on the host and copy them to the device at each step,
     to measure the gain from device memory. null for other loaders."""
     root: Annotated[str, PATH] = "data/imagenet"
-    """Folder with train/<class>/<image> and val/<class>/<image>, or a list of images that bigbatch init wrote; not used
-    by synthetic."""
+    """Folder with train/<class>/<image> and val/<class>/<image>, with packed or WebDataset's shards, or a list of
+    images that bigbatch init wrote; not used by synthetic."""
     num_classes: Annotated[int, COUNT] = 1000
     """Classes of the data set and outputs of the model."""
     num_synthetic_samples: Annotated[int | None, COUNT, OnlyFor("loader", ("synthetic",))] = None

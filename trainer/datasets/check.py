@@ -17,7 +17,9 @@ from bigbatch.trainer.input.formats import MAX_PIXELS
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, list_below, list_split, spelled_twice
 from bigbatch.trainer.input.listed import SPLITS, read_images
 from bigbatch.trainer.input.order import ImageIndex
-from bigbatch.trainer.input.shards import ENTRIES, FACTS, SETTINGS, is_packed, read_packed
+from bigbatch.trainer.input.shard_files import FACTS, SETTINGS, is_packed
+from bigbatch.trainer.input.shards import ENTRIES, has_split, read_packed
+from bigbatch.trainer.input.webdataset import WebDatasetSplit, find_shards, open_webdataset
 
 IMAGENET_CLASSES = 1000
 IMAGENET_COUNTS: dict[str, dict[int, int | None]] = {"train": {1_281_167: None}, "val": {50_000: 50, 10_000: 10}}
@@ -103,7 +105,7 @@ def check_dataset(
     Raises: DataError if root has neither split, or is no list of images; ConfigError for an impossible num_workers.
     """
     start = time.monotonic()
-    listings = {split: open_listing(root, split) for split in SPLITS if root.is_file() or (root / split).is_dir()}
+    listings = {split: open_listing(root, split) for split in SPLITS if has_split(root, split)}
     if not listings:
         what = "holds neither train/ nor val/" if root.is_dir() else "is neither a folder nor a list of images"
         hint = "name the folder that contains train/ and val/, or the list that `bigbatch init` wrote"
@@ -179,14 +181,19 @@ def list_packed(folder: Path) -> Listing:
 
 
 def open_listing(root: Path, split: str) -> Listing:
-    """List the images of root/split, packed, in folders, or as the list root has them.
+    """List the images of root/split, packed, in WebDataset's shards, in folders, or as the list root has them.
 
     Raises: DataError if there is no way to list them.
     """
     if root.is_file():
         return Listing(read_images(root, split))
     folder = root / split
-    return list_packed(folder) if is_packed(folder) else list_folder(folder)
+    if is_packed(folder):
+        return list_packed(folder)
+    if shards := find_shards(root):
+        images = open_webdataset(root, split, shards=shards)
+        return Listing(images, left_out=images.left_out_samples)
+    return list_folder(folder)
 
 
 def spread(values_N: np.ndarray) -> Spread:
@@ -250,7 +257,8 @@ def class_findings(root: Path, splits: Mapping[str, ImageSource]) -> list[ImageF
         counts = _class_counts(images)
         empty = tuple(f"{root / split / name}" for name, count in zip(images.classes, counts, strict=True) if not count)
         meaning = f"fill or remove it; an image ends in {', '.join(IMAGE_SUFFIXES)}"
-        is_problem = split == "train" or not root.is_file()  # a list names the classes of both splits
+        # a list, and WebDataset's shards, name the classes of both splits
+        is_problem = split == "train" or not (root.is_file() or isinstance(images, WebDatasetSplit))
         findings.append(ImageFinding("class without images", split, empty, is_problem=is_problem, meaning=meaning))
         findings.append(unprintable_finding(split, images.classes))
         if not images.classes:

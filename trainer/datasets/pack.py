@@ -25,13 +25,11 @@ from bigbatch.trainer.datasets.verify_shards import COLUMNS, ShardRecord, read_s
 from bigbatch.trainer.input.formats import MAX_PIXELS, PNG_START, encoded_size, is_webp, open_image
 from bigbatch.trainer.input.listed import read_images
 from bigbatch.trainer.input.order import ImageIndex, describe_left_out, read_file
+from bigbatch.trainer.input.shard_files import FACTS, SETTINGS
 from bigbatch.trainer.input.shards import (
-    BLOCK_BYTES,
     ENTRIES,
     ENTRY,
-    FACTS,
     FORMAT_VERSION,
-    SETTINGS,
     Shard,
     SplitIndex,
     key_number,
@@ -39,6 +37,8 @@ from bigbatch.trainer.input.shards import (
     read_packed,
     shard_name,
 )
+from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
+from bigbatch.trainer.input.webdataset import find_shards
 
 UNFINISHED = ".unfinished"
 _NEW = "delete its folder to pack anew, or name another DST"
@@ -174,6 +174,9 @@ def pack(
 
 def _plan_splits(source: Path, target: Path, *, splits: Sequence[str], recipe: PackRecipe) -> list[SplitPlan]:
     """Read all splits, then claim a folder for each; all splits have the labels of the first."""
+    if found := find_shards(source):
+        some = next(iter(found.values()))[0]
+        raise DataError(f"{some}: is a WebDataset shard: training reads it as it is; name {source} in data.root")
     plans: list[SplitPlan] = []
     for split in splits:
         index = read_images(source, split, classes=plans[0].index.classes if plans else None)

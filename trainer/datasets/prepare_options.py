@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bigbatch.errors import print_line
+from bigbatch.errors import DataError, print_line
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
 
@@ -92,6 +92,44 @@ def add_prepare(commands: "Subparsers") -> None:
             sides = "shorter side of the images (default: %(default)s, as in ImageNet)"
             parser.add_argument("--size", choices=IMAGENETTE_SIZES, default="full", help=sides)
         parser.set_defaults(run=partial(_run, name), parser=parser)
+    _add_tables(data_sets)
+
+
+def _add_tables(data_sets: "Subparsers") -> None:
+    tables = data_sets.add_parser(
+        "huggingface",
+        help="an image data set of Hugging Face's on disk, in Arrow or Parquet files",
+        description="Write ROOT/train/<class>/<image> and ROOT/val/<class>/<image>, or ROOT/<class>/<image> without a "
+        "validation split, from what `datasets` saved or from Parquet files. Nothing is downloaded.",
+        epilog="example: bigbatch data prepare huggingface data/pets --archives downloads/pets",
+    )
+    tables.add_argument("root", type=as_path, metavar="ROOT", help="folder to write, which must not exist")
+    tables.add_argument("--archives", type=as_path, required=True, metavar="FOLDER", help="folder of the files")
+    names = "names of the columns of image and label (default: those that the files state)"
+    tables.add_argument("--columns", metavar="COLUMN,COLUMN", help=names)
+    tables.add_argument("--leave-out", action="store_true", help="leave out rows without an image or its label")
+    tables.set_defaults(run=_run_tables, parser=tables)
+
+
+def _run_tables(arguments: argparse.Namespace) -> int:
+    from bigbatch.trainer.datasets.check_report import finding_lines
+    from bigbatch.trainer.datasets.show_progress import show_progress
+    from bigbatch.trainer.datasets.tables import find_tables, unpack_tables
+
+    columns = tuple(arguments.columns.split(",")) if arguments.columns else None
+    if columns is not None and len(columns) != 2:
+        arguments.parser.error(f"--columns {arguments.columns} is not possible: give two names, such as image,label")
+    folder, root = arguments.archives, arguments.root
+    if (tables := find_tables(folder)) is None:
+        raise DataError(f"{folder}: holds no *.parquet, and no data set that `datasets` saved; name its folder")
+    with show_progress(f"writing {root}", unit="bytes") as on_progress:
+        findings = unpack_tables(
+            folder, tables, root, columns=columns, on_progress=on_progress, leave_out=arguments.leave_out
+        )
+    findings = [finding for finding in findings if finding.cases]
+    for line in (*finding_lines(findings, num_shown=3), f"{root}: written; next: bigbatch init {root}"):
+        print_line(line)
+    return int(any(finding.is_problem for finding in findings))
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:

@@ -24,23 +24,15 @@ from bigbatch.locks import open_lock, share_lock, try_lock, wait_lock
 from bigbatch.trainer.datasets.pack import UNFINISHED, sweep_unfinished
 from bigbatch.trainer.datasets.verify_shards import sha256_of
 from bigbatch.trainer.input.listed import SPLITS
-from bigbatch.trainer.input.shards import (
-    AGAIN,
-    ENTRIES,
-    FACTS,
-    SETTINGS,
-    Shard,
-    SplitIndex,
-    is_packed,
-    parse_facts,
-    read_packed,
-)
+from bigbatch.trainer.input.shard_files import FACTS, SETTINGS, STAGED, is_packed
+from bigbatch.trainer.input.shards import AGAIN, ENTRIES, Shard, SplitIndex, parse_facts, read_packed
+from bigbatch.trainer.input.webdataset import find_shards
 from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
 
 LOCK, USERS = ".stage.lock", ".stage.users"
-NOTE, CHECKED = ".staged", b"checked and on disk\n"
-"""The file that says so beside a copy: one by other means, or by an older version, is read once more."""
-MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|{re.escape(NOTE)}|\..*{UNFINISHED}")
+CHECKED, IN_PART = b"checked and on disk\n", b"copied in part\n"
+"""Contents of the file STAGED beside a copy; one without it, by other means, is read once more."""
+MADE = re.compile(rf"shard-\d{{6}}\.tar|{ENTRIES}|{re.escape(STAGED)}|\..*{UNFINISHED}")
 """Names of what stage writes into a split, beside index.json."""
 CHUNK_BYTES = 8 << 20
 _ANOTHER = "delete its folder to stage anew, or name another DST"
@@ -101,6 +93,9 @@ def stage(
     """
     if num_workers < 1:
         raise ConfigError(f"num_workers={num_workers} is not possible; give 1 or more")
+    if find_shards(source):
+        how = "copy the folder by other means, such as cp -r, and name the copy in data.root"
+        raise DataError(f"{source}: holds WebDataset shards, which have no checksums: {how}")
     # index.json alone: where all is staged already, a thousand nodes ask for it at once
     plans = [_plan(source / split, target / split) for split in splits if (source / split).is_dir()]
     if not plans:
@@ -117,11 +112,13 @@ def stage(
         if on_progress and total:
             on_progress(0, total)
         for plan in todo:
+            with _named(plan.target / STAGED):  # shards without an index would be taken for WebDataset's
+                write_whole(plan.target / STAGED, IN_PART, mark=UNFINISHED)
             for file, is_copied in _fetch_all(plan, num_workers=num_workers):
                 done[is_copied] += file.num_bytes
                 if on_progress:
                     on_progress(sum(done.values()), total)
-            for name, data in ((FACTS, plan.index), (NOTE, CHECKED)):
+            for name, data in ((FACTS, plan.index), (STAGED, CHECKED)):
                 with _named(plan.target / name):
                     write_whole(plan.target / name, data, mark=UNFINISHED, sync=True)
         return StageSummary(
@@ -217,7 +214,7 @@ def _is_complete(split: _Split) -> bool:
     """Return whether a split was staged from this source, by its index and the sizes of its files."""
     try:
         is_ours = (split.target / FACTS).read_bytes() == split.index
-        if not is_ours or (split.target / NOTE).read_bytes() != CHECKED:
+        if not is_ours or (split.target / STAGED).read_bytes() != CHECKED:
             return False
         read_packed(split.target)
     except (OSError, DataError):  # what is missing or broken is made anew
@@ -228,7 +225,7 @@ def _is_complete(split: _Split) -> bool:
 def _make_way(split: _Split) -> None:
     """Remove cut files in the target. Raises: DataError for files there that are not the source's."""
     read_packed(split.source)  # a shard that is gone or cut is seen now, not after an hour
-    index, ours = split.target / FACTS, {NOTE, *(file.name for file in split.files)}
+    index, ours = split.target / FACTS, {STAGED, *(file.name for file in split.files)}
     with _named(split.target):
         split.target.mkdir(exist_ok=True)
         if index.exists():

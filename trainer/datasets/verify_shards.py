@@ -12,7 +12,8 @@ from bigbatch.errors import DataError
 from bigbatch.trainer.datasets.archives import BoundedTarInfo, read_headers
 from bigbatch.trainer.datasets.processes import in_parallel
 from bigbatch.trainer.input.formats import encoded_size
-from bigbatch.trainer.input.shards import AGAIN, ENTRIES, Shard, is_packed, read_packed
+from bigbatch.trainer.input.shard_files import is_packed
+from bigbatch.trainer.input.shards import AGAIN, ENTRIES, Shard, read_packed
 
 COLUMNS = ("offset", "length", "height", "width", "label")
 _ANY_PIXELS = 178_000_000

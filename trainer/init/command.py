@@ -18,17 +18,19 @@ from bigbatch.trainer.datasets.check import ImageFinding, spelling_finding, unpr
 from bigbatch.trainer.datasets.check_report import finding_lines
 from bigbatch.trainer.datasets.show_progress import show_progress
 from bigbatch.trainer.datasets.subcommands import add_max_megapixels
-from bigbatch.trainer.init.layout import DatasetLayout, look, require_folder, require_no_columns, split_classes
+from bigbatch.trainer.init.layout import DatasetLayout, look, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
-from bigbatch.trainer.init.tables import find_tables, unpack_tables
-from bigbatch.trainer.init.unpack import find_shards, unpack
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.listed import SPLITS, index_of, write_list
 from bigbatch.trainer.input.order import ImageIndex
 
 NUM_SHOWN = 3
 """Most cases of a finding to list."""
+REMOVED = (
+    "--unpack was removed: WebDataset's shards are read as they are, by `bigbatch init FOLDER`; a data set of Hugging "
+    "Face's becomes class folders by `bigbatch data prepare huggingface TARGET --archives FOLDER`"
+)
 
 
 @dataclass(frozen=True)
@@ -42,22 +44,16 @@ class _Pictures:
 def main(argv: Sequence[str]) -> int:
     """Write a recipe, or nothing if there are problems; return the exit code. Raises: DataError; ConfigError."""
     arguments, columns = _options(argv)
-    folder: Path = arguments.unpack or arguments.folder
+    folder: Path = arguments.folder
     recipe: Path = arguments.out
-    findings = _unpack(arguments, columns) if arguments.unpack else []
-    found = look(
-        folder,
-        labels=arguments.labels,
-        columns=None if arguments.unpack else columns,
-        leave_out=arguments.leave_out,
-    )
+    found = look(folder, labels=arguments.labels, columns=columns, leave_out=arguments.leave_out)
     if found.splits is not None:
         pictures = _Pictures(found.splits, None)
     else:
         assert found.by_class is not None
         parted = split_classes(found.by_class, val_share=arguments.val_share, seed=arguments.seed)
         pictures = _Pictures({split: index_of(str(folder), parted, split) for split in SPLITS}, parted)
-    findings += [*found.findings, *_class_findings(pictures, folder)]
+    findings = [*found.findings, *_class_findings(pictures, folder)]
     measured = None
     if sum(map(len, pictures.splits.values())):
         with show_progress(f"looking at {folder}") as on_progress:
@@ -79,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         print_line(line)
     num_problems = sum(len(finding.cases) for finding in findings if finding.is_problem)
     if num_problems or measured is None:
-        print_line(f"nothing written{f' but {folder}' if arguments.unpack else ''}: {num_problems:,} problem(s)")
+        print_line(f"nothing written: {num_problems:,} problem(s)")
         return FAILED
     _write(recipe, pictures, measured, arguments=arguments)
     for line in _next(recipe, pictures):
@@ -95,10 +91,10 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] |
         parser.error(f"--val-share {arguments.val_share} is not possible: give a share between 0 and 1")
     if arguments.samples < 1 or arguments.seed < 0:
         parser.error("--samples takes 1 or more, --seed 0 or more")
-    if arguments.unpack and arguments.labels:
-        parser.error("--labels is not possible with --unpack: what is unpacked has its labels")
+    if arguments.unpack:
+        parser.error(REMOVED)
     # the folder's name in letters that need no quotes
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", (arguments.unpack or arguments.folder).resolve().name).strip("-.")
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", arguments.folder.resolve().name).strip("-.")
     recipe = arguments.out = arguments.out or Path(f"{name or 'mine'}.yaml")
     if recipe.suffix not in (".yaml", ".yml"):  # a list lies beside it, as .json
         parser.error(f"--out {recipe} is not possible: give a file that ends in .yaml or .yml")
@@ -109,21 +105,6 @@ def _options(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, str] |
     if columns is not None and len(columns) != 2:
         parser.error(f"--columns {arguments.columns} is not possible: give two names, such as file,label")
     return arguments, columns
-
-
-def _unpack(arguments: argparse.Namespace, columns: tuple[str, str] | None) -> list[ImageFinding]:
-    folder, target, leave_out = arguments.folder, arguments.unpack, arguments.leave_out
-    require_folder(folder)
-    if os.path.lexists(arguments.out) and not arguments.force:  # before what may take hours
-        raise DataError(f"{arguments.out}: exists; name another --out, or give --force")
-    shards, tables = find_shards(folder), find_tables(folder)
-    if not shards and tables is None:
-        raise DataError(f"{folder}: holds no *.tar, *.parquet, or data set that `datasets` saved; leave out --unpack")
-    with show_progress(f"unpacking {folder}", unit="bytes") as on_progress:
-        if tables is None:
-            require_no_columns(folder, columns)
-            return unpack(shards, target, on_progress=on_progress, leave_out=leave_out)
-        return unpack_tables(folder, tables, target, columns=columns, on_progress=on_progress, leave_out=leave_out)
 
 
 def _class_findings(pictures: _Pictures, folder: Path) -> Iterator[ImageFinding]:
@@ -188,7 +169,7 @@ def _summary(
 
 def _write(recipe: Path, pictures: _Pictures, measured: SampleStatistics, *, arguments: argparse.Namespace) -> None:
     """Write the list, if there is one, and then the recipe. Raises: DataError; ConfigError, before any write."""
-    folder: Path = arguments.unpack or arguments.folder
+    folder: Path = arguments.folder
     root, counts = folder, {split: len(images) for split, images in pictures.splits.items()}
     if pictures.listed is not None:
         root = recipe.with_suffix(".json")
@@ -238,9 +219,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch init",
         description="Look at the images of FOLDER and write a recipe for them that extends a packaged one. They lie "
-        "as FOLDER/train/<class>/ and FOLDER/val/<class>/, as FOLDER/<class>/, or anywhere in FOLDER with a CSV of "
-        "labels. Where FOLDER does not part them, a list beside the recipe says which ones train; no image is copied "
-        "or moved. Everything that is wrong is told at once, and then nothing is written; exit code 1.",
+        "as FOLDER/train/<class>/ and FOLDER/val/<class>/, in WebDataset's shards, as FOLDER/<class>/, or anywhere in "
+        "FOLDER with a CSV of labels. Where FOLDER does not part them, a list beside the recipe says which ones train; "
+        "no image is copied or moved. Everything that is wrong is told at once, and then nothing is written; exit "
+        "code 1.",
         epilog="example: bigbatch init data/flowers --val-share 0.2",
     )
     parser.add_argument("folder", type=as_path, metavar="FOLDER", help="folder of the images")
@@ -266,13 +248,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="COLUMN,COLUMN",
         help="names of a table's two columns (default: those it tells, or the first two)",
     )
-    parser.add_argument(
-        "--unpack",
-        type=as_path,
-        metavar="TARGET",
-        help="FOLDER holds WebDataset shards, or an image data set of Hugging Face: make class folders of them in "
-        "TARGET, and write a recipe for TARGET",
-    )
+    parser.add_argument("--unpack", help=argparse.SUPPRESS)
     parser.add_argument(
         "--val-share",
         type=decimal,

@@ -16,14 +16,14 @@ from bigbatch.trainer.datasets.check import (
     listing_findings,
     open_listing,
 )
+from bigbatch.trainer.datasets.tables import find_tables
 from bigbatch.trainer.init.labels import read_labels
-from bigbatch.trainer.init.tables import find_tables
-from bigbatch.trainer.init.unpack import find_shards
 from bigbatch.trainer.input.base import ImageSource
 from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, is_image, list_below, list_split
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import ImageIndex
-from bigbatch.trainer.input.shards import is_packed
+from bigbatch.trainer.input.shard_files import is_packed
+from bigbatch.trainer.input.webdataset import find_shards
 
 _LAYOUTS = "FOLDER/<class>/<image>, FOLDER/train and FOLDER/val with class folders, or images and a CSV of labels"
 
@@ -55,9 +55,16 @@ def look(
     top = list_split(folder)
     folders = top.folders
     if find_tables(folder):
-        raise DataError(f"{folder}: is a data set of Hugging Face's: give --unpack TARGET to make class folders of it")
-    if find_shards(folder):
-        raise DataError(f"{folder}: holds tar archives: give --unpack TARGET if they are WebDataset's shards")
+        how = f"`bigbatch data prepare huggingface TARGET --archives {folder}`, then `bigbatch init TARGET`"
+        raise DataError(f"{folder}: is a data set of Hugging Face's: make class folders of it by {how}")
+    if labels is None and (shards := find_shards(folder)):
+        require_no_columns(folder, columns)
+        if missing := {*SPLITS} - {*shards}:
+            raise DataError(f"{folder}: holds shards for {next(iter(shards))}, and none for {missing.pop()}: add those")
+        return _both_splits(folder, leave_out=leave_out)
+    if any(name.endswith(".tar") for name in top.others):
+        how = "name WebDataset's shards *train*.tar and *val*.tar, or put them into train/ and val/"
+        raise DataError(f"{folder}: holds tar files, and none is named train or val: {how}")
     tables = [labels] if labels else [folder / name for name in top.others if name.lower().endswith(".csv")]
     if labels is None:
         splits = [split for split in SPLITS if split in folders and _is_split(folder / split)]

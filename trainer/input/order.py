@@ -75,7 +75,7 @@ def read_index(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     """
     folder = Path(root) / split
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected {split}/<class>/<image> below {root}")
+        raise DataError(f"{folder}: no such folder; expected {split}/<class>/<image>, or *{split}*.tar, below {root}")
     top = list_split(folder)
     found = top.folders
     if not found:
@@ -105,8 +105,7 @@ def describe_left_out(root: Path | str, *indices: object) -> str | None:
     """Return the line that counts the files which look like images and are not read, or None if there are none."""
     total: Counter[str] = Counter()
     for index in indices:
-        if isinstance(index, ImageIndex):
-            total.update(index.left_out)
+        total.update(getattr(index, "left_out", {}))
     if not total:
         return None
     num, kinds = total.total(), ", ".join(f"{count:,} {kind}" for kind, count in total.most_common())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import AugmentConfig
-from bigbatch.trainer.input.shards import is_packed
+from bigbatch.trainer.input.shard_files import is_packed
+from bigbatch.trainer.input.webdataset import find_shards
 
 MEMORY = "/dev/shm"
 AUGMENTATIONS = tuple(field.name for field in fields(AugmentConfig) if field.name != "randaugment_magnitude")
@@ -51,7 +52,7 @@ def input_settings(
         num_threads=data.num_threads,
         num_cores=num_cores,
         is_on_gpu=is_on_gpu,
-        is_packed=is_packed(Path(data.root) / "train"),
+        is_packed=is_packed(Path(data.root) / "train") or bool(find_shards(Path(data.root))),
         stage=data.stage,
         bind_numa=data.bind_numa,
         precision=config.optimizer.precision,

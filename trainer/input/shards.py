@@ -4,16 +4,11 @@ A packed split is a folder with shard-000000.tar ... (WebDataset's convention: <
 with the label), index.npy (one Entry per image, in the order of the class folders) and index.json (the Facts).
 """
 
-import errno
 import hashlib
 import io
 import json
-import os
-import resource
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +19,18 @@ from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.image_files import list_split
 from bigbatch.trainer.input.listed import listed_classes, read_images
-from bigbatch.trainer.input.order import read_problem, require_same_classes
+from bigbatch.trainer.input.order import require_same_classes
+from bigbatch.trainer.input.shard_files import FACTS, ShardFiles, is_packed
+from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
+from bigbatch.trainer.input.webdataset import find_shards, open_webdataset, read_webdataset
 
 FORMAT_VERSION = 1
-FACTS, ENTRIES, SETTINGS = "index.json", "index.npy", "pack.json"
+ENTRIES = "index.npy"
 ENTRY = np.dtype(
     [("shard", "<i4"), ("offset", "<i8"), ("length", "<i4"), ("height", "<i4"), ("width", "<i4"), ("label", "<i4")]
 )
 """Index entry: offset and length of an image in bytes, its size in pixels (EXIF orientation ignored)."""
-BLOCK_BYTES = 512
+
 AGAIN = "run `bigbatch data pack` again"
 
 
@@ -159,18 +157,23 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     return None
 
 
-def is_packed(folder: Path) -> bool:
-    """Return whether a split holds, or is to hold, shards."""
-    return (folder / FACTS).exists() or (folder / SETTINGS).exists()
-
-
 def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
-    """Open root/split, packed, listed or as class folders; classes, if given, are those that it must have (train's).
+    """Open root/split, packed, in WebDataset's shards, listed or as class folders; classes, if given, are those that it
+    must have (train's).
 
-    Raises: DataError, as read_packed and read_images do.
+    Raises: DataError, as read_packed, open_webdataset and read_images do.
     """
-    folder = Path(root) / split
-    return read_packed(folder, classes=classes) if is_packed(folder) else read_images(root, split, classes=classes)
+    root = Path(root)
+    if is_packed(root / split):
+        return read_packed(root / split, classes=classes)
+    if shards := find_shards(root):
+        return open_webdataset(root, split, shards=shards, classes=classes)
+    return read_images(root, split, classes=classes)
+
+
+def has_split(root: Path, split: str) -> bool:
+    """Return whether root, a folder or a list, has such a split, whatever its form. Raises: DataError."""
+    return root.is_file() or (root / split).is_dir() or split in find_shards(root)
 
 
 def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
@@ -178,50 +181,28 @@ def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
 
     Images in folders are not listed for it. Raises: DataError.
     """
-    if Path(root).is_file():
-        return listed_classes(Path(root))
-    folder = Path(root) / split
-    if not folder.is_dir():
-        return None
-    if is_packed(folder):
-        return read_facts(folder).classes
-    return tuple(list_split(folder).folders)
-
-
-class _ShardFile:
-    """File that closes after its last reader, so that no reader loses its descriptor or reads another file by it."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def read(self, length: int, offset: int) -> bytes:
-        """Read length bytes, or fewer at the file's end; a network file system may hand over parts. Raises: OSError."""
-        data = os.pread(self._descriptor, length, offset)
-        while len(data) < length and (more := os.pread(self._descriptor, length - len(data), offset + len(data))):
-            data += more
-        return data
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
+    root = Path(root)
+    if root.is_file():
+        return listed_classes(root)
+    if is_packed(root / split):
+        return read_facts(root / split).classes
+    if split in (shards := find_shards(root)):
+        return read_webdataset(root, shards).classes
+    return tuple(list_split(root / split).folders) if (root / split).is_dir() else None
 
 
 class PackedIndex:
     """Lists the images of one packed split, an ImageSource; opens a shard when it is first read from."""
 
     def __init__(self, folder: Path, *, facts: SplitIndex, entries_N: np.ndarray, max_open: int | None = None) -> None:
-        """Open no shard yet. max_open: most open shards, by default a third of the process's limit."""
+        """Open no shard yet. max_open: most open shards, as of ShardFiles."""
         self._folder = folder
         self.facts = facts
         self.classes = facts.classes
         self.labels_N = entries_N["label"].astype(np.int64)
         self.entries_N = entries_N
         self._paths = [f"{folder}/{shard.name}" for shard in facts.shards]
-        # a third of the limit: training has two splits, and sockets and libraries want the rest
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
-        self._open = lru_cache(max_open or most)(lambda path, _: _ShardFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
-        self._errors: Counter[str] = Counter()
-        """Read errors of each shard: after one it is opened again, and the others stay open."""
+        self._files = ShardFiles(self._paths, max_open=max_open)
 
     def __len__(self) -> int:
         return len(self.entries_N)
@@ -237,14 +218,7 @@ class PackedIndex:
     def read(self, position: int) -> bytes:
         """Read an image. Raises: StorageError if the shard is gone or cut, or holds something else at that place."""
         shard, offset, length, height, width, _ = self.entries_N[position].item()
-        path = self._paths[shard]
-        try:
-            data = self._opened(path).read(length, offset)
-        except OSError as error:
-            self._errors[path] += 1  # a stale handle stays so, and the path may be fine
-            raise StorageError(f"{self.name(position)}: {read_problem(error, file='the shard')}") from error
-        if len(data) != length:
-            raise StorageError(f"{self.name(position)}: the shard was cut since the start; {AGAIN}")
+        data = self._files.read(shard, length, offset, name=lambda: self.name(position), again=AGAIN)
         try:  # what is checked of an image from a class folder, too: a few microseconds for a JPEG
             is_same = encoded_size(data, path="", max_pixels=height * width) == (height, width)
         except DataError:
@@ -256,18 +230,8 @@ class PackedIndex:
             )
         return data
 
-    def _opened(self, path: str) -> _ShardFile:
-        while True:
-            try:
-                return self._open(path, self._errors[path])
-            except OSError as error:
-                if error.errno != errno.EMFILE or not self._open.cache_info().currsize:
-                    raise
-            # the others of these files make room if the process may open no more
-            self._open.cache_clear()
-
     def close(self) -> None:
-        self._open.cache_clear()
+        self._files.close()
 
     def __reduce__(self) -> tuple[object, tuple[Path]]:
         """Pickle only the folder; the receiving process opens it again."""

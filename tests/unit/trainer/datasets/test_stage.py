@@ -107,7 +107,7 @@ def test_stage_index_json_comes_last(source, target, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda old, new: (order.append(Path(new).name), replace(old, new)))
     stage(source, target, splits=["val"], num_workers=3)
     shards = {p.name for p in (source / "val").glob("*.tar")}
-    assert set(order[:-2]) == {*shards, "index.npy"}
+    assert set(order[:-2]) == {*shards, "index.npy", ".staged"}
     assert order[-2:] == ["index.json", ".staged"]
 
 

@@ -1,11 +1,8 @@
 """`bigbatch init` writes a recipe that trains on a folder of images, or says all that is wrong and writes nothing."""
 
-import io
 import json
 import os
-import re
 import subprocess
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,6 @@ from bigbatch.trainer.init.labels import read_labels
 from bigbatch.trainer.init.layout import look, split_classes
 from bigbatch.trainer.init.measure import SampleStatistics, measure
 from bigbatch.trainer.init.recipe import recipe_text
-from bigbatch.trainer.init.unpack import find_shards, unpack
 from bigbatch.trainer.input.order import read_index
 from bigbatch.trainer.input.shards import open_split
 
@@ -274,9 +270,9 @@ def test_labels_that_are_none(tmp_path: Path, table: bytes, columns: tuple[str, 
         (["a.jpg", "x.csv", "y.csv"], "--labels"),
         (["train/cat/a.jpg"], "val"),
         (["val/cat/a.jpg"], "train"),
-        (["train-0-of-1.parquet"], "--unpack"),
-        (["shard-0.tar"], "--unpack"),
-        (["train/0.tar", "val/0.tar"], "--unpack"),
+        (["train-0-of-1.parquet"], "data prepare huggingface"),
+        (["shard-0.tar"], "*train*.tar"),
+        (["train/0.tar"], "none for val"),
         (["training/cat/a.jpg", "validation/cat/a.jpg"], "rename"),
     ],
 )
@@ -376,129 +372,6 @@ def test_measure_of_nothing_usable(tmp_path: Path) -> None:
         measure({"train": read_index(tmp_path, "train")}, most_images=5, seed=0)
 
 
-def shard(path: Path, **members: bytes) -> Path:
-    """A tar as WebDataset has it; a name's last underscore stands for its dot."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name.replace("__", "/").replace("_", "."))
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
-def test_unpack_shards_to_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(2):
-        images = {f"x__{i}_jpg": IMAGES[8 * number + i] for i in range(8)}
-        labels = {f"x__{i}_cls": str(9 + i % 2).encode() for i in range(8)}
-        both = {name: data for pair in zip(images.items(), labels.items(), strict=True) for name, data in pair}
-        shard(tmp_path / f"shards/{number}.tar", **both, y_json=b"{}")
-    assert init("shards", "--unpack", "pets") == 1  # a sample of each shard has no image
-    said = capsys.readouterr().out
-    assert "without one image and one .cls (2)" in said
-    assert "nothing written but pets: " in said
-    assert init("pets") == 0
-    splits = [open_split(tmp_path / "pets.json", split) for split in ("train", "val")]
-    found = {each.read(i): each.classes[each.labels_N[i]] for each in splits for i in range(len(each))}
-    assert found == {IMAGES[i]: ("9", "10")[i % 2] for i in range(16)}
-    with pytest.raises(DataError, match=naming("pets", "exists")):
-        unpack(find_shards(tmp_path / "shards"), tmp_path / "pets", on_progress=lambda *_: None, leave_out=False)
-
-
-def test_unpack_leaves_out_hidden_members_and_shards(tmp_path: Path) -> None:
-    """macOS puts ._NAME before each NAME, in tars and on foreign disks."""
-    members = {
-        "a_jpg": IMAGES[0],
-        "._a_cls": b"x",
-        "a_cls": b"cat",
-        "._b_jpg": b"x",
-        "b_jpg": IMAGES[1],
-        "b_cls": b"dog",
-    }
-    found = shard(tmp_path / "s/0.tar", **members)
-    (tmp_path / "s/._0.tar").write_bytes(b"macOS")
-    assert find_shards(tmp_path / "s") == [found]
-    (lacking,) = unpack([found], tmp_path / "t", on_progress=lambda *_: None, leave_out=False)
-    assert lacking.cases == ()
-    assert len([*(tmp_path / "t").rglob("*.jpg")]) == 2
-
-
-def test_unpack_says_what_is_wrong_before_it_unpacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shard(tmp_path / "s/0.tar", a_jpg=IMAGES[0], a_cls=b"cat", b_jpg=IMAGES[1], b_cls=b"dog")
-    Path("mine.yaml").write_text("mine\n")
-    for words, says in (
-        (("nowhere", "--unpack", "t"), ("nowhere", "no such folder")),
-        (("s", "--unpack", "t", "--out", "mine.yaml"), ("mine.yaml", "exists", "--force")),
-        (("s", "--unpack", "t", "--columns", "image,label"), ("--columns", "no table", "of s")),
-    ):
-        assert init(*words) == 1
-        assert re.search(naming(*says), capsys.readouterr().err)
-        assert not Path("t").exists()
-
-
-def test_unpack_keeps_splits(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        shard(tmp_path / f"s/{split}-0.tar", a_jpg=IMAGES[0], a_cls=b"cat", b_png=IMAGES[1], b_cls=b"dog", c_cls=b"dog")
-    assert init("s", "--unpack", "pets", "--leave-out") == 0
-    assert load_config(["--config", "pets.yaml"]).data.root == "pets"
-    names = ("train/cat/000000-000001-a.jpg", "train/dog/000000-000001-b.png")
-    names += ("val/cat/000001-000001-a.jpg", "val/dog/000001-000001-b.png")
-    assert sorted(str(path.relative_to("pets")) for path in Path("pets").rglob("*.*")) == [*names]
-    assert Path("pets").stat().st_mode == Path("s").stat().st_mode  # others may read it
-
-
-@pytest.mark.parametrize("others", [("train-0",), ("train-0", "val-0")])
-def test_unpack_refuses_a_shard_of_neither_split(tmp_path: Path, others: tuple[str, ...]) -> None:
-    """A test set would end among the images that are trained on."""
-    shards = [shard(tmp_path / f"{name}.tar", a_jpg=IMAGES[0], a_cls=b"cat") for name in (*others, "test-0")]
-    with pytest.raises(DataError, match=naming("test-0.tar", "train", "val")):
-        unpack(shards, tmp_path / "t", on_progress=lambda *_: None, leave_out=False)
-    assert not (tmp_path / "t").exists()
-
-
-@pytest.mark.parametrize("label", [b"../..", b"a/b", b".hidden", b"", b"\x1b[31m", b"x" * 9999])
-def test_unpack_hostile_labels_lead_nowhere(tmp_path: Path, label: bytes) -> None:
-    path = shard(tmp_path / "s/0.tar", a_jpg=IMAGES[0], a_cls=label, b_jpg=IMAGES[1], b_cls=b"dog")
-    (found,) = unpack([path], tmp_path / "t", on_progress=lambda *_: None, leave_out=True)
-    (case,) = found.cases
-    assert len(case) < 200
-    assert [each.relative_to(tmp_path) for each in tmp_path.rglob("*.jpg")] == [Path("t/dog/000000-000001-b.jpg")]
-
-
-def test_unpack_refuses_what_is_unsafe_or_damaged(tmp_path: Path) -> None:
-    for name, members in {"0.tar": {"..__a_jpg": b""}, "1.tar": {"a_txt": b"text"}}.items():
-        with pytest.raises(DataError, match=naming(name)):
-            unpack([shard(tmp_path / name, **members)], tmp_path / "t", on_progress=lambda *_: None, leave_out=True)
-    cut = shard(tmp_path / "2.tar", a_jpg=IMAGES[0], a_cls=b"cat")
-    cut.write_bytes(cut.read_bytes()[:700])
-    with pytest.raises(DataError, match=naming("2.tar", "damaged")):
-        unpack([cut], tmp_path / "t", on_progress=lambda *_: None, leave_out=True)
-    assert not (tmp_path / "t").exists()
-    (tmp_path / "none").mkdir()
-    assert init("none", "--unpack", "t") == 1
-
-
-def test_unpack_that_ends_early_leaves_nothing_and_takes_nothing_of_others(tmp_path: Path) -> None:
-    path, target = shard(tmp_path / "0.tar", a_jpg=IMAGES[0], a_cls=b"cat"), tmp_path / "t"
-    write(tmp_path, {".t.unpacking/notes": b"mine"})
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    def take_target(done: int, total: int) -> None:
-        write(target, {"notes": b"mine"})
-
-    with pytest.raises(KeyboardInterrupt):
-        unpack([path], target, on_progress=stop, leave_out=True)
-    with pytest.raises(DataError, match=naming(path / "t", "cannot be written")):
-        unpack([path], path / "t", on_progress=stop, leave_out=True)
-    with pytest.raises(DataError, match=naming(target, "cannot be written")):
-        unpack([path], target, on_progress=take_target, leave_out=True)
-    left = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()}
-    assert left == {"0.tar", ".t.unpacking/notes", "t/notes"}
-    assert len([*tmp_path.iterdir()]) == 3
-
-
 @pytest.mark.parametrize(
     ("num_train", "sizes"),
     [(2048, (256, 128, 128)), (2047, (128, 64, 64)), (100, (16, 8, 8)), (5, (4, 2, 2))],
@@ -543,7 +416,7 @@ def recipe_of(like: str, *, num_train: int = 10**5, short_side: int = 200) -> st
         ["--samples", "0"],
         ["--seed", "-1"],
         ["--columns", "one"],
-        ["--unpack", "t", "--labels", "a.csv"],
+        ["--unpack", "t"],
         ["--like", "no"],
         *(["--out", name] for name in ("mine.json", "mine", "", ".", "/")),
     ],

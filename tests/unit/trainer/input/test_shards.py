@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sample_images
-import torch
 from benchmark_process import from_checkout
 from error_texts import naming
-from image_loaders import COMMON_SETTINGS
+from image_loaders import COMMON_SETTINGS, assert_same_batches, open_shards, shard_descriptors
 from PIL import Image
 from sample_images import exif, write
 
@@ -100,17 +99,6 @@ def test_shards_any_sample_is_what_tarfile_and_the_folder_hold(folder, packed):
     images = [Image.open(io.BytesIO(expected[position][0])) for position in positions_B]
     assert index.sizes(positions_B).tolist() == [[image.height, image.width] for image in images]
     index.close()
-
-
-def assert_same_batches(ours, theirs, *, num_batches):
-    count = 0
-    for batch, expected in zip(ours, theirs, strict=True):
-        assert torch.equal(batch.images_BCHW, expected.images_BCHW)
-        assert batch.images_BCHW.stride() == expected.images_BCHW.stride()
-        assert torch.equal(batch.labels_B, expected.labels_B)
-        assert torch.equal(batch.valid_B, expected.valid_B)
-        count += 1
-    assert count == num_batches
 
 
 def test_shards_training_batches_are_those_of_the_folder(make, folder, packed):
@@ -344,23 +332,6 @@ def test_shards_a_handle_that_went_stale_is_opened_anew(packed):
         index.read(0)
     assert index.read(0) == expected
     index.close()
-
-
-def shard_descriptors(root):
-    """Those of shards below root that this process holds open, with their paths, as the kernel knows them."""
-    if not Path("/proc/self/fd").is_dir():
-        pytest.skip("needs /proc")
-    found = {}
-    for entry in os.scandir("/proc/self/fd"):
-        try:
-            found[int(entry.name)] = os.readlink(entry.path)
-        except FileNotFoundError:  # the scan's own
-            continue
-    return {number: link for number, link in found.items() if link.startswith(str(root)) and ".tar" in link}
-
-
-def open_shards(root):
-    return set(shard_descriptors(root).values())
 
 
 def test_shards_are_opened_when_needed_bounded_and_released(packed):

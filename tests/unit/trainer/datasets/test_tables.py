@@ -13,8 +13,8 @@ from sample_images import encoded, smooth_image
 from bigbatch.cli import main
 from bigbatch.errors import DataError
 from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.tables import find_tables, unpack_tables
 from bigbatch.trainer.init.layout import look
-from bigbatch.trainer.init.tables import find_tables, unpack_tables
 
 pa = pytest.importorskip("pyarrow")
 ipc, parquet = pytest.importorskip("pyarrow.ipc"), pytest.importorskip("pyarrow.parquet")
@@ -55,8 +55,8 @@ def unpacked(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.*")}
 
 
-def init(*words: object) -> int:
-    return main(["init", *map(str, words), "--workers", "1"])
+def prepare(*words: object) -> int:
+    return main(["data", "prepare", "huggingface", *map(str, words)])
 
 
 def unpack(folder: Path, **changes: Any) -> list[Any]:
@@ -75,12 +75,14 @@ def test_tables_that_datasets_saved_become_a_recipe(tmp_path: Path, capsys: pyte
     for split, numbers in {"train": (0, 1, 2, 3), "validation": (4, 5), "test": (6, 7)}.items():
         save(tmp_path / "pets" / split, table(*numbers[:2]), *([table(*numbers[2:])] if numbers[2:] else []))
     (tmp_path / "pets/dataset_dict.json").write_text('{"splits": ["train", "validation", "test"]}')
-    with pytest.raises(DataError, match=naming("pets", "--unpack")):
+    with pytest.raises(DataError, match=naming("pets", "data prepare huggingface")):
         look(tmp_path / "pets", leave_out=False)
-    assert init("pets", "--unpack", "out") == 0
+    assert prepare("out", "--archives", "pets") == 0
     said = capsys.readouterr().out
-    assert "images 4 to train and 2 to validate" in said
     assert "other splits (1)" in said
+    assert "next: bigbatch init out" in said
+    assert main(["init", "out", "--workers", "1"]) == 0
+    assert "images 4 to train and 2 to validate" in capsys.readouterr().out
     assert load_config(["--config", "out.yaml"]).data.num_classes == 2
     assert unpacked(tmp_path / "out") == {
         "train/cat/000000-000001.jpg": IMAGES[0],
@@ -173,7 +175,9 @@ def test_tables_that_are_damaged_or_of_no_training_split_are_refused(tmp_path: P
     with pytest.raises(DataError, match=naming("elsewhere", "no row", "'path': 'a.jpg'")):
         unpack(tmp_path / "elsewhere", columns=("image", "label"))
     assert find_tables(tmp_path) is None
-    assert init(tmp_path, "--unpack", "t") == 1
+    assert prepare("t", "--archives", tmp_path) == 1
+    with pytest.raises(SystemExit, match="2"):
+        prepare("t", "--archives", tmp_path, "--columns", "one")
 
 
 @pytest.mark.parametrize(("names", "classes"), [({"cat": 0}, {"0", "1"}), ([None, "dog"], {"dog"}), (["cat"], {"cat"})])

@@ -1,7 +1,9 @@
 """Hugging Face's image data sets on disk, Arrow or Parquet, become class folders: read by pyarrow alone."""
 
+import os
+import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,7 @@ from typing import Any
 from bigbatch.errors import DataError, shortened
 from bigbatch.files import parse_json
 from bigbatch.trainer.datasets.check import ImageFinding
-from bigbatch.trainer.datasets.prepare import StoredImage
-from bigbatch.trainer.init.unpack import is_folder_name, lacking_finding, require_new, write_parts
+from bigbatch.trainer.datasets.prepare import StoredImage, write_images
 
 SPLIT_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val"}
 """Names of data sets for a run's two splits."""
@@ -20,6 +21,8 @@ OF_SPLIT = "state.json"
 MAGIC = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 BATCH_ROWS = 64
 """Images in memory at a time."""
+NUM_THREADS = 4
+"""Writers: what takes time on a cluster's file system is waiting for it."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,10 @@ def unpack_tables(
     on_progress: Callable[[int, int], None],
     leave_out: bool,
 ) -> list[ImageFinding]:
-    """Write target/<class>/<image>, below train/ and val/ where tables has both. Arguments and errors as of unpack.
+    """Write target/<class>/<image>, below train/ and val/ where tables has both. target appears when it is whole.
 
-    columns: those of image and label, where the files do not say which.
+    columns: those of image and label, where the files do not say which. Rows that lack an image or a label are found.
+    Raises: DataError for a file that is damaged, and a target that exists.
     """
     require_new(target)
     lacking: list[str] = []
@@ -83,6 +87,54 @@ def unpack_tables(
     meaning = "left alone: a run trains and validates"
     others = ImageFinding("other splits", str(folder), tuple(tables.others), is_problem=False, meaning=meaning)
     return [found, others]
+
+
+Part = tuple[Path, str, Iterator[StoredImage]]
+"""A file, the folder of its split with a slash, or nothing, and its images by their paths below that."""
+
+
+def write_parts(
+    target: Path,
+    parts: Iterable[Part],
+    *,
+    files: Sequence[Path],
+    on_progress: Callable[[int, int], None],
+    none: str,
+    lacking: Sequence[str],
+) -> None:
+    """Write the images below target, which appears when it is whole. on_progress gets bytes of all files.
+
+    Raises: DataError, in the words none and with the first of lacking, as parts fill it, where there is no image.
+    """
+    sizes = {path: path.stat().st_size if path.is_file() else 0 for path in files}
+    done, total = 0, sum(sizes.values())
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent, ignore_cleanup_errors=True) as own:
+            hidden = Path(own, "pictures")  # own is its owner's alone, target takes the umask
+            for path, prefix, images in parts:
+                below = ((f"{prefix}{name}", data) for name, data in images)
+                for _ in write_images(hidden, below, num_threads=NUM_THREADS):
+                    pass
+                done += sizes[path]
+                on_progress(done, total)
+            if not hidden.is_dir():
+                raise DataError("; ".join((none, *lacking[:1])))
+            os.replace(hidden, target)
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written ({error.strerror}); name another folder") from error
+
+
+def lacking_finding(kind: str, where: Path, target: Path, lacking: Sequence[str], *, leave_out: bool) -> ImageFinding:
+    """Return the samples that were not unpacked."""
+    meaning = "left out" if leave_out else f"left out of {target}"
+    return ImageFinding(kind, str(where), tuple(lacking), is_problem=not leave_out, meaning=meaning)
+
+
+def require_new(target: Path) -> None:
+    """Raise DataError if target exists."""
+    if os.path.lexists(target):
+        raise DataError(f"{target}: exists; remove it, or name another ROOT")
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
@@ -182,3 +234,8 @@ def _class_of(value: object, names: Sequence[str] | None) -> str:
         return "" if value is None else str(value)
     name = names[value] if isinstance(value, int) and 0 <= value < len(names) else ""
     return name if isinstance(name, str) else ""
+
+
+def is_folder_name(label: str) -> bool:
+    """Return whether a label can name a folder that lies below another, on any file system."""
+    return label.isprintable() and "/" not in label and not label.startswith(".") and 0 < len(label.encode()) < 200

@@ -1,0 +1,118 @@
+"""Parts of shard files: each file is opened when it is first read from, and few stay open."""
+
+import errno
+import os
+import resource
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from bigbatch.errors import StorageError
+from bigbatch.trainer.input.order import read_problem
+
+FACTS, SETTINGS, STAGED = "index.json", "pack.json", ".staged"
+"""Files of a packed split: its index, the settings of the packer, and whether a copy is whole."""
+
+Stamp = tuple[int, int]
+"""Size in bytes, and time of the last change in nanoseconds."""
+
+
+class ShardReader(Protocol):
+    """Reads parts of the shards of a split, from any thread."""
+
+    def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
+        """Read length bytes of a shard; name and again, what to do if it was cut, are for messages.
+
+        Raises: StorageError.
+        """
+
+    def close(self) -> None:
+        """Release open files; a later read opens them again."""
+
+
+class _ShardFile:
+    """File that closes after its last reader, so that no reader loses its descriptor or reads another file by it."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def stamp(self) -> Stamp:
+        return stamp_of(os.fstat(self._descriptor))
+
+    def read(self, length: int, offset: int) -> bytes:
+        """Read length bytes, or fewer at the file's end; a network file system may hand over parts. Raises: OSError."""
+        data = os.pread(self._descriptor, length, offset)
+        while len(data) < length and (more := os.pread(self._descriptor, length - len(data), offset + len(data))):
+            data += more
+        return data
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):  # it could be opened
+            os.close(self._descriptor)
+
+
+def stamp_of(facts: os.stat_result) -> Stamp:
+    """Return the stamp of a file, from os.stat."""
+    return facts.st_size, facts.st_mtime_ns
+
+
+class ShardFiles:
+    """ShardReader of local files."""
+
+    def __init__(
+        self, paths: Sequence[str], *, stamps: Sequence[Stamp] | None = None, max_open: int | None = None
+    ) -> None:
+        """Open no shard yet. max_open: most open shards, by default a third of the process's limit.
+
+        stamps: those at which a shard may be opened, if only those.
+        """
+        self._paths, self._stamps = paths, stamps
+        # a third of the limit: training has two splits, and sockets and libraries want the rest
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = 65536 if soft == resource.RLIM_INFINITY else max(1, soft // 3)
+        self._open = lru_cache(max_open or most)(lambda shard, _: self._new(shard))
+        self._errors: Counter[int] = Counter()
+        """Read errors of each shard: after one it is opened again, and the others stay open."""
+
+    def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
+        """Do as ShardReader does."""
+        try:
+            data = self._opened(shard).read(length, offset)
+        except OSError as error:
+            self._errors[shard] += 1  # a stale handle stays so, and the path may be fine
+            raise StorageError(f"{name()}: {read_problem(error, file='the shard')}") from error
+        if len(data) != length:
+            raise StorageError(f"{name()}: the shard was cut since the start; {again}")
+        return data
+
+    def _opened(self, shard: int) -> _ShardFile:
+        while True:
+            try:
+                return self._open(shard, self._errors[shard])
+            except OSError as error:
+                if error.errno != errno.EMFILE or not self._open.cache_info().currsize:
+                    raise
+            # the others of these files make room if the process may open no more
+            self._open.cache_clear()
+
+    def _new(self, shard: int) -> _ShardFile:
+        file = _ShardFile(self._paths[shard])
+        if self._stamps is not None and file.stamp() != self._stamps[shard]:
+            raise replaced(self._paths[shard])
+        return file
+
+    def close(self) -> None:
+        """Do as ShardReader does."""
+        self._open.cache_clear()
+
+
+def is_packed(folder: Path) -> bool:
+    """Return whether a split holds, or is to hold, shards of `bigbatch data pack`."""
+    return any((folder / name).exists() for name in (FACTS, SETTINGS, STAGED))
+
+
+def replaced(name: str) -> StorageError:
+    """Return the error on a shard that is another one than was indexed."""
+    return StorageError(f"{name}: the shard was replaced since it was indexed; run the same command, which indexes it")
