@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from all_augmentations import ALL_AUGMENTATIONS
 
 from bigbatch.comm.rendezvous.environ import ALONE
 from bigbatch.errors import DataError
@@ -33,14 +34,6 @@ PRECISIONS = {
     "fp16": ["--optimizer.precision=fp16", *SCALE],
     "bf16_autocast": ["--optimizer.precision=bf16_autocast"],
     "fp16_autocast": ["--optimizer.precision=fp16_autocast", *SCALE],
-}
-AUGMENTED = {
-    "color_jitter": 0.4,
-    "randaugment_ops": 2,
-    "randaugment_magnitude": 9,
-    "cutout_size": 8,
-    "mixup_alpha": 0.2,
-    "cutmix_alpha": 1.0,
 }
 
 
@@ -112,7 +105,7 @@ def test_step_has_no_host_sync(precision: str, optimizer: str, data: Path, tmp_p
             *(*PRECISIONS[precision], "--batch.global_batch_size=256", "--optimizer.clip_norm=1.0"),
             *(() if "sharded" in optimizer else ("--optimizer.ema_decay=0.9", "--optimizer.ema_every_steps=1")),
             *(f"--optimizer.{key}={value}" for key, value in OPTIMIZERS[optimizer].items()),
-            *(f"--augment.{key}={value}" for key, value in AUGMENTED.items()),
+            *(f"--augment.{key}={value}" for key, value in ALL_AUGMENTATIONS.items()),
         ]
     )
     communicator, tuned = join_job(config, ALONE)

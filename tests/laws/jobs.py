@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from all_augmentations import ALL_AUGMENTATIONS
 from forked_ranks import exit_codes, places, start_rank
 from torch import Tensor
 
@@ -60,12 +61,7 @@ every step's momentum."""
 
 AUGMENTED = {
     "data.train_sizes": "[[0,24],[1,32]]",
-    "augment.color_jitter": 0.4,
-    "augment.randaugment_ops": 2,
-    "augment.randaugment_magnitude": 9,
-    "augment.cutout_size": 8,
-    "augment.mixup_alpha": 0.2,
-    "augment.cutmix_alpha": 1.0,
+    **{f"augment.{key}": value for key, value in ALL_AUGMENTATIONS.items()},
 }
 """All that can be done to training images."""
 

@@ -28,8 +28,7 @@ class Cutout:
     def __post_init__(self) -> None:
         if self.size < 0 or self.size % 2:
             raise ValueError(f"size={self.size} must be even and at least 0")
-        if len(self.fill) != 3 or not all(0 <= value <= 255 for value in self.fill):
-            raise ValueError(f"fill={self.fill} must be three values between 0 and 255")
+        require_colour(self.fill)
 
     @classmethod
     def asked_for(cls, augment: AugmentConfig, *, fill: tuple[int, ...]) -> "Cutout | None":
@@ -38,18 +37,25 @@ class Cutout:
 
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images by draws that are uniform in [0, 1)."""
-        device = images_BCHW.device
-        height, width = images_BCHW.shape[2:]
-        centres_2B = np.floor(draws_BD.T * np.array([[height], [width]])).astype(np.int64)
-        rows, columns = on_device(centres_2B, device).view(2, -1, 1, 1, 1)
+        centres_B2 = np.floor(draws_BD * images_BCHW.shape[2:])
         half = self.size // 2
+        return fill_boxes(images_BCHW, first_B2=centres_B2 - half, end_B2=centres_B2 + half, fill=self.fill)
 
-        def within(positions: Tensor, centres: Tensor) -> Tensor:
-            return (positions >= centres - half) & (positions < centres + half)
 
-        hole_BHW1 = within(torch.arange(height, device=device).view(-1, 1, 1), rows) & within(
-            torch.arange(width, device=device).view(-1, 1), columns
-        )
-        colour_C = on_device(np.array(self.fill, np.uint8), device)
-        # worked on as BHWC, so that the result is channels-last in memory
-        return torch.where(hole_BHW1, colour_C, images_BCHW.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+def require_colour(fill: tuple[int, ...]) -> None:
+    """Raise ValueError unless fill is a colour in bytes."""
+    if len(fill) != 3 or not all(0 <= value <= 255 for value in fill):
+        raise ValueError(f"fill={fill} must be three values between 0 and 255")
+
+
+def fill_boxes(images_BCHW: Tensor, *, first_B2: np.ndarray, end_B2: np.ndarray, fill: tuple[int, ...]) -> Tensor:
+    """Return images with one box each filled: rows and columns from first to before end, as far as they are inside."""
+    device = images_BCHW.device
+    bounds_4B = np.concatenate([first_B2.T, end_B2.T]).astype(np.int64)
+    top, left, bottom, right = on_device(bounds_4B, device).view(4, -1, 1, 1, 1)
+    rows_H11 = torch.arange(images_BCHW.shape[2], device=device).view(-1, 1, 1)
+    columns_W1 = torch.arange(images_BCHW.shape[3], device=device).view(-1, 1)
+    box_BHW1 = (rows_H11 >= top) & (rows_H11 < bottom) & (columns_W1 >= left) & (columns_W1 < right)
+    colour_C = on_device(np.array(fill, np.uint8), device)
+    # worked on as BHWC, so that the result is channels-last in memory
+    return torch.where(box_BHW1, colour_C, images_BCHW.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

@@ -1,7 +1,7 @@
 """Augmentation of uint8 microbatches on the model's device, after a loader has cropped, resized and flipped.
 
 Every draw is a hash of (seed, epoch, sample index), made on the host: the same for every loader, batch and rank.
-A new augmentation is a file of its own, its class in AUGMENTATIONS, its key in AugmentConfig, and a test.
+A new augmentation: docs/design.md lists its files.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from bigbatch.trainer.augment.color_jitter import ColorJitter
 from bigbatch.trainer.augment.crops import uniforms
 from bigbatch.trainer.augment.cutout import Cutout
 from bigbatch.trainer.augment.rand_augment import RandAugment
+from bigbatch.trainer.augment.random_erasing import RandomErasing
+from bigbatch.trainer.augment.trivial_augment import TrivialAugment
 from bigbatch.trainer.config.sections import AugmentConfig
 
 
@@ -33,7 +35,7 @@ class Augmentation(Protocol):
         """Change uint8 images, on their device and without a host sync, by draws that are uniform in [0, 1)."""
 
 
-AUGMENTATIONS = (ColorJitter, RandAugment, Cutout)
+AUGMENTATIONS = (ColorJitter, RandAugment, TrivialAugment, Cutout, RandomErasing)
 """All augmentations, in order. Stream 0 belongs to crop and flip, stream 4 to mixing."""
 
 

@@ -19,7 +19,7 @@ from bigbatch.trainer.config.sections import AugmentConfig
 from bigbatch.trainer.input.prepare_batch import on_device
 
 MAX_MAGNITUDE = 30
-"""Magnitudes are 0..30: the 31 bins that torchvision's RandAugment has by default."""
+"""Magnitudes are 0..30: the 31 bins that torchvision's RandAugment and TrivialAugmentWide have by default."""
 
 
 @cache
@@ -47,6 +47,25 @@ class Op(IntEnum):
     SOLARIZE = 11
     AUTOCONTRAST = 12
     EQUALIZE = 13
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Amount of each operation at MAX_MAGNITUDE."""
+
+    shear: float
+    translate: Callable[[int], float]
+    """Pixels, from the side of the image in that direction."""
+    rotate: float
+    """Degrees."""
+    factor: float
+    """Change of brightness, colour, contrast and sharpness."""
+    posterize: int
+    """Bits that are dropped."""
+
+
+MODERATE = Ranges(shear=0.3, translate=lambda side: 150 / 331 * side, rotate=30.0, factor=0.9, posterize=4)
+"""Those of torchvision's RandAugment."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +102,32 @@ class RandAugment:
         for number in range(self.num_ops):
             ops_B = np.floor(draws_BD[:, 2 * number] * len(Op)).astype(np.int64)
             signs_B = np.where(draws_BD[:, 2 * number + 1] < 0.5, -1.0, 1.0)
-            images_BCHW = apply_ops(images_BCHW, ops_B=ops_B, signs_B=signs_B, magnitude=self.magnitude)
+            levels_B = np.full(len(ops_B), self.magnitude)
+            images_BCHW = apply_ops(images_BCHW, Ops(ops_B, signs_B, levels_B, MODERATE))
         return images_BCHW
 
 
-def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+@dataclass(frozen=True)
+class Ops:
+    """One operation for each image: kind, sign, magnitude, and the ranges that all have in common."""
+
+    ops_B: np.ndarray
+    signs_B: np.ndarray
+    magnitudes_B: np.ndarray
+    ranges: Ranges
+
+    def of(self, members: np.ndarray) -> "Ops":
+        """Return those of some images."""
+        return Ops(self.ops_B[members], self.signs_B[members], self.magnitudes_B[members], self.ranges)
+
+    def levels_B(self, end: float, *, start: float = 0.0) -> np.ndarray:
+        """Return each magnitude's bin between start and end, in torchvision's float32: pixels come out equal."""
+        return torch.linspace(start, end, MAX_MAGNITUDE + 1).double().numpy()[self.magnitudes_B]
+
+
+def apply_ops(images_BCHW: Tensor, drawn: Ops) -> Tensor:
     """Return uint8 images after one operation each; what each family does is computed for its samples only."""
+    ops_B = drawn.ops_B
     order_B = np.argsort(ops_B, kind="stable")
     rows_B = on_device(order_B, images_BCHW.device)
     images_BHWC = images_BCHW.permute(0, 2, 3, 1)  # index_select keeps the order of dimensions, not channels-last
@@ -99,7 +138,7 @@ def apply_ops(images_BCHW: Tensor, *, ops_B: np.ndarray, signs_B: np.ndarray, ma
             continue
         members, rows = order_B[start:end], rows_B[start:end]
         family_BCHW = images_BHWC.index_select(0, rows).permute(0, 3, 1, 2)
-        changed = transform(family_BCHW, ops_B[members], signs_B[members], magnitude)
+        changed = transform(family_BCHW, drawn.of(members))
         result_BHWC.index_copy_(0, rows, changed.permute(0, 2, 3, 1))
     return result_BHWC.permute(0, 3, 1, 2)
 
@@ -118,38 +157,37 @@ def blend(images_BCHW: Tensor, *, ops_B: np.ndarray, factors_B: np.ndarray) -> T
     return (images_BCHW * factors).addcmul_(other_B1HW, rests).clamp_(0, 255).to(torch.uint8)
 
 
-def sampling_matrices(ops_B: np.ndarray, *, signs_B: np.ndarray, magnitude: int, height: int, width: int) -> np.ndarray:
+def sampling_matrices(drawn: Ops, *, height: int, width: int) -> np.ndarray:
     """Return the matrices (B, 2, 3) from output to input pixel (x, y, 1), in pixels from the image's centre.
 
     Shears hold the top left corner, rotations the centre; translations are whole pixels.
     """
 
     def amounts(op: Op, maximum: float) -> np.ndarray:
-        return np.where(ops_B == op, signs_B * _level(maximum, magnitude=magnitude), 0.0)
+        return np.where(drawn.ops_B == op, drawn.signs_B * drawn.levels_B(maximum), 0.0)
 
-    shear_x, shear_y = amounts(Op.SHEAR_X, 0.3), amounts(Op.SHEAR_Y, 0.3)
-    # torchvision's ranges, as 0.3 and 30 degrees are: at most 150 of 331 pixels
-    left = np.trunc(amounts(Op.TRANSLATE_X, 150 / 331 * width))
-    down = np.trunc(amounts(Op.TRANSLATE_Y, 150 / 331 * height))
-    turn = np.radians(amounts(Op.ROTATE, 30.0))
+    ranges = drawn.ranges
+    shear_x, shear_y = amounts(Op.SHEAR_X, ranges.shear), amounts(Op.SHEAR_Y, ranges.shear)
+    left = np.trunc(amounts(Op.TRANSLATE_X, ranges.translate(width)))
+    down = np.trunc(amounts(Op.TRANSLATE_Y, ranges.translate(height)))
+    turn = np.radians(amounts(Op.ROTATE, ranges.rotate))
     rows_x = [np.cos(turn), shear_x - np.sin(turn), shear_x * height / 2 - left]
     rows_y = [shear_y + np.sin(turn), np.cos(turn), shear_y * width / 2 - down]
     return np.stack([np.stack(rows_x, axis=1), np.stack(rows_y, axis=1)], axis=1)
 
 
-def _level(end: float, *, magnitude: int, start: float = 0.0) -> float:
-    """Return the magnitude's bin between start and end, in torchvision's float32, so that pixels come out equal."""
-    return float(torch.linspace(start, end, MAX_MAGNITUDE + 1)[magnitude])
+def _column(values_B: np.ndarray, images_BCHW: Tensor) -> Tensor:
+    return on_device(values_B, images_BCHW.device).view(-1, 1, 1, 1)
 
 
-def _moved(images_BCHW: Tensor, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+def _moved(images_BCHW: Tensor, drawn: Ops) -> Tensor:
     """Shear, translate or rotate, by the nearest pixel, black outside.
 
     The grid is made by products and sums, not by affine_grid: its matrix product may round by batch size,
     and with TF32 by about a tenth of a pixel.
     """
     height, width = images_BCHW.shape[2:]
-    matrices_B23 = sampling_matrices(ops_B, signs_B=signs_B, magnitude=magnitude, height=height, width=width)
+    matrices_B23 = sampling_matrices(drawn, height=height, width=width)
     shares_B23 = matrices_B23 / np.array([[width / 2], [height / 2]])  # grid_sample's unit: half the image
     device = images_BCHW.device
     factors = on_device(shares_B23.astype(np.float32), device)[..., None, None]
@@ -161,14 +199,12 @@ def _moved(images_BCHW: Tensor, ops_B: np.ndarray, signs_B: np.ndarray, magnitud
     return moved.to(torch.uint8)
 
 
-def _sharpened(images_BCHW: Tensor, ops_B: np.ndarray, signs_B: np.ndarray, magnitude: int) -> Tensor:
+def _sharpened(images_BCHW: Tensor, drawn: Ops) -> Tensor:
     """Apply torchvision's adjust_sharpness with a factor per sample; torchvision's own waits for a copy to the GPU.
 
     The blur's weighted sums are whole numbers and never tie when divided by 13, so it is exact everywhere.
     """
-    rests = on_device((-signs_B * _level(0.9, magnitude=magnitude)).astype(np.float32), images_BCHW.device).view(
-        -1, 1, 1, 1
-    )
+    rests = _column((-drawn.signs_B * drawn.levels_B(drawn.ranges.factor)).astype(np.float32), images_BCHW)
     pixels_BCHW = images_BCHW.float()
     inner_BCHW = pixels_BCHW[:, :, 1:-1, 1:-1]
     # weights of 1 around a 5, 13 in all: a plain 3x3 sum, and the centre four times more
@@ -179,21 +215,30 @@ def _sharpened(images_BCHW: Tensor, ops_B: np.ndarray, signs_B: np.ndarray, magn
     return pixels_BCHW.clamp_(0, 255).to(torch.uint8)
 
 
+def _blended(images_BCHW: Tensor, drawn: Ops) -> Tensor:
+    factors_B = 1 + drawn.signs_B * drawn.levels_B(drawn.ranges.factor)
+    return blend(images_BCHW, ops_B=drawn.ops_B, factors_B=factors_B)
+
+
+def _posterized(images_BCHW: Tensor, drawn: Ops) -> Tensor:
+    """Keep the highest bits of each byte."""
+    dropped_B = np.rint(drawn.magnitudes_B / (MAX_MAGNITUDE / drawn.ranges.posterize)).astype(np.uint8)
+    return images_BCHW & _column(np.uint8(0xFF) << dropped_B, images_BCHW)
+
+
+def _solarized(images_BCHW: Tensor, drawn: Ops) -> Tensor:
+    """Invert pixels above a threshold, which falls from 255 to 0."""
+    thresholds = _column((255 * drawn.levels_B(0.0, start=1.0)).astype(np.float32), images_BCHW)
+    return torch.where(images_BCHW >= thresholds, 255 - images_BCHW, images_BCHW)
+
+
 # first and last operation -> what computes them, for all its samples at once; the identity needs nothing
-_FAMILIES: dict[tuple[Op, Op], Callable[[Tensor, np.ndarray, np.ndarray, int], Tensor]] = {
+_FAMILIES: dict[tuple[Op, Op], Callable[[Tensor, Ops], Tensor]] = {
     (Op.SHEAR_X, Op.ROTATE): _moved,
-    (Op.BRIGHTNESS, Op.CONTRAST): lambda images_BCHW, ops_B, signs_B, magnitude: blend(
-        images_BCHW, ops_B=ops_B, factors_B=1 + signs_B * _level(0.9, magnitude=magnitude)
-    ),
+    (Op.BRIGHTNESS, Op.CONTRAST): _blended,
     (Op.SHARPNESS, Op.SHARPNESS): _sharpened,
-    # keep the highest 8 to 4 bits
-    (Op.POSTERIZE, Op.POSTERIZE): lambda images_BCHW, ops_B, signs_B, magnitude: vision().posterize(
-        images_BCHW, bits=8 - round(magnitude / (MAX_MAGNITUDE / 4))
-    ),
-    # invert pixels above a threshold, which falls from 255 to 0
-    (Op.SOLARIZE, Op.SOLARIZE): lambda images_BCHW, ops_B, signs_B, magnitude: vision().solarize(
-        images_BCHW, threshold=255 * _level(0.0, magnitude=magnitude, start=1.0)
-    ),
-    (Op.AUTOCONTRAST, Op.AUTOCONTRAST): lambda images_BCHW, *_: vision().autocontrast(images_BCHW),
-    (Op.EQUALIZE, Op.EQUALIZE): lambda images_BCHW, *_: vision().equalize(images_BCHW),
+    (Op.POSTERIZE, Op.POSTERIZE): _posterized,
+    (Op.SOLARIZE, Op.SOLARIZE): _solarized,
+    (Op.AUTOCONTRAST, Op.AUTOCONTRAST): lambda images_BCHW, drawn: vision().autocontrast(images_BCHW),
+    (Op.EQUALIZE, Op.EQUALIZE): lambda images_BCHW, drawn: vision().equalize(images_BCHW),
 }

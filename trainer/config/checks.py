@@ -17,7 +17,7 @@ from bigbatch.trainer.config.sections import (
 from bigbatch.trainer.config.strict_yaml import as_yaml
 
 SMALLEST_SHARPENED = 3
-"""Smallest side, in pixels, for one of RandAugment's operations."""
+"""Smallest side, in pixels, for sharpening by RandAugment and TrivialAugment."""
 
 LARGEST_SIDE = 65535
 """Largest side of a JPEG, in pixels."""
@@ -109,6 +109,8 @@ def check_image_size(data: DataConfig, augment: AugmentConfig, *, model: str) ->
     needs = [(SMALLEST_IMAGE.get(model, 1), f"model.name={model}")]
     if augment.randaugment_ops:
         needs.append((SMALLEST_SHARPENED, f"augment.randaugment_ops={augment.randaugment_ops}"))
+    if augment.trivial_augment:
+        needs.append((SMALLEST_SHARPENED, "augment.trivial_augment=true"))
     train_sizes = [("train_sizes", size) for _, size in data.train_sizes or () if size > 0]
     for key, size in [("image_size", data.image_size), *train_sizes]:
         for smallest, who in needs:

@@ -6,6 +6,7 @@ from bigbatch.errors import nearest
 
 _OF_OTHERS = {
     "augment.cutmix_alpha": "cutmix",
+    "augment.erasing_probability": "random_erase reprob",
     "augment.mixup_alpha": "mixup",
     "augment.randaugment_ops": "aa auto_augment",
     "batch.bn_span": "sync_bn",

@@ -160,8 +160,12 @@ class AugmentConfig:
     """Random operations on each image (RandAugment)."""
     randaugment_magnitude: Annotated[int | None, NOT_NEGATIVE] = None
     """Strength of these operations, 0 to 30; null without operations."""
+    trivial_augment: bool = False
+    """One random operation of any strength on each image (TrivialAugment, wide)."""
     cutout_size: Annotated[int, NOT_NEGATIVE] = 0
     """Side of the square that is erased, in pixels."""
+    erasing_probability: Annotated[float, SHARE] = 0.0
+    """Share of images of which a random rectangle is erased (random erasing)."""
     mixup_alpha: Annotated[float, NOT_NEGATIVE] = 0.0
     """Blend each image and its label with another of its ghost batch, by a weight from Beta(alpha, alpha)."""
     cutmix_alpha: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from functools import partial
 from hashlib import sha256
@@ -20,6 +20,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.trainer.build.compute import require_capturable
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config, lookup
+from bigbatch.trainer.config.sections import AugmentConfig
 from bigbatch.trainer.doctor.mode_trials import ModeTrials
 from bigbatch.trainer.doctor.modes import (
     Mode,
@@ -44,8 +45,8 @@ SHARE = 0.5
 """Share of the remaining time that a trial may take, but for the first one and for compiling."""
 KEYS = (
     *("model.name", "model.options", "model.frozen", "data.image_size", "data.train_sizes", "data.num_classes"),
-    *("augment.randaugment_ops", "augment.color_jitter", "augment.cutout_size", "augment.mixup_alpha"),
-    *("augment.cutmix_alpha", "batch.bn_span", "batch.virtual_ranks", "compute.channels_last"),
+    *(f"augment.{field.name}" for field in fields(AugmentConfig) if field.name != "randaugment_magnitude"),
+    *("batch.bn_span", "batch.virtual_ranks", "compute.channels_last"),
     *("compute.cudnn_benchmark", "compute.recomputed_blocks", "optimizer.name", "optimizer.options"),
     *("optimizer.precision", "optimizer.sharded", "optimizer.clip_norm", "optimizer.loss", "optimizer.loss_options"),
     *("optimizer.ema_decay", "comm.buffers"),

@@ -1,7 +1,6 @@
 """Augmentation of microbatches, compared with torchvision sample by sample and with the papers' words."""
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,21 +8,28 @@ import pytest
 import torch
 from error_texts import naming
 from sample_images import smooth_image
-from torchvision.transforms.v2 import ColorJitter, RandAugment
+from torchvision.transforms.v2 import ColorJitter, RandAugment, RandomErasing, TrivialAugmentWide
 from torchvision.transforms.v2 import functional as vision
 
-from bigbatch.trainer.augment import color_jitter, mix, rand_augment
+from bigbatch.trainer.augment import color_jitter, mix, rand_augment, random_erasing, trivial_augment
 from bigbatch.trainer.augment.crops import uniforms
 from bigbatch.trainer.augment.cutout import Cutout
 from bigbatch.trainer.augment.pipeline import AUGMENTATIONS, Augment, make_augment
-from bigbatch.trainer.augment.rand_augment import Op, apply_ops
+from bigbatch.trainer.augment.rand_augment import MODERATE, Op, Ops, apply_ops
 from bigbatch.trainer.config.sections import AugmentConfig
 
 HEIGHT, WIDTH = 56, 72  # not square, so that an exchange of the two shows
 TORCHVISION_OPS = list(RandAugment._AUGMENTATION_SPACE)
 GEOMETRIC = {"ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"}
 MEAN = (124, 116, 104)
-EVERYTHING = (color_jitter.ColorJitter(0.4), rand_augment.RandAugment(2, 9), Cutout(16, MEAN))
+EVERYTHING = (
+    color_jitter.ColorJitter(0.4),
+    rand_augment.RandAugment(2, 9),
+    trivial_augment.TrivialAugment(),
+    Cutout(16, MEAN),
+    random_erasing.RandomErasing(0.5, MEAN),
+)
+RANGES = {RandAugment: MODERATE, TrivialAugmentWide: trivial_augment.WIDE}
 
 
 def channels_last(images_BHWC):
@@ -47,14 +53,14 @@ def assert_form(result, images):
     assert result.is_contiguous(memory_format=torch.channels_last)
 
 
-def torchvisions(image_CHW, name, magnitude):
+def torchvisions(image_CHW, name, magnitude, transform=RandAugment):
     """What RandAugment of torchvision does once it has drawn name and magnitude."""
-    theirs = RandAugment()
+    theirs = transform()
     return theirs._apply_image_or_video_transform(image_CHW, name, magnitude, theirs.interpolation, theirs._fill)
 
 
-def torchvision_magnitude(name, magnitude, sign):
-    make, is_signed = RandAugment._AUGMENTATION_SPACE[name]
+def torchvision_magnitude(name, magnitude, sign, transform=RandAugment):
+    make, is_signed = transform._AUGMENTATION_SPACE[name]
     values = make(31, HEIGHT, WIDTH)
     if values is None:
         return 0.0
@@ -87,44 +93,48 @@ def test_color_jitter_takes_all_six_orders_equally():
     assert ((counts - 1000) ** 2 / 1000).sum() < 5 + 5 * math.sqrt(2 * 5)  # mean k, variance 2k
 
 
-# --- RandAugment
+# --- RandAugment and TrivialAugment
 
 
 def test_rand_augment_ops_are_torchvisions_in_its_order():
     assert [op.name.replace("_", "") for op in Op] == [name.upper() for name in TORCHVISION_OPS]
+    assert list(TrivialAugmentWide._AUGMENTATION_SPACE) == TORCHVISION_OPS
 
 
-def compare_op(images, op, magnitude, sign):
+def compare_op(images, op, magnitude, sign, transform=RandAugment):
     """Share of values that differ from torchvision's, over the batch."""
     name = TORCHVISION_OPS[op]
     count = len(images)
-    ours = apply_ops(images, ops_B=np.full(count, op), signs_B=np.full(count, sign), magnitude=magnitude)
+    drawn = Ops(np.full(count, op), np.full(count, sign), np.full(count, magnitude), RANGES[transform])
+    ours = apply_ops(images, drawn)
     assert_form(ours, images)
-    size = torchvision_magnitude(name, magnitude, sign)
-    theirs = torch.stack([torchvisions(image, name, size) for image in images])
+    size = torchvision_magnitude(name, magnitude, sign, transform)
+    theirs = torch.stack([torchvisions(image, name, size, transform) for image in images])
     return (ours != theirs).double().mean().item()
 
 
+@pytest.mark.parametrize("transform", RANGES)
 @pytest.mark.parametrize("op", list(Op))
-def test_apply_ops_each_is_torchvisions(op):
+def test_apply_ops_each_is_torchvisions(op, transform):
     images = batch()
     # of a grid's sampling positions some tie between two pixels, and there torchvision's float32
     # matrix product rounds differently; all others and all colours are equal to the bit
     bound = 0.002 if TORCHVISION_OPS[op] in GEOMETRIC else 0.0
     for magnitude in (0, 1, 9, 17, 30):
         for sign in (-1.0, 1.0):
-            assert compare_op(images, op, magnitude, sign) <= bound
+            assert compare_op(images, op, magnitude, sign, transform) <= bound
 
 
+@pytest.mark.parametrize("transform", RANGES)
 @pytest.mark.parametrize("op", [Op.POSTERIZE, Op.SOLARIZE, Op.COLOR, Op.SHARPNESS])
-def test_apply_ops_every_magnitude_is_torchvisions(op):
-    assert max(compare_op(batch(5), op, magnitude, -1.0) for magnitude in range(31)) == 0
+def test_apply_ops_every_magnitude_is_torchvisions(op, transform):
+    assert max(compare_op(batch(5), op, magnitude, -1.0, transform) for magnitude in range(31)) == 0
 
 
 @pytest.mark.parametrize("op", [Op.SHEAR_X, Op.SHEAR_Y, Op.TRANSLATE_X, Op.TRANSLATE_Y, Op.ROTATE])
 def test_apply_ops_a_geometric_one_moves_the_image_and_leaves_black(op):
     white = torch.full((1, 3, HEIGHT, WIDTH), 255, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
-    moved = apply_ops(white, ops_B=np.array([op]), signs_B=np.ones(1), magnitude=30)[0, 0]
+    moved = apply_ops(white, Ops(np.array([op]), np.ones(1), np.array([30]), MODERATE))[0, 0]
     assert set(moved.unique().tolist()) == {0, 255}
     black = (moved == 0).double().mean().item()
     expected = {  # closed forms of the area that falls out
@@ -155,8 +165,8 @@ def test_apply_ops_follow_each_other_as_drawn():
 def test_rand_augment_ops_and_signs_are_uniform_and_independent(monkeypatch):
     rounds = []
 
-    def record(images_BCHW, *, ops_B, signs_B, magnitude):
-        rounds.append((ops_B, signs_B))
+    def record(images_BCHW, drawn):
+        rounds.append((drawn.ops_B, drawn.signs_B))
         return images_BCHW
 
     monkeypatch.setattr(rand_augment, "apply_ops", record)
@@ -168,6 +178,39 @@ def test_rand_augment_ops_and_signs_are_uniform_and_independent(monkeypatch):
     (first, first_signs), (second, second_signs) = rounds
     cells = np.histogramdd([first, second, first_signs, second_signs], bins=(range(15), range(15), 2, 2))[0]
     assert cells.shape == (14, 14, 2, 2)
+    degrees = cells.size - 1
+    assert abs(((cells - 40) ** 2 / 40).sum() - degrees) < 5 * math.sqrt(2 * degrees)
+
+
+def test_trivial_augment_is_torchvisions_with_each_images_own_draws():
+    """All colours, at many magnitudes in one batch: equal to the bit."""
+    images = batch()
+    draws = np.random.default_rng(7).random((len(images), 3))
+    colours = [number for number, name in enumerate(TORCHVISION_OPS) if name not in GEOMETRIC]
+    chosen = np.resize(colours, len(images))
+    draws[:, 0] = (chosen + draws[:, 0]) / 14
+    result = trivial_augment.TrivialAugment()(images, draws_BD=draws)
+    assert_form(result, images)
+    for image, ours, op, (_, magnitude, sign) in zip(images, result, chosen, draws, strict=True):
+        name = TORCHVISION_OPS[op]
+        size = torchvision_magnitude(name, int(magnitude * 31), -1 if sign < 0.5 else 1, TrivialAugmentWide)
+        assert torch.equal(ours, torchvisions(image, name, size, TrivialAugmentWide))
+
+
+def test_trivial_augment_draws_are_uniform_and_independent(monkeypatch):
+    rounds = []
+
+    def record(images_BCHW, drawn):
+        rounds.append(drawn)
+        return images_BCHW
+
+    monkeypatch.setattr(trivial_augment, "apply_ops", record)
+    count = 14 * 31 * 2 * 40
+    augment = Augment(3, (trivial_augment.TrivialAugment(),))
+    augment(torch.zeros(count, 3, 1, 1, dtype=torch.uint8), epoch=1, indices_B=np.arange(count))
+    [drawn] = rounds
+    table = [drawn.ops_B, drawn.magnitudes_B, drawn.signs_B]
+    cells = np.histogramdd(table, bins=(range(15), range(32), 2))[0]
     degrees = cells.size - 1
     assert abs(((cells - 40) ** 2 / 40).sum() - degrees) < 5 * math.sqrt(2 * degrees)
 
@@ -190,6 +233,57 @@ def test_cutout_is_the_square_of_the_paper(size):
     np.testing.assert_array_equal(result.numpy(), expected)
 
 
+# --- random erasing
+
+
+class Drawn:
+    """Gives torchvision the draws of one image, in place of its generator's; its numbers are float32."""
+
+    def __init__(self, row, monkeypatch):
+        tries = iter([number for pair in zip(row[3:13], row[13:], strict=True) for number in pair])
+        place = iter(row[1:3])
+        monkeypatch.setattr(torch, "rand", lambda *size: torch.tensor([row[0]]))
+        monkeypatch.setattr(
+            torch.Tensor, "uniform_", lambda tensor, low, high: tensor.fill_(float(low + next(tries) * (high - low)))
+        )
+        monkeypatch.setattr(torch, "randint", lambda low, high, size: torch.tensor(int(next(place) * (high - low))))
+
+
+def test_random_erasing_is_torchvisions_with_the_same_draws(monkeypatch):
+    images = batch(40)[:, :, :24]  # flat images: many a try does not fit
+    draws = np.random.default_rng(8).random((len(images), 23))
+    draws[3, 3:13], draws[3, 13:] = 1.0, 1.0  # none fits
+    draws[4, :13] = 0.0
+    result = random_erasing.RandomErasing(0.75, MEAN)(images, draws_BD=draws)
+    assert_form(result, images)
+    theirs = RandomErasing(p=0.75, value=MEAN)
+    for image, ours, row in zip(images, result, draws, strict=True):
+        with monkeypatch.context() as patch:
+            Drawn(row, patch)
+            expected = theirs(image)
+        assert torch.equal(ours, expected)
+    changed = [not torch.equal(a, b) for a, b in zip(result, images, strict=True)]
+    assert changed[4]
+    assert not changed[3]
+    erased = draws[:, 0] < 0.75
+    erased[3] = False
+    assert changed == erased.tolist()
+
+
+def test_random_erasing_has_torchvisions_distribution_of_areas():
+    count = 2000
+    white = torch.full((1, 3, 32, 32), 255, dtype=torch.uint8)
+    augment = Augment(3, (random_erasing.RandomErasing(1.0, (0, 0, 0)),))
+    ours = augment(white.expand(count, 3, 32, 32), epoch=1, indices_B=np.arange(count))
+    torch.manual_seed(0)
+    boxes = [RandomErasing(p=1.0).make_params([white[0]]) for _ in range(count)]
+    theirs = np.sort([box["h"] * box["w"] for box in boxes])
+    areas = np.sort((ours[:, 0] == 0).sum((1, 2)).numpy())
+    grid = np.arange(0, 400)
+    apart = np.abs(np.searchsorted(areas, grid, "right") - np.searchsorted(theirs, grid, "right")).max() / count
+    assert apart < 1.95 * math.sqrt(2 / count)  # Kolmogorov and Smirnov, at 0.1%
+
+
 # --- all together
 
 
@@ -207,10 +301,9 @@ def test_augment_draws_are_those_of_seed_epoch_and_stream():
     images, indices = batch(), np.arange(50, 62)
     before = images.clone()
     expected = images
-    table = {stream: uniforms(seed=5, epoch=2, indices_B=indices, num_draws=6, stream=stream) for stream in (1, 2, 3)}
-    expected = color_jitter.ColorJitter(0.4)(expected, draws_BD=table[1])
-    expected = rand_augment.RandAugment(2, 9)(expected, draws_BD=table[2][:, :4])
-    expected = Cutout(16, MEAN)(expected, draws_BD=table[3][:, :2])
+    for each, (stream, num_draws) in zip(EVERYTHING, ((1, 6), (2, 4), (5, 3), (3, 2), (6, 23)), strict=True):
+        draws_BD = uniforms(seed=5, epoch=2, indices_B=indices, num_draws=num_draws, stream=stream)
+        expected = each(expected, draws_BD=draws_BD)
     result = Augment(5, EVERYTHING)(images, epoch=2, indices_B=indices)
     assert_form(result, images)
     assert torch.equal(result, expected)
@@ -225,25 +318,30 @@ def test_augment_nothing_asked_for_does_nothing():
 
 
 def test_augmentations_of_a_config_are_those_that_it_asks_for():
-    config = AugmentConfig(
-        color_jitter=0.4,
-        randaugment_ops=2,
-        randaugment_magnitude=9,
-        cutout_size=16,
-        mixup_alpha=0.0,
-        cutmix_alpha=0.0,
+    asked_for = (
+        {"color_jitter": 0.4},
+        {"randaugment_ops": 2, "randaugment_magnitude": 9},
+        {"trivial_augment": True},
+        {"cutout_size": 16},
+        {"erasing_probability": 0.5},
     )
-    assert make_augment(config, seed=5, fill=MEAN) == Augment(5, EVERYTHING)
-    config = replace(config, color_jitter=0.0, randaugment_ops=0, randaugment_magnitude=None)
-    assert make_augment(config, seed=5, fill=MEAN) == Augment(5, EVERYTHING[2:])
-    assert make_augment(replace(config, cutout_size=0), seed=5, fill=MEAN) == Augment(5)
+    everything = AugmentConfig(**{key: value for keys in asked_for for key, value in keys.items()})
+    assert make_augment(everything, seed=5, fill=MEAN) == Augment(5, EVERYTHING)
+    for keys, each in zip(asked_for, EVERYTHING, strict=True):
+        assert make_augment(AugmentConfig(**keys), seed=5, fill=MEAN) == Augment(5, (each,))
+    assert make_augment(AugmentConfig(), seed=5, fill=MEAN) == Augment(5)
+
+
+def test_augmentations_are_all_tested_together():
+    """A new one gets its place in EVERYTHING."""
+    assert tuple(type(each) for each in EVERYTHING) == AUGMENTATIONS
 
 
 def test_augmentations_have_streams_of_their_own():
     """Crop and flip have 0. Those that exist keep their numbers: another one is another image."""
     streams = [each.stream for each in AUGMENTATIONS]
     assert len({0, mix.STREAM, *streams}) == 2 + len(streams)
-    assert (color_jitter.ColorJitter.stream, rand_augment.RandAugment.stream, Cutout.stream, mix.STREAM) == (1, 2, 3, 4)
+    assert (*streams, mix.STREAM) == (1, 2, 5, 3, 6, 4)
 
 
 @pytest.mark.parametrize(
@@ -254,6 +352,7 @@ def test_augmentations_have_streams_of_their_own():
         (partial(rand_augment.RandAugment, num_ops=1), {"magnitude": 31}),
         (partial(Cutout, fill=MEAN), {"size": 15}),
         (partial(Cutout, size=2), {"fill": (0, 0, 256)}),
+        (partial(random_erasing.RandomErasing, fill=MEAN), {"probability": 1.5}),
     ],
 )
 def test_augmentations_name_the_senseless_setting(make, setting):

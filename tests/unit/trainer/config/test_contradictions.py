@@ -85,6 +85,8 @@ OPS; augment.randaugment_magnitude=31
   | augment.randaugment_magnitude=31 must be at most 30 | augment.randaugment_magnitude=30
 OPS; model.name=resnet18; data.train_sizes=[[0, 2]]
   | data.train_sizes=2 is too small for augment.randaugment_ops=2: give at least 3 | data.train_sizes=[[0, 3]]
+augment.trivial_augment=true; model.name=resnet18; data.train_sizes=[[0, 2]]
+  | data.train_sizes=2 is too small for augment.trivial_augment=true: give at least 3 | data.train_sizes=[[0, 3]]
 augment.cutout_size=1 | cutout_size=1 must be even: 2 | augment.cutout_size=2
 augment.cutout_size=7 | cutout_size=7 must be even: 8 | augment.cutout_size=8
 augment.mixup_alpha=0.2; batch.bn_span=1 | batch.bn_span=1 leaves none | batch.bn_span=2

@@ -140,7 +140,7 @@ OUTSIDE = {
     ("above 0 and at most 1", 0): """
         run.target_top1 data.crop_area_min data.eval_crop_fraction schedule.options.cycle_factor""",
     ("above 0 and at most 178", 0): "data.max_megapixels",
-    ("at least 0 and at most 1", 2): "data.mean",
+    ("at least 0 and at most 1", 2): "data.mean augment.erasing_probability",
     ("at least 0 and below 1", 1): """
         optimizer.momentum optimizer.betas optimizer.ema_decay optimizer.label_smoothing schedule.low_momentum
         optimizer.options.factor_decay""",

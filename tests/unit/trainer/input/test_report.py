@@ -1,11 +1,13 @@
 """What is said about the input: rates by hand, and advice that is true for the settings of the run."""
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from all_augmentations import ALL_AUGMENTATIONS
 
 from bigbatch.trainer.build import input as measure_input
 from bigbatch.trainer.config.file import load_config
@@ -263,14 +265,19 @@ def test_input_report_settings_are_those_of_the_config(tmp_path: Path) -> None:
     assert input_settings(config, sizes=[], num_cores=5, is_on_gpu=True).is_packed
 
 
-COSTLY = {"color_jitter": 0.4, "randaugment_ops": 2, "cutout_size": 8, "mixup_alpha": 0.2, "cutmix_alpha": 1.0}
-
-
 def test_input_report_every_augmentation_is_known() -> None:
-    words = [f"--augment.{key}={value}" for key, value in COSTLY.items()]
-    config = load_config(["--config", "quickstart", *words, "--augment.randaugment_magnitude=9"])
+    words = [f"--augment.{key}={value}" for key, value in ALL_AUGMENTATIONS.items()]
+    config = load_config(["--config", "quickstart", *words])
+    assert [field.name for field in fields(config.augment)] == [*ALL_AUGMENTATIONS], "a new key gets its row there"
     settings = input_settings(config, sizes=[], num_cores=1, is_on_gpu=False)
-    assert settings.augmentations == tuple(f"augment.{key}" for key in COSTLY)
+    costly = [key for key in ALL_AUGMENTATIONS if key != "randaugment_magnitude"]
+    assert settings.augmentations == tuple(f"augment.{key}" for key in costly)
+
+
+def test_every_augmentation_stands_in_the_pages_table() -> None:
+    page = (Path(__file__).parents[4] / "docs/input.md").read_text()
+    named = re.findall(r"`augment\.(\w+): ", "".join(re.findall(r"^\| (`augment\..*?) \|", page, re.M)))
+    assert named == [*ALL_AUGMENTATIONS]
 
 
 MINE = ProbedInput({"loader": 100.0, "read": None, "decode": 300.0, "copy": None, "augment": 500.0}, ())
