@@ -1,11 +1,14 @@
 """What a notebook does with bigbatch.train, in one process; and a script of which every rank does the same."""
 
+import gc
 import json
 import os
 import signal
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -83,8 +86,16 @@ def same(ours: Path, theirs: Path) -> bool:
     return all(torch.equal(one[name], other[name]) for name in other)
 
 
+def alive() -> Counter[str]:
+    """Objects and functions of bigbatch, figures and models, by type and name."""
+    homes = ("bigbatch.", "matplotlib.figure", "torch.nn.modules")
+    named = [each if isinstance(each, FunctionType) else type(each) for each in gc.get_objects()]
+    return Counter(f"{each.__module__}.{each.__qualname__}" for each in named if str(each.__module__).startswith(homes))
+
+
 def notebook(root: str, out: str) -> int:
     """Cell by cell; the process fails where one does not do what the page says."""
+    gc.disable()  # Python's own collection comes after any number of runs
     first, again = Path(out) / "first", Path(out) / "again"
     diary = Diary()
     summary = bigbatch.train("quickstart", settings(root, first), hooks=diary.hooks())
@@ -99,7 +110,9 @@ def notebook(root: str, out: str) -> int:
     assert diary.told[-1] == ("end", summary["top1"])
     assert diary.told.index(("step", 3)) < diary.told.index(("evaluation", 3, told["eval"][0]["top1"]))
 
+    before = alive()
     bigbatch.train("quickstart", settings(root, again), quiet=True)
+    assert alive() - before == Counter(), "a run leaves these behind"
     assert same(again, first), "a second run in the same process is another"
     finished = Diary()
     assert bigbatch.train(first, hooks=finished.hooks(), quiet=True) == summary, "a finished run gives its summary"

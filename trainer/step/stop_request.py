@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from threading import Thread
 from types import FrameType
 
@@ -31,6 +32,12 @@ def leave_stopped(env: ProcessEnv) -> int:
     return INTERRUPTED
 
 
+@cache
+def _leave_children_out() -> None:
+    """Forked processes have the same handlers, but their signals are not for this process."""
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
 class Stopped(Exception):
     """Raised on all ranks to end the work between two boundaries after a request to stop."""
 
@@ -50,8 +57,7 @@ class StopRequest:
         self._departure: Departure | None = None
         for number in heeded_signals():
             signal.signal(number, self._note)
-        # a forked process has the same handlers, but what it is told is not for us
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        _leave_children_out()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._is_asked and number == signal.SIGINT:
