@@ -45,7 +45,8 @@ class RandomErasing:
         """Change uint8 images by draws that are uniform in [0, 1)."""
         image_2 = np.array(images_BCHW.shape[2:])
         areas_BT = image_2.prod() * _between(*AREAS, draws_BD[:, 3 : 3 + TRIES])
-        ratios_BT = np.exp(_between(*np.log(RATIOS), draws_BD[:, 3 + TRIES :]))
+        low, high = np.log(RATIOS)
+        ratios_BT = np.exp(_between(low, high, draws_BD[:, 3 + TRIES :]))
         sides_BT2 = np.rint(np.sqrt(np.stack([areas_BT * ratios_BT, areas_BT / ratios_BT], axis=-1)))
         fits_BT = (sides_BT2 < image_2).all(-1)
         sides_B2 = np.take_along_axis(sides_BT2, fits_BT.argmax(1)[:, None, None], axis=1)[:, 0]
