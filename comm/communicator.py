@@ -24,6 +24,7 @@ from bigbatch.comm.rendezvous.bounded_store import is_asking, wait_until
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
+from bigbatch.comm.rendezvous.regroup import Seats
 from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import Topology
 from bigbatch.comm.timeline import Timeline, merge
@@ -71,6 +72,8 @@ class Communicator:
     """Why the algorithm was chosen, if the config names none."""
     calibration: str = ""
     """Measurements of this cluster, for a run's folder; empty if none were asked for."""
+    seats: Seats | None = None
+    """Where the ranks can form a new group after a loss; None if they cannot."""
 
     @property
     def rank(self) -> int:
@@ -349,6 +352,16 @@ def close_at_exit(communicator: Communicator) -> Communicator:
         atexit.register(_close_all)
     open_connections[communicator.control] = communicator
     return communicator
+
+
+def abort_connection(control: Control) -> None:
+    """After the loss of a rank, end what is under way over a connection, if one is open, and release it."""
+    communicator = open_connections.pop(control, None)
+    if communicator is None:
+        return
+    if communicator.inspector is not None:
+        communicator.inspector.close()
+    communicator.backend.abort()  # type: ignore[attr-defined]  # of those that have seats
 
 
 def abort_all(exit_code: int) -> None:

@@ -21,7 +21,9 @@ from bigbatch.comm.communicator import Communicator, close_at_exit
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.exit_record import record_begin
+from bigbatch.comm.rendezvous.job_store import JobStore
 from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
+from bigbatch.comm.rendezvous.regroup import Group, take_seats
 from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import make_topology
 from bigbatch.comm.timeline import Timeline
@@ -29,6 +31,8 @@ from bigbatch.errors import CommError, PeerLostError
 
 BUFFERS = ("torch", "registered", "symmetric")
 BACKENDS = ("auto", "nccl", "gloo", "mpi", "tcp", "horovod")
+HEALING = ("tcp", "gloo")
+"""Backends whose operations can be aborted while the process lives on."""
 WARN_SECONDS = 10.0
 TOO_OLD = r".*NVIDIA driver on your system is too old \(found version (\d+)\)"
 """Matches torch's message on a driver, with the newest CUDA that it supports: 12080 is 12.8."""
@@ -117,6 +121,8 @@ def connect(
     meeting_seconds: float | None = None,
     env: ProcessEnv | None = None,
     device: torch.device | None = None,
+    heals: bool = False,
+    group: Group | None = None,
 ) -> Communicator:
     """Meet the other ranks of this job, whatever started them (mpirun, srun, torchrun, nothing). Collective.
 
@@ -130,6 +136,7 @@ def connect(
     buffers: "registered" or "symmetric" sums fusion buffers without a copy (see RegisteredMemory).
     interface: the network interface of hosts that have several; one that the launcher has named takes precedence.
     device: choose_device's if None; ranks with the same GPU are then refused.
+    heals: after a loss the other ranks can form a new group, by regroup(); group: what that returned.
     After warn_seconds (10, or timeout_seconds if that is shorter), in one sum or at the meeting, late ranks are named;
     after timeout_seconds the wait ends in an error. The first meeting waits for meeting_seconds if that is longer: one
     rank's image or file system may be much slower than another's.
@@ -138,7 +145,7 @@ def connect(
     Raises: CommError if the ranks cannot meet, or disagree about their places; ValueError for an unknown or impossible
     choice.
     """
-    env = env or read_process_env()
+    env = group.env if group else env or read_process_env()
     record_begin(env)
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
@@ -158,15 +165,22 @@ def connect(
             "which no rank is left to warn"
         )
     interface = env.interface or interface
-    control = Control(
-        env,
-        timeout_seconds=timeout_seconds,
-        meeting_seconds=max(timeout_seconds, meeting_seconds or 0.0),
-        warn_seconds=warn_seconds,
-        interface=interface,
+    control = (
+        group.control
+        if group
+        else Control(
+            env,
+            timeout_seconds=timeout_seconds,
+            meeting_seconds=max(timeout_seconds, meeting_seconds or 0.0),
+            warn_seconds=warn_seconds,
+            interface=interface,
+        )
     )
     control.library = backend
     nodes = [place.node for place in meet(env, control, gpu=gpu)]
+    seats = group.seats if group else None
+    if heals and seats is None and backend in HEALING and isinstance(control.store, JobStore):
+        seats = take_seats(env, control, interface=interface)
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)
     transport, inspector = _connect_watched(
         env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds
@@ -188,6 +202,7 @@ def connect(
         timeline=Timeline(device),
         inspector=inspector,
         buffers=buffers,
+        seats=seats,
     )
     try:
         if inspector is not None and buffers != "torch":  # of NCCL

@@ -15,6 +15,8 @@ from bigbatch.comm.rendezvous.stall import Pending
 from bigbatch.errors import CommError, PeerLostError
 
 POLL_SECONDS = 1.0
+ABORT_SECONDS = 2.0
+"""How long an aborted operation is waited for."""
 
 Explain = Callable[[str, float, Exception], CommError]
 """(label, seconds waited, cause) -> the error to raise."""
@@ -99,6 +101,13 @@ class ThreadQueue:
         self.is_closed = True
         self._jobs.put(None)
         self._thread.join()
+
+    def give_up(self, error: CommError) -> None:
+        """Fail the queued operations, and stop the thread once the one under way has ended, which has a limit."""
+        self.is_closed = True
+        self._failure = self._failure or error
+        self._jobs.put(None)
+        self._thread.join(ABORT_SECONDS)
 
 
 def behind_kernels(operation: Callable[[], None], gpu: torch.device) -> Callable[[], None]:

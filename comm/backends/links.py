@@ -170,6 +170,7 @@ class Links:
         """Connections by file descriptor, the oldest first: socket, introduction so far, and since when it waits."""
         self._most_callers = env.world_size + MOST_STRANGERS
         self._poll = select.poll()
+        self._is_shut = False
         self._moved = self._asked = 0.0
         """When bytes last moved over a link, and when while_waiting was last called; awake_seconds()."""
         towards = control.master[0] if control.master and not env.is_one_host else None
@@ -226,7 +227,10 @@ class Links:
         """
         for link in self._links.values():
             self._watch(link)
-        for number, _ in self._poll.poll(POLL_SECONDS * 1000):
+        ready = self._poll.poll(POLL_SECONDS * 1000)
+        if self._is_shut:
+            raise ConnectionAbortedError("the links were shut down")
+        for number, _ in ready:
             if number in self._by_number:
                 self._move(self._by_number[number])
                 self._moved = awake_seconds()
@@ -332,6 +336,13 @@ class Links:
         link = Link(peer, stream, proof=proof)
         self._links[peer] = link
         self._by_number[link.number] = link
+
+    def shut_down(self) -> None:
+        """End all transfers of both sides with an error. Any thread may call it."""
+        self._is_shut = True
+        for link in list(self._links.values()):
+            with suppress(OSError):  # the peer has ended it
+                link.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close all connections."""

@@ -10,6 +10,7 @@ from bigbatch.comm.backends.in_flight import ThreadQueue
 from bigbatch.comm.backends.links import Links
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.errors import CommError
 
 
 class TcpBackend:
@@ -31,8 +32,13 @@ class TcpBackend:
         self._links = Links(
             env, control, interface=interface, while_waiting=lambda seconds: control.give_up(self._label, seconds)
         )
-        self._queue = ThreadQueue(control.explain, while_waiting=control.heed_others)
+        self._queue = ThreadQueue(self._explain, while_waiting=control.heed_others)
         self.oldest = self._queue.oldest
+
+    def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
+        if isinstance(error, ConnectionError):
+            self._links.shut_down()  # the waits of others end at once, too
+        return self._control.explain(label, seconds, error)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Return the group, which needs no set-up: it is its ranks."""
@@ -124,6 +130,12 @@ class TcpBackend:
 
     def abandon(self) -> None:
         self._queue.close()
+        self._links.close()
+
+    def abort(self) -> None:
+        """End what is under way, without the other ranks."""
+        self._links.shut_down()
+        self._queue.give_up(CommError("the connection was aborted"))
         self._links.close()
 
 

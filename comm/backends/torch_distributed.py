@@ -1,6 +1,7 @@
 """torch.distributed as a transport: NCCL for GPU tensors, gloo for host tensors."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -207,6 +208,15 @@ class TorchDistributedBackend:
     def abandon(self) -> None:
         """Stop the thread and abandon the process group, so that another connection can make one."""
         self._queue.close()
+        self._destroy()
+
+    def abort(self) -> None:
+        """End gloo's operations, without the other ranks, and abandon the process groups."""
+        assert isinstance(self._queue, ThreadQueue)
+        for handle in {*self._made, *filter(None, [self.world.handle])}:
+            with suppress(RuntimeError):
+                handle.abort()
+        self._queue.give_up(CommError("the connection was aborted"))
         self._destroy()
 
     def _destroy(self) -> None:

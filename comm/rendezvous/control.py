@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
 from bigbatch.comm.rendezvous.meeting import GRACE_SECONDS, open_store
 from bigbatch.comm.rendezvous.roll_call import (
@@ -30,12 +32,21 @@ _connections = 0
 """Number of Controls that this process has made: each has its own prefix for keys."""
 
 
+@dataclass(frozen=True)
+class Joined:
+    """The store of a group that this process has joined already, and the rank that holds it."""
+
+    store: KeyValue
+    holder: int
+
+
 class Control:
     """Exchanges short texts between the ranks through a key-value store, and finds lost ranks.
 
     Collective: every rank constructs its Controls in the same order. Independent of the backend, so it still works
     when that fails. timeout_seconds: limit of every wait and of each request to the store. meeting_seconds (None: the
-    same): limit of the wait for all ranks to start; late ones are named after warn_seconds.
+    same): limit of the wait for all ranks to start; late ones are named after warn_seconds. joined: the store of a
+    group that has formed after a loss.
     Raises: CommError if the ranks cannot meet.
     """
 
@@ -47,23 +58,27 @@ class Control:
         meeting_seconds: float | None = None,
         warn_seconds: float = WARN_SECONDS,
         interface: str | None = None,
+        joined: Joined | None = None,
     ) -> None:
         global _connections
-        # all ranks make theirs in the same order, so equal numbers mean the same one
-        _connections += 1
         self.rank, self.world_size, self.host = env.rank, env.world_size, env.host
         self.timeout_seconds = timeout_seconds
         self.meeting_seconds = timeout_seconds if meeting_seconds is None else meeting_seconds
         self.warn_seconds = warn_seconds
         self.library = "control"
-        self.store, self.holder, met = open_store(
-            env,
-            f"bigbatch/{_connections}",
-            timeout_seconds=timeout_seconds,
-            meeting_seconds=self.meeting_seconds,
-            warn_seconds=warn_seconds,
-            interface=interface,
-        )
+        if joined is None:
+            # all ranks make theirs in the same order, so equal numbers mean the same one
+            _connections += 1
+            self.store, self.holder, met = open_store(
+                env,
+                f"bigbatch/{_connections}",
+                timeout_seconds=timeout_seconds,
+                meeting_seconds=self.meeting_seconds,
+                warn_seconds=warn_seconds,
+                interface=interface,
+            )
+        else:
+            self.store, self.holder, met = joined.store, f"rank {joined.holder}", env
         self.master, self.secret = met.master, met.secret
         self._texts = 0
         self.roll_call = RollCall(self)

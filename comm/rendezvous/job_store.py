@@ -112,12 +112,21 @@ class JobStore(Store):
     """
 
     def __init__(
-        self, line: Line, prefix: str = "", *, seconds: float, deadline: float = INFINITE, is_for_torch: bool = False
+        self,
+        line: Line,
+        prefix: str = "",
+        *,
+        seconds: float,
+        deadline: float = INFINITE,
+        is_for_torch: bool = False,
+        numbers: Sequence[int] | None = None,
     ) -> None:
-        """deadline: when all requests are over; awake_seconds()."""
+        """deadline: when all requests are over; awake_seconds(). numbers: under which each rank has connected, if not
+        its own: of a group after a loss."""
         super().__init__()
-        self.line, self._prefix, self._seconds = line, prefix, seconds
+        self.line, self.prefix, self._seconds = line, prefix, seconds
         self._deadline, self._is_for_torch = deadline, is_for_torch
+        self.numbers = numbers
 
     @property
     def torch_store(self) -> "JobStore":
@@ -126,13 +135,13 @@ class JobStore(Store):
         In Python, although NCCL's threads ask it: of torch's stores in C++, TCPStore listens without authentication,
         FileStore needs a shared disk, and the others do not see other ranks.
         """
-        made = JobStore(self.line, self._prefix, seconds=self._seconds, is_for_torch=True)
+        made = JobStore(self.line, self.prefix, seconds=self._seconds, is_for_torch=True)
         _of_torch.append(made)
         return made
 
     def within(self, seconds: float) -> "JobStore":
         deadline = min(self._deadline, awake_seconds() + seconds)
-        return JobStore(self.line, self._prefix, seconds=self._seconds, deadline=deadline)
+        return JobStore(self.line, self.prefix, seconds=self._seconds, deadline=deadline, numbers=self.numbers)
 
     def set(self, key: str, value: Text) -> None:
         self._ask("set", self._name(key), value)
@@ -172,7 +181,10 @@ class JobStore(Store):
 
     def gone(self) -> frozenset[int]:
         """Return the ranks that were connected and have no connection left: their processes have ended."""
-        return frozenset(map(int, split(self._ask("gone")[1:])))
+        gone = frozenset(map(int, split(self._ask("gone")[1:])))
+        if self.numbers is None:
+            return gone
+        return frozenset(rank for rank, number in enumerate(self.numbers) if number in gone)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises: RuntimeError after the time limit, with "timed out" as in torch's message."""
@@ -203,7 +215,7 @@ class JobStore(Store):
         return self.line.ask(name, *parts, seconds=min(limit, max(0.001, self._deadline - awake_seconds())))
 
     def _name(self, key: str) -> str:
-        return f"{self._prefix}/{key}" if self._prefix else key
+        return f"{self.prefix}/{key}" if self.prefix else key
 
 
 KeyValue = JobStore | BoundedStore

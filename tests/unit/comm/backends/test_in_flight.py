@@ -110,6 +110,26 @@ def test_queue_tries_nothing_more_after_a_failure() -> None:
     queue.close()
 
 
+def test_queue_that_is_aborted_waits_a_while_for_what_runs_and_begins_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_flight, "ABORT_SECONDS", 0.01)
+    queue = ThreadQueue(explain, while_waiting=be_patient)
+    running, gate = threading.Event(), threading.Event()
+
+    def run() -> None:
+        running.set()
+        assert_true(gate.wait(timeout=200))
+
+    first, second = queue.submit(run, label="buffer 0"), queue.submit(lambda: None, label="buffer 1")
+    assert running.wait(timeout=200)
+    queue.give_up(CommError("aborted"))
+    gate.set()
+    first.wait()
+    with pytest.raises(CommError, match="aborted"):
+        second.wait()
+
+
 def test_queue_lets_a_wait_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "POLL_SECONDS", 0.01)
     gate = threading.Event()

@@ -254,6 +254,26 @@ def test_peer_that_leaves_while_it_is_sent_to_is_noticed(store: HashStore) -> No
         say(job, bytes(100_000_000), to=1)  # more than the kernel takes before it knows
 
 
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_wait_ends_at_once_where_the_links_are_shut_down(
+    is_connected: bool, store: HashStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, on the side of a rank that has noticed a loss; its peers notice it by that."""
+    monkeypatch.setattr(links, "POLL_SECONDS", 0.01)
+    first, second = join(store, 0, while_waiting=lambda seconds: None), join(store, 1)
+    if is_connected:
+        there = threads.submit(say, second, b"there", to=0)
+        assert hear(first, 5, source=1) == b"there"
+        there.result()
+    waits = threads.submit(hear, first, 5, source=1)
+    first.shut_down()
+    with pytest.raises(ConnectionError):
+        waits.result(timeout=200)
+    if is_connected:
+        with pytest.raises(ConnectionResetError):
+            hear(second, 5, source=0)
+
+
 @pytest.mark.parametrize("connects", [False, True])
 def test_peer_that_never_connects_or_sends_nothing_is_given_up(connects: bool, store: HashStore) -> None:
     job = join(store, 0)

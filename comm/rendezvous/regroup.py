@@ -1,0 +1,244 @@
+"""A new group after a loss: the ranks that are left agree on its members, and on the process that holds its store.
+
+Each rank keeps a bound socket, which does not listen. If the store is lost, the first rank that is left opens the next
+one there. No member list is formed twice: it is a value of one store, and the trainer's claim of the run folder
+decides between two groups that do not see each other.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from bigbatch.awake import awake_seconds
+from bigbatch.boot import boot_id, start_ticks
+from bigbatch.comm.rendezvous.addresses import family_of, own_address
+from bigbatch.comm.rendezvous.control import Control, Joined
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
+from bigbatch.comm.rendezvous.secret import StrangerError
+from bigbatch.errors import CommError, PeerLostError
+
+HOLDER_SECONDS = 0.5
+"""Wait for ranks of the host of a lost store that this host cannot see: nearly always they are lost with it."""
+LOOK_SECONDS = 0.02
+"""Pause between two looks for other ranks."""
+CALL_SECONDS = 1.0
+"""Limit of one attempt to reach the next store's process."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's process, and the address of its bound socket."""
+
+    host: str
+    machine: str
+    """Name of the machine, whatever host the process plays."""
+    address: str
+    port: int
+    kernel: str
+    """Boot and PID namespace in which pid is valid; empty if unknown."""
+    pid: int
+    born: int | None
+
+    def has_ended(self) -> bool | None:
+        """Return whether the process has ended; None if this process cannot see it."""
+        if not self.kernel or self.kernel != own_kernel():
+            return None
+        return start_ticks(self.pid) != self.born
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The processes of a group in rank order, and this one's bound socket."""
+
+    all: tuple[Seat, ...]
+    socket: socket.socket
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of ranks: this process's place in it, its control channel, and where it can meet again after a loss."""
+
+    env: ProcessEnv
+    control: Control
+    seats: Seats
+
+
+def take_seats(env: ProcessEnv, control: Control, *, interface: str | None) -> Seats:
+    """Bind this rank's socket, and exchange the addresses. Collective, after all have met."""
+    towards = control.master[0] if control.master and not env.is_one_host else None
+    address = own_address(is_one_host=env.is_one_host, interface=interface, towards=towards)
+    bound = _bind(address, 0)
+    mine = Seat(
+        host=env.host,
+        machine=socket.gethostname() if env.plays_host else env.host,
+        address=address,
+        port=bound.getsockname()[1],
+        kernel=own_kernel(),
+        pid=os.getpid(),
+        born=start_ticks(os.getpid()),
+    )
+    told = control.gather_text(json.dumps(asdict(mine)), what="exchange of the addresses of later stores")
+    return Seats(tuple(Seat(**json.loads(text)) for text in told), bound)
+
+
+def _bind(address: str, port: int) -> socket.socket:
+    bound = socket.socket(family_of(address))
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((address, port))
+    return bound
+
+
+def holder_of(control: Control) -> int:
+    """Return the rank that holds the store."""
+    return int(control.holder.removeprefix("rank "))
+
+
+def own_kernel() -> str:
+    """Return the boot and the PID namespace of this process; empty if unknown."""
+    with suppress(OSError):
+        if boot := boot_id():
+            return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def regroup(group: Group, lost: frozenset[int]) -> Group:
+    """Form a group of the ranks that are left, in their order. Collective over these.
+
+    lost: of the error that ended the group.
+    Raises: PeerLostError if the others go on without this rank; CommError if no store can be reached.
+    """
+    env, control, seats = group.env, group.control, group.seats
+    store, rank, holder = control.store, env.rank, holder_of(control)
+    assert isinstance(store, JobStore)
+    left = [each for each in range(env.world_size) if each not in lost]
+    if rank not in left and rank != holder:
+        raise excluded(env, lost)
+    if holder in left:  # the store lives: its verdict is the same on all ranks
+        members, line, first = left, store.line, holder
+        numbers = [store.numbers[each] if store.numbers else each for each in members]
+    else:
+        members, line, first = _meet_elsewhere(env, control, seats, lost)
+        numbers = members
+    if rank not in members:
+        raise excluded(env, frozenset(range(env.world_size)).difference(members))
+    # ranks that disagree about the members never meet
+    prefix = f"{store.prefix}>{','.join(map(str, members))}"
+    joined = Joined(JobStore(line, prefix, seconds=control.timeout_seconds, numbers=numbers), members.index(first))
+    place = place_in(env, seats.all, members, master=(line.address, line.port), secret=control.secret)
+    return Group(
+        place,
+        Control(place, timeout_seconds=control.timeout_seconds, warn_seconds=control.warn_seconds, joined=joined),
+        replace(seats, all=tuple(seats.all[each] for each in members)),
+    )
+
+
+def place_in(
+    env: ProcessEnv, seats: Sequence[Seat], members: Sequence[int], *, master: tuple[str, int], secret: bytes
+) -> ProcessEnv:
+    """Return the environment of a rank in the group of these members of its former group; seats: of that one."""
+    here = [each for each in members if seats[each].machine == seats[env.rank].machine]
+    return replace(
+        env,
+        rank=members.index(env.rank),
+        world_size=len(members),
+        local_rank=here.index(env.rank),
+        local_size=len(here),
+        master=master,
+        secret=secret,
+    )
+
+
+def excluded(env: ProcessEnv, lost: frozenset[int]) -> PeerLostError:
+    """Return the error of a rank without which the others go on."""
+    error = PeerLostError(
+        f"rank {env.rank} on {env.host} did not answer in time, so the other ranks go on without it: this process ends"
+    )
+    error.lost_ranks = lost | {env.rank}
+    return error
+
+
+def order_of_holders(seats: Sequence[Seat], lost: frozenset[int], *, holder: int) -> list[int]:
+    """Return who opens the next store, in turn: ranks of other hosts than the lost one's first, and itself last."""
+    left = [each for each in range(len(seats)) if each not in lost and each != holder]
+    return [*sorted(left, key=lambda each: seats[each].host == seats[holder].host), holder]
+
+
+def _meet_elsewhere(
+    env: ProcessEnv, control: Control, seats: Seats, lost: frozenset[int]
+) -> tuple[list[int], Line, int]:
+    """Open or find the next store, and agree there on the members.
+
+    Returns: the members, the store, and the rank that holds it.
+    """
+    reasons = []
+    for first in order_of_holders(seats.all, lost, holder=holder_of(control)):
+        if first == env.rank:
+            return *_count(env, control, seats, lost), first
+        try:
+            line = _call(seats.all[first], control, rank=env.rank)
+        except (OSError, StrangerError) as error:
+            reasons.append(f"rank {first}: {error}")
+            continue
+        store = _election(line, control)
+        try:
+            store.set(f"here/{env.rank}", "1")
+            # as long as the first rank may wait for another one, and for its own requests
+            if store.wait_for("members", 2 * control.timeout_seconds):
+                return list(map(int, store.get("members").split())), line, first
+        except RuntimeError as error:  # it has ended
+            reasons.append(f"rank {first}: {error}")
+    raise CommError(f"rank {env.rank} on {env.host} reaches no rank that opens another store: {'; '.join(reasons)}")
+
+
+def _election(line: Line, control: Control) -> JobStore:
+    assert isinstance(control.store, JobStore)
+    return JobStore(line, f"{control.store.prefix}>members", seconds=control.timeout_seconds)
+
+
+def _call(seat: Seat, control: Control, *, rank: int) -> Line:
+    """Connect to the store at a seat, once it listens. Raises: OSError; StrangerError."""
+    deadline = awake_seconds() + control.timeout_seconds
+    while not seat.has_ended():
+        try:
+            return Line(seat.address, seat.port, control.secret, rank=rank, timeout_seconds=CALL_SECONDS)
+        except OSError:  # it may be in a long step, and has not noticed the loss yet
+            if awake_seconds() > deadline:
+                raise
+    raise ConnectionError("its process has ended")
+
+
+def _count(env: ProcessEnv, control: Control, seats: Seats, lost: frozenset[int]) -> tuple[list[int], Line]:
+    """Open the next store, and publish which ranks have come to it.
+
+    A rank is waited for until its process has ended, or for comm.timeout_seconds: it may be in a long step. Ranks of
+    the lost store's host that this host cannot see are waited for HOLDER_SECONDS.
+    """
+    listener, started, own = seats.socket, awake_seconds(), seats.all[env.rank]
+    if listener.fileno() < 0:  # this rank has held a store there, which has ended
+        listener = _bind(own.address, own.port)
+    listener.listen(4096)
+    line = hold_store(listener, control.secret, world_size=env.world_size, timeout_seconds=control.timeout_seconds)
+    store = _election(line, control)
+    holder = holder_of(control)
+    awaited = {each for each in range(env.world_size) if each != env.rank and (each not in lost or each == holder)}
+    come: set[int] = set()
+    while awaited:
+        gone = store.gone()
+        for each in sorted(awaited):
+            seat, waited = seats.all[each], awake_seconds() - started
+            has_ended = seat.has_ended()
+            is_short = each in lost or (has_ended is None and seat.host == seats.all[holder].host)
+            if store.check([f"here/{each}"]):
+                come.add(each)
+            elif not (has_ended or each in gone or waited > (HOLDER_SECONDS if is_short else control.timeout_seconds)):
+                continue
+            awaited.discard(each)
+        time.sleep(LOOK_SECONDS if awaited else 0.0)
+    members = sorted({*come, env.rank})
+    store.set("members", " ".join(map(str, members)))
+    return members, line

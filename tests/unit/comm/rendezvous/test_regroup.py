@@ -1,0 +1,139 @@
+"""The group that forms after a loss: who is in it, who holds its store, and what those in doubt find there."""
+
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from error_texts import naming
+
+from bigbatch.boot import start_ticks
+from bigbatch.comm.rendezvous import regroup as module
+from bigbatch.comm.rendezvous.control import Control, Joined
+from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.job_store import JobStore, hold_store
+from bigbatch.comm.rendezvous.regroup import Group, Seat, Seats, order_of_holders, own_kernel, place_in, regroup
+from bigbatch.errors import PeerLostError
+
+SECRET = b"of this test"
+
+
+def seat(host: str, *, machine: str = "", port: int = 1, kernel: str = "", born: int | None = 0) -> Seat:
+    return Seat(host, machine or host, "127.0.0.1", port, kernel, os.getpid(), born)
+
+
+def env_of(rank: int, world_size: int) -> ProcessEnv:
+    return ProcessEnv("torchrun", rank, world_size, rank, world_size, "here", ("127.0.0.1", 1), secret=SECRET)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "lost", "holder", "expected"),
+    [
+        ("a a a a", {0}, 0, [1, 2, 3, 0]),
+        ("a a b b", {0}, 0, [2, 3, 1, 0]),  # a's others are nearly always lost, too
+        ("a a b b", {0, 2}, 0, [3, 1, 0]),
+        ("a b c", {1}, 1, [0, 2, 1]),
+    ],
+)
+def test_next_store_is_on_another_host_than_the_lost_one(
+    hosts: str, lost: set[int], holder: int, expected: list[int]
+) -> None:
+    seats = [seat(host) for host in hosts.split()]
+    assert order_of_holders(seats, frozenset(lost), holder=holder) == expected
+
+
+def test_ranks_keep_their_order_and_count_their_machine_anew() -> None:
+    """Hosts that a machine plays are one for its local ranks, which choose a GPU."""
+    seats = [seat("n0", machine="x"), seat("n1", machine="x"), seat("n2", machine="y"), seat("n3", machine="y")]
+    placed = place_in(env_of(3, 4), seats, [1, 2, 3], master=("there", 5), secret=b"s")
+    assert (placed.rank, placed.world_size, placed.local_rank, placed.local_size) == (2, 3, 1, 2)
+    assert (placed.master, placed.secret, placed.launcher) == (("there", 5), b"s", "torchrun")
+
+
+def test_process_is_known_to_have_ended_on_its_own_kernel_alone() -> None:
+    mine = replace(seat("here"), kernel=own_kernel(), born=start_ticks(os.getpid()))
+    assert mine.has_ended() is False
+    assert replace(mine, born=1).has_ended() is True  # another process has its number
+    assert replace(mine, kernel="another").has_ended() is None
+    assert replace(mine, kernel="").has_ended() is None
+
+
+class Job:
+    """Ranks as threads, each with its own connection to one store; ended: ranks whose processes have ended."""
+
+    def __init__(self, num_ranks: int, *, ended: frozenset[int]) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.line = hold_store(listener, SECRET, world_size=num_ranks, timeout_seconds=60)
+        sockets = [module._bind("127.0.0.1", 0) for _ in range(num_ranks)]
+        born = start_ticks(os.getpid()) or 0
+        seats = tuple(
+            seat("here", port=each.getsockname()[1], kernel=own_kernel(), born=born - (rank in ended))
+            for rank, each in enumerate(sockets)
+        )
+        self.groups = []
+        for rank in range(num_ranks):
+            joined = Joined(JobStore(self.line, "job", seconds=60), 0)
+            control = Control(env_of(rank, num_ranks), timeout_seconds=60, joined=joined)
+            self.groups.append(Group(env_of(rank, num_ranks), control, Seats(seats, sockets[rank])))
+
+    def after(self, lost: dict[int, set[int]]) -> dict[int, Group | PeerLostError]:
+        """What each of the ranks comes to that calls these lost."""
+
+        def one(rank: int) -> Group | PeerLostError:
+            try:
+                return regroup(self.groups[rank], frozenset(lost[rank]))
+            except PeerLostError as error:
+                return error
+
+        with ThreadPoolExecutor(len(lost)) as pool:
+            return dict(zip(lost, pool.map(one, lost), strict=True))
+
+
+def gather(groups: list[Group]) -> list[list[str]]:
+    with ThreadPoolExecutor(len(groups)) as pool:
+        tell: Callable[[Group], list[str]] = lambda group: group.control.gather_text(f"of {group.env.rank}")  # noqa: E731
+        return list(pool.map(tell, groups))
+
+
+def test_ranks_whose_store_lives_go_on_there() -> None:
+    job = Job(4, ended=frozenset({2}))
+    groups = job.after({rank: {2} for rank in (0, 1, 3)})
+    assert [group.env.rank for group in groups.values() if isinstance(group, Group)] == [0, 1, 2]
+    assert gather([group for group in groups.values() if isinstance(group, Group)]) == [["of 0", "of 1", "of 2"]] * 3
+    assert {group.control.holder for group in groups.values() if isinstance(group, Group)} == {"rank 0"}
+
+
+def test_ranks_whose_store_is_lost_meet_at_the_next_and_miss_who_has_ended() -> None:
+    """Rank 1 has ended with rank 0, which nobody has said; rank 2 opens the store; a second loss finds it there."""
+    job = Job(5, ended=frozenset({0, 1}))
+    groups = job.after({rank: {0} for rank in (2, 3, 4)})
+    found = [group for group in groups.values() if isinstance(group, Group)]
+    assert [group.env.rank for group in found] == [0, 1, 2]
+    assert {group.control.holder for group in found} == {"rank 0"}
+    assert gather(found) == [["of 0", "of 1", "of 2"]] * 3
+    with ThreadPoolExecutor(2) as pool:
+        again = list(pool.map(lambda group: regroup(group, frozenset({1})), (found[0], found[2])))
+    assert gather(again) == [["of 0", "of 1"]] * 2
+
+
+def test_holder_that_has_lost_its_store_alone_is_taken_in() -> None:
+    """The store is a process of its own."""
+    groups = Job(3, ended=frozenset()).after({rank: {0} for rank in range(3)})
+    assert [group.env.rank for group in groups.values() if isinstance(group, Group)] == [0, 1, 2]
+
+
+def test_rank_without_which_the_others_go_on_is_told() -> None:
+    """By the verdict, or, if it was the holder, by the list of members in the next store."""
+    job = Job(3, ended=frozenset())
+    assert isinstance(job.after({1: {1}})[1], PeerLostError)
+    module_seconds = module.HOLDER_SECONDS
+    module.HOLDER_SECONDS = 0.0
+    try:
+        groups = job.after({1: {0}, 2: {0}})
+    finally:
+        module.HOLDER_SECONDS = module_seconds
+    assert isinstance(groups[1], Group)
+    with pytest.raises(PeerLostError, match=naming("rank 0 on here", "go on without it")):
+        raise job.after({0: {0}})[0]  # type: ignore[misc]
