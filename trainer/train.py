@@ -1,5 +1,6 @@
 """One training run, for `bigbatch train` and for `bigbatch.train` in Python."""
 
+import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -7,21 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder, read_process_env
-from bigbatch.errors import OutOfMemory, ReplicasDiffer
+from bigbatch.errors import OutOfMemory, PeerLostError, ReplicasDiffer
 from bigbatch.trainer.build.job import bind_rank, join_job
 from bigbatch.trainer.build.staging import using_staged
 from bigbatch.trainer.config.file import load_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.doctor.mode import choose_mode
+from bigbatch.trainer.healing import Ownership, can_heal, heal
 from bigbatch.trainer.machine.host import leave_compiler_out
 from bigbatch.trainer.machine.memory import is_out_of_memory
 from bigbatch.trainer.memory.largest_batch import free_memory
 from bigbatch.trainer.memory.out_of_memory import explain
-from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
+from bigbatch.trainer.run.checkpoint import list_checkpoints
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.hooks import TrainingHooks
-from bigbatch.trainer.run.owner import Owner, owning
 from bigbatch.trainer.step.stop_request import leave_stopped
 from bigbatch.trainer.training_run import JoinedRank, TrainingRun
 
@@ -40,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
             data=replace(config.data, stage=None),
             comm=replace(config.comm, calibrate="never"),
         )
+    gc.freeze()  # or each collection looks at all that torch's import made, also while other ranks wait
     leave_compiler_out()  # the process is the command's: bigbatch.train leaves a script's own as it is
     env = read_process_env()
     job = join(config, env)
@@ -71,15 +74,9 @@ def lead(
     try:
         with ExitStack() as stack:
             stack.enter_context(using_staged(config, communicator))
-            owners: list[Owner] = []
-            if not is_dry_run:  # lock the run folder on the first rank; the others wait for that
-                write_on_first(
-                    lambda: owners.append(stack.enter_context(owning(Path(config.run.directory)))),
-                    communicator.control,
-                    what="claim of the run folder",
-                    timeout_seconds=config.run.checkpoint_timeout_seconds,
-                )
-            owner = next(iter(owners), None)
+            ownership = stack.enter_context(Ownership(config))
+            if not is_dry_run:
+                ownership.take(communicator.control)
             chosen = choose_mode(
                 config,
                 communicator,
@@ -88,8 +85,11 @@ def lead(
                 is_dry_run=is_dry_run,
             )
             config, job = chosen.config, replace(job, mode_told=chosen.told, mode_record=chosen.text)
-            make_run = partial(TrainingRun, job=job, owner=owner, hooks=hooks or TrainingHooks(), is_quiet=is_quiet)
-            summary = make_run(config).describe() if is_dry_run else _run_agreed(make_run, config)
+            make_run = partial(TrainingRun, hooks=hooks or TrainingHooks(), is_quiet=is_quiet)
+            if is_dry_run:
+                summary: dict[str, Any] | None = make_run(config, job=job, owner=None).describe()
+            else:
+                summary, communicator = _run_agreed(make_run, config, job, ownership)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -101,33 +101,56 @@ def lead(
     raise OutOfMemory(explain(config, reason, world_size=communicator.world_size, device=communicator.device))
 
 
-def _run_agreed(make_run: Callable[[Config], TrainingRun], config: Config) -> dict[str, Any] | None:
-    """Train to the end or to a stop signal; return the summary, or None if stopped. Collective.
+def _run_agreed(
+    make_run: Callable[..., TrainingRun], config: Config, job: JoinedRank, ownership: Ownership
+) -> tuple[dict[str, Any] | None, Communicator]:
+    """Train to the end or to a stop signal; return the summary, or None if stopped, and the connection. Collective.
 
     If the ranks' weights differ during the run, go back to the newest checkpoint on which they agreed, or to the start
-    of the run.
-    Raises: ReplicasDiffer if they differ at the start, or again after the run went back to the same step.
+    of the run. After the loss of a rank go on without it, if the run heals in place.
+    Raises: PeerLostError; ReplicasDiffer if they differ at the start, or again after the run went back to that step.
     """
     been_back_at: int | None = None
     came_back, asked_by = "", None
+    kept: dict[str, Any] | None = None
     while True:
-        run = make_run(config)
-        if asked_by:
-            run.parts.stop.ask(asked_by)
+        run: TrainingRun | None = None
+        difference, lost = "", None
         try:
-            return run.run(came_back=came_back)
+            run = make_run(config, job=job, owner=ownership.owner, kept=kept)
+            if asked_by:
+                run.parts.stop.ask(asked_by)
+            return run.run(came_back=came_back), job.communicator
         except ReplicasDiffer as error:
+            if run is None:
+                raise
             difference = str(error)
+        except PeerLostError as error:
+            if not can_heal(job, error) or (run is None and kept is None):
+                raise
+            lost = PeerLostError(*error.args)
+            lost.lost_ranks = error.lost_ranks
         # outside of the except block: the error's frames hold the run's tensors
-        asked_by = run.parts.stop.signal_name
-        newest = next((c for c in reversed(list_checkpoints(run.rundir.checkpoints)) if c.is_agreed), None)
+        folder, device = RunDir(Path(config.run.directory)), job.communicator.device
+        if run:
+            asked_by = run.parts.stop.signal_name
+        if lost:
+            kept = run.loop.copy_state() if run else kept
+            del run
+            free_memory(device)
+            healed = heal(config, job, lost, kept=kept, ownership=ownership)
+            job, kept, came_back = healed.job, healed.state, healed.told
+            if kept is None and list_checkpoints(folder.checkpoints):
+                config = replace(config, run=replace(config.run, resume="auto"))
+            continue
+        assert run is not None
+        newest = next((c for c in reversed(list_checkpoints(folder.checkpoints)) if c.is_agreed), None)
         back_at = newest.step if newest else run.plan.first_step
         if back_at == been_back_at:
             raise ReplicasDiffer(f"{difference}; it is so again since the run went back to step {back_at}")
         been_back_at = back_at
         came_back = f"{difference}; going back to step {back_at}"
         if newest:
-            config = replace(config, run=replace(config.run, resume=str(newest.path)))
-        device = run.communicator.device
+            config, kept = replace(config, run=replace(config.run, resume=str(newest.path))), None
         del run
         free_memory(device)

@@ -84,7 +84,8 @@ class TrainingLoop:
         self.digests, self.hooks, self.copies, self.skipped = digests, hooks, copies, skipped
         self.notice = None if notice_seconds is None else NoticeWatch(notice_seconds=notice_seconds)
         self.noise = NoiseRecorder(config, plan, parts)
-        self.saved_step = plan.first_step
+        self.saved_step = self.done = plan.first_step
+        self._steps: Steps | None = None
         self.guess_watch = make_guess_watch(config, plan)
 
     def run(self, batches: Iterator[Batch]) -> Totals:
@@ -94,14 +95,14 @@ class TrainingLoop:
         Raises: TrainingDiverged; ReplicasDiffer; PeerLostError; DataError from the input.
         """
         plan, parts = self.plan, self.parts
-        steps = Steps(plan, parts, self.digests.watch(batches))
+        self._steps = steps = Steps(plan, parts, self.digests.watch(batches))
         totals = steps.totals
         for step in range(plan.first_step, plan.num_steps):
             self._record_timeline(step)
             self.digests.before_step(step)
             self.noise.probe.before_step(step)
             steps(step)
-            done = step + 1
+            self.done = done = step + 1
             self.noise.probe.after_step(done)
             if record := self.digests.record(done):
                 self.output.log("digests", record)
@@ -137,6 +138,15 @@ class TrainingLoop:
         self.settle(wait=True)
         self._record_timeline(sys.maxsize)  # what is still being recorded is written
         return totals
+
+    def copy_state(self) -> dict[str, Any] | None:
+        """Return a copy of the state after the last step, in host memory. Not collective.
+
+        None after an update that ended in the middle, and if the update is sharded: this rank lacks a part.
+        """
+        if self.config.optimizer.sharded or (self._steps and not self._steps.train_step.is_whole):
+            return None
+        return self.saver.copy_state(done=self.done, evaluations=self.evaluator.found, skipped=self.skipped)
 
     def evaluate(self, done: int) -> dict[str, Any]:
         """Evaluate after so many steps; return the record. Raises: Stopped; DataError."""

@@ -26,7 +26,7 @@ from bigbatch.trainer.inference.accuracy import BATCHES_BETWEEN_EXCHANGES
 from bigbatch.trainer.input.order import describe_left_out
 from bigbatch.trainer.input.report import MeasuredInput, describe_input, input_record
 from bigbatch.trainer.machine.host import describe_load
-from bigbatch.trainer.run.checkpoint import write_on_first
+from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.hooks import TrainingHooks
@@ -34,7 +34,7 @@ from bigbatch.trainer.run.memory_copies import open_copies
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
-from bigbatch.trainer.run.resume import find_start, restore_
+from bigbatch.trainer.run.resume import find_start, restore_, start_in_memory
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.run.summary import describe_job, introduction
 from bigbatch.trainer.step.plan import Parts, Plan
@@ -62,8 +62,16 @@ class TrainingRun:
     """Controls one run from start to end: files on the first rank, collectives on all."""
 
     def __init__(
-        self, config: Config, *, job: JoinedRank, owner: Owner | None, hooks: TrainingHooks, is_quiet: bool
+        self,
+        config: Config,
+        *,
+        job: JoinedRank,
+        owner: Owner | None,
+        hooks: TrainingHooks,
+        is_quiet: bool,
+        kept: dict[str, Any] | None = None,
     ) -> None:
+        """kept: a state in memory, equal on all ranks, from which the run goes on after a loss."""
         communicator = job.communicator
         self.config = config
         self.communicator = communicator
@@ -79,14 +87,19 @@ class TrainingRun:
         classes = build_input.class_names(self.train_split)
         self.copies = open_copies(config, communicator)
         # the state is not kept: it is as large as the model and its momentum
-        self.start, state = find_start(
-            config,
-            self.rundir,
-            samples=samples,
-            classes=classes,
-            control=communicator.control,
-            copies=self.copies,
-        )
+        state: dict[str, Any]
+        self.is_healed = kept is not None
+        if kept is None:
+            self.start, state = find_start(
+                config,
+                self.rundir,
+                samples=samples,
+                classes=classes,
+                control=communicator.control,
+                copies=self.copies,
+            )
+        else:
+            self.start, state = start_in_memory(kept), kept
         start = self.start
         if start.kept_by:
             self.placement.append(f"going on from what {start.kept_by} kept in memory")
@@ -105,8 +118,9 @@ class TrainingRun:
             gradient_order=start.gradient_order,
             classes=classes,
         )
-        if start.path:
-            restore_(self.parts, state, path=start.path, stated=stated_settings(config.optimizer))
+        if state:
+            path = start.path or Path("in memory")
+            restore_(self.parts, state, path=path, stated=stated_settings(config.optimizer))
         else:
             # restored weights bring theirs
             fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
@@ -152,7 +166,8 @@ class TrainingRun:
             self.loop.noise.go_on(self.rundir, self.communicator, timeout_seconds=timeout_seconds)
             if came_back:
                 self.output.hint(came_back, step=self.plan.first_step)
-            self._introduce()
+            if not self.is_healed:
+                self._introduce()
             with self.parts.stop.watch(self.communicator.control, acknowledge=self._acknowledge):
                 try:
                     totals, seconds = self._train()
@@ -240,6 +255,8 @@ class TrainingRun:
         if self.start.kept_by:
             loop.save(self.plan.first_step, None)  # on disk, too, while the run goes on: a copy is lost already
         caught_up = self._catch_up()
+        if self.is_healed:
+            self._save_if_due()
         if self.evaluator.reason_to_end():
             self.plan = loop.plan = self.plan.ending_at_once()
         self.input = measure_input(
@@ -259,6 +276,20 @@ class TrainingRun:
             f"{asked_by}: will save a checkpoint after this step, and stop (in an evaluation: at its next exchange, "
             f"{BATCHES_BETWEEN_EXCHANGES} batches at most)"
         )
+
+    def _save_if_due(self) -> None:
+        """Save the checkpoint that was due when a rank was lost, unless it is on disk. Collective."""
+        done, plan = self.plan.first_step, self.plan
+        if not (plan.is_evaluation(done) or plan.is_checkpoint(done)):
+            return
+        told = write_on_first(
+            lambda: str(any(each.step == done for each in list_checkpoints(self.rundir.checkpoints))),
+            self.communicator.control,
+            what="look for a checkpoint",
+            timeout_seconds=self.config.run.checkpoint_timeout_seconds,
+        )
+        if told == str(False):
+            self.loop.save(done, self.start.evaluations.get(done, {}).get("top1"))
 
     def _catch_up(self) -> dict[str, Any]:
         """Do the evaluation of the resumed step that an input failure prevented. Collective."""

@@ -82,6 +82,12 @@ def known_experiment(job: JobSpec) -> Config | None:
     return None
 
 
+def heals_in_place(job: JobSpec) -> bool:
+    """Return whether the ranks of `train` go on without one that is lost."""
+    config = known_experiment(job)
+    return config is not None and config.run.heal == "in_place"
+
+
 def newest_checkpoint(folder: str | None) -> Path | None:
     """Return the name of a run's newest checkpoint; None without one."""
     return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)

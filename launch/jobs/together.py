@@ -11,6 +11,7 @@ from functools import partial
 from bigbatch.errors import LaunchOptionError, tell
 from bigbatch.exit_codes import INTERRUPTED, LOST
 from bigbatch.launch.jobs.foreground import Ended, Stopper, shell_code
+from bigbatch.launch.jobs.restarts import may_go_on
 from bigbatch.orphans import ending_orphans
 from bigbatch.trainer.step.signals import handling_stops
 
@@ -38,8 +39,11 @@ def run_together(
     environ: Mapping[str, str],
     enter: Callable[[int], None] | None = None,
     asks_to_stop: signal.Signals,
+    heals: bool = False,
 ) -> Ended:
     """Start all and wait; return 0 if all succeeded, else the code of the first that failed, which is named.
+
+    heals: the others go on without one that is lost; 0 if any succeeded and no other failed than by being lost.
 
     enter(node): called in each new process. Every process has its own session, so Ctrl-C reaches only this one: the
     first sends asks_to_stop to all, the second SIGTERM, the third SIGKILL. If this process is killed, they get
@@ -59,7 +63,7 @@ def run_together(
                 # a signal may have come before this process was in the list
                 if stopper.asked:
                     return Ended(INTERRUPTED, was_asked=True)
-            code = _wait(running, names=[start.name for start in starts])
+            code = _wait(running, names=[start.name for start in starts], heals=heals)
             return Ended(code, was_asked=stopper.asked > 0)
         finally:
             _send(running, signal.SIGKILL)
@@ -84,12 +88,13 @@ def _start(
         ) from error
 
 
-def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str]) -> int:
+def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str], heals: bool) -> int:
     """Wait until all have ended; each is removed from running when it ends.
 
     Polls: after this process has joined a cluster's namespaces it cannot start threads that wait.
     """
     failed: int | None = None
+    has_finished = False
     since_end = 0.0  # counted in polls: none happens while this process is stopped, as in a suspended job
     while running:
         time.sleep(LOOK_SECONDS)
@@ -99,6 +104,11 @@ def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str]) 
         for number, code in sorted(ended.items(), key=lambda each: each[1] == LOST):
             del running[number]
             since_end = 0.0
+            has_finished = has_finished or (heals and code == 0)
+            is_lost = heals and failed is None and may_go_on(shell_code(code), is_python=False)
+            if is_lost and (running or has_finished):
+                tell(f"{names[number]} {_how(code)}{'' if has_finished else '; the others may go on'}")
+                continue
             # the first failure is the cause; later ones follow from our SIGTERM
             if code != 0 and failed is None:
                 failed = shell_code(code)
@@ -107,8 +117,8 @@ def _wait(running: dict[int, subprocess.Popen[bytes]], *, names: Sequence[str]) 
                     others = "; ending the others" if running else ""
                     tell(f"{names[number]} {_how(code)}{others}")
                 _send(running, signal.SIGTERM)
-        if failed is not None and since_end > GRACE_SECONDS:
-            _send(running, signal.SIGKILL)  # they ignored SIGTERM
+        if (failed is not None or has_finished) and since_end > GRACE_SECONDS:
+            _send(running, signal.SIGKILL)  # they ignored SIGTERM, or are stopped and were left behind
     return failed or 0
 
 

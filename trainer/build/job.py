@@ -11,6 +11,7 @@ from bigbatch.comm.connection import choose_device, connect
 from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.comm.measure.calibration import calibrate
 from bigbatch.comm.rendezvous.environ import ProcessEnv, measured_folder
+from bigbatch.comm.rendezvous.regroup import Group
 from bigbatch.comm.tuning.conditions import gather_cluster
 from bigbatch.comm.tuning.tuned import Tuned, parse_tuned, read_text
 from bigbatch.errors import ConfigError, TunedError, UserError
@@ -24,16 +25,23 @@ from bigbatch.trainer.step.precision import set_tf32
 
 
 def join_job(
-    config: Config, env: ProcessEnv, *, kept_calibration: Path | None = None
+    config: Config,
+    env: ProcessEnv,
+    *,
+    kept_calibration: Path | None = None,
+    group: Group | None = None,
+    device: torch.device | None = None,
 ) -> tuple[Communicator, Tuned | None]:
     """Meet the other ranks, check that all run the same experiment, and read comm.table. Collective.
 
-    kept_calibration: the table of a resumed run, which overrides the user's table for this cluster.
+    kept_calibration: the table of a resumed run, which overrides the user's table for this cluster. group: of the ranks
+    that are left after a loss, with its env and the device that this rank has.
     Raises: ConfigError; CommError; TunedError.
     """
     # for its ConfigError, before any rank is connected to
     accumulation_steps(config.batch, world_size=env.world_size)
-    device = choose_device(env, backend=config.comm.backend)
+    is_given = device is not None
+    device = device or choose_device(env, backend=config.comm.backend)
     if device.type == "cuda":
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
         require_hardware(config.optimizer.precision, capability=capability, device=name)
@@ -64,6 +72,9 @@ def join_job(
             timeout_seconds=config.comm.timeout_seconds,
             meeting_seconds=config.comm.meeting_seconds,
             env=env,
+            heals=config.run.heal == "in_place",
+            group=group,
+            device=device if is_given else None,
         )
     except UserError:
         raise

@@ -96,7 +96,7 @@ class Owner:
     """Ownership of a run folder until release(); created by take()."""
 
     def __init__(self, folder: Path, *, number: int, claim: Claim) -> None:
-        self._folder, self._number, self._claim = folder, number, claim
+        self._folder, self.number, self._claim = folder, number, claim
         self._released = Event()
         self._beating = Thread(target=self._beat, name="owner of the run folder", daemon=True)
         self._beating.start()
@@ -104,7 +104,7 @@ class Owner:
     def require(self) -> None:
         """Raise RunFolderError if another job has taken the folder, because this process had been stopped."""
         numbers = _numbers(self._folder)
-        if numbers and numbers[-1] > self._number:
+        if numbers and numbers[-1] > self.number:
             other = _read(_path(self._folder, numbers[-1]))
             raise RunFolderError(
                 f"{self._folder} was taken over by {other or 'another job'}, as this one had not answered for "
@@ -115,13 +115,13 @@ class Owner:
         """Release the folder. has_failed: the run is not finished and was not asked to stop."""
         self._released.set()
         self._beating.join()
-        path = _path(self._folder, self._number)
+        path = _path(self._folder, self.number)
         with suppress(OSError):  # the folder may be gone; a claim without heartbeats expires
             if path.exists():
                 write_whole(path, replace(self._claim, has_ended=True, has_failed=has_failed).text())
 
     def _beat(self) -> None:
-        path = _path(self._folder, self._number)
+        path = _path(self._folder, self.number)
         while not self._released.wait(BEAT_SECONDS):
             with suppress(OSError):  # storage may answer again at the next heartbeat
                 os.utime(path)
@@ -148,6 +148,23 @@ def take(folder: Path, claim: Claim) -> Owner:
         for number in _numbers(folder)[:-1]:
             _path(folder, number).unlink(missing_ok=True)
     return Owner(folder, number=newest + 1, claim=claim)
+
+
+def succeed(folder: Path, *, number: int) -> Owner:
+    """Take the folder over from the owner of that number, which a process of the same job is or was.
+
+    Raises: RunFolderError if it does not have that owner any more: one other process has taken it over.
+    """
+    with writing(folder):
+        claim = replace(own_claim(), folder=folder.stat().st_ino)
+        is_same = _numbers(folder)[-1:] == [number]
+        if not (is_same and _create(_path(folder, number + 1), claim.text())):
+            raise RunFolderError(
+                f"{folder} has another owner than this job's former first rank: either other ranks of the job go on "
+                "without this process, or the folder is on no disk that all nodes share"
+            )
+        _path(folder, number).unlink(missing_ok=True)
+    return Owner(folder, number=number + 1, claim=claim)
 
 
 def require_free(folder: Path) -> None:

@@ -151,8 +151,21 @@ def _find_state(
     return path, state, damaged, found
 
 
+def start_in_memory(state: Mapping[str, Any]) -> Start:
+    """Return the start of a run that goes on from a state in memory."""
+    evaluations = {record["step"]: record for record in state["evaluations"]}
+    return Start(
+        step=state["step"],
+        owes_evaluation=state["step"] not in evaluations,
+        skipped=dict(state["skipped"]),
+        evaluations=evaluations,
+        gradient_order=state["gradient_order"],
+        sums=dict(state["sums"]),
+    )
+
+
 def restore_(parts: Parts, state: dict[str, Any], *, path: Path, stated: Collection[str] | None) -> None:
-    """Load the state of the checkpoint at path into parts, in place. stated: as for load_optimizer_state.
+    """Load a state into parts, in place. path: of its checkpoint, for messages. stated: as for load_optimizer_state.
 
     Raises: CheckpointError if it does not fit.
     """

@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from bigbatch.awake import awake_seconds
 from bigbatch.errors import CheckpointError, TrainingDiverged
 from bigbatch.trainer.config.file import dump_config
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.run import class_names
-from bigbatch.trainer.run.background import BackgroundWrite
+from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
 from bigbatch.trainer.run.checkpoint import checkpoint_path, save_checkpoint, write_on_first
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.memory_copies import MemoryCopies
@@ -109,23 +111,34 @@ class CheckpointSaver:
                 "optimizer.clip_norm"
             )
         with parts.showing() as in_training:
-            yield {
-                "step": done,
-                "config": dump_config(self._config),
-                "model": parts.precision.model_state(),
-                "in_training": in_training,
-                "optimizer": parts.optimizer.state_dict(),
-                "precision": parts.precision.state_dict(),
-                "average": parts.average.state_dict(done),
-                "evaluations": evaluations,
-                "gradient_order": "\n".join(parts.reducer.order),
-                "sums": describe_sums(
-                    parts.communicator, parts.reducer.plan, is_sharded=self._config.optimizer.sharded
-                ),
-                "samples": self._samples,
-                class_names.KEPT_AS: class_names.to_keep(self._classes),
-                "skipped": dict(skipped),
-            }
+            yield self._collect(done=done, evaluations=evaluations, skipped=skipped, in_training=in_training)
+
+    def copy_state(self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]) -> dict[str, Any]:
+        """Return a copy of the state after so many steps, in host memory. Not collective, if nothing is sharded."""
+        with self._parts.showing() as in_training:
+            state = self._collect(done=done, evaluations=evaluations, skipped=skipped, in_training=in_training)
+            copied: dict[str, Any] = copy_to_host(state)
+        return copied
+
+    def _collect(
+        self, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str], in_training: list[Tensor]
+    ) -> dict[str, Any]:
+        parts = self._parts
+        return {
+            "step": done,
+            "config": dump_config(self._config),
+            "model": parts.precision.model_state(),
+            "in_training": in_training,
+            "optimizer": parts.optimizer.state_dict(),
+            "precision": parts.precision.state_dict(),
+            "average": parts.average.state_dict(done),
+            "evaluations": evaluations,
+            "gradient_order": "\n".join(parts.reducer.order),
+            "sums": describe_sums(parts.communicator, parts.reducer.plan, is_sharded=self._config.optimizer.sharded),
+            "samples": self._samples,
+            class_names.KEPT_AS: class_names.to_keep(self._classes),
+            "skipped": dict(skipped),
+        }
 
     def settle(self, *, wait: bool) -> Saved | None:
         """Return the checkpoint that was being written if it is on disk; None if there is none or not yet. Collective.

@@ -28,6 +28,8 @@ class TrainStep:
     def __init__(self, plan: Plan, parts: Parts) -> None:
         self.plan, self.parts = plan, parts
         self.window = Window(parts.communicator.device)
+        self.is_whole = True
+        """The weights and all that changes with them are those after a step. Not known of a captured step."""
 
     def __call__(self, step: int, stream: InputStream) -> None:
         """Set the learning rate, train on this rank's microbatches, and update the average of the weights."""
@@ -39,6 +41,7 @@ class TrainStep:
         self.parts.accumulation.start_over()
         has_failed_1 = self.parts.execution(self.learn_from, self.draw(step, stream))
         self.parts.average.update_(step + 1, skip_1=has_failed_1)
+        self.is_whole = True
         self.window.steps += 1
 
     def draw(self, step: int, stream: InputStream) -> Iterator[tuple[Prepared, bool]]:
@@ -79,6 +82,7 @@ class TrainStep:
         with span("wait for the sums"):
             parts.reducer.wait()
         with span("update"):
+            self.is_whole = False
             has_failed_1 = parts.statistics.average_()
             parts.precision.update_(parts.optimizer, skip_1=has_failed_1)
         self.window.end_step()

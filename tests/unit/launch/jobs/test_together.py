@@ -45,7 +45,26 @@ def test_run_together_takes_who_lost_another_rank_for_no_cause() -> None:
     """Both have ended by the first look: the code of the one that failed by itself tells whether a start may help."""
     ended = [subprocess.Popen(("sh", "-c", f"exit {code}")) for code in (LOST, 1)]
     assert [process.wait() for process in ended] == [LOST, 1]
-    assert together._wait(dict(enumerate(ended)), names=("", "")) == 1
+    assert together._wait(dict(enumerate(ended)), names=("", ""), heals=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("scripts", "expected"),
+    [
+        (("kill -KILL $$", "sleep 0.2"), 0),
+        (("sleep 0.2", f"sleep 0.1; exit {LOST}", "kill -KILL $$"), 0),
+        (("kill -KILL $$", "sleep 0.1; kill -KILL $$"), 137),  # none is left
+        (("kill -KILL $$", f"sleep 0.1; exit {LOST}"), LOST),
+        ((f"sleep {FOREVER}", "exit 1"), 1),  # an error of the user's ends all
+        (("exit 0", "kill -STOP $$"), 0),  # one that was left behind
+    ],
+)
+def test_run_together_lets_the_others_go_on_in_a_job_that_heals(
+    scripts: tuple[str, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "GRACE_SECONDS", 0.3 if "STOP" in scripts[-1] else FOREVER)
+    starts = [NodeProcess(0, ("sh", "-c", script), name="rank") for script in scripts]
+    assert run_together(starts, environ=os.environ, asks_to_stop=signal.SIGTERM, heals=True).code == expected
 
 
 def test_run_together_names_a_rank_that_a_signal_ended_also_where_there_is_no_other(

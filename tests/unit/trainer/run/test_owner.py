@@ -17,7 +17,7 @@ from error_texts import naming
 from bigbatch.comm.rendezvous.environ import STOPPED_VARIABLE
 from bigbatch.errors import RunFolderError
 from bigbatch.trainer.run import owner as module
-from bigbatch.trainer.run.owner import Claim, has_failed, own_claim, owning, take
+from bigbatch.trainer.run.owner import Claim, has_failed, own_claim, owning, succeed, take
 
 HERE = own_claim()
 ELSEWHERE = replace(HERE, user="ann", host="n7", pid=4711, kernel="another boot", born="1")
@@ -192,6 +192,20 @@ def test_owner_that_was_replaced_while_it_stood_still_writes_no_more(clock: Cloc
         first.require()
     (tmp_path / ".owner-1").unlink()  # as the second one does
     first.release()
+    assert [path.name for path in tmp_path.iterdir()] == [".owner-2"]
+
+
+def test_owner_that_lives_is_succeeded_once(clock: Clock, tmp_path: Path) -> None:
+    """By the first rank of the group that goes on; not by that of another one, which takes itself for the only one."""
+    first = take(tmp_path, HERE)
+    second = succeed(tmp_path, number=first.number)
+    second.require()
+    with pytest.raises(RunFolderError, match="was taken over by"):
+        first.require()
+    with pytest.raises(RunFolderError, match=naming(tmp_path, "another owner", "no disk that all nodes share")):
+        succeed(tmp_path, number=first.number)
+    first.release()
+    second.release()
     assert [path.name for path in tmp_path.iterdir()] == [".owner-2"]
 
 

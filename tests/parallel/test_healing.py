@@ -1,0 +1,136 @@
+"""Jobs that lose ranks and go on in the same processes, to the bits of a job that nothing disturbs."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked_ranks import exit_codes
+
+from bigbatch.exit_codes import FAILED, LOST
+from bigbatch.trainer.datasets.generated import write_dataset
+from tests.laws.jobs import (
+    TIMEOUT_SECONDS,
+    ForkedJob,
+    alone,
+    assert_identical,
+    final_state,
+    forked,
+    records,
+    run,
+    steps,
+)
+from tests.laws.jobs import train_command as command_of
+
+pytestmark = pytest.mark.long
+
+HEALING = {
+    "run.heal": "in_place",
+    "run.reproducible": True,
+    "run.eval_every_epochs": 2,
+    "batch.global_batch_size": 24,
+    "batch.microbatch_size": 2,
+    "batch.bn_span": 2,
+    "optimizer.loss": "tests.parallel.dying_loss.loss",
+    "optimizer.label_smoothing": 0,
+}
+NUM_STEPS = 12
+"""Two epochs of 160 images."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_dataset(folder, train_per_class=16, val_per_class=7, side_pixels=(36, 48))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of the same training by one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(alone(command_of(data, folder, HEALING)), RANK="0")
+    return folder
+
+
+def lose(data: Path, folder: Path, *, deaths: str, num_ranks: int = 4, **settings: object) -> tuple[list[int], str]:
+    """Train with these losses; return the ranks' exit codes, and what they said."""
+    log = folder.with_name(f"{folder.name}.log")
+    overrides = HEALING | {name.replace("__", "."): value for name, value in settings.items()}
+    job = ForkedJob(forked(command_of(data, folder, overrides), ranks=num_ranks), log, DIE=deaths)
+    codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
+    assert codes is not None, log.read_text()
+    return codes, log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("backend", "deaths", "left"),
+    [
+        ("tcp", "2/5/forward", 3),
+        ("tcp", "0/5/sums", 3),
+        ("tcp", "3/2/update 1/9/forward", 2),
+        ("tcp", "0/4/forward 1/4/forward 2/4/sums", 1),
+        ("gloo", "0/5/forward", 3),
+        ("gloo", "1/5/sums", 3),
+    ],
+)
+def test_survivors_go_on_to_the_same_bits(
+    backend: str, deaths: str, left: int, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Law 9: each step is made once, and nothing is read from a disk, where no checkpoint is yet."""
+    codes, said = lose(data, tmp_path / "run", deaths=deaths, comm__backend=backend)
+    assert codes.count(0) == left, said
+    assert codes.count(-signal.SIGKILL) == 4 - left, said
+    reported = steps(tmp_path / "run")
+    # the report of a step whose update was the last that a rank came to is lost with its share of it
+    assert reported == [step for step in range(1, NUM_STEPS + 1) if step in reported or f"/{step}/update" not in deaths]
+    healed = [record["hint"] for record in records(tmp_path / "run", "hint") if record["hint"].startswith("lost: ")]
+    assert healed[-1].endswith(f"with {left} rank{'s' * (left > 1)}"), healed
+    assert_identical(final_state(tmp_path / "run"), final_state(undisturbed))
+
+
+def test_ranks_that_cannot_share_the_batch_end_as_for_a_restart(data: Path, tmp_path: Path) -> None:
+    """Three of four, and 8 microbatches."""
+    codes, said = lose(data, tmp_path / "run", deaths="2/3/forward", batch__global_batch_size=16)
+    assert codes == [LOST, LOST, -signal.SIGKILL, LOST]
+    assert "the ranks that are left cannot share the batch: batch.global_batch_size=16" in said
+
+
+def test_rank_that_wakes_after_the_others_went_on_ends_and_writes_nothing(
+    data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The first one, which owned the run folder."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    limits = {"comm.timeout_seconds": 4, "comm.warn_seconds": 1, "data.patience_seconds": 1, "run.keep_checkpoints": 9}
+    command = command_of(data, run, HEALING | limits)
+    job = ForkedJob(forked(command, ranks=3), log, DIE="0/5/forward", DIE_BY="SIGSTOP")
+    try:
+        others = exit_codes(job.ranks[1:], timeout_seconds=TIMEOUT_SECONDS)
+        written = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    finally:
+        os.kill(job.ranks[0].pid or 0, signal.SIGCONT)
+        codes = exit_codes(job.ranks, timeout_seconds=TIMEOUT_SECONDS)
+    assert others == [0, 0], log.read_text()
+    assert codes == [FAILED, 0, 0], log.read_text()
+    assert f"{run} has another owner than this job's former first rank" in log.read_text()
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == written
+    assert_identical(final_state(run), final_state(undisturbed))
+
+
+def test_local_job_ends_well_without_the_rank_that_was_lost(data: Path, tmp_path: Path) -> None:
+    """As a user starts it; without a reproducible sum the images are the same, not the bits."""
+    command = command_of(data, tmp_path, HEALING | {"run.reproducible": False})
+    done = subprocess.run(
+        [sys.executable, "-m", "bigbatch", "launch", "local", "--ranks", "2", "--", *command],
+        env={**os.environ, "DIE": "1/3/forward"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall("rank . was ended by .*", done.stderr) == ["rank 1 was ended by SIGKILL; the others may go on"]
+    assert steps(tmp_path) == list(range(1, NUM_STEPS + 1))

@@ -1,0 +1,130 @@
+"""Healing in place: after the loss of a rank the others go on from the last step, in the same processes."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bigbatch.comm.communicator import Communicator, abort_connection
+from bigbatch.comm.gradients.broadcast import broadcast_object
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.regroup import Group, regroup
+from bigbatch.errors import ConfigError, PeerLostError
+from bigbatch.exit_codes import LOST
+from bigbatch.trainer.build.job import join_job
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.checkpoint import write_on_first
+from bigbatch.trainer.run.owner import Owner, own_claim, succeed, take
+from bigbatch.trainer.training_run import JoinedRank
+from bigbatch.words import count
+
+
+class Ownership:
+    """Ownership of the run folder by the first rank of each group of a job, until the block ends."""
+
+    def __init__(self, config: Config) -> None:
+        self._folder = Path(config.run.directory)
+        self._seconds = config.run.checkpoint_timeout_seconds
+        self._number = 0
+        self.owner: Owner | None = None
+        """On the first rank only."""
+
+    def take(self, control: Control) -> None:
+        """Own the folder; the other ranks wait for that. Collective. Raises: RunFolderError."""
+        self._hold(control, lambda: take(self._folder, own_claim()))
+
+    def succeed(self, control: Control) -> None:
+        """Take the folder over from the former group. Collective. Raises: RunFolderError."""
+        self._hold(control, lambda: succeed(self._folder, number=self._number))
+
+    def _hold(self, control: Control, make: Callable[[], Owner]) -> None:
+        def hold() -> str:
+            former, self.owner = self.owner, make()
+            if former:
+                former.release()
+            return str(self.owner.number)
+
+        what = "claim of the run folder"
+        self._number = int(write_on_first(hold, control, what=what, timeout_seconds=self._seconds))
+
+    def __enter__(self) -> "Ownership":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.owner:
+            self.owner.release(has_failed=error is not None)
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A job after a loss."""
+
+    job: JoinedRank
+    state: dict[str, Any] | None
+    """State to go on from, equal on all ranks; None if no rank that is left holds all of it."""
+    told: str
+    """Line for the log."""
+
+
+def can_heal(job: JoinedRank, error: PeerLostError) -> bool:
+    """Return whether the ranks that are left can go on: the run heals in place, and no rank asks for a user's help."""
+    return job.communicator.seats is not None and error.exit_code == LOST
+
+
+def heal(
+    config: Config, job: JoinedRank, error: PeerLostError, *, kept: dict[str, Any] | None, ownership: Ownership
+) -> Healed:
+    """Form a group of the ranks that are left, and agree on the state to go on from. Collective over these.
+
+    error: how this rank noticed the loss. kept: its copy of the state after its last step; None if it lacks a part.
+    Raises: PeerLostError if this rank is not of the group, or the group cannot share the batch; CommError;
+    RunFolderError.
+    """
+    former = job.communicator
+    assert former.seats is not None
+    group, names = Group(former.env, former.control, former.seats), list[str]()
+    while True:
+        abort_connection(group.control)
+        before, group = group.seats.all, regroup(group, error.lost_ranks)
+        names += [f"rank {rank} on {seat.host}" for rank, seat in enumerate(before) if seat not in group.seats.all]
+        try:
+            communicator = _join(config, group, former=former)
+            ownership.succeed(communicator.control)
+            state = _agree_on_state(kept, communicator)
+        except ConfigError as misfit:
+            raise PeerLostError(f"{error}; the ranks that are left cannot share the batch: {misfit}") from error
+        except PeerLostError as again:  # another loss meanwhile
+            if again.exit_code != LOST or not again.lost_ranks:
+                raise
+            error = again
+        else:
+            where = f"from step {state['step']}" if state else "from the newest checkpoint"
+            ranks = count(group.env.world_size, "rank")
+            told = f"lost: {', '.join(names) or 'a connection'}; going on {where} with {ranks}"
+            return Healed(replace(job, communicator=communicator, env=group.env, tuned=None), state, told)
+
+
+def _join(config: Config, group: Group, *, former: Communicator) -> Communicator:
+    """Connect a group without measurements, and without a table of another one."""
+    comm = replace(config.comm, calibrate="never", table=None)
+    if comm.algorithm == "hybrid":
+        comm = replace(comm, algorithm="auto")
+    communicator, _ = join_job(replace(config, comm=comm), group.env, group=group, device=former.device)
+    return communicator
+
+
+def _agree_on_state(kept: dict[str, Any] | None, communicator: Communicator) -> dict[str, Any] | None:
+    """Return the state of the rank that has got furthest. One may have all sums of a step that the others lack."""
+    place = [kept["step"], len(kept["evaluations"])] if kept else [-1, 0]
+    places = [json.loads(text) for text in communicator.gather_text(json.dumps(place))]
+    furthest = max(places)
+    if furthest[0] < 0:
+        return None
+    if all(each == furthest for each in places):
+        return kept
+    state: dict[str, Any] = broadcast_object(kept, communicator, root_rank=places.index(furthest))
+    return state
