@@ -71,7 +71,7 @@ def one_rank(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        (3, {"comm.algorithm": "ring", **SMALL_BUFFERS}),
+        (5, {"comm.algorithm": "ring", **SMALL_BUFFERS}),  # four ranks x 5 microbatches, and one x 4
         pytest.param(2, {"data.loader": "dali"}, marks=pytest.mark.long),
         pytest.param(4, {"comm.group_size": 2}, marks=pytest.mark.long),  # 2 nodes
         pytest.param(8, {"comm.group_size": 4, "comm.algorithm": "sharded"}, marks=pytest.mark.long),
@@ -207,8 +207,8 @@ def test_matrices_that_ranks_share_out(settings: dict[str, object], data: Path, 
 
 @pytest.mark.long
 def test_seven_ranks_and_several_ghost_batches_in_a_microbatch(data: Path, tmp_path: Path) -> None:
-    for ranks in (1, 7):
-        overrides = {**EXACT, "batch.global_batch_size": 56, "batch.microbatch_size": 4}
+    for ranks in (1, 7):  # 12 microbatches: five ranks x 2, two x 1
+        overrides = {**EXACT, "batch.microbatch_size": 4}
         run(forked(train_command(data, tmp_path / str(ranks), overrides), ranks=ranks))
     assert_same_run(tmp_path / "7", tmp_path / "1")
 
@@ -219,7 +219,7 @@ def test_resumed_by_other_ranks_with_another_algorithm(data: Path, tmp_path: Pat
     run(forked(train_command(data, tmp_path / "whole", kept), ranks=4))
     cut_back(tmp_path / "whole", tmp_path / "resumed", num_checkpoints=2)
     others = {**kept, "comm.algorithm": "doubling", **SMALL_BUFFERS}
-    done = run(forked(train_command(data, tmp_path / "resumed", others), ranks=3))
+    done = run(forked(train_command(data, tmp_path / "resumed", others), ranks=7))
     assert "comm.algorithm=doubling (was hierarchical)" in done.stdout
     assert "another way than in the checkpoint" not in done.stdout, "it keeps the last bits"
     assert_identical(final_state(tmp_path / "resumed"), final_state(tmp_path / "whole"))
