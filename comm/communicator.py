@@ -25,8 +25,8 @@ from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
 from bigbatch.comm.rendezvous.regroup import Seats
-from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import Topology
+from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline, merge
 from bigbatch.errors import CommError, exit_code_of, tell
 from bigbatch.exit_codes import CRASHED, FAILED, INTERRUPTED
@@ -63,7 +63,7 @@ class Communicator:
     device: torch.device
     """Device of the tensors to sum."""
     timeline: Timeline
-    inspector: StallInspector | None = None
+    watch: Watch | None = None
     registered: RegisteredMemory | None = None
     """Memory of allocate() that NCCL sums without copies; else None."""
     buffers: str = "torch"
@@ -161,7 +161,7 @@ class Communicator:
 
     def _watched(self, label: str) -> AbstractContextManager[None]:
         """Watch what NCCL does without a limit and beside the queue. All ranks make these calls in the same order."""
-        return nullcontext() if self.inspector is None else self.inspector.during(label)
+        return nullcontext() if self.watch is None else self.watch.during(label)
 
     def allocate(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Make a flat tensor of zeros that can be summed without copies. Collective."""
@@ -215,7 +215,7 @@ class Communicator:
             with timeline.span(label, row="all-reduce", on_host=self.is_timed_by_host, **facts):
                 operation()
 
-        self.control.roll_call.begin()
+        self.control.detector.begin()
         work = self.backend.submit(recorded if timeline.is_active else operation, label=label)
         return work if self.staging is None else Staged(work, self.staging)
 
@@ -290,14 +290,14 @@ class Communicator:
         If other ranks still wait for this one in a sum, these waits end, and this rank fails with the others.
         """
         with suppress(RuntimeError):  # without its store the last barrier says what there is to say
-            self.control.roll_call.leave()
+            self.control.detector.leave()
         if self.registered is not None:
             self.registered.close()
         self.backend.close()
         # not before: no other call would end a wait in NCCL's last barrier
-        if self.inspector is not None:
-            self.inspector.close()
-        self.control.roll_call.end_well(within_seconds=self.control.timeout_seconds)
+        if self.watch is not None:
+            self.watch.close()
+        self.control.detector.end_well(within_seconds=self.control.timeout_seconds)
         uses_mpi = self.backend.name in ("mpi", "horovod") or self.env.master is None
         open_connections.pop(self.control, None)
         # mpirun takes a rank that ends without finalizing as failed; MPI cannot be started again
@@ -313,11 +313,11 @@ class Communicator:
         """
         open_connections.pop(self.control, None)
         _aborted.append(self.backend)
-        if self.inspector is not None:
-            self.inspector.close()  # it would answer their roll call
+        if self.watch is not None:
+            self.watch.close()  # it would answer their roll call
         # without its store they have noticed
         with suppress(RuntimeError):
-            self.control.roll_call.report_own_failure(exit_code)
+            self.control.detector.crash(exit_code)
 
     def __enter__(self) -> "Communicator":
         return self
@@ -333,8 +333,8 @@ class Communicator:
     def abandon(self) -> None:
         """Release a connection that was refused, on all ranks alike."""
         open_connections.pop(self.control, None)
-        if self.inspector is not None:
-            self.inspector.close()
+        if self.watch is not None:
+            self.watch.close()
         self.backend.abandon()
 
     def __str__(self) -> str:
@@ -359,8 +359,8 @@ def abort_connection(control: Control) -> None:
     communicator = open_connections.pop(control, None)
     if communicator is None:
         return
-    if communicator.inspector is not None:
-        communicator.inspector.close()
+    if communicator.watch is not None:
+        communicator.watch.close()
     communicator.backend.abort()  # type: ignore[attr-defined]  # of those that have seats
 
 

@@ -24,8 +24,8 @@ from bigbatch.comm.rendezvous.exit_record import record_begin
 from bigbatch.comm.rendezvous.job_store import JobStore
 from bigbatch.comm.rendezvous.places import ON_CPU, meet, too_few_gpus
 from bigbatch.comm.rendezvous.regroup import Group, take_seats
-from bigbatch.comm.rendezvous.stall import StallInspector
 from bigbatch.comm.rendezvous.topology import make_topology
+from bigbatch.comm.rendezvous.watch import Watch
 from bigbatch.comm.timeline import Timeline
 from bigbatch.errors import CommError, PeerLostError
 
@@ -182,7 +182,7 @@ def connect(
     if heals and seats is None and backend in HEALING and isinstance(control.store, JobStore):
         seats = take_seats(env, control, interface=interface)
     topology = make_topology(nodes, rank=env.rank, group_size=group_size)
-    transport, inspector = _connect_watched(
+    transport, watch = _connect_watched(
         env, control, backend, device=device, interface=interface, warn_seconds=warn_seconds
     )
     is_native = device.type in transport.capabilities.device_types
@@ -200,13 +200,13 @@ def connect(
         table=table,
         device=device,
         timeline=Timeline(device),
-        inspector=inspector,
+        watch=watch,
         buffers=buffers,
         seats=seats,
     )
     try:
-        if inspector is not None and buffers != "torch":  # of NCCL
-            with inspector.during("registration of a first buffer"):
+        if watch is not None and buffers != "torch":  # of NCCL
+            with watch.during("registration of a first buffer"):
                 registered = transport.register(device, is_symmetric=buffers == "symmetric")  # type: ignore[attr-defined]
             met = replace(met, registered=registered)
         if isinstance(algorithm, str):
@@ -258,22 +258,22 @@ def _connect_watched(
     device: torch.device,
     interface: str | None,
     warn_seconds: float,
-) -> tuple[Backend, StallInspector | None]:
-    """Connect the transport while the inspector watches.
+) -> tuple[Backend, Watch | None]:
+    """Connect the transport under a watch.
 
     NCCL connects without a limit: a rank that has met the others and freezes then would block them for ever.
     """
     if env.world_size == 1:
         return SingleBackend(), None
-    inspector = StallInspector(control, warn_seconds=warn_seconds, ends_job=backend == "nccl")
+    watch = Watch(control, warn_seconds=warn_seconds, ends_job=backend == "nccl")
     try:
-        with inspector.during(f"connection of {env.world_size} ranks by {backend}"):
+        with watch.during(f"connection of {env.world_size} ranks by {backend}"):
             transport = _connect(env, control, backend, device=device, interface=interface)
     except BaseException:
-        inspector.close()
+        watch.close()
         raise
-    inspector.follow(transport.oldest)
-    return transport, inspector
+    watch.follow(transport.oldest)
+    return transport, watch
 
 
 def _connect(

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.comm.rendezvous.watch import Pending
 
 HALF = (torch.float16, torch.bfloat16)
 ALL_DTYPES = (torch.float64, torch.float32, *HALF, torch.int64)

@@ -75,7 +75,7 @@ class HorovodBackend:
         if self._hvd.is_initialized():  # by the script, or by another communicator: each would end it for the other
             raise CommError("Horovod is initialized already: call connect() once, and in place of hvd.init()")
         mpi_world(env)  # starts MPI, so that Horovod does not, and will not end it before bigbatch does
-        self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
+        self._queue = ThreadQueue(control.detector.explain, while_waiting=control.detector.give_up)
         self.oldest = self._queue.oldest
         answer_of(self._queue, lambda: self._hvd.init(process_sets="dynamic"), label="start of Horovod")
         self.rank: int = self._hvd.rank()

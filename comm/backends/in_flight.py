@@ -11,7 +11,7 @@ import torch
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import InFlight, Started
-from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError
 
 POLL_SECONDS = 1.0

@@ -183,7 +183,7 @@ class Links:
         # port 0 above lets the system choose one, known only now
         where = self._listener.getsockname()
         self._door = Door(control.secret, _name(env.rank))
-        with control.explained("connection of all ranks"):
+        with control.detector.explained("connection of all ranks"):
             control.store.set(f"bigbatch/tcp/{env.rank}", f"{where[0]} {where[1]} {self._door.nonce.hex()}")
 
     def send(self, data: memoryview, *, to: int) -> Transfer:

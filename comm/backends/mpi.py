@@ -53,7 +53,7 @@ class MpiBackend:
         world = mpi_world(env)
         self.capabilities = Capabilities(("cpu", "cuda") if is_cuda_aware() else ("cpu",))
         self._gpu = device if device.type == "cuda" and "cuda" in self.capabilities.device_types else None
-        self._queue = ThreadQueue(control.explain, while_waiting=control.give_up)
+        self._queue = ThreadQueue(control.detector.explain, while_waiting=control.detector.give_up)
         self.oldest = self._queue.oldest
         # a copy, so that our messages cannot match those of the script's own MPI calls
         communicator = answer_of(self._queue, world.Dup, label="MPI's copy of its world")

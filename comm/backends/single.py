@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from bigbatch.comm.backends.base import Capabilities, Done, Group, InFlight
-from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.comm.rendezvous.watch import Pending
 
 
 class SingleBackend:

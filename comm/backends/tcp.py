@@ -30,15 +30,18 @@ class TcpBackend:
         self._control = control
         self._label = "connection"
         self._links = Links(
-            env, control, interface=interface, while_waiting=lambda seconds: control.give_up(self._label, seconds)
+            env,
+            control,
+            interface=interface,
+            while_waiting=lambda seconds: control.detector.give_up(self._label, seconds),
         )
-        self._queue = ThreadQueue(self._explain, while_waiting=control.heed_others)
+        self._queue = ThreadQueue(self._explain, while_waiting=control.detector.heed)
         self.oldest = self._queue.oldest
 
     def _explain(self, label: str, seconds: float, error: Exception) -> CommError:
         if isinstance(error, ConnectionError):
             self._links.shut_down()  # the waits of others end at once, too
-        return self._control.explain(label, seconds, error)
+        return self._control.detector.explain(label, seconds, error)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Return the group, which needs no set-up: it is its ranks."""

@@ -17,7 +17,7 @@ from bigbatch.comm.backends.in_flight import StreamQueue, ThreadQueue
 from bigbatch.comm.backends.registered_memory import RegisteredMemory
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv, prefer_interface, record_flights
-from bigbatch.comm.rendezvous.roll_call import VERDICT_SECONDS
+from bigbatch.comm.rendezvous.limits import VERDICT_SECONDS
 from bigbatch.errors import CommError, first_line
 
 T = TypeVar("T")
@@ -80,7 +80,9 @@ class TorchDistributedBackend:
                 f"{first_line(error)}; {_remedy(error)}"
             ) from error
         self._queue = (
-            StreamQueue(device) if is_nccl else ThreadQueue(control.explain, while_waiting=control.heed_others)
+            StreamQueue(device)
+            if is_nccl
+            else ThreadQueue(control.detector.explain, while_waiting=control.detector.heed)
         )
         self.oldest = self._queue.oldest
 
@@ -99,10 +101,10 @@ class TorchDistributedBackend:
         _defaults_of_ours.add(dist.group.WORLD)
 
     def _bounded(self, operation: Callable[[], T]) -> T:
-        """Connect gloo within a time limit; NCCL is bound to a thread's GPU, and the inspector limits it."""
+        """Connect gloo within a time limit; NCCL is bound to a thread's GPU, and the watch limits it."""
         if self.name == "nccl":
             return operation()
-        return self._control.bounded(f"connection of {self.world_size} ranks by {self.name}", operation)
+        return self._control.detector.bounded(f"connection of {self.world_size} ranks by {self.name}", operation)
 
     def new_group(self, families: Sequence[Sequence[int]]) -> Group:
         """Make the families' process groups, except existing ones; torch needs every rank to make all of them."""
@@ -188,7 +190,7 @@ class TorchDistributedBackend:
         try:
             return self._queue.submit(operation, label=label, ranks=ranks)
         except dist.DistError as error:  # of NCCL: its operations begin here
-            raise self._control.explain(label, awake_seconds() - start, error) from error
+            raise self._control.detector.explain(label, awake_seconds() - start, error) from error
 
     def close(self) -> None:
         """Wait for all ranks, then tear down, so that no rank closes a connection another still uses.

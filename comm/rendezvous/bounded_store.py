@@ -68,6 +68,11 @@ class BoundedStore:
     Raises: NoAnswerError; RuntimeError if the connection has ended.
     """
 
+    can_wait = False
+    """A wait in torch's store blocks other threads."""
+    numbers: Sequence[int] | None = None
+    """As those of JobStore."""
+
     def __init__(
         self,
         store: Store,
@@ -107,9 +112,9 @@ class BoundedStore:
         """Append to the value of a key, "" if missing."""
         self._ask(lambda: self.torch_store.append(key, value))  # type: ignore[attr-defined]
 
-    def gone(self) -> frozenset[int]:
-        """Return no rank: torch's stores do not know their clients."""
-        return frozenset()
+    def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> tuple[bytes, frozenset[int]]:
+        """Return a key's value from that byte on, and no rank: torch's stores do not know their clients. No wait."""
+        return self.get(key)[begin:] if self.check([key]) else b"", frozenset()
 
     def wait_for(self, key: str, seconds: float) -> bool:
         """Wait so long for a key; return whether it exists. Polls: a wait in torch's store blocks other threads."""

@@ -1,30 +1,17 @@
 """Control channel: rendezvous, exchange of short texts, and failure detection, beside the data transport."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.failure_detector import FailureDetector, late_error
 from bigbatch.comm.rendezvous.job_store import KeyValue
 from bigbatch.comm.rendezvous.late_ranks import WARN_SECONDS, name_ranks
-from bigbatch.comm.rendezvous.meeting import GRACE_SECONDS, open_store
-from bigbatch.comm.rendezvous.roll_call import (
-    HEED_SECONDS,
-    HOST,
-    LATE,
-    LOST,
-    SILENCE_SECONDS,
-    RollCall,
-    host_of,
-    late_error,
-)
-from bigbatch.errors import CommError, PeerLostError, first_line
+from bigbatch.comm.rendezvous.limits import HEED_SECONDS, SILENCE_SECONDS
+from bigbatch.comm.rendezvous.meeting import open_store
 
-T = TypeVar("T")
-
+HOST = "bigbatch/host"
+"""Prefix of the keys with the host of each rank that has met."""
 PIECE_BYTES = 4 << 20
 """torch's store ends a connection that sends more than 8 MB at once."""
 
@@ -81,8 +68,9 @@ class Control:
             self.store, self.holder, met = joined.store, f"rank {joined.holder}", env
         self.master, self.secret = met.master, met.secret
         self._texts = 0
-        self.roll_call = RollCall(self)
-        with self.explained("meeting of all ranks"):
+        self._hosts: dict[int, str] = {}
+        self.detector = FailureDetector(self)
+        with self.detector.explained("meeting of all ranks"):
             self.store.set(f"{HOST}/{self.rank}", env.host)
 
     def gather_text(
@@ -93,7 +81,7 @@ class Control:
         Rank 0 collects and publishes, so the cost is linear in ranks. It returns last, since it may hold the store.
         Raises: PeerLostError naming the missing ranks.
         """
-        with self.explained(what):
+        with self.detector.explained(what):
             key, all_texts = self._collect(text, what=what, timeout_seconds=timeout_seconds)
             if self.rank != 0:
                 all_texts = self._take(key, source=0, what=what, timeout_seconds=timeout_seconds).split("\0")
@@ -107,7 +95,7 @@ class Control:
 
     def collect_text(self, text: str, *, what: str) -> list[str]:
         """Gather texts on rank 0, also long ones; other ranks get an empty list. Collective."""
-        with self.explained(what):
+        with self.detector.explained(what):
             return self._collect(text, what=what)[1]
 
     def tell_all(self, text: str, *, what: str, timeout_seconds: float) -> str:
@@ -116,7 +104,7 @@ class Control:
         Rank 0 does not wait: the next operation shows a lost rank sooner than a wait here.
         Raises: PeerLostError.
         """
-        with self.explained(what):
+        with self.detector.explained(what):
             key = self.next_key()
             if self.rank != 0:
                 return self._take(key, source=0, what=what, timeout_seconds=timeout_seconds)
@@ -163,7 +151,7 @@ class Control:
 
     def read(self, key: str, *, what: str) -> str:
         """Wait for a short value that another rank writes, and return it. Raises: PeerLostError."""
-        with self.explained(what):
+        with self.detector.explained(what):
             self._await(key, what=what)
             return str(self.store.get(key).decode())
 
@@ -173,77 +161,12 @@ class Control:
         start, seconds, store = awake_seconds(), 0.0, self.store.within(limit + SILENCE_SECONDS)
         while not store.wait_for(key, min(HEED_SECONDS, max(0.0, limit - seconds))):
             seconds = awake_seconds() - start
-            self.heed_others(what, seconds)
+            self.detector.heed(what, seconds)
             # in this order: it may have written the key just before its end
-            if source in store.gone() and not store.check([key]):
-                raise RuntimeError(f"the process of rank {source} has ended")
+            if source is not None and source in self.detector.log.state.gone and not store.check([key]):
+                raise RuntimeError(f"the process of {self.detector.log.name([source])} has ended")
             if seconds > limit:
                 raise late_error()
-
-    @contextmanager
-    def explained(self, what: str) -> Iterator[None]:
-        """Turn errors of the store or torch inside the block into one that names the missing ranks: PeerLostError."""
-        start = awake_seconds()
-        try:
-            yield
-        except CommError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            raise self.explain(what, awake_seconds() - start, error) from error
-
-    def heed_others(self, label: str, seconds: float) -> None:
-        """End a wait if another rank has failed or ended, so that this rank is not counted as lost."""
-        if self.roll_call.has_failed:
-            return  # this rank is about to report a failure itself
-        try:
-            reason = self.roll_call.reason_to_end()
-        except RuntimeError:
-            return  # the operation itself is about to fail with a better message; its limit holds
-        if reason:
-            cause = RuntimeError(reason)
-            raise self.explain(label, seconds, cause) from cause
-
-    def give_up(self, label: str, seconds: float) -> None:
-        """Like heed_others, and end the wait at the timeout: for libraries without a time limit."""
-        self.heed_others(label, seconds)
-        if seconds > self.timeout_seconds:
-            raise self.explain(label, seconds, late_error())
-
-    def bounded(self, label: str, operation: Callable[[], T]) -> T:
-        """Run on a new thread an operation that asks torch's store: its own limits need the store's answers.
-
-        Raises: what operation raises; PeerLostError after the time limit.
-        """
-        start = awake_seconds()
-        try:
-            return answer_within(self.timeout_seconds + GRACE_SECONDS, operation)
-        except NoAnswerError:
-            raise self.explain(label, awake_seconds() - start, late_error()) from None
-
-    def explain(self, label: str, seconds: float, error: Exception) -> CommError:
-        """Return an error that says what failed, when, and which ranks do not answer. Takes a few seconds.
-
-        This rank sends no requests to the store afterwards; rank 0 waits until the others have got as far.
-        """
-        failure = self.describe(label, seconds, error)
-        self.roll_call.part()
-        return failure
-
-    def describe(self, label: str, seconds: float, error: Exception) -> CommError:
-        """Return the same error, for a caller that still uses the store and calls roll_call.part() itself."""
-        self.roll_call.has_failed = True
-        is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
-        # a store that has not answered for so long is not asked again
-        is_silent = isinstance(error, NoAnswerError)
-        who = self.roll_call.lose_holder() if is_silent else self.roll_call.call(LATE if is_late else LOST)
-        failure = PeerLostError(f"{self.failed(label, seconds)}; {who} ({self.library}: {first_line(error)})")
-        failure.lost_ranks = self.roll_call.lost_ranks
-        failure.exit_code = self.roll_call.exit_code or failure.exit_code
-        return failure
-
-    def failed(self, label: str, seconds: float) -> str:
-        """Return what failed on this rank, and after how long."""
-        return f"rank {self.rank}: {label} failed after {seconds:.1f} s"
 
     def has_met(self, rank: int) -> bool:
         """Return whether a rank has come to the rendezvous."""
@@ -251,4 +174,6 @@ class Control:
 
     def host_of(self, rank: int) -> str:
         """Return a rank's host."""
-        return host_of(rank, self.store)
+        if rank not in self._hosts and self.has_met(rank):
+            self._hosts[rank] = self.store.get(f"{HOST}/{rank}").decode()
+        return self._hosts.get(rank, "a host that has not met")

@@ -221,7 +221,7 @@ def ask_for_deterministic_cublas() -> None:
 
 
 def record_flights() -> None:
-    """Enable torch's flight recorder for the stall inspector, as later releases of torch do by default."""
+    """Enable torch's flight recorder for the last words of a rank, as later releases of torch do by default."""
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"  # the other is the deprecated name
 

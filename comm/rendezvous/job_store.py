@@ -111,6 +111,9 @@ class JobStore(Store):
     Raises: NoAnswerError; RuntimeError if the store has ended.
     """
 
+    can_wait = True
+    """Requests of several threads go side by side, so waits in the store block none."""
+
     def __init__(
         self,
         line: Line,
@@ -179,12 +182,15 @@ class JobStore(Store):
     def num_keys(self) -> int:
         return int(split(self._ask("count")[1:])[0])
 
-    def gone(self) -> frozenset[int]:
-        """Return the ranks that were connected and have no connection left: their processes have ended."""
-        gone = frozenset(map(int, split(self._ask("gone")[1:])))
-        if self.numbers is None:
-            return gone
-        return frozenset(rank for rank, number in enumerate(self.numbers) if number in gone)
+    def tail(self, key: str, begin: int, *, num_gone: int = 0, seconds: float = 0.0) -> tuple[bytes, frozenset[int]]:
+        """Return a key's value from that byte on, and the numbers of ranks whose processes have ended.
+
+        They were connected and have no connection left. Waits so long for bytes, or for another number of such ranks
+        than num_gone.
+        """
+        answer = self._ask("tail", str(seconds), self._name(key), str(begin), str(num_gone), waits=seconds)
+        value, *gone = split(answer[1:])
+        return value, frozenset(map(int, gone))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises: RuntimeError after the time limit, with "timed out" as in torch's message."""

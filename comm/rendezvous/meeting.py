@@ -16,11 +16,9 @@ from bigbatch.comm.rendezvous.environ import SECRET_VARIABLE, ProcessEnv
 from bigbatch.comm.rendezvous.job_store import JobStore, KeyValue, Line, hold_store
 from bigbatch.comm.rendezvous.late_ranks import name_ranks, telling_late
 from bigbatch.comm.rendezvous.launcher import MPI_LAUNCHERS
+from bigbatch.comm.rendezvous.limits import GRACE_SECONDS
 from bigbatch.comm.rendezvous.secret import StrangerError
 from bigbatch.errors import CommError, first_line, tell
-
-GRACE_SECONDS = 1.0
-"""Time after a limit of torch's own before we give up: torch's error says more."""
 
 _WORDS = "bigbatch/words"
 

@@ -85,7 +85,7 @@ def meet(env: ProcessEnv, control: Control, *, gpu: str = "") -> list[RankPlace]
 def _claim_rank(env: ProcessEnv, control: Control) -> None:
     """Claim this rank; a second process with the same rank is an error."""
     key = f"bigbatch/claim/{env.rank}"
-    with control.explained("meeting of all ranks"):
+    with control.detector.explained("meeting of all ranks"):
         if control.store.add(key, 1) == 1:
             control.store.set(f"{key}/host", env.host)
             return

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, let_in
 
 LENGTH = struct.Struct("!I")
@@ -26,10 +27,6 @@ HELLO_SECONDS = 10.0
 """Time limit of a client's authentication."""
 MOST_STRANGERS = 256
 """Unauthenticated connections beyond the job's ranks; the server drops the oldest one if there are more."""
-GONE_SECONDS = 0.3
-"""Time after the end of a rank's last connection until it counts as gone: a live rank keeps one open."""
-LOOK_SECONDS = 0.2
-"""Period of the checks of rank 0 and of time limits."""
 NAME = "store"
 
 DONE, MISSING = b"\0", b"\1"
@@ -64,8 +61,10 @@ class _Caller:
         self.incoming, self.outgoing = bytearray(), bytearray(door.nonce)
         self.waits_for: set[bytes] = set()
         """Missing keys of its pending wait."""
+        self.tail: tuple[bytes, int, int] | None = None
+        """Key, first byte and number of gone ranks of its pending request for news."""
         self.waits_until = float("inf")
-        """When its wait ends without the keys, to within LOOK_SECONDS; awake_seconds()."""
+        """When its wait ends without an answer, to within STORE_LOOK_SECONDS; awake_seconds()."""
 
     def requests(self) -> Iterator[list[bytes]]:
         """Yield the complete requests. Raises: ValueError, StrangerError."""
@@ -139,19 +138,21 @@ class StoreServer:
         self._selector.register(listener, selectors.EVENT_READ)
         self._strangers: deque[_Caller] = deque()
         self._waiting: dict[bytes, list[_Caller]] = {}
+        self._tails: dict[bytes, set[_Caller]] = {}
+        """Key -> callers that wait for news of it."""
         self._known: dict[int, set[_Caller]] = {}
         """Connections of each rank that has authenticated."""
         self._left: dict[int, float] = {}
         """Rank -> when its last connection ended; awake_seconds()."""
 
     def serve(self, is_over: Callable[[], bool], *, also: int | None = None) -> None:
-        """Serve until is_over(), which is called every LOOK_SECONDS and when the descriptor `also` is readable."""
+        """Serve until is_over(), called every STORE_LOOK_SECONDS and when the descriptor `also` is readable."""
         if also is not None:
             self._selector.register(also, selectors.EVENT_READ)
         looked = awake_seconds()
         while True:
             is_told = False
-            for key, events in self._selector.select(LOOK_SECONDS):
+            for key, events in self._selector.select(limits.STORE_LOOK_SECONDS):
                 if key.fileobj is self._listener:
                     self._let_in()
                 elif key.data is None:
@@ -159,7 +160,7 @@ class StoreServer:
                 else:
                     self._serve(key.data, events)
             now = awake_seconds()
-            if is_told or now - looked > LOOK_SECONDS:
+            if is_told or now - looked > limits.STORE_LOOK_SECONDS:
                 looked = now
                 while self._strangers and now - self._strangers[0].since > HELLO_SECONDS:
                     self._send_off_the_first()
@@ -167,6 +168,8 @@ class StoreServer:
                 for caller in late:
                     self._forget(caller)
                     self._end_wait(caller, MISSING)
+                for caller in [each for callers in self._tails.values() for each in callers]:
+                    self._tell_news(caller, is_late=now > caller.waits_until)
                 if is_over():
                     return
 
@@ -219,18 +222,31 @@ class StoreServer:
             if not caller.waits_for:
                 _reply(caller, DONE)
             return
-        if request == [b"gone"]:
-            known_since = awake_seconds() - GONE_SECONDS
-            gone = [rank for rank, since in self._left.items() if since < known_since]
-            _reply(caller, DONE + pack(*(str(rank).encode() for rank in gone)))
+        if request[0] == b"tail":
+            _, seconds, key, begin, num_gone = request
+            caller.tail, caller.waits_until = (key, int(begin), int(num_gone)), awake_seconds() + float(seconds)
+            self._tails.setdefault(key, set()).add(caller)
+            self._tell_news(caller, is_late=not float(seconds))
             return
         _reply(caller, self._table.answer(request))
         for key in request[1::2]:  # the odd parts are keys
+            for waiting in tuple(self._tails.get(key, ())):
+                self._tell_news(waiting, is_late=request[0] == b"append")
             if key in self._waiting and key in self._table.values:
                 for waiting in self._waiting.pop(key):
                     waiting.waits_for.remove(key)
                     if not waiting.waits_for:
                         self._end_wait(waiting, DONE)
+
+    def _tell_news(self, caller: _Caller, *, is_late: bool = False) -> None:
+        """Answer a request for news if there are any, or if it is late."""
+        assert caller.tail is not None
+        key, begin, num_gone = caller.tail
+        value, gone_before = self._table.values.get(key, b"")[begin:], awake_seconds() - limits.GONE_SECONDS
+        gone = [rank for rank, since in self._left.items() if since < gone_before]
+        if value or len(gone) != num_gone or is_late:
+            self._forget(caller)
+            self._end_wait(caller, DONE + pack(value, *(str(rank).encode() for rank in gone)))
 
     def _end_wait(self, caller: _Caller, answer: bytes) -> None:
         _reply(caller, answer)
@@ -238,7 +254,10 @@ class StoreServer:
             self._send(caller)
 
     def _forget(self, caller: _Caller) -> None:
-        """Cancel its pending wait."""
+        """Cancel its pending wait, or request for news."""
+        if caller.tail is not None:
+            self._tails[caller.tail[0]].discard(caller)
+            caller.tail = None
         for key in caller.waits_for:
             self._waiting[key].remove(caller)
             if not self._waiting[key]:

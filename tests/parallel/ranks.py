@@ -27,7 +27,7 @@ from bigbatch.comm.backends import in_flight, links
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.rendezvous import roll_call
+from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.environ import ProcessEnv, read_process_env
 from bigbatch.errors import CommError, PeerLostError
 
@@ -117,7 +117,7 @@ def check_reconnect(*backends: str) -> int:
 def check_mismatch(hosts: str, backend: str, algorithm: str, *lengths: str) -> int:
     """Ranks that sum tensors of different lengths fail, and say so."""
     in_flight.POLL_SECONDS = links.POLL_SECONDS = 0.3
-    roll_call.ROLL_CALL_SECONDS = PATIENCE_SECONDS  # which nobody is to need: both still answer
+    limits.ROLL_CALL_SECONDS = PATIENCE_SECONDS  # which nobody is to need: both still answer
     communicator = connect(env=env_on(hosts), backend=backend, algorithm=algorithm, timeout_seconds=60)
     tensor_N = communicator.allocate(100, torch.float32)[: int(lengths[communicator.rank])]
     with pytest.raises(PeerLostError) as caught:

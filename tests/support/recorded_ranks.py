@@ -44,10 +44,12 @@ def first_rank(*, algorithm: str, library: str = "nccl") -> Iterator[Communicato
             control: Any = SimpleNamespace(
                 gather_text=lambda text, **_: [text] * len(hosts),
                 timeout_seconds=8,
-                explain=None,
-                heed_others=lambda label, seconds: None,  # asked where a wait takes long, as on a busy machine
-                bounded=lambda label, operation: operation(),
-                roll_call=SimpleNamespace(begin=lambda: None),
+                detector=SimpleNamespace(
+                    explain=None,
+                    heed=lambda label, seconds: None,  # asked where a wait takes long, as on a busy machine
+                    bounded=lambda label, operation: operation(),
+                    begin=lambda: None,
+                ),
             )
             backend = TorchDistributedBackend(env, control, library=library, device=GPU)
             topology = make_topology(hosts, rank=0)

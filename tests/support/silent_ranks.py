@@ -2,12 +2,12 @@
 
 import pytest
 
-from bigbatch.comm.rendezvous import control, roll_call
+from bigbatch.comm.rendezvous import control, limits
 
 
 def hurry_roll_call(monkeypatch: pytest.MonkeyPatch, *, seconds: float = 0.2) -> None:
     """Do not wait long for ranks that will not answer; the store may still take its time, as on a busy machine."""
-    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", seconds)
-    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
-    for module, limit in ((roll_call, "REQUESTS_SECONDS"), (control, "SILENCE_SECONDS")):
+    monkeypatch.setattr(limits, "ROLL_CALL_SECONDS", seconds)
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.0)
+    for module, limit in ((limits, "REQUESTS_SECONDS"), (control, "SILENCE_SECONDS")):
         monkeypatch.setattr(module, limit, 60.0)

@@ -1,17 +1,18 @@
-"""Ranks of one process that share a store, and an inspector each: a test says when one looks."""
+"""Ranks of one process that share a store, and a watch each: a test says when one looks."""
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from bigbatch.comm.rendezvous import stall
+from bigbatch.comm.rendezvous import watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.rendezvous.stall import Pending, StallInspector
+from bigbatch.comm.rendezvous.failure_detector import FailureDetector
+from bigbatch.comm.rendezvous.watch import Pending, Watch
 
 
 class Rank:
-    """One rank's control and inspector; its thread is stopped, so that the test decides when it looks."""
+    """One rank's control and watch; its thread is stopped, so that the test decides when it looks."""
 
     def __init__(self, rank: int, store: HashStore, *, world_size: int, ends_job: bool = False) -> None:
         self.said: list[str] = []
@@ -22,15 +23,14 @@ class Rank:
         job.rank, job.world_size, job.host = rank, world_size, f"node{rank}"
         job.store = BoundedStore(store, seconds=60)
         store.set(f"bigbatch/host/{rank}", job.host)
-        self.inspector = StallInspector(
-            job, lambda: self.pending, warn_seconds=4, ends_job=ends_job, say=self.said.append
-        )
-        self.inspector.close()
+        job.detector = FailureDetector(job)
+        self.watch = Watch(job, lambda: self.pending, warn_seconds=4, ends_job=ends_job, say=self.said.append)
+        self.watch.close()
 
     def waits(self, number: int, *, seconds: float, group: tuple[int, ...] | None = None) -> None:
         """This rank has waited so long in an operation."""
         self.pending = Pending(
-            number, f"all-reduce of buffer {number} (fc.weight and 3 more)", stall.awake_seconds() - seconds, group
+            number, f"all-reduce of buffer {number} (fc.weight and 3 more)", watch.awake_seconds() - seconds, group
         )
 
 
@@ -41,10 +41,10 @@ def ranks(count: int) -> list[Rank]:
 
 def look(*several: Rank) -> None:
     for rank in several:
-        rank.inspector.look()
+        rank.watch.look()
 
 
 def let_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """So long that the others have had the time to write down that they wait."""
-    now = stall.awake_seconds()
-    monkeypatch.setattr(stall, "awake_seconds", lambda: now + 2.5)
+    now = watch.awake_seconds()
+    monkeypatch.setattr(watch, "awake_seconds", lambda: now + 2.5)

@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
+from bigbatch.comm.rendezvous.failure_detector import FailureDetector
 
 SECONDS = 60.0
 """Longer than any wait of a slow machine."""
@@ -27,6 +28,7 @@ def on_ranks(num_ranks: int, job: Callable[[Control], Result]) -> list[Result]:
     def run(rank: int) -> Result:
         control = alone()
         control.rank, control.world_size, control.store = rank, num_ranks, BoundedStore(store, seconds=SECONDS)
+        control.detector = FailureDetector(control)
         store.set(f"bigbatch/host/{rank}", f"node{rank}")
         return job(control)
 

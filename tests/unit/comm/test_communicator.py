@@ -160,7 +160,7 @@ def test_with_algorithm_and_allocate_are_watched_where_nccl_waits_without_a_limi
     monkeypatch.setattr(SingleBackend, "new_group", new_group)
     inspector: Any = SimpleNamespace(during=during)
     registered: Any = SimpleNamespace(allocate=allocate)
-    watched = replace(connect(env=ALONE, device=CPU), inspector=inspector, registered=registered)
+    watched = replace(connect(env=ALONE, device=CPU), watch=inspector, registered=registered)
     watched.with_algorithm("doubling").allocate(1, torch.float32)
     assert [len(labels) for labels in seen] == [1, 1]
     assert "doubling" in seen[0][0]

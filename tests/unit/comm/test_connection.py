@@ -27,13 +27,13 @@ from bigbatch.comm.backends.single import SingleBackend
 from bigbatch.comm.backends.tcp import TcpBackend
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
-from bigbatch.comm.rendezvous import meeting, stall
+from bigbatch.comm.rendezvous import last_words, meeting, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError, answer_within
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv, read_process_env
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import RankPlace, meet, require_consistent, require_own_gpus
-from bigbatch.comm.rendezvous.stall import Pending
+from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError
 from bigbatch.exit_codes import LOST
 
@@ -352,7 +352,7 @@ def test_connection_that_is_refused_stops_its_inspector() -> None:
     inspector = SimpleNamespace(close=lambda: stopped.append("inspector"))
     backend = SimpleNamespace(abandon=lambda: stopped.append("backend"))
     met = connect(env=ALONE, device=CPU)
-    replace(met, inspector=inspector, backend=backend).abandon()  # type: ignore[arg-type]
+    replace(met, watch=inspector, backend=backend).abandon()  # type: ignore[arg-type]
     assert stopped == ["inspector", "backend"]
     assert met.control not in communicator.open_connections
 
@@ -413,8 +413,8 @@ def test_library_that_connects_without_a_limit_ends_with_the_ranks_that_do_not_c
         return [RankPlace(rank, "here", "1", rank, 2) for rank in range(2)]
 
     monkeypatch.setattr(connection, "meet", meet_both)
-    monkeypatch.setattr(stall.os, "_exit", end_process)
-    monkeypatch.setattr(stall, "dump_flight", str)  # of what other tests did
+    monkeypatch.setattr(watch.os, "_exit", end_process)
+    monkeypatch.setattr(last_words, "dump_flight", str)  # of what other tests did
     monkeypatch.setattr(torch.distributed, "init_process_group", wait_for_ever)
     monkeypatch.setattr(torch_distributed, "prefer_interface", lambda interface, *, is_one_host: None)
     with pytest.raises(CommError):
@@ -434,7 +434,7 @@ def test_connection_that_fails_stops_its_inspector(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(connection, "_connect", refuse)
     with pytest.raises(CommError):
         connect(backend="tcp", env=TWO, device=CPU, timeout_seconds=1)
-    assert not [thread for thread in threading.enumerate() if thread.name == "bigbatch-stall" and thread.is_alive()]
+    assert not [thread for thread in threading.enumerate() if thread.name == "bigbatch-watch" and thread.is_alive()]
 
 
 def test_settings_of_nccl_reach_it_and_what_it_has_not_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +467,7 @@ def test_inspector_watches_until_the_transport_is_closed() -> None:
     inspector = SimpleNamespace(close=lambda: closed.append("inspector"))
     met = connect(env=ALONE, device=CPU)
     backend = SimpleNamespace(close=lambda: closed.append("backend"), name="nccl")
-    replace(met, inspector=inspector, backend=backend).close()  # type: ignore[arg-type]
+    replace(met, watch=inspector, backend=backend).close()  # type: ignore[arg-type]
     assert closed == ["backend", "inspector"]
 
 
@@ -478,7 +478,7 @@ class Leaving:
 
     def __init__(self) -> None:
         self.noted: list[str] = []
-        self.roll_call, self.timeout_seconds = self, 60.0
+        self.detector, self.timeout_seconds = self, 60.0
 
     def oldest(self) -> Pending | None:
         return None
@@ -492,7 +492,7 @@ class Leaving:
     def end_well(self, *, within_seconds: float) -> None:
         self.noted.append("ended")
 
-    def report_own_failure(self, exit_code: int) -> None:
+    def crash(self, exit_code: int) -> None:
         self.noted.append("reported")
 
 

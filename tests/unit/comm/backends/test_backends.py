@@ -23,6 +23,7 @@ from bigbatch.comm.connection import connect
 from bigbatch.comm.rendezvous import addresses, by_mpi, meeting
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.failure_log import LOG
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.errors import CommError, PeerLostError
 
@@ -91,8 +92,7 @@ def test_tcp_heeds_the_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("bigbatch.comm.backends.links.POLL_SECONDS", 0.1)
     met = half_a_job(60)
     backend = TcpBackend(TWO, met)
-    met.store.append("bigbatch/alive", "1 ")
-    met.store.append("bigbatch/failed", "lost ")
+    met.store.append(LOG, '["failed", 1, "lost"]\n["verdict", 1, [], "all ranks still answer"]\n')
     work = backend.submit(lambda: backend.all_reduce_(torch.ones(10), backend.world), label="buffer 0")
     with pytest.raises(PeerLostError, match=naming("rank 0: buffer 0", "all ranks still", "control")):
         work.wait()
@@ -144,7 +144,7 @@ def test_torch_distributed_last_barrier_that_fails_is_named(monkeypatch: pytest.
     backend = TorchDistributedBackend(ALONE, Control(ALONE, timeout_seconds=60), library="gloo", device=CPU)
     try:
         monkeypatch.setattr(torch.distributed, "barrier", fail)
-        backend._queue._explain = met.explain  # type: ignore[union-attr]
+        backend._queue._explain = met.detector.explain  # type: ignore[union-attr]
         with pytest.raises(PeerLostError, match=naming("rank 0", "barrier", "rank 1 on node1")):
             backend.close()
     finally:

@@ -99,7 +99,9 @@ class FakeHorovod:
 def backend_over(hvd: FakeHorovod, monkeypatch: pytest.MonkeyPatch, *, device: torch.device) -> HorovodBackend:
     monkeypatch.setattr(horovod, "import_horovod", lambda: hvd)
     monkeypatch.setattr(horovod, "mpi_world", lambda env: None)
-    control = cast(Control, SimpleNamespace(explain=None, give_up=lambda label, seconds: None))
+    control = cast(
+        Control, SimpleNamespace(detector=SimpleNamespace(explain=None, give_up=lambda label, seconds: None))
+    )
     return HorovodBackend(ENV, control, device=device)
 
 

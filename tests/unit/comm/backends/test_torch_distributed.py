@@ -23,7 +23,7 @@ from bigbatch.comm.algorithms.wire import Wire
 from bigbatch.comm.backends.torch_distributed import TorchDistributedBackend
 from bigbatch.comm.connection import connect
 from bigbatch.comm.gradients.reducer import GradientReducer
-from bigbatch.comm.rendezvous import roll_call, stall
+from bigbatch.comm.rendezvous import limits
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
@@ -246,5 +246,5 @@ def test_last_barrier_is_watched(library: PlayedNccl, monkeypatch: pytest.Monkey
 
 def test_limit_of_nccl_comes_after_the_verdict(library: PlayedNccl) -> None:
     """Its watchdog would end the process before a word is said."""
-    took = stall.LOOK_SECONDS + roll_call.ROLL_CALL_SECONDS + roll_call.LINGER_SECONDS
+    took = limits.LOOK_SECONDS + limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
     assert backend_of("nccl")._timeout.total_seconds() > 5 + took

@@ -16,14 +16,15 @@ from lost_stores import GoneStore, StoppedStore
 from silent_ranks import hurry_roll_call
 from torch.distributed import HashStore, TCPStore
 
-from bigbatch.comm.rendezvous import control, meeting
+from bigbatch.comm.rendezvous import control, limits, meeting
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
+from bigbatch.comm.rendezvous.failure_detector import FailureDetector
+from bigbatch.comm.rendezvous.failure_log import LOG
 from bigbatch.comm.rendezvous.job_store import JobStore, Line
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.places import meet
-from bigbatch.comm.rendezvous.roll_call import RollCall
 from bigbatch.errors import CommError, PeerLostError, first_line
 from bigbatch.exit_codes import CRASHED, FAILED, LOST
 
@@ -68,7 +69,7 @@ def test_gather_text_ends_at_once_where_the_process_of_a_rank_has_ended(monkeypa
     assert killed._presence is not None
     for stream in (*killed._idle, killed._presence):
         stream.close()
-    said = naming("comparison", "rank 1 on node1", "the process of rank 1 has ended")
+    said = naming("comparison", "rank 1 on node1", "the process of rank 1 on node1 has ended")
     with pytest.raises(PeerLostError, match=said) as caught:
         job.gather_text("seed: 1")
     assert float(re.findall(r"after (\d+\.\d) s", str(caught.value))[0]) < 30
@@ -78,12 +79,14 @@ def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.
     monkeypatch.setattr(control, "HEED_SECONDS", 0.05)
     job = half_a_job(60)
 
-    def write_and_end(store: JobStore) -> frozenset[int]:
+    tail = JobStore.tail
+
+    def write_and_end(store: JobStore, *where: Any, **how: Any) -> tuple[bytes, frozenset[int]]:
         store.set("bigbatch/text/1/1/piece/0", "seed: 2")
         store.set("bigbatch/text/1/1", "1")
-        return frozenset({1})
+        return tail(store, *where, **how)[0], frozenset({1})
 
-    monkeypatch.setattr(JobStore, "gone", write_and_end)
+    monkeypatch.setattr(JobStore, "tail", write_and_end)
     assert job.collect_text("seed: 1", what="seeds") == ["seed: 1", "seed: 2"]
 
 
@@ -93,36 +96,35 @@ def test_gather_text_of_a_world_of_one() -> None:
     assert alone.host_of(0) == "here"
 
 
-def test_heed_others_ends_a_wait_by_another_ranks_failure() -> None:
+def test_heed_ends_a_wait_by_another_ranks_failure() -> None:
     job = half_a_job()
-    job.heed_others("buffer 0", 1.0)  # nothing was reported: go on
-    job.store.append("bigbatch/alive", "1 ")
-    job.store.append("bigbatch/failed", "lost ")
+    job.detector.heed("buffer 0", 1.0)  # nothing was reported: go on
+    job.store.append(LOG, '["failed", 1, "lost"]\n["verdict", 1, [], "all ranks still answer"]\n')
     with pytest.raises(PeerLostError, match=naming("buffer 0", "1.0 s", "all ranks still", "control")) as caught:
-        job.heed_others("buffer 0", 1.0)
+        job.detector.heed("buffer 0", 1.0)
     assert "rank 1" not in str(caught.value)
 
 
 def test_wait_for_a_rank_that_has_left_before_ends_at_once() -> None:
     job = half_a_job()
     other = copy.copy(job)
-    other.rank, other.roll_call = 1, RollCall(other)
+    other.rank = 1
+    other.detector = FailureDetector(other)
     for each in (job, other):
-        each.roll_call.begin()
-    other.roll_call.leave()
-    job.heed_others("buffer 0", 1.0)  # which the other has begun, too
-    job.roll_call.begin()
+        each.detector.begin()
+    other.detector.leave()
+    job.detector.heed("buffer 0", 1.0)  # which the other has begun, too
+    job.detector.begin()
     with pytest.raises(PeerLostError, match=naming("buffer 1", "1.0 s", "rank 1 on node1 ended")):
-        job.heed_others("buffer 1", 1.0)
+        job.detector.heed("buffer 1", 1.0)
 
 
 def test_rank_that_reports_its_own_failure_is_missed_by_the_others() -> None:
     job = half_a_job()
-    job.roll_call.report_own_failure()
-    assert job.store.get("bigbatch/failed").split() == [b"lost"]
-    job.roll_call.answer(is_waiting=True)
-    assert not job.store.check(["bigbatch/alive"])
-    job.heed_others("buffer 0", 1.0)  # its own
+    job.detector.crash()
+    job.detector.log.look()
+    assert job.store.get(LOG).splitlines() == [b'["crashed", 0, null]', b'["heard", 0]']
+    job.detector.heed("buffer 0", 1.0)  # its own
 
 
 @pytest.mark.parametrize(("code", "expected"), [(FAILED, FAILED), (CRASHED, LOST)])
@@ -133,25 +135,26 @@ def test_rank_that_a_user_must_help_is_no_lost_rank_to_the_others(
     hurry_roll_call(monkeypatch)
     job = half_a_job()
     other = copy.copy(job)
-    other.rank, other.roll_call = 1, RollCall(other)
-    job.roll_call.report_own_failure(code)
+    other.rank = 1
+    other.detector = FailureDetector(other)
+    job.detector.crash(code)
     with pytest.raises(PeerLostError) as raised:
-        other.heed_others("buffer 0", 1.0)
+        other.detector.heed("buffer 0", 1.0)
     assert raised.value.exit_code == expected
 
 
 def test_give_up_ends_a_wait_after_the_time_limit_of_the_connection() -> None:
     job = half_a_job(seconds=3.0)
-    job.give_up("buffer 0", 2.9)
+    job.detector.give_up("buffer 0", 2.9)
     with pytest.raises(PeerLostError, match=naming("buffer 0", "3.1 s", "rank 1 on node1", "control")):
-        job.give_up("buffer 0", 3.1)
+        job.detector.give_up("buffer 0", 3.1)
 
 
 def test_rendezvous_that_is_gone_is_named() -> None:
     job = half_a_job()
     job.store, job.holder = BoundedStore(GoneStore(), seconds=5), "rank 7"
-    job.heed_others("buffer 0", 1.0)  # the operation itself will fail
-    message = str(job.explain("buffer 0", 1.0, OSError("broken")))
+    job.detector.heed("buffer 0", 1.0)  # the operation itself will fail
+    message = str(job.detector.explain("buffer 0", 1.0, OSError("broken")))
     assert re.search(naming("buffer 0", "1.0 s", "rank 7", "rendezvous", "control: broken"), message)
 
 
@@ -183,8 +186,8 @@ def test_rendezvous_that_is_stopped_is_named_after_a_sum(
     job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "HEED_SECONDS", 0.1)
-    job_of_stopped.heed_others("buffer 0", 5.0)  # the sum's own limit ends it
-    said = str(job_of_stopped.explain("buffer 0", 5.0, TimeoutError("some rank has not come to it")))
+    job_of_stopped.detector.heed("buffer 0", 5.0)  # the sum's own limit ends it
+    said = str(job_of_stopped.detector.explain("buffer 0", 5.0, TimeoutError("some rank has not come to it")))
     assert re.search(naming("buffer 0", "rank 0, which holds the rendezvous", "not come"), said), said
 
 
@@ -193,18 +196,18 @@ def test_rendezvous_that_is_stopped_ends_what_torch_asks_it_itself(
 ) -> None:
     """As gloo's connection does, whose own limit needs an answer."""
     job, store = job_of_stopped, job_of_stopped.store.torch_store
-    monkeypatch.setattr(control, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "GRACE_SECONDS", 0.0)
     job.timeout_seconds = 0.1
     with pytest.raises(PeerLostError, match=naming("rank 1: connection", "rank 0, which holds the rendezvous")):
-        job.bounded("connection", lambda: store.check(["key"]))
-    assert job.bounded("connection", lambda: 7) == 7
+        job.detector.bounded("connection", lambda: store.check(["key"]))
+    assert job.detector.bounded("connection", lambda: 7) == 7
 
 
 def test_rank_that_fails_leaves_though_the_rendezvous_is_stopped(
     job_of_stopped: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(NoAnswerError):  # abort() has nobody to tell
-        job_of_stopped.roll_call.report_own_failure()
+        job_of_stopped.detector.crash()
 
 
 def test_first_line_of_an_error() -> None:
@@ -256,9 +259,9 @@ def test_rendezvous_after_a_restart_by_torchrun_holds_nothing_of_the_last_start(
 
     with ThreadPoolExecutor(2) as pool:
         first, restarted = (list(pool.map(meet_as, range(2))) for _ in range(2))
-    first[0].set("bigbatch/failed", "1")
-    assert first[1].check(["bigbatch/failed"])
-    assert not any(store.check(["bigbatch/failed"]) for store in restarted)
+    first[0].set("key", "1")
+    assert first[1].check(["key"])
+    assert not any(store.check(["key"]) for store in restarted)
     restarted[0].add("here", 1)
     assert restarted[1].check(["here"])
 
@@ -274,8 +277,8 @@ def test_control_of_a_second_connection_shares_the_rendezvous_but_no_keys() -> N
     first = half_a_job()
     # the port would be in use, were it opened again
     second = Control(rank_of_two(), timeout_seconds=60)
-    first.store.set("bigbatch/failed", "1")
-    assert not second.store.check(["bigbatch/failed"])
+    first.store.set("key", "1")
+    assert not second.store.check(["key"])
 
 
 def test_control_uses_the_store_of_a_default_process_group() -> None:

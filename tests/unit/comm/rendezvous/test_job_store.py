@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from bigbatch.comm.rendezvous import job_store, store_process
+from bigbatch.comm.rendezvous import job_store, limits, store_process
 from bigbatch.comm.rendezvous.bounded_store import NoAnswerError
 from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
 from bigbatch.comm.rendezvous.meeting import listen
@@ -66,7 +66,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     with listener:
         where = listener.getsockname()[1]
         thread = Thread(target=StoreServer(listener, SECRET, world_size=2).serve, args=(is_over.is_set,))
-        monkeypatch.setattr(store_process, "LOOK_SECONDS", 0.05)
+        monkeypatch.setattr(limits, "STORE_LOOK_SECONDS", 0.05)
         thread.start()
         yield where
         is_over.set()
@@ -74,6 +74,37 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 # --- what it answers ---
+
+
+def gone(store: JobStore) -> frozenset[int]:
+    """The ranks whose processes have ended."""
+    return store.tail("log", 0)[1]
+
+
+def test_job_store_tells_news_at_once(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was appended behind what a rank has read, or that a process has ended."""
+    monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
+    store, other = (JobStore(line_to(port, rank=rank), seconds=60) for rank in (0, 1))
+    assert store.tail("log", 0) == (b"", frozenset())
+    other.append("log", "one\ntwo\n")
+    assert store.tail("log", 4, seconds=60) == (b"two\n", frozenset())
+    start = time.monotonic()
+    assert store.tail("log", 8, seconds=0.2) == (b"", frozenset())
+    assert 0.2 <= time.monotonic() - start < 30
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(each.tail, "log", 8, seconds=60) for each in (store, other)]
+        assert not store.check(["other"])  # while others wait
+        store.append("log", "three\n")
+        assert [each.result() for each in waits] == [(b"three\n", frozenset())] * 2
+        waiting = pool.submit(store.tail, "log", 14, seconds=60)
+        while not waiting.done():  # it may not have asked yet
+            store.append("log", "")  # ends it
+        assert waiting.result() == (b"", frozenset())
+        waiting = pool.submit(store.tail, "log", 14, seconds=60)
+        for stream in (*other.line._idle, other.line._presence):
+            stream.close()
+        assert waiting.result() == (b"", {1})
+    assert store.tail("log", 14, num_gone=1, seconds=0.1) == (b"", {1})
 
 
 def use(store: Store) -> list[object]:
@@ -147,28 +178,28 @@ def test_job_store_tells_whether_a_key_came_in_time(port: int) -> None:
 
 
 def test_job_store_names_ranks_whose_every_connection_has_ended(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
     store, other = (JobStore(line_to(port, rank=rank), seconds=60) for rank in (0, 3))
     with ThreadPoolExecutor(1) as pool:  # makes a second connection
         waiting = pool.submit(other.get, "late")
         assert not other.check(["late"])
         first = other.line._idle.pop()
         first.close()
-        assert not store.gone(), "one is left"
+        assert not gone(store), "one is left"
         store.set("late", "")
         waiting.result()
     for stream in other.line._idle:
         stream.close()
     time.sleep(0.1)
-    assert not store.gone(), "requests that were given up have ended theirs"
+    assert not gone(store), "requests that were given up have ended theirs"
     other.line._presence.close()
-    assert ends(lambda: store.gone() == {3})
-    monkeypatch.setattr(store_process, "GONE_SECONDS", 60.0)
-    assert not store.gone(), "it may come back"
-    monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
+    assert ends(lambda: gone(store) == {3})
+    monkeypatch.setattr(limits, "GONE_SECONDS", 60.0)
+    assert not gone(store), "it may come back"
+    monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
     other.line._idle.clear()
     other.set("back", "")
-    assert not store.gone()
+    assert not gone(store)
 
 
 FORKS = """
@@ -186,13 +217,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.slow
 def test_job_store_counts_a_rank_as_gone_whose_workers_live_on(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a loader's, which are forked after the rank has connected, and which nobody ends where it is killed."""
-    monkeypatch.setattr(store_process, "GONE_SECONDS", 0.0)
+    monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
     store = JobStore(line_to(port), seconds=60)
     killed = subprocess.run([sys.executable, "-c", FORKS.format(port=port, secret=SECRET)])
     assert killed.returncode == -signal.SIGKILL
     worker = psutil.Process(int(store.get("worker")))
     try:
-        assert ends(lambda: store.gone() == {3})
+        assert ends(lambda: gone(store) == {3})
         assert worker.is_running()
     finally:
         worker.kill()
@@ -310,6 +341,8 @@ def test_store_is_not_kept_from_its_ranks_by_idle_callers(
         pack(b"add", b"key"),
         pack(b"add", b"key", b"many"),
         pack(b"set", b"key"),
+        pack(b"tail", b"1", b"key"),
+        pack(b"tail", b"1", b"key", b"begin", b"0"),
         pack(),
         b"\0\0\0\x09cut off",
     ],

@@ -1,4 +1,4 @@
-"""What the stall inspector says at the end of a job that nothing else ends: verdict and flights, store or no store."""
+"""What the watch says at the end of a job that nothing else ends: verdict and flights, store or no store."""
 
 import json
 import re
@@ -23,11 +23,12 @@ from torch._C._distributed_c10d import HashStore
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.in_flight import StreamQueue
-from bigbatch.comm.rendezvous import roll_call, stall
+from bigbatch.comm.rendezvous import last_words, limits, watch
 from bigbatch.comm.rendezvous.bounded_store import BoundedStore
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
-from bigbatch.comm.rendezvous.stall import Pending, StallInspector
+from bigbatch.comm.rendezvous.failure_log import LOG
+from bigbatch.comm.rendezvous.watch import Pending, Watch
 from bigbatch.exit_codes import LOST
 from bigbatch.launch.jobs.restarts import may_go_on
 
@@ -35,15 +36,15 @@ from bigbatch.launch.jobs.restarts import may_go_on
 @pytest.fixture(autouse=True)
 def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flight recorder of this process may hold what other tests did."""
-    monkeypatch.setattr(stall, "dump_flight", str)
+    monkeypatch.setattr(last_words, "dump_flight", str)
 
 
 def end_of(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes of the process, which does not end here."""
     codes: list[int] = []
-    monkeypatch.setattr(stall.os, "_exit", codes.append)
+    monkeypatch.setattr(watch.os, "_exit", codes.append)
     hurry_roll_call(monkeypatch)
-    rank.inspector.count()
+    rank.watch.count()
     return codes
 
 
@@ -53,7 +54,7 @@ def test_verdict_does_not_name_a_rank_that_waits_as_well(monkeypatch: pytest.Mon
     first.waits(3, seconds=9)
     second.waits(3, seconds=7.5)
     late.waits(2, seconds=0.1)
-    first.control.store.append("bigbatch/failed", "late ")  # the first has called the roll
+    first.control.store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
     late.pending = None  # busy elsewhere
     look(second, late)
     end_of(first, monkeypatch)
@@ -78,7 +79,7 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
     with monkeypatch.context() as later:
         let_time_pass(later)
         look(first, late)
-    monkeypatch.setattr(stall, "EXPLAIN_SECONDS", 0.5)
+    monkeypatch.setattr(limits, "EXPLAIN_SECONDS", 0.5)
     lost = StoppedStore() if hangs else GoneStore()
     first.control.store = BoundedStore(lost, seconds=8)
     first.control.holder = "rank 7"
@@ -90,61 +91,61 @@ def test_rank_counts_on_where_the_store_is_gone_and_says_what_it_knows(
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_inspector_thread_ends_the_job_by_itself_when_the_store_is_gone(
+def test_watch_thread_ends_the_job_by_itself_when_the_store_is_gone(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In time, with rank and operation: nothing else would end it, as an NCCL kernel waits for ever."""
     ended, said = Queue[int](), list[str]()
-    monkeypatch.setattr(stall.os, "_exit", ended.put)
-    monkeypatch.setattr(stall, "EXPLAIN_SECONDS", 0.2)
-    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.0)
+    monkeypatch.setattr(watch.os, "_exit", ended.put)
+    monkeypatch.setattr(limits, "EXPLAIN_SECONDS", 0.2)
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.0)
     job = Control(ALONE, timeout_seconds=60)
     job.timeout_seconds = 0.2
     lost = StoppedStore() if hangs else GoneStore()
     job.store = BoundedStore(lost, seconds=8)
     pending = Pending(1, "buffer 1", awake_seconds())
-    inspector = StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True, say=said.append)
+    watched = Watch(job, lambda: pending, warn_seconds=0.04, ends_job=True, say=said.append)
     assert ended.get(timeout=200) == LOST
     if hangs:
         lost.goes_on.set()  # type: ignore[attr-defined]
-    inspector.close()
+    watched.close()
     assert re.search(naming("rank 0", "buffer 1", "holds the rendezvous"), said[-1])
 
 
 HANGS_IN_C = """
 import ctypes, signal, time
-from bigbatch.comm.rendezvous import stall
+from bigbatch.comm.rendezvous import last_words, limits, watch
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE
 
 signal.signal(signal.SIGALRM, lambda *_: None)  # which no longer runs
-stall.VERDICT_SECONDS = 0.2
-stall.dump_flight = lambda: ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock held
+limits.VERDICT_SECONDS = 0.2
+last_words.dump_flight = lambda: ctypes.PyDLL(None).sleep(600)  # with the interpreter's lock held
 job = Control(ALONE, timeout_seconds=60)
 job.timeout_seconds = 0.1
-pending = stall.Pending(1, "buffer 1", stall.awake_seconds())
-stall.StallInspector(job, lambda: pending, warn_seconds=0.04, ends_job=True)
+pending = watch.Pending(1, "buffer 1", watch.awake_seconds())
+watch.Watch(job, lambda: pending, warn_seconds=0.04, ends_job=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.slow
-def test_inspector_ends_the_job_where_the_flight_recorder_hangs() -> None:
+def test_watch_ends_the_job_where_the_flight_recorder_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS_IN_C], capture_output=True, text=True, timeout=250)
     assert done.returncode == -signal.SIGALRM, done.stderr
     assert may_go_on(128 + signal.SIGALRM, is_python=False), "nobody has to mend anything first"
-    assert "_last_words" in done.stderr, "where each thread is"
+    assert "last_words" in done.stderr, "where each thread is"
 
 
-def test_inspector_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
+def test_watch_is_silent_where_the_store_goes_first_at_the_end_of_a_run() -> None:
     said: list[str] = []
     job = Control(ALONE, timeout_seconds=60)
     job.store = BoundedStore(GoneStore(), seconds=8)
-    inspector = StallInspector(job, lambda: None, warn_seconds=0.04, ends_job=True, say=said.append)
+    watched = Watch(job, lambda: None, warn_seconds=0.04, ends_job=True, say=said.append)
     time.sleep(0.1)
-    assert all(thread.is_alive() for thread in inspector._threads)  # an operation may still come
-    inspector.close()
-    assert not any(thread.is_alive() for thread in inspector._threads)
+    assert all(thread.is_alive() for thread in watched._threads)  # an operation may still come
+    watched.close()
+    assert not any(thread.is_alive() for thread in watched._threads)
     assert said == []
 
 
@@ -158,9 +159,9 @@ def test_replay_of_a_graph_is_watched_where_the_store_is_gone(monkeypatch: pytes
     assert queue.oldest() is None
     queue.submit(lambda: None, label="the sums of a replayed step")
     (rank, _) = ranks(2)
-    rank.inspector._oldest = queue.oldest
+    rank.watch._oldest = queue.oldest
     rank.control.store = BoundedStore(GoneStore(), seconds=8)
-    monkeypatch.setattr(stall, "awake_seconds", lambda: awake_seconds() + 9)
+    monkeypatch.setattr(watch, "awake_seconds", lambda: awake_seconds() + 9)
     assert end_of(rank, monkeypatch) == [LOST]
     assert "the sums of a replayed step" in rank.said[-1]
 
@@ -189,11 +190,11 @@ def test_verdict_names_the_ranks_that_have_not_begun_the_collective(
     store = HashStore()
     first, behind, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
     first.waits(3, seconds=9)
-    store.append("bigbatch/failed", "late ")  # the first has called the roll
-    monkeypatch.setattr(stall, "dump_flight", lambda: recorded(40, 41))
+    store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
+    monkeypatch.setattr(last_words, "dump_flight", lambda: recorded(40, 41))
     look(behind)
     mine = recorded(40, 41, 42)
-    monkeypatch.setattr(stall, "dump_flight", lambda: mine)
+    monkeypatch.setattr(last_words, "dump_flight", lambda: mine)
     assert end_of(first, monkeypatch) == [LOST]
     parts = "collective 42 (nccl:all_reduce)", "rank 1 has begun 41", "rank 2 does not tell", tmp_path / "trace_0.json"
     assert re.search(naming("no answer from rank 1 on node1", *parts), first.said[-1]), first.said[-1]
@@ -214,32 +215,27 @@ class LeavingStore(HashStore):
 
 
 @pytest.mark.slow
-def test_holder_stays_until_the_others_have_compared_flights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holder_stays_until_the_others_know_verdict_and_flights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/trace_")
-    monkeypatch.setattr(stall, "dump_flight", lambda: recorded(40, 41))
-    monkeypatch.setattr(roll_call, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(last_words, "dump_flight", lambda: recorded(40, 41))
+    monkeypatch.setattr(limits, "LINGER_SECONDS", 0.1)
     for limit in ("EXPLAIN_SECONDS", "FLIGHT_SECONDS", "VERDICT_SECONDS"):
-        monkeypatch.setattr(stall, limit, 60.0)  # longer than any wait of a slow machine
-    monkeypatch.setattr(roll_call, "ROLL_CALL_SECONDS", 60.0)
-    monkeypatch.setattr(stall.os, "_exit", lambda code: None)
+        monkeypatch.setattr(limits, limit, 60.0)  # longer than any wait of a slow machine
+    monkeypatch.setattr(limits, "ROLL_CALL_SECONDS", 60.0)
+    monkeypatch.setattr(watch.os, "_exit", lambda code: None)
     store = LeavingStore()
     holder, other = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
-    told = other.inspector._told
-
-    def told_late() -> dict[int, dict[str, int]]:
-        store.is_gone.wait(timeout=1)  # the verdict has come, and the holder may have gone
-        return told()
-
-    monkeypatch.setattr(other.inspector, "_told", told_late)
     for rank in (holder, other):
         rank.waits(3, seconds=9)
 
     def end_of_holder() -> None:
-        holder.inspector.count()
+        holder.watch.count()
         store.is_gone.set()
 
     with ThreadPoolExecutor(2) as pool:
-        ended = [pool.submit(end_of_holder), pool.submit(other.inspector.count)]
+        ended = [pool.submit(end_of_holder), pool.submit(other.watch.count)]
     assert [each.result() for each in ended] == [None, None]
     for rank in (holder, other):
         assert re.search(naming("all ranks still answer", "waits in collective 41"), rank.said[-1]), rank.said[-1]
@@ -248,15 +244,15 @@ def test_holder_stays_until_the_others_have_compared_flights(tmp_path: Path, mon
 def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be named with the one that is lost, although it waits in the same sum."""
     hangs = Event()
-    monkeypatch.setattr(stall, "FLIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
+    monkeypatch.setattr(limits, "FLIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(last_words, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
     store = HashStore()
     first, second, _ = (Rank(rank, store, world_size=3, ends_job=True) for rank in range(3))
     for rank in (first, second):
         rank.waits(3, seconds=9)
-    store.append("bigbatch/failed", "late ")  # the first has called the roll
+    store.append(LOG, '["failed", 0, "late"]\n')  # the first has called the roll
     with ThreadPoolExecutor(1) as pool:
-        looks = pool.submit(second.inspector.look)
+        looks = pool.submit(second.watch.look)
         futures.wait([looks], timeout=200)
         assert end_of(first, monkeypatch) == [LOST]
         hangs.set()
@@ -266,8 +262,8 @@ def test_rank_whose_recorder_hangs_answers_for_itself(monkeypatch: pytest.Monkey
 
 def test_recorder_that_hangs_delays_the_end_no_longer_than_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = Event()
-    monkeypatch.setattr(stall, "FLIGHT_SECONDS", 0.1)
-    monkeypatch.setattr(stall, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
+    monkeypatch.setattr(limits, "FLIGHT_SECONDS", 0.1)
+    monkeypatch.setattr(last_words, "dump_flight", lambda: "" if hangs.wait(timeout=200) else "late")
     first, _ = ranks(2)
     first.waits(3, seconds=9)
     assert end_of(first, monkeypatch) == [LOST]
@@ -278,7 +274,7 @@ def test_recorder_that_hangs_delays_the_end_no_longer_than_its_time(monkeypatch:
 @pytest.mark.parametrize("text", ["", "no JSON", "{}"])
 def test_verdict_comes_whatever_the_recorder_holds(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/no-such-folder/trace_")
-    monkeypatch.setattr(stall, "dump_flight", lambda: text)
+    monkeypatch.setattr(last_words, "dump_flight", lambda: text)
     store = HashStore()
     first, _ = (Rank(rank, store, world_size=2, ends_job=True) for rank in range(2))
     first.waits(3, seconds=1)

@@ -32,9 +32,9 @@ def test_digest_is_of_all_sources_wherever_they_lie(tmp_path: Path, monkeypatch:
         with (copy / name).open("a") as file:
             file.write("# one word\n")
         found.add(sources_digest())
-    (copy / "comm/rendezvous/stall.py").rename(copy / "comm/stalled.py")
+    (copy / "comm/rendezvous/watch.py").rename(copy / "comm/watched.py")
     found.add(sources_digest())
-    (copy / "comm/stalled.py").unlink()
+    (copy / "comm/watched.py").unlink()
     found.add(sources_digest())
     assert len(found) == 6
     last = sources_digest()

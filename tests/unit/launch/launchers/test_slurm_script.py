@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from other_launchers import FAMILIES, left_by
 from slurm_stubs import JOB, Stubs
 
-from bigbatch.comm.rendezvous.roll_call import LINGER_SECONDS, ROLL_CALL_SECONDS
+from bigbatch.comm.rendezvous.limits import LINGER_SECONDS, ROLL_CALL_SECONDS
 from bigbatch.errors import ConfigError, LaunchOptionError
 from bigbatch.launch.jobs.run_folder import find_run_folder
 from bigbatch.launch.jobs.spec import OF_KUBERNETES, JobSpec, interface_variables

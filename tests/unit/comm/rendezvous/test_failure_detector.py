@@ -2,7 +2,7 @@
 
 import heapq
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +11,10 @@ from threading import Event, Lock, get_ident
 import pytest
 from torch.distributed import HashStore
 
-from bigbatch.comm.rendezvous import roll_call
-from bigbatch.comm.rendezvous.roll_call import LATE, LOST, RollCall
+from bigbatch.comm.rendezvous import limits
+from bigbatch.comm.rendezvous.failure_detector import FailureDetector
+from bigbatch.comm.rendezvous.failure_log import LOG
+from bigbatch.comm.rendezvous.failures import LATE, LOST
 
 
 class Clock:
@@ -90,22 +92,11 @@ class CountingStore(HashStore):
         if self.is_gone:
             raise RuntimeError("connection closed")
 
-    def set(self, key: str, value: str) -> None:
-        self._count()
-        super().set(key, value)
+    can_wait, numbers = False, None
 
-    def get(self, key: str) -> bytes:
+    def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> tuple[bytes, frozenset[int]]:
         self._count()
-        assert super().check([key]), "a store waits for a key that is not there"
-        return bytes(super().get(key))
-
-    def check(self, keys: list[str]) -> bool:
-        self._count()
-        return super().check(keys)
-
-    def gone(self) -> frozenset[int]:
-        self._count()
-        return self.ended
+        return bytes(super().get(key))[begin:] if super().check([key]) else b"", self.ended
 
     def append(self, key: str, value: str) -> None:
         self._count()
@@ -120,34 +111,41 @@ class Party:
     world_size: int
     store: CountingStore
     holder: str = "rank 0"
+    library: str = "control"
+    timeout_seconds: float = 60.0
+
+    def host_of(self, rank: int) -> str:
+        return f"node{rank}"
 
 
-def job_of(world_size: int) -> tuple[CountingStore, list[RollCall]]:
+def job_of(world_size: int) -> tuple[CountingStore, list[FailureDetector]]:
     store = CountingStore()
-    for rank in range(world_size):
-        store.set(f"bigbatch/host/{rank}", f"node{rank}")
-    store.num_requests = 0
-    return store, [RollCall(Party(rank, world_size, store)) for rank in range(world_size)]  # type: ignore[arg-type]
+    return store, [FailureDetector(Party(rank, world_size, store)) for rank in range(world_size)]  # type: ignore[arg-type]
 
 
-def fails_in_the_sum(rank: RollCall, clock: Clock, *, after: float, cause: str = LOST) -> None:
+def reasons(ranks: Iterable[FailureDetector]) -> list[str]:
+    """The verdict's text on each rank; "" before it is known."""
+    return [rank.verdict.reason if rank.verdict else "" for rank in ranks]
+
+
+def fails_in_the_sum(rank: FailureDetector, clock: Clock, *, after: float, cause: str = LOST) -> None:
     """As a rank does whose main thread waits in the sum."""
     clock.sleep(after)
     rank.call(cause)
     rank.part()
 
 
-def looks_on(rank: RollCall, clock: Clock, *, after: float, is_waiting: bool = False) -> None:
+def looks_on(rank: FailureDetector, clock: Clock, *, after: float, is_waiting: bool = False) -> None:
     """As a rank's inspector does, once a second; its main thread comes to the next sum in half a minute."""
     clock.sleep(after)
     while not rank.verdict and clock.now < 20:
-        rank.answer(is_waiting=is_waiting)
+        rank.log.look(is_waiting=lambda: is_waiting, is_watching=True)
         clock.sleep(1.0)
     clock.sleep(30.0 - clock.now)
     fails_in_the_sum(rank, clock, after=0.0)
 
 
-def holds_the_store(rank: RollCall, clock: Clock, store: CountingStore, *, cause: str = LATE) -> None:
+def holds_the_store(rank: FailureDetector, clock: Clock, store: CountingStore, *, cause: str = LATE) -> None:
     """It is the first to fail, and takes the store with it."""
     fails_in_the_sum(rank, clock, after=0.0, cause=cause)
     store.is_gone = True
@@ -164,10 +162,12 @@ def test_many_ranks_have_one_right_verdict_for_a_few_requests_of_each(n: int, cl
         elif number != lost:
             jobs.append(partial(looks_on, rank, clock, after=number % 10 / 10, is_waiting=True))
     clock.run(jobs)
-    assert {rank.verdict for rank in ranks if rank is not ranks[lost]} == {f"no answer from rank {lost} on node{lost}"}
-    assert {rank.lost_ranks for rank in ranks if rank is not ranks[lost]} == {frozenset({lost})}
+    assert {*reasons(rank for rank in ranks if rank is not ranks[lost])} == {
+        f"no answer from rank {lost} on node{lost}"
+    }
+    assert {rank.verdict and rank.verdict.lost for rank in ranks if rank is not ranks[lost]} == {frozenset({lost})}
     # the counting one, which holds the store as well: while the others answer, and while they hear
-    of_one = 5 * (roll_call.ROLL_CALL_SECONDS + 2 * roll_call.LINGER_SECONDS) / roll_call.COUNT_PAUSE_SECONDS
+    of_one = 5 * (limits.ROLL_CALL_SECONDS + 2 * limits.LINGER_SECONDS) / limits.COUNT_PAUSE_SECONDS
     assert store.num_requests <= 24 * n + of_one
 
 
@@ -180,7 +180,7 @@ def test_rank_that_waits_in_the_same_sum_is_not_named_with_the_lost_one(seconds:
         clock.run(
             [partial(holds_the_store, ranks[0], clock, store), partial(as_it_does, ranks[1], clock, after=seconds)]
         )
-        assert [rank.verdict for rank in ranks] == ["no answer from rank 2 on node2"] * 2 + [""]
+        assert reasons(ranks) == ["no answer from rank 2 on node2"] * 2 + [""]
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
@@ -195,9 +195,9 @@ def test_rank_whose_process_has_ended_is_not_waited_for(has_ended: bool, clock: 
         after.append(clock.now)
 
     clock.run([holder, partial(fails_in_the_sum, ranks[1], clock, after=1.0)])
-    assert [rank.verdict for rank in ranks] == ["no answer from rank 2 on node2"] * 2 + [""]
-    expected = 1.0 if has_ended else roll_call.ROLL_CALL_SECONDS + roll_call.LINGER_SECONDS
-    assert after == [pytest.approx(expected, abs=5 * roll_call.COUNT_PAUSE_SECONDS)]
+    assert reasons(ranks) == ["no answer from rank 2 on node2"] * 2 + [""]
+    expected = 1.0 if has_ended else limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
+    assert after == [pytest.approx(expected, abs=5 * limits.COUNT_PAUSE_SECONDS)]
 
 
 def test_rank_that_computes_for_long_answers_a_loss_and_knows_the_verdict_when_the_holder_is_gone(clock: Clock) -> None:
@@ -205,25 +205,24 @@ def test_rank_that_computes_for_long_answers_a_loss_and_knows_the_verdict_when_t
     clock.run(
         [partial(holds_the_store, ranks[0], clock, store, cause=LOST), partial(looks_on, ranks[1], clock, after=0.5)]
     )
-    assert ranks[1].verdict == ranks[0].verdict == "no answer from rank 2 on node2"
+    assert reasons(ranks)[:2] == ["no answer from rank 2 on node2"] * 2
 
 
 def test_rank_that_others_wait_for_is_named_after_a_time_limit_and_is_told_so(clock: Clock) -> None:
     store, ranks = job_of(2)
     clock.run([partial(holds_the_store, ranks[0], clock, store), partial(looks_on, ranks[1], clock, after=0.5)])
-    assert ranks[1].verdict == ranks[0].verdict == "no answer from rank 1 on node1"
+    assert reasons(ranks)[:2] == ["no answer from rank 1 on node1"] * 2
 
 
 def test_verdict_comes_where_the_rank_that_calls_the_roll_is_lost_too(clock: Clock) -> None:
     """Rank 3 fails first, and ends before it has counted; rank 5 was lost before."""
     store, ranks = job_of(6)
-    store.append("bigbatch/failed", "lost:3 ")
-    store.append("bigbatch/alive", "3 ")
+    store.append(LOG, '["failed", 3, "lost"]\n')
     waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.5) for number in (0, 1, 2, 4)]
     clock.run(waiting)
     said = "no answer from rank 5 on node5, and no verdict from rank 3 on node3, which counted the answers"
-    assert {ranks[number].verdict for number in (0, 1, 2, 4)} == {said}
-    assert {ranks[number].lost_ranks for number in (0, 1, 2, 4)} == {frozenset({3, 5})}
+    assert {reasons(ranks)[number] for number in (0, 1, 2, 4)} == {said}
+    assert {rank.verdict.lost for rank in ranks if rank.verdict} == {frozenset({3, 5})}
 
 
 def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock: Clock) -> None:
@@ -231,24 +230,24 @@ def test_rank_that_fails_by_itself_is_missed_though_its_sum_fails_as_well(clock:
     _, ranks = job_of(3)
 
     def fails_by_itself() -> None:
-        ranks[1].report_own_failure()
+        ranks[1].crash()
         clock.sleep(0.5)
         ranks[1].call(LOST)
 
     waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.7) for number in (0, 2)]
     clock.run([fails_by_itself, *waiting])
-    assert {ranks[number].verdict for number in (0, 2)} == {"no answer from rank 1 on node1"}
+    assert {reasons(ranks)[number] for number in (0, 2)} == {"no answer from rank 1 on node1"}
 
 
 def test_ranks_end_with_the_code_of_the_first_rank_that_failed_by_itself(clock: Clock) -> None:
     _, ranks = job_of(4)
 
     def fails_by_itself() -> None:
-        ranks[0].report_own_failure(1)
+        ranks[0].crash(1)
 
     waiting = [partial(fails_in_the_sum, ranks[number], clock, after=0.7) for number in (1, 2)]
     clock.run([fails_by_itself, partial(looks_on, ranks[3], clock, after=0.2), *waiting])
-    assert [rank.exit_code for rank in ranks[1:]] == [1, 1, 1]
+    assert [rank.log.state.exit_code for rank in ranks[1:]] == [1, 1, 1]
 
 
 def test_ranks_that_lost_another_one_are_not_told_what_comes_of_it(clock: Clock) -> None:
@@ -256,22 +255,22 @@ def test_ranks_that_lost_another_one_are_not_told_what_comes_of_it(clock: Clock)
 
     def fails_afterwards() -> None:
         clock.sleep(0.5)
-        ranks[1].report_own_failure(1)
+        ranks[1].crash(1)
 
     clock.run([fails_afterwards, partial(fails_in_the_sum, ranks[0], clock, after=0.1)])
-    assert ranks[0].exit_code is None
+    assert ranks[0].log.state.exit_code is None
 
 
 def test_holder_that_fails_by_itself_stays_until_the_others_have_the_verdict(clock: Clock) -> None:
     store, ranks = job_of(4)
 
     def fails_by_itself() -> None:
-        ranks[0].report_own_failure()
+        ranks[0].crash()
         store.is_gone = True
 
     waiting = [partial(fails_in_the_sum, rank, clock, after=0.9) for rank in ranks[1:]]
     clock.run([fails_by_itself, *waiting])
-    assert {rank.verdict for rank in ranks[1:]} == {"no answer from rank 0 on node0"}
+    assert {*reasons(ranks[1:])} == {"no answer from rank 0 on node0"}
 
 
 def test_holder_leaves_at_once_where_all_have_heard_and_after_a_while_where_nobody_comes(clock: Clock) -> None:
@@ -279,49 +278,39 @@ def test_holder_leaves_at_once_where_all_have_heard_and_after_a_while_where_nobo
     ended: list[float] = []
 
     def holder() -> None:
-        ranks[0].report_own_failure()
+        ranks[0].crash()
         ended.append(clock.now)
 
-    clock.run([holder, ranks[1].report_own_failure])
-    assert ended == [pytest.approx(0.0, abs=2 * roll_call.COUNT_PAUSE_SECONDS)]
+    clock.run([holder, ranks[1].crash])
+    assert ended == [pytest.approx(0.0, abs=2 * limits.COUNT_PAUSE_SECONDS)]
     clock.now, (_, ranks) = 0.0, job_of(2)
     clock.run([holder])
-    limit = roll_call.ROLL_CALL_SECONDS + roll_call.LINGER_SECONDS
-    assert ended[1] == pytest.approx(limit, abs=2 * roll_call.COUNT_PAUSE_SECONDS)
+    limit = limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
+    assert ended[1] == pytest.approx(limit, abs=2 * limits.COUNT_PAUSE_SECONDS)
 
 
 def test_verdict_after_the_store_is_gone_misses_its_holder() -> None:
     store, ranks = job_of(2)
     store.is_gone = True
-    assert ranks[1].call(LOST) == "no answer from rank 0, which holds the rendezvous"
-    assert ranks[1].lost_ranks == {0}
+    assert ranks[1].call(LOST).reason == "no answer from rank 0, which holds the rendezvous"
+    assert ranks[1].verdict is not None
+    assert ranks[1].verdict.lost == {0}
     asked = store.num_requests
     ranks[1].part()
-    ranks[1].report_own_failure()
+    ranks[1].crash()
     assert store.num_requests == asked, "nobody asks a store that does not answer again"
-
-
-def test_holder_is_not_let_go_by_a_rank_that_keeps_the_verdict_and_asks_for_more() -> None:
-    store, (_, other) = job_of(2)
-    store.append("bigbatch/failed", "lost:0 ")
-    store.set("bigbatch/verdict", "all ranks still answer")
-    other.answer(is_waiting=True, asks_for_more=True)
-    assert other.verdict == "all ranks still answer"
-    assert not store.check(["bigbatch/heard"])
-    other.part()
-    assert store.get("bigbatch/heard") == b"1 "
 
 
 def test_answer_that_the_store_did_not_take_is_given_again() -> None:
     store, ranks = job_of(2)
-    store.append("bigbatch/failed", "lost:0 ")
+    store.append(LOG, '["failed", 0, "lost"]\n')
     taken, store.append = store.append, lambda *_: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        ranks[1].answer(is_waiting=True)
+        ranks[1].log.look()
     store.append = taken  # type: ignore[method-assign]
     for _ in range(3):
-        ranks[1].answer(is_waiting=True)
-    assert store.get("bigbatch/alive") == b"1 "
+        ranks[1].log.look()
+    assert store.get(LOG).splitlines()[1:] == [b'["alive", 1]']
 
 
 def test_ranks_that_have_ended_well_are_not_named_and_the_holder_stays_for_those_that_cannot(clock: Clock) -> None:
@@ -335,7 +324,7 @@ def test_ranks_that_have_ended_well_are_not_named_and_the_holder_stays_for_those
         store.is_gone = number == 0
 
     clock.run([partial(ends, 0), partial(ends, 1), partial(fails_in_the_sum, ranks[2], clock, after=20.0, cause=LATE)])
-    assert ranks[2].verdict == "no answer from rank 3 on node3"
+    assert reasons(ranks)[2] == "no answer from rank 3 on node3"
     assert ended[1] == 0.0
     assert 20.0 <= ended[0] < 30.0
 
@@ -354,10 +343,10 @@ def test_holder_ends_well_with_the_last_rank_or_in_the_end_without_it(failure: s
         if failure == "none":
             ranks[2].end_well(within_seconds=60)
         if failure == "own":
-            ranks[2].report_own_failure()
+            ranks[2].crash()
 
     clock.run([holder, partial(ranks[1].end_well, within_seconds=60), last])
     (seconds,) = ended
-    linger = roll_call.ROLL_CALL_SECONDS + 2 * roll_call.LINGER_SECONDS
+    linger = limits.ROLL_CALL_SECONDS + 2 * limits.LINGER_SECONDS
     expected = {"none": 5.0, "own": 5.0 + linger, "gone": 60.0}[failure]
-    assert seconds == pytest.approx(expected, abs=3 * roll_call.COUNT_PAUSE_SECONDS)
+    assert seconds == pytest.approx(expected, abs=3 * limits.COUNT_PAUSE_SECONDS)

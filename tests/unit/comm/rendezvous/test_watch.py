@@ -1,4 +1,4 @@
-"""The stall inspector, look by look: two or three ranks that share a store in one process."""
+"""The watch of operations, look by look: two or three ranks that share a store in one process."""
 
 import re
 
@@ -7,52 +7,54 @@ from error_texts import naming
 from stalled_ranks import let_time_pass, look, ranks
 
 from bigbatch.awake import awake_seconds
-from bigbatch.comm.rendezvous import stall
+from bigbatch.comm.rendezvous import last_words, watch
 
 
 @pytest.fixture(autouse=True)
 def recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flight recorder of this process may hold what other tests did."""
-    monkeypatch.setattr(stall, "dump_flight", str)
+    monkeypatch.setattr(last_words, "dump_flight", str)
 
 
 @pytest.fixture(autouse=True)
 def standing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes where a test says so: a busy machine makes nobody late."""
     now = awake_seconds()
-    monkeypatch.setattr(stall, "awake_seconds", lambda: now)
+    monkeypatch.setattr(watch, "awake_seconds", lambda: now)
 
 
-def test_inspector_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_watches_what_is_done_beside_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the groups were late, and then others: each time who has not come is named anew."""
     first, second = ranks(2)
     passed = [0.0]
     now = awake_seconds()
-    monkeypatch.setattr(stall, "awake_seconds", lambda: now + passed[0])
+    monkeypatch.setattr(watch, "awake_seconds", lambda: now + passed[0])
     for label in ("these groups", "those groups"):
-        with first.inspector.during(label):
+        with first.watch.during(label):
             passed[0] += 4.5
             look(first)
             passed[0] += 2.5
             look(first, second)
-        with second.inspector.during(label):
+        with second.watch.during(label):
             pass
         assert re.search(naming(label, "rank 1 on node1 has not come"), first.said[-1])
     assert len(first.said) == 2
 
 
-def test_inspector_looks_at_the_queue_before_what_is_done_beside_it() -> None:
+def test_watch_looks_at_the_queue_before_what_is_done_beside_it() -> None:
     first, _ = ranks(2)
-    with first.inspector.during("groups"):
+    with first.watch.during("groups"):
         first.waits(3, seconds=9)
-        look(first)
-        assert first.control.store.get("bigbatch/stall/3/label").decode() == first.pending.label  # type: ignore[union-attr]
+        look(first, first)
+        assert [(each.number, each.label) for each in first.control.detector.log.state.stalls] == [
+            (3, first.pending.label)  # type: ignore[union-attr]
+        ]
         first.pending = None
-        assert first.inspector._oldest() is not None
-    assert first.inspector._oldest() is None
+        assert first.watch._oldest() is not None
+    assert first.watch._oldest() is None
 
 
-def test_inspector_says_nothing_while_nobody_waits_long() -> None:
+def test_watch_says_nothing_while_nobody_waits_long() -> None:
     first, second = ranks(2)
     first.waits(3, seconds=3.9)
     for _ in range(3):
@@ -82,7 +84,7 @@ def assert_matches(text: str, pattern: str) -> None:
     assert re.match(pattern, text), text
 
 
-def test_inspector_blames_nobody_where_all_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_blames_nobody_where_all_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     both = ranks(2)
     for rank in both:
         rank.waits(1, seconds=5)

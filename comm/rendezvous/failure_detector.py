@@ -1,0 +1,196 @@
+"""Failure detector: which ranks are lost, why and since when, for every backend and without a collective."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Lock
+from typing import TypeVar
+
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous import limits
+from bigbatch.comm.rendezvous.bounded_store import NoAnswerError, answer_within
+from bigbatch.comm.rendezvous.failure_log import FailureLog, Job
+from bigbatch.comm.rendezvous.failures import LATE, LOST, Verdict
+from bigbatch.errors import CommError, PeerLostError, first_line
+from bigbatch.exit_codes import CRASHED, FAILED, PIPE_CLOSED
+
+T = TypeVar("T")
+
+
+class FailureDetector:
+    """Ends waits of this rank that cannot succeed, with a verdict that is the same on all ranks. Thread-safe.
+
+    The ranks talk through a log in the store (failures.py has its rules), so this works when the transport fails.
+    is_watched: a thread reads the log all the time (see Watch), so that no wait has to ask for it.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.log = job, FailureLog(job)
+        self.is_watched = False
+        self._has_failed = self._has_parted = False
+        self._own_verdict: Verdict | None = None
+        """That of a rank which has failed by itself, or has lost the store."""
+        self._num_begun = 0
+        self._calling, self._parting = Lock(), Lock()
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Return the outcome of a failure; None if there is none yet."""
+        return self._own_verdict or self.log.state.verdict
+
+    @property
+    def silence(self) -> str:
+        """Return the message that the store's holder does not answer."""
+        return f"no answer from {self._job.holder}, which holds the rendezvous"
+
+    def begin(self) -> None:
+        """Count an operation that all ranks begin."""
+        self._num_begun += 1
+
+    def heed(self, label: str, seconds: float) -> None:
+        """End a wait that cannot succeed, as another rank has failed or left. Raises: PeerLostError."""
+        if self._has_failed:
+            return  # this rank is about to report a failure itself
+        if not self.is_watched:
+            with suppress(RuntimeError):  # the operation itself is about to fail with a better message
+                self.log.read(self._job.store.within(limits.HEED_SECONDS))
+        state, cause = self.log.state, ""
+        if self.verdict or state.cause:
+            ended = f"the process of {self.log.name(state.vanished)} has ended"
+            cause = ended if state.vanished else "another rank reports a failure"
+        elif early := state.left_before(self._num_begun):
+            cause = f"{self.log.name(early)} ended, or closed its connection, before it"
+        if cause:
+            error = RuntimeError(cause)
+            raise self.explain(label, seconds, error) from error
+
+    def give_up(self, label: str, seconds: float) -> None:
+        """Like heed, and end the wait at the timeout: for libraries without a time limit."""
+        self.heed(label, seconds)
+        if seconds > self._job.timeout_seconds:
+            raise self.explain(label, seconds, late_error())
+
+    @contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Turn errors of the store or torch inside the block into one that names the missing ranks: PeerLostError."""
+        start = awake_seconds()
+        try:
+            yield
+        except CommError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise self.explain(what, awake_seconds() - start, error) from error
+
+    def bounded(self, label: str, operation: Callable[[], T]) -> T:
+        """Run on a new thread an operation that asks torch's store: its own limits need the store's answers.
+
+        Raises: what operation raises; PeerLostError after the time limit.
+        """
+        start = awake_seconds()
+        try:
+            return answer_within(self._job.timeout_seconds + limits.GRACE_SECONDS, operation)
+        except NoAnswerError:
+            raise self.explain(label, awake_seconds() - start, late_error()) from None
+
+    def explain(self, label: str, seconds: float, error: Exception) -> PeerLostError:
+        """Return an error that says what failed, when, and which ranks are lost. Takes a few seconds.
+
+        This rank sends no requests to the store afterwards; its holder waits until the others have got as far.
+        """
+        failure = self.describe(label, seconds, error)
+        self.part()
+        return failure
+
+    def describe(self, label: str, seconds: float, error: Exception) -> PeerLostError:
+        """Return the same error, for a caller that still uses the store and calls part() itself."""
+        self._has_failed = True
+        is_late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+        # a store that has not answered for so long is not asked again
+        is_silent = isinstance(error, NoAnswerError)
+        verdict = self._lose_store() if is_silent else self.call(LATE if is_late else LOST)
+        text = f"{self.failed(label, seconds)}; {verdict.reason} ({self._job.library}: {first_line(error)})"
+        failure = PeerLostError(text)
+        failure.lost_ranks = verdict.lost
+        failure.exit_code = self.log.state.exit_code or failure.exit_code
+        return failure
+
+    def failed(self, label: str, seconds: float) -> str:
+        """Return what failed on this rank, and after how long."""
+        return f"rank {self._job.rank}: {label} failed after {seconds:.1f} s"
+
+    def call(self, cause: str) -> Verdict:
+        """Return the verdict after a failure on this rank. cause: LATE or LOST. Takes some seconds, once."""
+        with self._calling:
+            if not self.verdict:
+                with suppress(RuntimeError):
+                    self.log.look()
+                    if not self.verdict and self.log.state.caller is None:
+                        self.log.write("failed", cause)
+                    limit = limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS + limits.REQUESTS_SECONDS
+                    self.log.look_until(lambda: self.verdict is not None, limit)
+            return self.verdict or self._lose_store()
+
+    def _lose_store(self) -> Verdict:
+        """Return the verdict after the store is lost: its holder is missing, unless others are known to have ended."""
+        if not self.verdict:
+            self._has_parted = True  # no more requests
+            lost = self.log.state.vanished
+            reason = (
+                f"no answer from {self.log.name(lost)}; then none from {self._job.holder}" if lost else self.silence
+            )
+            holder = [rank for rank in range(self._job.world_size) if self._job.holder == f"rank {rank}"]
+            self._own_verdict = Verdict(lost or frozenset(holder), reason, awake_seconds())
+        assert self.verdict is not None
+        return self.verdict
+
+    def crash(self, exit_code: int = CRASHED) -> None:
+        """Publish that this rank has failed by itself: the waits of others end, and the verdict names it.
+
+        An earlier failure stays the first. Calls part(). If exit_code says that the same command would fail again, the
+        other ranks end with it, too. Raises: RuntimeError.
+        """
+        self._has_failed = True
+        with self._calling:
+            if not self.verdict:
+                self.log.write("crashed", exit_code if exit_code in (FAILED, PIPE_CLOSED) else None)
+                mine = frozenset({self._job.rank})
+                self._own_verdict = Verdict(mine, "this rank has failed by itself", awake_seconds())
+        self.part()
+
+    def part(self) -> None:
+        """Publish that this rank sends no more requests; on the store's holder, wait for the others to do so, too.
+
+        That wait has a limit.
+        """
+        with self._parting:
+            # without a verdict the store has not answered
+            if self._has_parted or not self.verdict:
+                return
+            self._has_parted = True
+            begin, seconds = awake_seconds(), limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS
+            with suppress(RuntimeError):
+                self.log.write("heard", within=seconds)
+                if self.log.is_holder:
+                    rank = self._job.rank
+                    self.log.look_until(lambda: self.log.state.may_leave(rank, awake_seconds() - begin), seconds)
+
+    def leave(self) -> None:
+        """Publish that this rank begins no more operations; waits of others for it end then. Raises: RuntimeError."""
+        self.log.write("left", self._num_begun)
+
+    def end_well(self, *, within_seconds: float) -> None:
+        """Publish that this rank has passed the last barrier; on the store's holder, wait for the others to do so.
+
+        If some cannot, wait until they know the verdict. The wait takes within_seconds at most.
+        """
+        if self.verdict or self._job.world_size == 1:
+            return
+        with suppress(RuntimeError):  # the store has ended
+            self.log.write("ended")
+            if self.log.is_holder:
+                self.log.look_until(lambda: self.log.state.needs_no_store(awake_seconds()), within_seconds)
+                self.part()
+
+
+def late_error() -> TimeoutError:
+    """Return the cause of a wait that reached its limit."""
+    return TimeoutError("some rank has not come to it")

@@ -1,0 +1,121 @@
+"""The log of a job's failures in its store: this rank's copy of what it says, and this rank's own events."""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from threading import Lock
+from typing import Protocol
+
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous import limits
+from bigbatch.comm.rendezvous.failures import JobState, after, answer, describe
+from bigbatch.comm.rendezvous.job_store import KeyValue
+from bigbatch.comm.rendezvous.late_ranks import name_ranks
+
+LOG = "bigbatch/failures"
+
+
+class Job(Protocol):
+    """This rank and its job. holder: what holds the store, such as "rank 0"; library: of the transport."""
+
+    rank: int
+    world_size: int
+    store: KeyValue
+    holder: str
+    library: str
+    timeout_seconds: float
+
+    def host_of(self, rank: int) -> str:
+        """Return a rank's host."""
+        ...
+
+
+class FailureLog:
+    """Reads the log into a JobState, and appends what failures.answer() demands of this rank. Thread-safe."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.state = JobState(job.world_size)
+        self._rank_of = {number: rank for rank, number in enumerate(job.store.numbers or range(job.world_size))}
+        self._gone: frozenset[int] = frozenset()
+        """Numbers by which the store knows processes that have ended, also those that an earlier group has lost."""
+        self._num_read = 0
+        """Bytes of the log that the state includes."""
+        self._reading = Lock()
+
+    def look(
+        self,
+        *,
+        is_waiting: Callable[[], bool] = lambda: True,
+        is_watching: bool = False,
+        before_answer: Callable[[], None] = lambda: None,
+        wait: float = 0.0,
+        within: float = limits.ROLL_CALL_SECONDS + limits.REQUESTS_SECONDS,
+    ) -> None:
+        """Read what is new, waiting so long for it, and append what this rank must say, as in answer().
+
+        within: limit of the requests, besides that wait. Raises: RuntimeError.
+        """
+        store = self._job.store.within(wait + within)
+        self.read(store, wait)
+        if self.state.cause and not self.state.verdict:
+            before_answer()
+        rank = self._job.rank
+        while event := answer(self.state, rank, now=awake_seconds(), is_waiting=is_waiting(), is_watching=is_watching):
+            name, _, *facts = event
+            if name == "verdict":
+                facts.append(describe(self.state, facts[0], self.name))
+            self._append(store, name, *facts)
+            self.read(store)
+
+    def read(self, store: KeyValue, wait: float = 0.0) -> None:
+        """Read what is new in the log, and which processes have ended; wait so long for either."""
+        begin = self._num_read
+        text, gone = store.tail(LOG, begin, num_gone=len(self._gone), seconds=wait)
+        now = awake_seconds()
+        with self._reading:
+            new = text[self._num_read - begin :]  # another thread may have read a part of it meanwhile
+            self._num_read = max(self._num_read, begin + len(text))
+            self._gone |= gone
+            ended = frozenset(self._rank_of[number] for number in self._gone & self._rank_of.keys())
+            state = replace(self.state, gone=ended)
+            for line in new.splitlines():
+                state = after(state, json.loads(line), now=now)
+            self.state = state
+
+    def write(self, name: str, *facts: object, within: float = limits.ROLL_CALL_SECONDS) -> None:
+        """Append an event of this rank. Raises: RuntimeError."""
+        self._append(self._job.store.within(within), name, *facts)
+
+    def _append(self, store: KeyValue, name: str, *facts: object) -> None:
+        store.append(LOG, json.dumps((name, self._job.rank, *facts)) + "\n")
+
+    def look_until(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Look until is_over(), or for so long. Raises: RuntimeError."""
+        deadline, pause = awake_seconds() + seconds, limits.FIRST_PAUSE_SECONDS
+        self.look()
+        while not is_over() and (left := deadline - awake_seconds()) > 0:
+            # a store that tells of news at once would be asked by all ranks after each line
+            time.sleep(self._job.world_size / limits.MOST_LOOKS_PER_SECOND if self._job.store.can_wait else pause)
+            self.look(wait=min(pause, left))
+            is_awaited = self.is_holder or self.state.caller == self._job.rank
+            pause = min(2 * pause, limits.COUNT_PAUSE_SECONDS if is_awaited else limits.LONGEST_PAUSE_SECONDS)
+
+    def name(self, ranks: Iterable[int]) -> str:
+        """Return "rank 3 on node1, 4 on node2"; without hosts if the store is lost."""
+        ranks = sorted(ranks)
+        with suppress(RuntimeError):
+            return "rank " + ", ".join(f"{rank} on {self._job.host_of(rank)}" for rank in ranks)
+        return name_ranks(ranks)
+
+    @property
+    def is_holder(self) -> bool:
+        """Return whether the store ends with this rank."""
+        return self._job.holder == f"rank {self._job.rank}"
+
+    def wake(self) -> None:
+        """End waits for news, such as that of a thread of this rank that must end."""
+        if self._job.store.can_wait:
+            self._job.store.within(limits.HEED_SECONDS).append(LOG, "")

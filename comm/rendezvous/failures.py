@@ -1,0 +1,195 @@
+"""What the ranks of a job know of failures: a pure transition table, without I/O, threads or a clock.
+
+Each rank appends events to one log and reads all events there, in the same order. So all ranks come to the same state
+and the same verdict. An event is (name, rank, ...):
+
+| event | meaning | its effect |
+|---|---|---|
+| failed, cause | its wait failed: LATE after a time limit, LOST otherwise | the first one calls the roll, and counts |
+| crashed, exit code | it has failed by itself | it is missing; the first failure sets the cause and the exit code |
+| alive | it answers | it is not missing |
+| verdict, ranks, text | the outcome of a count | the first one holds |
+| heard | it asks the store for nothing more | the store's holder need not wait for it |
+| left, number | it begins no operation after that number | waits of others for it end |
+| ended | it has passed the last barrier | it is not missing |
+| waits, number, label, ranks | it waits in an operation in which some wait for long | they can name the late |
+| flight, collectives | which collectives torch's flight recorder has seen begin | ranks can compare theirs |
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bigbatch.comm.rendezvous import limits
+
+LATE, LOST = "late", "lost"
+"""Cause of a roll call: a time limit; the end or failure of a rank."""
+MOST_STALLS = 8
+"""Operations in which ranks wait long, the newest: groups of ranks have one each."""
+
+NONE: frozenset[int] = frozenset()
+Event = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a failure. lost: the missing ranks. since: when this rank learnt of it; awake_seconds()."""
+
+    lost: frozenset[int]
+    reason: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Stall:
+    """An operation in which ranks wait long. ranks: that take part; waiting: that have said that they wait in it."""
+
+    number: int
+    label: str
+    ranks: frozenset[int]
+    waiting: frozenset[int]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What a rank has read of the log, and which processes the store has seen end (gone)."""
+
+    world_size: int
+    gone: frozenset[int] = NONE
+    cause: str = ""
+    """LATE or LOST, by the first failure; "" if there is none."""
+    since: float = 0.0
+    exit_code: int | None = None
+    """The code of the first rank that failed, if it failed by itself and said so."""
+    caller: int | None = None
+    """The rank that counts the answers, since called_at."""
+    called_at: float = 0.0
+    crashed: frozenset[int] = NONE
+    alive: frozenset[int] = NONE
+    heard: frozenset[int] = NONE
+    ended: frozenset[int] = NONE
+    left: Mapping[int, int] = field(default_factory=dict)
+    """Rank that begins no more operations -> how many it has begun."""
+    stalls: tuple[Stall, ...] = ()
+    flights: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    verdict: Verdict | None = None
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Return the ranks that have neither ended well nor answered, or whose process has ended after its answer."""
+        return frozenset(range(self.world_size)) - (self.alive - self.gone) - self.ended
+
+    @property
+    def vanished(self) -> frozenset[int]:
+        """Return the ranks whose processes have ended without a word."""
+        return self.gone - self.ended - self.crashed
+
+    def left_before(self, number: int) -> list[int]:
+        """Return the ranks that do not come to the operation of this number."""
+        return sorted(rank for rank, num_begun in self.left.items() if num_begun < number)
+
+    def stall(self, number: int) -> Stall | None:
+        """Return the stall of the operation of this number."""
+        return next((each for each in self.stalls if each.number == number), None)
+
+    def needs_no_store(self, now: float) -> bool:
+        """Return whether all ranks have ended, or a failure has had its time to be explained."""
+        # a rank that failed by itself starts no roll call, so a verdict may never come
+        is_old = self.cause and now - self.since > limits.ROLL_CALL_SECONDS + 2 * limits.LINGER_SECONDS
+        return bool(self.verdict or is_old) or len(self.ended | self.gone) == self.world_size
+
+    def may_leave(self, rank: int, seconds: float) -> bool:
+        """Return whether the store's holder may end it, after so long: missing ranks have a shorter time to hear."""
+        unaware = frozenset(range(self.world_size)) - self.heard - self.ended - self.gone - {rank}
+        if seconds >= limits.LINGER_SECONDS and self.verdict:
+            unaware &= self.alive
+        return not unaware
+
+
+def after(state: JobState, event: Sequence[Any], *, now: float) -> JobState:
+    """Return the state after an event of the log, read at this time."""
+    name, rank, *facts = event
+    return _TRANSITIONS[name](state, rank, facts, now)
+
+
+def answer(state: JobState, rank: int, *, now: float, is_waiting: bool, is_watching: bool = False) -> Event | None:
+    """Return the event that a rank must append now, or None.
+
+    is_waiting: it waits for others in an operation. After the loss of a rank all ranks answer. After a time limit only
+    waiting ranks do: one that does something else is the missing one. is_watching: it also reports processes that have
+    ended.
+    """
+    if state.verdict:
+        return None if rank in state.heard else ("heard", rank)
+    if not state.cause:
+        return ("failed", rank, LOST) if is_watching and state.vanished - {rank} else None
+    if rank in state.crashed:
+        return None
+    if rank not in state.alive:
+        return ("alive", rank) if is_waiting or state.cause == LOST else None
+    lost = _count(state, rank, now)
+    return None if lost is None else ("verdict", rank, tuple(sorted(lost)))
+
+
+def _count(state: JobState, rank: int, now: float) -> frozenset[int] | None:
+    """Return the lost ranks if a rank that has answered must publish them: the caller, or any if that one does not."""
+    if state.caller is None:
+        return None
+    seconds = now - state.called_at
+    if state.caller == rank or state.caller in state.gone:
+        is_over = seconds >= limits.ROLL_CALL_SECONDS or not state.missing - state.gone - state.crashed
+        return state.missing if is_over else None
+    return state.missing | {state.caller} if seconds >= limits.ROLL_CALL_SECONDS + limits.LINGER_SECONDS else None
+
+
+def _failed(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
+    if state.caller is None:
+        state = replace(state, caller=rank, called_at=now)
+    if not state.cause:
+        state = replace(state, cause=facts[0], since=now)
+    return replace(state, alive=state.alive | {rank})
+
+
+def _crashed(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
+    if not state.cause:
+        state = replace(state, cause=LOST, since=now, exit_code=facts[0])
+    return replace(state, crashed=state.crashed | {rank})
+
+
+def _alive(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
+    return state if rank in state.crashed else replace(state, alive=state.alive | {rank})
+
+
+def _judged(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
+    return state if state.verdict else replace(state, verdict=Verdict(frozenset(facts[0]), facts[1], state.since))
+
+
+def _waits(state: JobState, rank: int, facts: Sequence[Any], now: float) -> JobState:
+    number, label, ranks = facts
+    ranks = frozenset(range(state.world_size) if ranks is None else ranks)
+    known = state.stall(number) or Stall(number, label, NONE, NONE)
+    # ranks: several groups number their operations alike
+    stall = replace(known, ranks=known.ranks | ranks, waiting=known.waiting | {rank})
+    others = [each for each in state.stalls if each.number != number]
+    return replace(state, stalls=(*others, stall)[-MOST_STALLS:])
+
+
+_TRANSITIONS: Mapping[str, Callable[[JobState, int, Sequence[Any], float], JobState]] = {
+    "failed": _failed,
+    "crashed": _crashed,
+    "alive": _alive,
+    "verdict": _judged,
+    "heard": lambda state, rank, facts, now: replace(state, heard=state.heard | {rank}),
+    "left": lambda state, rank, facts, now: replace(state, left={**state.left, rank: facts[0]}),
+    "ended": lambda state, rank, facts, now: replace(state, ended=state.ended | {rank}),
+    "waits": _waits,
+    "flight": lambda state, rank, facts, now: replace(state, flights={**state.flights, rank: facts[0]}),
+}
+
+
+def describe(state: JobState, lost: Iterable[int], name: Callable[[Iterable[int]], str]) -> str:
+    """Return a verdict's text. name: returns the words for some ranks."""
+    mute = [rank for rank in lost if rank == state.caller and rank not in state.missing]
+    silent = [rank for rank in lost if rank not in mute]
+    text = f"no answer from {name(silent)}" if silent else "all ranks still answer"
+    return f"{text}, and no verdict from {name(mute)}, which counted the answers" if mute else text

@@ -1,0 +1,33 @@
+"""All time limits of the failure detector, each with its reason. The user's are comm.timeout_seconds and the like."""
+
+GONE_SECONDS = 0.3
+"""Time after the end of a rank's last connection until it counts as gone: a live rank keeps one open."""
+STORE_LOOK_SECONDS = 0.1
+"""Period in which the store looks for ranks that are gone: with GONE_SECONDS a dead process is noticed within 0.5 s."""
+LOOK_SECONDS = 1.0
+"""Longest pause between two looks at the operation under way, and limit of one wait for news."""
+HEED_SECONDS = 1.0
+"""Limit of the question, during another wait, whether a rank has failed."""
+SILENCE_SECONDS = 3.0
+"""Time after the end of a wait within which the store must answer; otherwise it is unreachable."""
+ROLL_CALL_SECONDS = 5.0
+"""Time for the ranks to answer; it ends earlier if only ranks whose processes have ended are missing."""
+LINGER_SECONDS = 2.0
+"""Additional time for the caller's verdict, to read it, and for the store's holder to wait for missing ranks, which may
+still run and must read it, too."""
+REQUESTS_SECONDS = 1.0
+"""Additional time for the requests themselves."""
+FIRST_PAUSE_SECONDS, COUNT_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.1, 0.8
+"""Pauses between looks at the log: the first; the longest of a rank that counts or holds the store; of the others."""
+MOST_LOOKS_PER_SECOND = 4000
+"""Most looks of all ranks together while the log grows: a store on one core answers more."""
+GRACE_SECONDS = 1.0
+"""Time after a limit of torch's own before we give up: torch's error says more."""
+FLIGHT_SECONDS = 2.0
+"""Limit for dumping torch's flight recorder and writing its file."""
+EXPLAIN_SECONDS = ROLL_CALL_SECONDS + LINGER_SECONDS + 2 * REQUESTS_SECONDS
+"""Limit of the explanation of a failure: its own limits, and time for its requests."""
+VERDICT_SECONDS = LOOK_SECONDS + FLIGHT_SECONDS + 2 * EXPLAIN_SECONDS
+"""Time after the time limit for the verdict and the requests of others; a library's own limit must be longer."""
+TO_SHOW_SECONDS = 1.0
+"""Time between the stack dump and SIGALRM for a process whose shutdown hangs."""

@@ -1,0 +1,187 @@
+"""Watch of this rank's operations: names the ranks that others wait for, before the time limit ends the job."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Event, Thread
+
+from bigbatch.awake import awake_seconds
+from bigbatch.comm.rendezvous import limits
+from bigbatch.comm.rendezvous.control import Control
+from bigbatch.comm.rendezvous.failures import Stall
+from bigbatch.comm.rendezvous.last_words import LastWords
+from bigbatch.errors import tell
+from bigbatch.exit_codes import LOST
+
+BESIDE_A_QUEUE = -1_000_000
+"""Number of the first operation outside of a queue; such numbers stay below those of a queue."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An operation under way. number: in order of submission. since: awake_seconds()."""
+
+    number: int
+    label: str
+    since: float
+    ranks: tuple[int, ...] | None = None
+    """Ranks that take part; None for all."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds since it began."""
+        return awake_seconds() - self.since
+
+
+class Watch:
+    """Follows the failure detector's log on a thread of its own, and prints which ranks are late for an operation.
+
+    A rank that has waited warn_seconds in an operation says so in the log. The other ranks that wait in the same one
+    then say so, too; a rank that does not is late. Each waiting rank names the late ones, and a late rank that still
+    runs prints that others wait for it.
+    ends_job: also end this process after the control's timeout. For transports that only enqueue (NCCL), where no
+    thread of ours waits. A second thread then watches the clock without the store, so a store that is lost or hangs
+    delays the end only by the time of the verdict. Before the end the flight recorder is written to a file, and the
+    ranks' collectives are compared.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        oldest: Callable[[], Pending | None] = lambda: None,
+        *,
+        warn_seconds: float,
+        ends_job: bool = False,
+        say: Callable[[str], None] = tell,
+    ) -> None:
+        self._control, self._oldest = control, oldest
+        self._detector, self._log = control.detector, control.detector.log
+        self._warn_seconds, self._say = warn_seconds, say
+        # four looks per warn_seconds: answers of others come at most a quarter of it late
+        self._look_seconds = min(limits.LOOK_SECONDS, warn_seconds / 4)
+        self._beside = itertools.count(BESIDE_A_QUEUE)
+        self._noted: Pending | None = None
+        """The last operation in which this rank has said that it waits, at _noted_at."""
+        self._noted_at = 0.0
+        self._said: set[int] = set()
+        self._named: dict[int, str] = {}
+        """Operation number -> what was printed about its late ranks, for the time after the store is lost."""
+        self._last_words, self._ends_job = LastWords(control), ends_job
+        self._closed = Event()
+        rounds = [self._follow_log, self._watch_clock] if ends_job else [self._follow_log]
+        self._threads = [Thread(target=each, name="bigbatch-watch", daemon=True) for each in rounds]
+        self._detector.is_watched = True
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def during(self, label: str) -> Iterator[None]:
+        """Watch the block as an operation of all ranks. Operations of the queue, if there is one, take precedence.
+
+        All ranks make these calls in the same order.
+        """
+        queued, pending = self._oldest, Pending(next(self._beside), label, awake_seconds())
+        self.follow(lambda: queued() or pending)
+        try:
+            yield
+        finally:
+            self.follow(queued)
+
+    def follow(self, oldest: Callable[[], Pending | None]) -> None:
+        """Watch the operations of a queue, numbered from 1, from now on."""
+        self._oldest = oldest
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._detector.is_watched = False
+        with suppress(RuntimeError):
+            self._log.wake()
+        for thread in self._threads:
+            # one may wait for a store that does not answer any more
+            thread.join(timeout=limits.LOOK_SECONDS)
+
+    def _follow_log(self) -> None:
+        store, size = self._control.store, self._control.world_size
+        pause = size / limits.MOST_LOOKS_PER_SECOND if store.can_wait else self._look_seconds
+        while not self._closed.wait(pause):
+            try:
+                self.look(wait=self._look_seconds)
+            except RuntimeError:  # the store is lost, or closed at the end of a good run
+                self._say_silent()
+                self._closed.wait(self._look_seconds)
+
+    def _watch_clock(self) -> None:
+        while not self._closed.wait(self._look_seconds):
+            self.count()
+
+    def count(self) -> None:
+        """Check the clock once; end this process after the time limit. Does not need the store."""
+        pending = self._oldest()
+        if pending and pending.seconds > self._control.timeout_seconds:
+            self._last_words.say(pending.label, pending.seconds, self._named.get(pending.number, ""), by=self._say)
+            os._exit(LOST)  # the main thread waits for the device and cannot be interrupted
+
+    def look(self, *, wait: float = 0.0) -> None:
+        """Read and answer the log once, waiting so long for news; say what is late. Raises: RuntimeError."""
+        self._log.look(
+            is_waiting=lambda: self._oldest() is not None,
+            is_watching=True,
+            before_answer=self._last_words.publish if self._ends_job else lambda: None,
+            wait=wait,
+            within=self._warn_seconds,
+        )
+        pending = self._oldest()
+        if pending:
+            self._note(pending)
+        for stall in self._log.state.stalls:
+            if stall.number not in self._said:
+                self._name_late(stall, pending)
+
+    def _note(self, pending: Pending) -> None:
+        """Write, once, that this rank waits in an operation, if others do, or if it has done so for long."""
+        stall = self._log.state.stall(pending.number)
+        if stall is None and pending.seconds <= self._warn_seconds:
+            return
+        if self._noted is None or self._noted.number != pending.number:
+            self._noted, self._noted_at = pending, awake_seconds()
+        if stall is None or self._control.rank not in stall.waiting:
+            ranks = None if pending.ranks is None else list(pending.ranks)
+            self._log.write("waits", pending.number, pending.label, ranks)
+
+    def _name_late(self, stall: Stall, pending: Pending | None) -> None:
+        if pending and pending.number == stall.number:
+            # after two looks every rank that waits in it has written so
+            if awake_seconds() - self._noted_at > 2 * self._look_seconds:
+                self._said.add(stall.number)
+                late = [rank for rank in self._ranks_of(pending) if rank not in stall.waiting]
+                named = self._log.name(late)
+                verb = "has" if len(late) == 1 else "have"
+                self._named[stall.number] = f"{named} {verb} not come to it" if late else "all ranks are in it"
+                self._say(self._waits(pending, self._named[stall.number]))
+            return
+        is_behind = pending is None or pending.number < stall.number
+        # the log keeps an operation that has ended
+        is_past = self._noted is not None and self._noted.number >= stall.number
+        if is_behind and not is_past and self._control.rank in stall.ranks:
+            self._said.add(stall.number)
+            here = f"rank {self._control.rank} on {self._control.host}"
+            self._say(f"{here} is late: other ranks wait for it in {stall.label}")
+
+    def _say_silent(self) -> None:
+        """Say, once per operation, that the store does not answer."""
+        pending = self._oldest()
+        if pending and pending.seconds > self._warn_seconds and pending.number not in self._said:
+            self._said.add(pending.number)
+            self._say(self._waits(pending, self._detector.silence))
+
+    def _ranks_of(self, pending: Pending) -> Sequence[int]:
+        return range(self._control.world_size) if pending.ranks is None else pending.ranks
+
+    def _waits(self, pending: Pending, verdict: str) -> str:
+        return (
+            f"rank {self._control.rank} on {self._control.host} has waited {pending.seconds:.1f} s in {pending.label}: "
+            f"{verdict} (the job ends after {self._control.timeout_seconds:g} s)"
+        )
