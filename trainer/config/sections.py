@@ -50,7 +50,7 @@ class RunConfig:
     """Steps, rounded up to the next report, between two copies of the run's state in /dev/shm of every node; 0 for
     none. A run that lost ranks or nodes resumes from the newest copy left, without reading a disk."""
     heal: Literal["in_place", "restart"] = "restart"
-    """After the loss of a rank: restart ends all processes, and launch --restarts starts them again; in_place lets the
+    """After the loss of a rank: restart ends all processes, which their launcher may start again; in_place lets the
     others go on in the same processes and from the same step, over tcp and gloo, if they can share the batch."""
     compare_every_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps, rounded up to the next report, between two comparisons of all ranks' weights and optimizer state; 0 for
