@@ -32,8 +32,9 @@ def run_job(
     environ: Mapping[str, str],
     asks_to_stop: signal.Signals,
     counters: Path | None,
+    heals: bool = False,
 ) -> Ended:
-    """Start the processes in their nodes and wait; return how the job ended.
+    """Start the processes in their nodes and wait; return how the job ended. heals: as for run_together.
 
     Prints the bytes of each link on standard error, and writes them to the file counters. Processes that outlive the
     job are killed, and so is the job if this process is killed. Raises: EmulationError if another job runs, the cluster
@@ -52,7 +53,9 @@ def run_job(
         sweep()  # processes left by an earlier job would share the links
         with reaching(cluster), _swept():
             enter = partial(namespaces.enter_node, cluster.keeper)
-            ended = run_together(starts, environ=with_secret(environ), enter=enter, asks_to_stop=asks_to_stop)
+            ended = run_together(
+                starts, environ=with_secret(environ), enter=enter, asks_to_stop=asks_to_stop, heals=heals
+            )
         seconds = time.monotonic() - start
         counted = difference(_count(cluster), before)
     print_lines(format_table(counted), file=sys.stderr)

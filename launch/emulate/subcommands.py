@@ -37,6 +37,7 @@ from bigbatch.launch.jobs.foreground import Ended
 from bigbatch.launch.jobs.installed import find_mpirun
 from bigbatch.launch.jobs.options import PYTHON_HELP, RESTARTS, add_options
 from bigbatch.launch.jobs.restarts import run_healing
+from bigbatch.launch.jobs.run_folder import heals_in_place
 from bigbatch.launch.jobs.spec import JobSpec
 from bigbatch.numbers import whole
 from bigbatch.paths import as_path
@@ -201,6 +202,9 @@ def _run_on(
             print_line(f"{host(each.node)}: {shlex.join([*variables, *each.argv])}")
         return 0
 
+    # the others end a job that has lost a rank themselves
+    heals = arguments.launcher == "plain" and heals_in_place(job)
+
     def start(job: JobSpec) -> Ended:
         with exit_file(site.folder) as path:
             ended = run_job(
@@ -210,6 +214,7 @@ def _run_on(
                 environ={"OMP_NUM_THREADS": "1", **environ},
                 asks_to_stop=launcher.asks_to_stop,
                 counters=arguments.counters,
+                heals=heals,
             )
             # the exit codes of other launchers are those of their ranks
             return as_first_rank_ended(ended, job, path=path) if arguments.launcher == "mpirun" else ended
