@@ -12,6 +12,7 @@ Name ways to measure these alone.
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -96,6 +97,8 @@ class Way:
     """The command, for a separate folder."""
     look: Callable[[Path], tuple[float, float] | None]
     """Returns the time and the step of the last report of a job in that folder."""
+    goes_on: bool = False
+    """Whether the other ranks go on without a lost one, which does not come back."""
 
 
 def main() -> None:
@@ -139,7 +142,7 @@ def main() -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", metavar="WAY", help="memory, disk, torchrun, torchrun-often (all)")
+    parser.add_argument("ways", nargs="*", metavar="WAY", help="healing, memory, disk, torchrun, torchrun-often (all)")
     parser.add_argument("--nodes", type=at_least(2), default=2)
     parser.add_argument("--seconds", type=at_least(1), default=240, help="time of each way, from its first steps on")
     parser.add_argument("--mean-seconds", type=at_least(1), default=60, help="between two failures")
@@ -159,8 +162,8 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
     emulate += ["--nodes", str(options.nodes)]
     peer = ["--batch", str(options.batch), "--image-size", str(options.image_size)]
 
-    def ours(folder: Path, *, memory: int) -> list[str]:
-        keys = {
+    def ours(folder: Path, *, memory: int = 0, **more: object) -> list[str]:
+        keys: dict[str, object] = {
             "run.directory": folder / "run",
             "run.epochs": 100_000,
             "run.eval_every_epochs": 100_000,
@@ -178,6 +181,7 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
             "schedule.base_lr": 0.01,
             "comm.timeout_seconds": 15,
             "comm.warn_seconds": 3,
+            **more,
         }
         words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         return [*emulate, "--restarts", "1000", "--", "train", "--config", "quickstart", *words]
@@ -189,7 +193,13 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
         return [*emulate, "--python", "--", *agent, *script]
 
     memory, epoch = options.memory_steps, options.epoch_steps
+    # as many microbatches as any number of ranks that is left can divide
+    num_parts = math.lcm(*range(1, options.nodes + 1))
+    size = max(1, options.batch * options.nodes // num_parts)
+    parts = {"batch.global_batch_size": size * num_parts, "batch.microbatch_size": size, "batch.bn_span": size}
+    healing = {**parts, "run.heal": "in_place"}
     return {
+        "healing": Way("ours, healing in place", partial(ours, **healing), look_at_run, goes_on=True),
         "memory": Way(f"ours, a copy in memory every {memory} steps", partial(ours, memory=memory), look_at_run),
         "disk": Way(f"ours, a checkpoint every {epoch} steps", partial(ours, memory=0), look_at_run),
         "torchrun": Way(f"DDP, a checkpoint every {epoch} steps", partial(torchrun, save_every=epoch), look_at_note),
@@ -227,7 +237,7 @@ def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
     """Start a job, strike it, and return its course. Raises: UserError if it does not begin, or ends."""
     mark = uuid.uuid4().hex
     draw = random.Random(options.seed)
-    pending = list(moments(draw, options))
+    pending = list(moments(draw, options))[: options.nodes - 1 if way.goes_on else None]
     course, began = Course(), 0.0
     with (folder / "output").open("w") as output, ended_job(way, folder, mark, output) as job:
         deadline = time.time() + START_SECONDS
@@ -244,6 +254,8 @@ def follow(way: Way, folder: Path, options: argparse.Namespace) -> Course:
                 if strike(mark, rank):
                     course.strikes.append((when, rank))
                     pending.pop(0)
+                elif way.goes_on:  # it was lost before
+                    pending[0] = pending[0][0], (rank + 1) % options.nodes
             time.sleep(LOOK_SECONDS)
     return course
 
