@@ -395,10 +395,13 @@ def test_slurm_script_starts_ranks_again_as_often_as_stated_without_a_newer_chec
 
 
 def test_slurm_script_states_the_numbers_of_nodes_that_can_share_the_batch() -> None:
-    """A batch of 12 in parts of 1 on nodes of two ranks: 6, 3, 2 or 1 nodes. A script of one's own: any."""
-    batch = ("--batch.global_batch_size=12", "--batch.microbatch_size=1", "--batch.bn_span=1")
-    job = JobSpec((*TRAIN, *batch), 12, num_nodes=6, restarts=1)
-    assert "for count in 6 3 2 1 0;" in job_script(job, folder=None)
+    """12 ghost batches on nodes of two ranks: any; 6 that two ranks share: 6, 3, 2 or 1. An own script: any."""
+    batch = ("--batch.global_batch_size=12", "--batch.microbatch_size=1")
+    job = JobSpec((*TRAIN, *batch, "--batch.bn_span=1"), 12, num_nodes=6, restarts=1)
+    assert "for count in {6..1} 0;" in job_script(job, folder=None)
+    assert "for count in 6 3 2 1 0;" in job_script(
+        replace(job, words=(*TRAIN, *batch, "--batch.bn_span=2")), folder=None
+    )
     own = JobSpec(("own.py",), 12, num_nodes=6, restarts=1, is_python=True)
     assert "for count in {6..1} 0;" in job_script(own, folder=None)
     assert "for count" not in job_script(replace(job, restarts=None), folder=None)
