@@ -70,7 +70,7 @@ class TrainingDiverged(UserError, RuntimeError):
 
 
 class ReplicasDiffer(UserError, RuntimeError):
-    """The ranks no longer hold the same weights; the message names step, ranks and tensor."""
+    """Ranks hold other weights, or computed other gradients of the same images; the message names step and ranks."""
 
     exit_code = DIFFERENT
 

@@ -16,6 +16,7 @@ from bigbatch.trainer.input.base import Batch
 from bigbatch.trainer.input.reading import require_few
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir
+from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.memory_copies import MemoryCopies
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
@@ -74,6 +75,7 @@ class TrainingLoop:
         saver: CheckpointSaver,
         output: RunOutput,
         digests: DigestRecorder,
+        audit: GradientAudit,
         hooks: TrainingHooks,
         copies: MemoryCopies | None,
         notice_seconds: int | None,
@@ -81,7 +83,8 @@ class TrainingLoop:
     ) -> None:
         self.config, self.plan, self.parts = config, plan, parts
         self.evaluator, self.saver, self.output = evaluator, saver, output
-        self.digests, self.hooks, self.copies, self.skipped = digests, hooks, copies, skipped
+        self.digests, self.audit, self.hooks, self.copies, self.skipped = digests, audit, hooks, copies, skipped
+        self.is_audited = False
         self.notice = None if notice_seconds is None else NoticeWatch(notice_seconds=notice_seconds)
         self.noise = NoiseRecorder(config, plan, parts)
         self.saved_step = self.done = plan.first_step
@@ -95,11 +98,13 @@ class TrainingLoop:
         Raises: TrainingDiverged; ReplicasDiffer; PeerLostError; DataError from the input.
         """
         plan, parts = self.plan, self.parts
-        self._steps = steps = Steps(plan, parts, self.digests.watch(batches))
+        self._steps = steps = Steps(plan, parts, self.digests.watch(self.audit.watch(batches)))
+        steps.train_step.before_update = self._audit
         totals = steps.totals
         for step in range(plan.first_step, plan.num_steps):
             self._record_timeline(step)
             self.digests.before_step(step)
+            self.is_audited = self.audit.before_step(step)
             self.noise.probe.before_step(step)
             steps(step)
             self.done = done = step + 1
@@ -147,6 +152,14 @@ class TrainingLoop:
         if self.config.optimizer.sharded or (self._steps and not self._steps.train_step.is_whole):
             return None
         return self.saver.copy_state(done=self.done, evaluations=self.evaluator.found, skipped=self.skipped)
+
+    def _audit(self) -> None:
+        """Compare gradients before their sum, in steps that are audited. Collective. Raises: ReplicasDiffer."""
+        if self.is_audited:
+            self.digests.single.stop()  # what is computed again is of no record
+            self.noise.probe.end_backward()
+            self.output.log("audit", self.audit.check())
+
 
     def evaluate(self, done: int) -> dict[str, Any]:
         """Evaluate after so many steps; return the record. Raises: Stopped; DataError."""

@@ -5,6 +5,7 @@ import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from bigbatch.trainer.machine.host import describe_load
 from bigbatch.trainer.run.checkpoint import list_checkpoints, write_on_first
 from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
+from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.run.memory_copies import open_copies
 from bigbatch.trainer.run.output import RunOutput
@@ -128,6 +130,12 @@ class TrainingRun:
             self.copies.require_room(num_bytes=checkpoint_bytes(config, self.parts))
         self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples, classes=classes)
         self.saver.compare(done=self.plan.first_step)
+        audit = GradientAudit(
+            config,
+            self.plan,
+            self.parts,
+            read=partial(build_input.read_microbatch, config, self.train_split),
+        )
         digests = DigestRecorder(config, self.plan, self.parts)  # before a bar on the terminal: it may refuse a pattern
         self.output = RunOutput(
             config,
@@ -147,6 +155,7 @@ class TrainingRun:
             saver=self.saver,
             output=self.output,
             digests=digests,
+            audit=audit,
             hooks=hooks,
             copies=self.copies,
             notice_seconds=job.env.notice_seconds,
@@ -266,7 +275,8 @@ class TrainingRun:
             self.output.say(describe_input(self.input.ranks))
             self.output.log("input", input_record(self.input.rates, step=self.plan.first_step))
         started = time.perf_counter()
-        totals = loop.run(build_input.train_batches(self.config, self.train_split, plan=self.plan))
+        batches = build_input.train_batches(self.config, self.train_split, plan=self.plan, extra=loop.audit.extra)
+        totals = loop.run(batches)
         if totals.stopped_by is None and not totals.last_evaluation:  # resumed at its very end
             totals.last_evaluation = caught_up or loop.evaluate(self.plan.num_steps)
         return totals, time.perf_counter() - started

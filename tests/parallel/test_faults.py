@@ -42,6 +42,8 @@ def test_terminated_rank_loses_no_step(laboratory: Laboratory) -> None:
         Trial("deleted", "sum", 3, 1, 1, 2, "tcp"),
         Trial("weight bit", "forward", 6, 1, 1, 2, "tcp"),
         Trial("gradient bit", "update", 7, 0, 1, 3, "tcp"),
+        Trial("local bit", "backward", 7, 1, 1, 3, "tcp"),
+        Trial("lasting bit", "backward", 6, 2, 1, 3, "gloo"),
         Trial("state bit", "evaluation", 6, 2, 1, 3, "gloo"),
         Trial("clock", "sum", 6, 0, 1, 2, "tcp"),
         Trial("slow storage", "checkpoint", 6, 0, 1, 2, "tcp"),

@@ -24,6 +24,7 @@ from bigbatch.trainer.models import build_model
 from bigbatch.trainer.models.norm import GhostBatchNorm2d, MicrobatchStatistics, flatten_running_statistics
 from bigbatch.trainer.optim.lars import LARS
 from bigbatch.trainer.run.digests import DigestRecorder
+from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.hooks import TrainingHooks
 from bigbatch.trainer.step.accumulation import WideAccumulation, half_parameters
 from bigbatch.trainer.step.loss_scale import Scaling
@@ -204,6 +205,7 @@ def train(
         saver=recorder,
         output=recorder,
         digests=DigestRecorder(config, plan, parts),
+        audit=GradientAudit(config, plan, parts, read=lambda step, number: next(batches)),
         hooks=TrainingHooks(**hooks),
         copies=None,
         notice_seconds=None,

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -220,8 +220,10 @@ def make_prepare(config: Config, communicator: Communicator, *, normalize: Norma
     return PrepareBatch(normalize=normalize, device=communicator.device, augment=change, mix=mix)
 
 
-def train_requests(config: Config, split: Split, *, plan: Plan) -> Iterator[Request]:
-    """Return the requests of this rank's microbatches from first_step to the end of the run."""
+def train_requests(
+    config: Config, split: Split, *, plan: Plan, extra: Callable[[int], Sequence[int]] = lambda step: ()
+) -> Iterator[Request]:
+    """Return the requests of this rank's microbatches from first_step to the end of the run, and of extra ones."""
     return imagenet.train_requests(
         seed=config.run.seed,
         num_samples=split.num_samples,
@@ -230,6 +232,7 @@ def train_requests(config: Config, split: Split, *, plan: Plan) -> Iterator[Requ
         microbatches=plan.microbatches,
         start_step=plan.first_step,
         end_step=plan.num_steps,
+        extra=extra,
     )
 
 
@@ -249,9 +252,19 @@ def step_requests(config: Config, split: Split, *, step: int) -> list[Request]:
     )
 
 
-def train_batches(config: Config, split: Split, *, plan: Plan) -> Iterator[Batch]:
-    """Return this rank's microbatches from first_step to the end of the run, across epochs without a pause."""
-    return split.loader.load(train_requests(config, split, plan=plan))
+def read_microbatch(config: Config, split: Split, step: int, number: int) -> Batch:
+    """Return a microbatch of a step, by its number in the global batch; may end the split's earlier reading."""
+    return next(split.loader.load([step_requests(config, split, step=step)[number]]))
+
+
+def train_batches(
+    config: Config, split: Split, *, plan: Plan, extra: Callable[[int], Sequence[int]] = lambda step: ()
+) -> Iterator[Batch]:
+    """Return this rank's microbatches from first_step to the end of the run, across epochs without a pause.
+
+    extra: as for order.train_requests.
+    """
+    return split.loader.load(train_requests(config, split, plan=plan, extra=extra))
 
 
 def eval_batches(config: Config, communicator: Communicator, split: Split) -> Iterator[Batch]:

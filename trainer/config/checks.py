@@ -207,6 +207,19 @@ def check_digests(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
             yield f"{layers} cannot look into a forward of {key}={value}: set {key} to {remedy}, or the layers to null"
 
 
+def check_audits(run: RunConfig, compute: ComputeConfig) -> Iterator[str]:
+    """Yield an error for each setting by which ranks would not compute the same bits of a microbatch, or go back."""
+    if not run.audit_every_steps:
+        return
+    key = f"run.audit_every_steps={run.audit_every_steps}"
+    if not run.reproducible:
+        yield f"{key} compares bits, which needs deterministic kernels: set run.reproducible to true"
+    if compute.cuda_graph:
+        yield f"{key} cannot read gradients of replayed steps: set compute.cuda_graph to false"
+    if not run.compare_every_steps:
+        yield f"{key} goes back to a checkpoint on which ranks agreed: set run.compare_every_steps to 100, its default"
+
+
 def check_noise_scale(run: RunConfig, batch: BatchConfig, compute: ComputeConfig) -> Iterator[str]:
     """Yield an error if the run has no gradients of two batch sizes, or hides them in a CUDA graph."""
     if not run.noise_scale_every_steps:

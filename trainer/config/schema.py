@@ -10,6 +10,7 @@ from bigbatch.errors import ConfigError
 from bigbatch.paths import PathError, expand_path
 from bigbatch.trainer.config.batch import check_batch
 from bigbatch.trainer.config.checks import (
+    check_audits,
     check_augment,
     check_comm,
     check_compute,
@@ -230,6 +231,7 @@ def _check_together(config: Config) -> Iterator[str]:
     yield from check_average(optimizer)
     yield from check_reproducible(run, batch, config.compute, config.comm)
     yield from check_digests(run, config.compute)
+    yield from check_audits(run, config.compute)
     yield from check_noise_scale(run, batch, config.compute)
     yield from check_stopping(run, data)
     yield from check_loss(optimizer, run)

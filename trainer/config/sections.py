@@ -56,6 +56,10 @@ class RunConfig:
     """Steps, rounded up to the next report, between two comparisons of all ranks' weights and optimizer state; 0 for
     none. The start and each checkpoint compare them too. If they differ, the run goes back to the newest checkpoint on
     which they agreed."""
+    audit_every_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps between two audits, in which each rank computes a microbatch of another one again and compares the
+    gradients before their sum; each step that a checkpoint follows is audited, too; 0 for none. A third rank decides
+    which device is wrong, and the run goes back to its newest checkpoint. Needs reproducible."""
     reproducible: bool = False
     """Final weights are bit-identical for any number of ranks and nodes, any algorithm, backend and fusion plan, and
     after any resume, if batch.microbatch_size, the kind of device and the versions stay. Gradients are summed as

@@ -3,7 +3,7 @@
 import errno
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,11 +148,13 @@ def train_requests(
     microbatches: Sequence[int],
     start_step: int,
     end_step: int,
+    extra: Callable[[int], Sequence[int]] = lambda step: (),
 ) -> Iterator[Request]:
     """Yield this rank's microbatches of the steps start_step..end_step-1, counted from the start of training.
 
     Each epoch has num_samples // global_batch_size steps and leaves the rest of its order out. microbatches: the
-    numbers of this rank's in the global batch. All world sizes see the same global order.
+    numbers of this rank's in the global batch. All world sizes see the same global order. extra: step -> numbers of
+    further microbatches that follow the rank's own.
     Raises: ValueError, at the first draw, when no global batch fits into an epoch.
     """
     if num_samples < global_batch_size:
@@ -163,7 +165,7 @@ def train_requests(
         epoch, step_in_epoch = divmod(step, steps_per_epoch)
         if epoch != known_epoch:
             known_epoch, order_N = epoch, epoch_order(seed=seed, epoch=epoch, num_samples=num_samples)
-        for microbatch in microbatches:
+        for microbatch in (*microbatches, *extra(step)):
             first = step_in_epoch * global_batch_size + microbatch * microbatch_size
             indices_B = order_N[first : first + microbatch_size]
             yield Request(epoch=epoch, indices_B=indices_B, valid_B=np.ones(microbatch_size, bool))

@@ -25,6 +25,7 @@ MAY_DIFFER = (
     "run.keep_checkpoints",
     "run.checkpoint_timeout_seconds",
     "run.memory_every_steps",
+    "run.audit_every_steps",
     "run.digest_every_steps",
     "run.digest_layers",
     "run.digest_values",

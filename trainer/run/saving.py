@@ -57,7 +57,9 @@ class CheckpointSaver:
         self._config, self._parts, self._owner, self._samples = config, parts, owner, samples
         self._classes = classes
         self._checkpoints = RunDir(Path(config.run.directory)).checkpoints
-        self._is_comparing = parts.communicator.world_size > 1 and config.run.compare_every_steps > 0
+        is_alone = parts.communicator.world_size == 1
+        self._is_comparing = not is_alone and config.run.compare_every_steps > 0
+        self._is_agreed = is_alone or self._is_comparing
         self._step: int | None = None
         """Step of the checkpoint being written, equal on all ranks; None if all are on disk."""
         self._write: BackgroundWrite | None = None
@@ -89,7 +91,7 @@ class CheckpointSaver:
     ) -> None:
         """Start a copy of the present state in node memory. Collective. Raises: as start."""
         with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
-            copies.keep(state, step=done, is_agreed=self._is_comparing)
+            copies.keep(state, step=done, is_agreed=self._is_agreed)
 
     @contextmanager
     def _state(
@@ -201,6 +203,6 @@ class CheckpointSaver:
             step=step,
             top1=top1,
             keep=self._config.run.keep_checkpoints,
-            is_agreed=self._is_comparing,
+            is_agreed=self._is_agreed,
             before_naming=require,
         )

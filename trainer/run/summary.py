@@ -56,6 +56,7 @@ def introduction(
         *schedule_notes(config.schedule, epochs=config.run.epochs),
         *parts.notes,
         *reproducible_notes(parts),
+        *audit_notes(config, communicator),
         *([] if parts.execution.measures_waits else [NO_WAITS]),
         *placement,
         *([notice] if notice else []),
@@ -119,6 +120,17 @@ def reproducible_notes(parts: Parts) -> list[str]:
         f"reproducible: sums of multiples of 2**-{grid.fraction_bits}, of at most {grid.largest:g} for each of "
         f"{grid.num_terms} microbatches{threads}"
     ]
+
+
+def audit_notes(config: Config, communicator: Communicator) -> list[str]:
+    """Return the line about gradient audits; nothing without."""
+    every = config.run.audit_every_steps
+    if not every:
+        return []
+    who = "each rank computes a microbatch of another rank again"
+    if communicator.world_size == 1:
+        who = "this rank computes a microbatch twice, which shows single flips only"
+    return [f"audits: every {count(every, 'step')} and before each checkpoint {who}"]
 
 
 def rounding_notes(parts: Parts, *, is_sharded: bool) -> list[str]:

@@ -61,15 +61,19 @@ class GradientNoise:
             self._squares.append(torch.stack(self._norms).double().square().sum())
             self._norms = []
 
-    @torch.no_grad()
-    def after_step(self, done: int) -> None:
-        """Take the hooks off, and the norm of the sum. Collective where the update is sharded."""
-        if not self._hooks:
-            return
+    def end_backward(self) -> None:
+        """Take the hooks off: what is computed from now on is not measured."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         self._end_microbatch()
+
+    @torch.no_grad()
+    def after_step(self, done: int) -> None:
+        """Take the hooks off, and the norm of the sum. Collective where the update is sharded."""
+        self.end_backward()
+        if not self._squares:
+            return
         precision = self._parts.precision
         precision.settle()  # gathers of new weights would be overtaken
         packed_M = torch.zeros(self._num_microbatches + 1, dtype=torch.float64, device=self._scale.device)

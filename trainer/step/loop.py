@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,8 @@ class TrainStep:
         self.window = Window(parts.communicator.device)
         self.is_whole = True
         """The weights and all that changes with them are those after a step. Not known of a captured step."""
+        self.before_update: Callable[[], object] = lambda: None
+        """Called in each step once the gradients are summed, while the weights are still those of its forward."""
 
     def __call__(self, step: int, stream: InputStream) -> None:
         """Set the learning rate, train on this rank's microbatches, and update the average of the weights."""
@@ -81,6 +83,7 @@ class TrainStep:
             self.window.count(loss, logits_BK, prepared.labels_B)
         with span("wait for the sums"):
             parts.reducer.wait()
+        self.before_update()
         with span("update"):
             self.is_whole = False
             has_failed_1 = parts.statistics.average_()

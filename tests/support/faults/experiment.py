@@ -34,6 +34,7 @@ END_SECONDS = 30.0
 """How long after its ranks the last process of a job may take to end: a moment, unless the machine is busy."""
 LINK = 200_000_000
 """Bits per second of each emulated node's link."""
+GLOBAL_BATCH = 24
 TRAINING: Mapping[str, object] = {
     "run.epochs": 3,
     "run.eval_every_epochs": 1,
@@ -44,7 +45,7 @@ TRAINING: Mapping[str, object] = {
     "data.eval_crop_fraction": 1.0,
     "data.probe_seconds": 0,
     "model.options.width": 4,
-    "batch.global_batch_size": 24,
+    "batch.global_batch_size": GLOBAL_BATCH,
     "batch.microbatch_size": 2,
     "batch.bn_span": 2,
     "schedule.warmup_epochs": 1,
@@ -98,8 +99,8 @@ class Laboratory:
     ) -> None:
         self._context, self._folder, self._timeout_seconds = context, folder, timeout_seconds
         self._clusters_root, self._environ = clusters_root, environ
-        self._undisturbed: dict[tuple[int, int, str], str] = {}
-        self._locks: dict[tuple[int, int, str], threading.Lock] = {}
+        self._undisturbed: dict[tuple[int, int, str, bool], str] = {}
+        self._locks: dict[tuple[int, int, str, bool], threading.Lock] = {}
         self._lock = threading.Lock()
         self._num_clusters = 0
         self._jobs: list[Job] = []
@@ -125,7 +126,7 @@ class Laboratory:
 
     def _expect(self, trial: Trial) -> str:
         """Return the digest of a run of the trial's shape that nothing disturbs, which is made once."""
-        key = (trial.nodes, trial.ranks_per_node, trial.backend)
+        key = (trial.nodes, trial.ranks_per_node, trial.backend, KINDS[trial.kind].is_audited)
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -177,6 +178,9 @@ class Laboratory:
         settings = {**TRAINING, "data.root": data, "run.directory": folder / "run", "comm.backend": shape.backend}
         settings["comm.timeout_seconds"] = settings["comm.meeting_seconds"] = self._timeout_seconds
         settings["data.patience_seconds"] = PATIENCE_SHARE * self._timeout_seconds
+        if KINDS[shape.kind].is_audited:
+            settings |= {"run.audit_every_steps": 1, "run.reproducible": "true"}
+            settings["batch.microbatch_size"] = GLOBAL_BATCH // shape.ranks
         options = (f"--{key}={value}" for key, value in settings.items())
         command = ("train", "--config", "quickstart", *options)
         with self._lock:

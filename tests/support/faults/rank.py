@@ -127,6 +127,8 @@ class Fault:
         self.extra_seconds = 0.0
         self.parts: Any = None
         """Of the training, from its first step on."""
+        self.wrong_gradients = 0
+        """How many more calls of backward begin with a gradient of which a bit is flipped."""
 
     def reach(self, phase: str) -> None:
         """Say that the rank is in the phase; where it is the trial's, this may not return."""
@@ -178,6 +180,8 @@ def _strike(trial: Trial, fault: Fault) -> None:
         _make_read_only(fault.place.folder.parent / "run")
     elif trial.kind == "slow storage":
         time.sleep(PAUSE_SECONDS)
+    elif KINDS[trial.kind].is_audited:
+        fault.wrong_gradients = 1 if trial.kind == "local bit" else sys.maxsize
     elif trial.kind.endswith(" bit"):
         _flip_bit(fault.parts, trial.kind)
     elif trial.kind == "clock":
@@ -259,9 +263,16 @@ def _around_saving(fault: Fault, save: Callable[..., None]) -> Callable[..., Non
 
 def _around_backward(fault: Fault, cross_entropy: Callable[..., Any]) -> Callable[..., Any]:
     """Strike behind the forward, and within the backward."""
+    import torch
 
-    def backward_begins(gradient: Any) -> None:
+    def backward_begins(gradient: Any) -> Any:
         fault.reach("backward")
+        if not fault.wrong_gradients:
+            return gradient
+        fault.wrong_gradients -= 1
+        flipped = gradient.clone()
+        flipped.view(torch.int32).view(-1)[0] ^= BIT
+        return flipped
 
     def loss_of(*arguments: Any, **options: Any) -> Any:
         loss = cross_entropy(*arguments, **options)

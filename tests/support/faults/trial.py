@@ -21,6 +21,7 @@ BACKENDS = ("gloo", "tcp")
 SHAPES = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1))
 """Nodes, and ranks on each."""
 DIFFERS = r"rank {rank} on .* do not hold the same bits"
+MISCOMPUTES = r"rank {rank} on .* computed (other|different) bits"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Kind:
     last_step: int = NUM_STEPS - 2
     never_ends: bool = False
     """The rank lives until somebody kills it."""
+    is_audited: bool = False
+    """Its trials audit gradients in each step, and a rank has one microbatch in a step."""
 
     @property
     def needs_namespaces(self) -> bool:
@@ -105,6 +108,19 @@ KINDS = {
     ),
     "weight bit": Kind("a bit of a weight flips", phases=(*STEP, *LATE), outcome="goes on", says=DIFFERS),
     "gradient bit": Kind("a bit of a summed gradient flips", phases=("update",), outcome="goes on", says=DIFFERS),
+    "local bit": Kind(
+        "a bit of a rank's own gradient flips once, before the sum",
+        phases=("backward",),
+        outcome="goes on",
+        says=MISCOMPUTES,
+        is_audited=True,
+    ),
+    "lasting bit": Kind(
+        "a processor flips a bit of its rank's own gradients from now on",
+        phases=("backward",),
+        says=MISCOMPUTES,
+        is_audited=True,
+    ),
     "state bit": Kind(
         "a bit of the optimizer's state flips", phases=(*STEP, *LATE), outcome="goes on", says=DIFFERS, first_step=2
     ),

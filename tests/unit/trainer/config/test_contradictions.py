@@ -34,6 +34,7 @@ GROUPS = {
     "WEIGHTS": WEIGHTS,
     "OPS": OPS,
     "DIGESTS": {"run.digest_layers": ("fc",), "run.digest_every_steps": 1},
+    "AUDITS": {"run.audit_every_steps": 50, "run.reproducible": True},
     "NOISE": {"run.noise_scale_every_steps": 5},
 }
 REFUSED = """
@@ -294,6 +295,12 @@ run.digest_layers=[fc, block.*]
   | run.digest_layers=['fc', 'block.*'] & run.digest_every_steps=0 | run.digest_every_steps=1
 DIGESTS; compute.compile=default | run.digest_layers=['fc'] & set compute.compile to null | compute.compile=null
 DIGESTS; compute.cuda_graph=true | run.digest_layers=['fc'] & set compute.cuda_graph to false | compute.cuda_graph=false
+
+run.audit_every_steps=50 | run.audit_every_steps=50 & set run.reproducible to true | run.reproducible=true
+AUDITS; run.compare_every_steps=0
+  | run.audit_every_steps=50 & set run.compare_every_steps to 100 | run.compare_every_steps=100
+AUDITS; compute.cuda_graph=true
+  | run.audit_every_steps=50 & set compute.cuda_graph to false | compute.cuda_graph=false
 
 NOISE; batch.bn_span=128
   | noise_scale_every_steps=5 & set batch.bn_span to 64, or batch.microbatch_size to 128 | batch.bn_span=64

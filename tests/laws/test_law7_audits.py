@@ -1,0 +1,57 @@
+"""Law 7: a bit that flips in one rank's own gradient is found before the update, its device named, and undone."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.laws.jobs import Forked, assert_identical, final_state, forked, records, run, train_command
+
+AUDITED: dict[str, object] = {
+    "run.reproducible": "true",
+    "run.audit_every_steps": 1,
+    "run.checkpoint_every_steps": 4,
+    "run.epochs": 1,
+    "data.loader": "torchvision",
+}
+
+
+def miscomputing(command: list[str], *, ranks: int, first: int, how_many: int) -> Forked:
+    return Forked((str(first), str(how_many), *command), ranks=ranks, target="tests.laws.ranks_miscompute:main")
+
+
+def test_single_flip_is_named_by_the_majority_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
+    data: Path, tmp_path: Path
+) -> None:
+    shape = {**AUDITED, "batch.global_batch_size": 24}  # six steps, in which each rank has one microbatch
+    run(forked(train_command(data, tmp_path / "healthy", {**shape, "run.audit_every_steps": 0}), ranks=3))
+    # a rank calls backward for its own microbatch and for another rank's: the ninth call is its own of step 5
+    command = train_command(data, tmp_path / "faulty", shape)
+    done = run(miscomputing(command, ranks=3, first=9, how_many=1))
+    (hint,) = [r["hint"] for r in records(tmp_path / "faulty", "hint") if "going back" in r["hint"]]
+    assert hint.startswith("in step 5 rank 1 on ")
+    assert "computed other bits than ranks 0 and 2: the gradient of linear.weight in microbatch 1 (a bit" in hint
+    assert hint.endswith("going back to step 4")
+    assert hint in done.stdout
+    assert [(r["step"], r["compared"]) for r in records(tmp_path / "faulty", "audit")] == [(k, 3) for k in range(1, 7)]
+    assert_identical(final_state(tmp_path / "faulty"), final_state(tmp_path / "healthy"))
+
+
+@pytest.mark.long
+def test_lasting_fault_ends_the_run_at_the_first_audit_after_it_and_two_ranks_are_both_named(
+    data: Path, tmp_path: Path
+) -> None:
+    # from step 3 on: steps 2 and 4 are audited, the latter for its checkpoint, too
+    command = train_command(data, tmp_path, {**AUDITED, "run.audit_every_steps": 2, "run.checkpoint_every_steps": 1})
+    done = run(miscomputing(command, ranks=2, first=8, how_many=10**9), expect=5)
+    assert "in step 3 rank 0 on " in done.stderr
+    assert "computed different bits, and no third rank tells which of them is wrong: the gradient of " in done.stderr
+    assert done.stderr.rstrip().endswith("it is so again since the run went back to step 2")
+
+
+@pytest.mark.long
+def test_lasting_fault_of_three_ranks_is_named(data: Path, tmp_path: Path) -> None:
+    shape = {**AUDITED, "batch.global_batch_size": 24, "run.audit_every_steps": 3}
+    done = run(miscomputing(train_command(data, tmp_path, shape), ranks=3, first=2, how_many=10**9), expect=5)
+    assert "in step 3 rank 1 on " in done.stderr
+    assert "computed other bits than ranks 0 and 2: the gradient of linear.weight in microbatch " in done.stderr
+    assert "it is so again since the run went back to step 0" in done.stderr

@@ -1,0 +1,216 @@
+"""Gradient audits: each rank computes a microbatch of another one again, and both must get the same bits."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from bigbatch.comm.connection import gpu_uuid
+from bigbatch.errors import DataError, ReplicasDiffer
+from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.input.base import Batch
+from bigbatch.trainer.run.digests import BEFORE_SUM, MicrobatchDigests, Row, digests_of_pictures, word
+from bigbatch.trainer.run.recompute import recompute
+from bigbatch.trainer.step.plan import Parts, Plan
+
+Words = dict[str, str]
+"""Digests of a microbatch's images and of its gradients, by name."""
+IMAGES = "images"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The microbatches that an audit compares, and the ranks that compute them again: the same on all ranks."""
+
+    microbatches_P: Sequence[int]
+    """Number in the global batch of the one that is audited of each rank."""
+    shift: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.microbatches_P)
+
+    def audited_by(self, rank: int) -> int:
+        """Return the rank whose microbatch this rank computes again: itself if it is alone."""
+        return (rank + self.shift) % self.num_ranks
+
+    def auditor_of(self, rank: int) -> int:
+        """Return the rank that computes this rank's microbatch again."""
+        return (rank - self.shift) % self.num_ranks
+
+    def third_of(self, rank: int) -> int | None:
+        """Return the rank that decides if these two differ; None if there is no third."""
+        auditor = self.auditor_of(rank)
+        others = ((auditor + k) % self.num_ranks for k in range(1, self.num_ranks))
+        return next((other for other in others if other != rank), None)
+
+
+def draw(plan: Plan, *, step: int, num_ranks: int) -> Draw:
+    """Draw what is audited in a step, from the seed and the step alone."""
+    bits = int.from_bytes(hashlib.sha256(f"audit of step {step} with seed {plan.seed}".encode()).digest(), "big")
+    shift = 1 + bits % (num_ranks - 1) if num_ranks > 1 else 0
+    found = []
+    for rank in range(num_ranks):
+        numbers = plan.division.of(rank)
+        found.append(numbers[(bits >> 64) % len(numbers)])
+    return Draw(found, shift)
+
+
+class GradientAudit:
+    """Compares, every run.audit_every_steps and in each step that a checkpoint follows, gradients before their sum.
+
+    All ranks audit at once, as all would wait for one: so a device that keeps computing wrongly is found by the first
+    audit. read: (step, number of a microbatch) -> its batch; it may end the run's own reading.
+    """
+
+    def __init__(self, config: Config, plan: Plan, parts: Parts, *, read: Callable[[int, int], Batch]) -> None:
+        self._plan, self._parts, self._read = plan, parts, read
+        self._every_steps = config.run.audit_every_steps
+        self._step = plan.first_step
+        self._batches: Iterator[Batch] = iter(())
+        self._failure: DataError | None = None
+        """Why the batch that is computed again could not be read; the run's own next batch fails by it, too."""
+        self._single = MicrobatchDigests(parts.model, layers=())
+        self._pictures: torch.Tensor | None = None
+        """Digests of the audited microbatch's images (B) on this rank; None without one, or with a stand-in in it."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step, counted from 0, is audited."""
+        if not self._every_steps:
+            return False
+        done, plan = step + 1, self._plan
+        return done % self._every_steps == 0 or plan.is_checkpoint(done) or plan.is_evaluation(done)
+
+    def extra(self, step: int) -> Sequence[int]:
+        """Return the microbatch that this rank computes again in a step, to be read after the rank's own."""
+        if not self.is_due(step):
+            return ()
+        drawn = self._draw(step)
+        return (drawn.microbatches_P[drawn.audited_by(self._parts.communicator.rank)],)
+
+    def _draw(self, step: int) -> Draw:
+        return draw(self._plan, step=step, num_ranks=self._parts.communicator.world_size)
+
+    def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Pass this rank's own batches through; put hooks on for the audited microbatch of an audited step."""
+        self._batches, plan = batches, self._plan
+        rank = self._parts.communicator.rank
+        for step in range(plan.first_step, plan.num_steps):
+            audited = self._draw(step).microbatches_P[rank] if self.is_due(step) else None
+            for number in plan.microbatches:
+                if self._failure:
+                    raise self._failure
+                batch = next(batches, None)
+                if batch is None:
+                    return
+                self._single.stop()
+                if number == audited:
+                    self._pictures = None if batch.replaced else digests_of_pictures(batch)
+                    self._single.microbatch = number
+                    self._single.start()
+                yield batch
+
+    def before_step(self, step: int) -> bool:
+        """Begin a step; return whether it is audited."""
+        self._step, self._pictures = step, None
+        return self.is_due(step)
+
+    def check(self) -> dict[str, Any]:
+        """Compare the gradients of the audited step, between its sums and its update; return the log record.
+
+        Collective. Waits for the device. Raises: ReplicasDiffer naming the device, on all ranks alike.
+        """
+        started = time.perf_counter()
+        communicator, drawn = self._parts.communicator, self._draw(self._step)
+        rank, num_ranks = communicator.rank, communicator.world_size
+        rows = self._single.take()
+        own = None if self._pictures is None else _words(self._pictures.tolist(), rows)
+        audited = drawn.audited_by(rank)
+        # without an own batch there is none to read after it
+        again = self._compute(lambda: next(self._batches), drawn.microbatches_P[audited]) if rows else None
+        told_2P = torch.zeros(2 * num_ranks, dtype=torch.float64)
+        told_2P[rank], told_2P[num_ranks + audited] = _number(own), _number(again)
+        done = self._step + 1
+        told = communicator.sum_(told_2P.to(communicator.device), label=f"audit of step {done}").tolist()
+        pairs = [(told[each], told[num_ranks + each]) for each in range(num_ranks)]
+        if odd := [each for each, (one, other) in enumerate(pairs) if one and other and one != other]:
+            raise self._accusation(odd, drawn, own=own, again=again)
+        compared = sum(bool(one and other) for one, other in pairs)
+        return {"step": done, "compared": compared, "seconds": time.perf_counter() - started}
+
+    def _compute(self, read: Callable[[], Batch], microbatch: int) -> Words | None:
+        """Read and compute a microbatch again; None if it cannot be read as it is."""
+        try:
+            batch = read()
+        except DataError as error:
+            self._failure = error
+            return None
+        found = recompute(self._parts, self._plan, batch, step=self._step, microbatch=microbatch)
+        return None if batch.replaced else _words(*found)
+
+    def _accusation(self, odd: Sequence[int], drawn: Draw, *, own: Words | None, again: Words | None) -> ReplicasDiffer:
+        """Let third ranks decide on the microbatches of these ranks; return a line on who is wrong. Collective."""
+        communicator = self._parts.communicator
+        rank, host_of, uuid = communicator.rank, communicator.control.host_of, gpu_uuid(communicator.device)
+        thirds = {}
+        for each in odd:
+            if drawn.third_of(each) == rank:
+                number = drawn.microbatches_P[each]
+                thirds[each] = self._compute(partial(self._read, self._step, number), number)
+        mine = {
+            "device": f"rank {rank} on {host_of(rank)}{f' ({communicator.device}, {uuid})' if uuid else ''}",
+            "own": own if rank in odd else None,
+            "again": again if drawn.audited_by(rank) in odd else None,
+            "thirds": thirds,
+        }
+        told_P = [json.loads(text) for text in communicator.gather_text(json.dumps(mine))]
+        found = [verdict(told_P, drawn, each) for each in odd]
+        sentences = dict(reversed(found))  # the first on each
+        return ReplicasDiffer(
+            f"in step {self._step + 1} {'; '.join(reversed(sentences.values()))} (a bit has flipped, or that processor "
+            "or its memory is faulty)"
+        )
+
+
+def verdict(told_P: Sequence[Mapping[str, Any]], drawn: Draw, rank: int) -> tuple[frozenset[int], str]:
+    """Return the ranks that may be wrong about this rank's microbatch, and the sentence on them.
+
+    told_P: device, and the digests that each rank computed: own, again, and as a third by rank.
+    """
+    auditor, third, number = drawn.auditor_of(rank), drawn.third_of(rank), drawn.microbatches_P[rank]
+    one, other = told_P[rank]["own"], told_P[auditor]["again"]
+    decisive = None if third is None else told_P[third]["thirds"].get(str(rank))
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    what = IMAGES if IMAGES in names else f"the gradient of {names[0]}"
+    if what != IMAGES and names[1:]:
+        what += f" and {len(names) - 1} more of {len(one) - 1} tensors"
+    what += f" in microbatch {number}"
+    device_of = [told["device"] for told in told_P]
+    if rank == auditor:
+        return frozenset([rank]), f"{device_of[rank]} computed other bits the second time: {what}"
+    if third is None or decisive not in (one, other):
+        return frozenset([rank, auditor]), (
+            f"{device_of[rank]} and {device_of[auditor]} computed different bits, and no third rank tells which of "
+            f"them is wrong: {what}"
+        )
+    wrong, right = (rank, auditor) if decisive == other else (auditor, rank)
+    first, second = sorted((right, third))
+    return frozenset([wrong]), f"{device_of[wrong]} computed other bits than ranks {first} and {second}: {what}"
+
+
+def _words(pictures: Sequence[int], rows: Sequence[Row]) -> Words:
+    images = word(sum(digest * (2 * place + 1) for place, digest in enumerate(pictures)))
+    return {IMAGES: images, **{name: found for phase, name, _, found in rows if phase == BEFORE_SUM}}
+
+
+def _number(words: Words | None) -> float:
+    """Return 48 bits of a digest of all, which fp64 holds exactly; 0 for none."""
+    if words is None:
+        return 0.0
+    text = json.dumps(words, sort_keys=True)
+    return float(1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
