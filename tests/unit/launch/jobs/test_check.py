@@ -79,7 +79,7 @@ FEW_GPUS = ("slurm", "--ranks-per-node", "8", "--gpus-per-node", "4")
         (("torchrun", "--python", "--", "--rate", "3"), ("--rate", "script")),
         (("torchrun", "--python", "--", "-m"), ("-m", "module")),
         (("preflight", "--", "trian"), ("trian", "nearest is train")),
-        (("emulate", "run", "--nodes", "3", *TRAIN), ("3 rank", "batch.global_batch_size=512", "start 2 rank")),
+        (("emulate", "run", "--nodes", "5", *TRAIN), ("5 rank", "batch.global_batch_size=512", "start 4 rank")),
         (("emulate", "run", "--nodes", "2", "--python", "--", "trian.py"), ("trian.py", "train.py")),
     ],
     ids=" ".join,
