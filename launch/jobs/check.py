@@ -147,7 +147,7 @@ def _check_ranks(job: JobSpec, batch: BatchConfig) -> None:
 
 
 def most_ranks(job: JobSpec, *, limit: int) -> int | None:
-    """Return the largest number of ranks up to limit that divides the batch; limit for a user's script; None if none.
+    """Return the largest number of ranks up to limit that can share the batch; limit for a user's script; None if none.
 
     Raises: ConfigError.
     """
@@ -156,7 +156,7 @@ def most_ranks(job: JobSpec, *, limit: int) -> int | None:
 
 
 def fitting_nodes(job: JobSpec) -> tuple[int, ...]:
-    """Return the numbers of full nodes that can divide the batch, in falling order; any for a user's script.
+    """Return the numbers of full nodes that can share the batch, in falling order; any for a user's script.
 
     Raises: ConfigError.
     """
@@ -173,7 +173,7 @@ def _most_sharing(batch: BatchConfig, *, limit: int) -> int | None:
 
 
 def _refusal(batch: BatchConfig, num_ranks: int) -> ConfigError | None:
-    """Return why so many ranks cannot divide a batch; None if they can."""
+    """Return why so many ranks cannot share a batch; None if they can."""
     try:
         accumulation_steps(batch, world_size=num_ranks)
     except ConfigError as error:

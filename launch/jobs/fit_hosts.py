@@ -98,10 +98,10 @@ def _addresses(host: str) -> set[str]:
 
 
 def on_hosts_left(job: JobSpec, *, answers: Callable[[str], bool]) -> JobSpec:
-    """Return the job on its hosts that answer, with as many ranks as can divide the batch.
+    """Return the job on its hosts that answer, with as many ranks as can share the batch.
 
     Batch, order of samples and ghost batches stay: the remaining ranks do more work each.
-    Raises: LaunchOptionError if no number of ranks divides the batch.
+    Raises: LaunchOptionError if no number of ranks can share the batch.
     """
     if not job.hosts:
         return job

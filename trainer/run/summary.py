@@ -45,7 +45,7 @@ def introduction(
         f"{communicator}; device {device_name(communicator.device)}, {precision}",
         *([f"all-reduce {communicator.algorithm}, as comm.algorithm=auto chose: {why}"] if why else []),
         f"{num_train} training and {num_val} validation images; loader {config.data.loader}",
-        f"global batch {batch.global_batch_size} = {shares(division)} x {batch.microbatch_size}, batch-norm span "
+        f"global batch {batch.global_batch_size} = {shares(division, batch.microbatch_size)}, batch-norm span "
         f"{batch.bn_span}{spread}; {plan.num_steps} steps in {config.run.epochs} epochs",
         *uneven(division),
         *replayed(batch.virtual_ranks, world_size=communicator.world_size),
@@ -82,11 +82,11 @@ def describe_job(communicator: Communicator, *, plan: Plan, num_train: int, num_
     }
 
 
-def shares(division: Division) -> str:
-    """Return the number of microbatches as ranks x microbatches, or their sum if the shares are not equal."""
+def shares(division: Division, microbatch_size: int) -> str:
+    """Return the global batch as ranks x microbatches x images, or as microbatches if the shares are not equal."""
     if division.used_share < 1:
-        return f"{division.num_microbatches} microbatches on {division.world_size} ranks"
-    return f"{count(division.world_size, 'rank')} x {division.most} microbatches"
+        return f"{division.num_microbatches} microbatches x {microbatch_size} on {division.world_size} ranks"
+    return f"{count(division.world_size, 'rank')} x {division.most} microbatches x {microbatch_size}"
 
 
 def uneven(division: Division) -> list[str]:
