@@ -11,10 +11,10 @@ import torch
 
 from bigbatch.awake import awake_seconds
 from bigbatch.comm.backends.base import InFlight, Started
+from bigbatch.comm.rendezvous.limits import POLL_SECONDS
 from bigbatch.comm.rendezvous.watch import Pending
 from bigbatch.errors import CommError, PeerLostError
 
-POLL_SECONDS = 1.0
 ABORT_SECONDS = 2.0
 """How long an aborted operation is waited for."""
 

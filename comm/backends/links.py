@@ -12,10 +12,10 @@ from bigbatch.awake import awake_seconds
 from bigbatch.comm.rendezvous.addresses import family_of, own_address
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ProcessEnv
+from bigbatch.comm.rendezvous.limits import POLL_SECONDS
 from bigbatch.comm.rendezvous.secret import HELLO_BYTES, Door, StrangerError, end_with_process, introduce, let_in
 from bigbatch.errors import CommError
 
-POLL_SECONDS = 1.0
 GREET_SECONDS = 10.0
 """Time limit for a connection to authenticate itself."""
 MOST_STRANGERS = 64

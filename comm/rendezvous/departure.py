@@ -40,6 +40,15 @@ class Departure:
             store.set(f"{self._key}/answer", str(furthest + 1))
         return True
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether this rank has read the answer."""
+        return self._answer is not None
+
+    def is_agreed(self) -> bool:
+        """Return whether all ranks have written, so that they will stop: not if one of them is lost."""
+        return self.is_known or self._control.store.check([f"{self._key}/answer"])
+
     def is_due(self) -> bool:
         """Pass a boundary; return whether all ranks stop at it, or should have stopped before. The same on all ranks.
 

@@ -2,10 +2,12 @@
 
 GONE_SECONDS = 0.3
 """Time after the end of a rank's last connection until it counts as gone: a live rank keeps one open."""
-STORE_LOOK_SECONDS = 0.1
+STORE_LOOK_SECONDS = 0.05
 """Period in which the store looks for ranks that are gone: with GONE_SECONDS a dead process is noticed within 0.5 s."""
 LOOK_SECONDS = 1.0
 """Longest pause between two looks at the operation under way, and limit of one wait for news."""
+POLL_SECONDS = 0.25
+"""Pause between two questions of a waiting rank whether a rank has failed: they cost no request under a watch."""
 HEED_SECONDS = 1.0
 """Limit of the question, during another wait, whether a rank has failed."""
 SILENCE_SECONDS = 3.0

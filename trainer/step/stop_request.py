@@ -18,6 +18,8 @@ from bigbatch.trainer.step.signals import STOP_SIGNALS, heeded_signals
 
 LOOK_SECONDS = 1.0
 """Seconds between two checks whether another rank was asked to stop."""
+AGREE_SECONDS = 0.05
+"""Seconds between two checks whether all ranks will stop."""
 
 
 def leave_stopped(env: ProcessEnv) -> int:
@@ -81,7 +83,7 @@ class StopRequest:
 
     @contextmanager
     def watch(self, control: Control, *, acknowledge: Callable[[str], None]) -> Iterator[None]:
-        """Agree with the other ranks on where to stop, meanwhile; acknowledge is told at once what asked for it.
+        """Agree with the other ranks on where to stop, meanwhile; tell acknowledge what asked for it once all agree.
 
         Collective, and in the main thread. A thread listens, which signals reach while the main one waits for a device
         or for other ranks.
@@ -104,9 +106,8 @@ class StopRequest:
             heard.close()  # here: it takes signals as long as they are written, whether or not the listener lives
 
     def _listen(self, heard: socket.socket, departure: Departure, acknowledge: Callable[[str], None]) -> None:
-        heard.settimeout(LOOK_SECONDS)
         has_said = has_asked = False
-        # without its store the job is about to fail, and says so; OSError: watch() has ended meanwhile
+        # without its store the job is about to fail, and says so; OSError: watch() has ended, or stdout is closed
         with suppress(RuntimeError, OSError):
             while True:
                 if self._launcher not in (None, os.getppid()):
@@ -114,15 +115,18 @@ class StopRequest:
                 if self.signal_name and not has_asked:
                     has_asked = True
                     departure.ask()
-                if departure.heed() and not has_said:
+                has_told = departure.heed()
+                if has_told and not has_said and departure.is_agreed():
                     has_said = True
-                    with suppress(OSError):  # the agreement holds even if the message cannot be printed
-                        acknowledge(self.asked_by)
+                    acknowledge(self.asked_by)
+                heard.settimeout(AGREE_SECONDS if has_told and not has_said else LOOK_SECONDS)
                 try:
                     numbers = heard.recv(64)
                 except TimeoutError:
                     continue
                 if not numbers:
+                    if departure.is_known and not has_said:  # the main thread was faster
+                        acknowledge(self.asked_by)
                     return
                 names = [signal.Signals(number).name for number in numbers if number in STOP_SIGNALS]
                 self.signal_name = self.signal_name or next(iter(names), None)

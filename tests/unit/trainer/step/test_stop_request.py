@@ -77,6 +77,17 @@ def test_stop_of_another_rank_is_acknowledged(stop: StopRequest, monkeypatch: py
     assert not stop.is_set
 
 
+def test_stop_is_not_acknowledged_where_a_rank_is_lost(stop: StopRequest) -> None:
+    """As mpirun does, which ends all ranks after one was killed: no checkpoint will be saved."""
+    said: SimpleQueue[str] = SimpleQueue()
+    control = alone()
+    control.world_size = 2  # the other one writes nothing
+    with stop.watch(control, acknowledge=said.put):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until_told(stop)
+    assert said.empty()
+
+
 def test_stop_is_asked_for_by_the_end_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a torchrun that is killed: its ranks would train on unseen."""
     monkeypatch.setattr(stop_request, "LOOK_SECONDS", 0.01)
