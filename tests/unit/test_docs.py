@@ -180,6 +180,7 @@ RECOMPUTE = (
     "gpu.recompute --model resnet18 --precision fp32 --image-size 32 --batch 2 --blocks 4 8 --repetitions 1 "
     "--out out.json --plot out.png"
 )
+AUDITS = "faults.audits --ranks 1 --audits 2 --replays 1 --out out.json"
 SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.day --minutes 14": GPU,
     ".venv/bin/python -m benchmarks.gpu.day --minutes 14 --data data/imagenet --cifar data/cifar10 --vision vision/references/classification --airbench cifar10-airbench": GPU,  # noqa: E501
@@ -202,6 +203,7 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
     ".venv/bin/python -m benchmarks.gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
     ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
+    ".venv/bin/python -m benchmarks.faults.audits --audits 3000 --out benchmarks/results/audits-cpu.json": AUDITS,
     ".venv/bin/python -m benchmarks.largebatch.exactness --out benchmarks/results/lars-exactness.json": (
         "largebatch.exactness --steps 2 --out out.json"
     ),
