@@ -37,6 +37,29 @@ def test_single_flip_is_named_by_the_majority_and_the_run_ends_with_the_bits_of_
 
 
 @pytest.mark.long
+def test_audits_change_no_bit_and_no_record(data: Path, tmp_path: Path) -> None:
+    """Digests and the noise scale are of the step alone, although microbatches are computed again within it."""
+    shape = {
+        **AUDITED,
+        "optimizer.sharded": "true",
+        "augment.mixup_alpha": 0.2,
+        "run.digest_every_steps": 1,
+        "run.noise_scale_every_steps": 1,
+    }
+    found = []
+    for every in (0, 1):
+        folder = tmp_path / str(every)
+        run(forked(train_command(data, folder, {**shape, "run.audit_every_steps": every}), ranks=2))
+        of_time = ("time", "elapsed_seconds", "kind")
+        told = [*records(folder, "digests"), *records(folder, "noise")]
+        found.append([{key: value for key, value in record.items() if key not in of_time} for record in told])
+    assert len(records(tmp_path / "1", "audit")) == 5
+    assert found[0] == found[1]
+    assert len(found[0]) == 10
+    assert_identical(final_state(tmp_path / "1"), final_state(tmp_path / "0"))
+
+
+@pytest.mark.long
 def test_lasting_fault_ends_the_run_at_the_first_audit_after_it_and_two_ranks_are_both_named(
     data: Path, tmp_path: Path
 ) -> None:
