@@ -106,8 +106,8 @@ def main() -> None:
         record["replays"] = replays(
             folder, ranks=options.ranks, steps=options.replays, number=options.replays, seed=options.seed
         )
+        print(f"replays: {record['replays']['equal']} of {options.replays} equal", flush=True)
         record["audits"] = audits(folder, ranks=options.ranks, number=options.audits)
-    print(f"replays: {record['replays']['equal']} of {options.replays} equal")
     print(f"audits: {record['audits']['false_alarms']} false alarms of {record['audits']['compared']}")
     print(show("audit", record["audits"]["audit_seconds"], unit="s"))
     print(show("step without it", record["audits"]["step_seconds"], unit="s"))

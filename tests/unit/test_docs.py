@@ -203,7 +203,7 @@ SMALLER = {  # benchmark: the same with sizes for a test
     ".venv/bin/python -m benchmarks.gpu.inference --out benchmarks/results/inference-cuda.json": INFERENCE,
     ".venv/bin/python -m benchmarks.gpu.inference --threads 1 --rounds 7 --batches 1 8 32 --out benchmarks/results/inference-cpu.json": INFERENCE,  # noqa: E501
     ".venv/bin/python -m benchmarks.largebatch.lars_step --out benchmarks/results/lars-step-cpu.json": STEP,
-    ".venv/bin/python -m benchmarks.faults.audits --audits 3000 --out benchmarks/results/audits-cpu.json": AUDITS,
+    ".venv/bin/python -m benchmarks.faults.audits --audits 1000 --replays 30 --out benchmarks/results/audits-cpu.json": AUDITS,  # noqa: E501
     ".venv/bin/python -m benchmarks.largebatch.exactness --out benchmarks/results/lars-exactness.json": (
         "largebatch.exactness --steps 2 --out out.json"
     ),
