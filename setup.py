@@ -36,6 +36,7 @@ extras = {
     "energy": ["nvidia-ml-py>=12"],
     "export": ["onnx>=1.17", "onnxscript>=0.5", "safetensors>=0.4"],
     "huggingface": ["pyarrow>=15"],
+    "storage": ["fsspec>=2024.6", "s3fs>=2024.6"],
     "docs": ["sphinx>=8", "myst-parser>=4", "furo"],
 }
 extras["dev"] = [
@@ -43,6 +44,7 @@ extras["dev"] = [
     *extras["verify"],
     *extras["export"],
     *extras["huggingface"],
+    *extras["storage"],
     *extras["docs"],
     "onnxruntime>=1.20",
     "schedulefree>=1.4",
@@ -51,6 +53,7 @@ extras["dev"] = [
     "pytest>=8",
     "hypothesis>=6",
     "kubernetes-validate>=1.31",
+    "moto[server,s3]>=5",
     "pytest-timeout",
     "pytest-xdist",
     "codespell",

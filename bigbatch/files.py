@@ -96,6 +96,11 @@ def open_to_append(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "ab")
 
 
+def open_sparse(path: Path) -> BinaryIO:
+    """Open a file that is written in places, made if needed and kept if not; follows no link. Raises: OSError."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+
+
 def is_stream(path: Path) -> bool:
     """Return whether a path of the user is a device, a pipe or an open file of a process, such as /dev/stdout."""
     parent = os.path.realpath(path.parent)

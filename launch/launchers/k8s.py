@@ -97,7 +97,7 @@ def _check_folders(job: JobSpec) -> None:
             )
         elif "ro" in mount.split(":")[2:]:
             found.append(f"--run.directory {folder}: --mount {mount} is read only: leave out :ro there")
-        if not root.startswith("/"):
+        if not root.startswith("/") and "://" not in root:
             example = f"--mount data:/data:ro --data.root /data/{PurePosixPath(root).name}"
             found.append(f"--data.root {root}: pods have no such work folder: name one in a --mount, as in {example}")
     if (run := trained_run(job)) is not None and _mount_of(job, run) is None:

@@ -59,6 +59,7 @@ RUN_BY = {  # command that is not run here: the test that runs it, or .ci/run an
     "BIGBATCH_EXPECT_GPU=1 .venv/bin/python -m pytest -m gpu": ".ci/run::gpu",
     "BIGBATCH_OPENREG=FOLDER .venv/bin/python -m pytest tests/openreg": ".ci/run::openreg",
     "pip install 'bigbatch[verify]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
+    "pip install 'bigbatch[storage]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
     "pip install 'bigbatch[wandb]'": ("tests/unit/test_packaging.py::test_extras_leave_out_what_a_platform_lacks"),
     "python examples/language_model.py": "tests/parallel/test_language_example.py::test_example_learns",
     "python examples/language_model.py --cell gru --epochs 30 --learning-rate 0.005": (

@@ -74,6 +74,7 @@ DOORS = {
     "scipy": ("bigbatch.trainer.datasets.prepare", "bigbatch.trainer.mlperf.reference"),
     "pynvml": ("bigbatch.trainer.machine.gpu_driver",),
     "pyarrow": ("bigbatch.trainer.datasets.tables",),
+    "fsspec": ("bigbatch.trainer.input.storage",),
     "optuna": ("bigbatch.experiments.search.study",),
     "safetensors": ("bigbatch.trainer.run.weights",),
     "onnx": ("bigbatch.trainer.inference.formats",),

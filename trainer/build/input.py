@@ -27,6 +27,7 @@ from bigbatch.trainer.input.prepare_batch import PrepareBatch
 from bigbatch.trainer.input.remedies import input_settings
 from bigbatch.trainer.input.report import MeasuredInput, Rates
 from bigbatch.trainer.input.shards import open_split, read_classes
+from bigbatch.trainer.input.storage import Cache
 from bigbatch.trainer.machine.host import cores_per_rank
 from bigbatch.trainer.run.class_names import require_same_names
 from bigbatch.trainer.step.plan import Plan
@@ -69,7 +70,7 @@ def make_eval_split(
     if config.data.loader == "synthetic":
         return _synthetic_split(config, communicator, image_size=_eval_size(config))
     root = Path(config.data.root)
-    index = open_split(root, "val", classes=None if trained else read_classes(root, "train"))
+    index = open_split(root, "val", classes=None if trained else read_classes(root, "train"), cache=_cache(config))
     communicator.agree(f"the images in {root}", f"{len(index)} validation images ({_digest(index)})")
     if trained:
         require_same_names(
@@ -85,8 +86,8 @@ def make_eval_split(
 
 def _read_indices(config: Config, communicator: Communicator) -> tuple[ImageSource, ImageSource]:
     root = Path(config.data.root)
-    train_index = open_split(root, "train")
-    val_index = open_split(root, "val", classes=train_index.classes)
+    train_index = open_split(root, "train", cache=_cache(config))
+    val_index = open_split(root, "val", classes=train_index.classes, cache=_cache(config))
     _require_num_classes(config, train_index)
     communicator.agree(
         f"the images in {root}",
@@ -94,6 +95,11 @@ def _read_indices(config: Config, communicator: Communicator) -> tuple[ImageSour
         f"{len(val_index)} validation images ({_digest(val_index)})",
     )
     return train_index, val_index
+
+
+def _cache(config: Config) -> Cache | None:
+    folder = config.data.cache_dir
+    return None if folder is None else Cache(Path(folder), round(1e9 * config.data.cache_gb))
 
 
 def _require_num_classes(config: Config, index: ImageSource) -> None:

@@ -50,6 +50,11 @@ def check_loader(data: DataConfig) -> Iterator[str]:
         )
     if data.loader == "resident" and data.train_sizes is not None:
         yield f"data.train_sizes={as_yaml(data.train_sizes)} has no meaning with data.loader=resident: set it to null"
+    is_remote = "://" in data.root
+    if data.cache_dir is not None and not is_remote:
+        yield f"data.cache_dir={data.cache_dir} has no meaning with data.root={data.root}, a folder: set it to null"
+    if data.stage is not None and is_remote:
+        yield f"data.stage={data.stage} does not go with data.root={data.root}: set data.cache_dir instead"
 
 
 def check_patience(data: DataConfig, comm: CommConfig) -> Iterator[str]:

@@ -17,7 +17,16 @@ OF_A_RECIPE = ("data.", "augment.", "model.", "batch.", "optimizer.")
 """Sections with the keys that change the effect of a learning rate."""
 WHEREVER = (
     *("data.loader", "data.num_threads", "data.prefetch_batches", "data.patience_seconds"),
-    *("data.resident_on", "data.stage", "data.keep_staged", "data.bind_numa", "data.probe_seconds", "data.max_skipped"),
+    *(
+        "data.resident_on",
+        "data.stage",
+        "data.keep_staged",
+        "data.cache_dir",
+        "data.cache_gb",
+        "data.bind_numa",
+        "data.probe_seconds",
+        "data.max_skipped",
+    ),
     *("data.max_megapixels", "data.eval_crop_fraction", "data.eval_flip"),
     *("batch.microbatch_size", "batch.virtual_ranks"),
     *("optimizer.sharded", "optimizer.ema_decay", "optimizer.ema_every_steps"),

@@ -111,8 +111,8 @@ class DataConfig:
     """Memory in which resident keeps the set. host: crop batches on the host and copy them to the device at each step,
     to measure the gain from device memory. null for other loaders."""
     root: Annotated[str, PATH] = "data/imagenet"
-    """Folder with train/<class>/<image> and val/<class>/<image>, with packed or WebDataset's shards, or a list of
-    images that bigbatch init wrote; not used by synthetic."""
+    """Folder with train/<class>/<image> and val/<class>/<image>, with packed or WebDataset's shards, such a folder
+    at s3://, gs:// or https://, or a list of images that bigbatch init wrote; not used by synthetic."""
     num_classes: Annotated[int, COUNT] = 1000
     """Classes of the data set and outputs of the model."""
     num_synthetic_samples: Annotated[int | None, COUNT, OnlyFor("loader", ("synthetic",))] = None
@@ -151,6 +151,11 @@ class DataConfig:
     keep_staged: bool = True
     """Leave the copy in stage for the next run; false: remove it at the end unless another run on that node uses
     it."""
+    cache_dir: Annotated[str | None, PATH, OnlyFor("loader", READERS, or_null=True)] = None
+    """Folder on a disk of each node that keeps what was read from a root such as s3://bucket/imagenet; null to read it
+    anew in each epoch."""
+    cache_gb: Annotated[float, POSITIVE] = 200.0
+    """Most 1e9 bytes to keep in cache_dir for this root, a tenth of it for validation; what exceeds it is read anew."""
     bind_numa: bool = True
     """On nodes with several NUMA domains, bind each rank to the cores near its GPU, or else near its memory."""
     probe_seconds: Annotated[float, NOT_NEGATIVE] = 1.0

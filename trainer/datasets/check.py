@@ -18,7 +18,8 @@ from bigbatch.trainer.input.image_files import IMAGE_SUFFIXES, RENAME, list_belo
 from bigbatch.trainer.input.listed import SPLITS, read_images
 from bigbatch.trainer.input.order import ImageIndex
 from bigbatch.trainer.input.shard_files import FACTS, SETTINGS, is_packed
-from bigbatch.trainer.input.shards import ENTRIES, has_split, read_packed
+from bigbatch.trainer.input.shards import ENTRIES, has_split, open_split, read_packed
+from bigbatch.trainer.input.storage import url_of
 from bigbatch.trainer.input.webdataset import WebDatasetSplit, find_shards, open_webdataset
 
 IMAGENET_CLASSES = 1000
@@ -188,6 +189,8 @@ def open_listing(root: Path, split: str) -> Listing:
     if root.is_file():
         return Listing(read_images(root, split))
     folder = root / split
+    if url_of(root):
+        return Listing(open_split(root, split))
     if is_packed(folder):
         return list_packed(folder)
     if shards := find_shards(root):

@@ -113,7 +113,7 @@ def describe_left_out(root: Path | str, *indices: object) -> str | None:
     return printable(f"{files}: {kinds}; `bigbatch data check {shlex.quote(str(root))}` names them")
 
 
-def require_same_classes(folder: Path, *, found: Sequence[str], expected: Sequence[str]) -> None:
+def require_same_classes(folder: Path | str, *, found: Sequence[str], expected: Sequence[str]) -> None:
     """Raise DataError unless both have the same names: labels are positions, so one more would shift them."""
     problems = [
         f"{kind} {len(names)} class(es): {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"

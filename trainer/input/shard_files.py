@@ -115,4 +115,5 @@ def is_packed(folder: Path) -> bool:
 
 def replaced(name: str) -> StorageError:
     """Return the error on a shard that is another one than was indexed."""
-    return StorageError(f"{name}: the shard was replaced since it was indexed; run the same command, which indexes it")
+    remedy = "run the same command, which indexes it, or put the index of the new shards beside them"
+    return StorageError(f"{name}: the shard was replaced since it was indexed; {remedy}")

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +19,18 @@ from bigbatch.files import parse_json
 from bigbatch.trainer.input.base import ImageSource, written_keys
 from bigbatch.trainer.input.formats import encoded_size
 from bigbatch.trainer.input.image_files import list_split
-from bigbatch.trainer.input.listed import listed_classes, read_images
+from bigbatch.trainer.input.listed import SPLITS, listed_classes, read_images
 from bigbatch.trainer.input.order import require_same_classes
-from bigbatch.trainer.input.shard_files import FACTS, ShardFiles, is_packed
+from bigbatch.trainer.input.shard_files import FACTS, ShardFiles, ShardReader, is_packed
+from bigbatch.trainer.input.storage import Cache, RemoteShards, Storage, url_of
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES
-from bigbatch.trainer.input.webdataset import find_shards, open_webdataset, read_webdataset
+from bigbatch.trainer.input.webdataset import (
+    WebDatasetSplit,
+    find_shards,
+    open_webdataset,
+    read_remote_webdataset,
+    read_webdataset,
+)
 
 FORMAT_VERSION = 1
 ENTRIES = "index.npy"
@@ -65,7 +73,7 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}.tar"
 
 
-def parse_facts(text: str, *, path: Path) -> SplitIndex:
+def parse_facts(text: str, *, path: Path | str) -> SplitIndex:
     """Read what to_json wrote. Raises: DataError for another version, or what is no such file.
 
     Names of shards are those that they get when they are packed: one that leads elsewhere would be written, or removed,
@@ -114,16 +122,23 @@ def read_entries(folder: Path) -> tuple[SplitIndex, np.ndarray]:
     """Read the index of a packed split, whether its shards exist or not. Raises: DataError."""
     facts, path = read_facts(folder), folder / ENTRIES
     try:
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
-            raise DataError(f"{path}: has another SHA-256 than {FACTS} states: cut or edited; delete it and {AGAIN}")
+        return facts, parse_entries(path.read_bytes(), facts, path=path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
+
+
+def parse_entries(data: bytes, facts: SplitIndex, *, path: Path | str) -> np.ndarray:
+    """Read the entries that facts state. Raises: DataError."""
+    if hashlib.sha256(data).hexdigest() != facts.entries_sha256:
+        raise DataError(f"{path}: has another SHA-256 than {FACTS} states: cut or edited; delete it and {AGAIN}")
+    try:
         # into memory, not mapped: a file that is cut later must not end the process
         entries_N = np.load(io.BytesIO(data), allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: cannot be read ({error}); delete it and {AGAIN}") from error
     if misfit := _misfit(facts, entries_N):
         raise DataError(f"{path}: does not fit {FACTS} ({misfit}); delete it and {AGAIN}")
-    return facts, entries_N
+    return np.asarray(entries_N)
 
 
 def read_facts(folder: Path) -> SplitIndex:
@@ -157,13 +172,17 @@ def _misfit(facts: SplitIndex, entries_N: np.ndarray) -> str | None:
     return None
 
 
-def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) -> ImageSource:
+def open_split(
+    root: Path, split: str, *, classes: Sequence[str] | None = None, cache: Cache | None = None
+) -> ImageSource:
     """Open root/split, packed, in WebDataset's shards, listed or as class folders; classes, if given, are those that it
-    must have (train's).
+    must have (train's). cache: where to keep what is read from a root in an object store.
 
-    Raises: DataError, as read_packed, open_webdataset and read_images do.
+    Raises: DataError, as read_packed, open_webdataset and read_images do; StorageError.
     """
     root = Path(root)
+    if url := url_of(root):
+        return _open_remote(url, split, classes=classes, cache=cache)
     if is_packed(root / split):
         return read_packed(root / split, classes=classes)
     if shards := find_shards(root):
@@ -171,8 +190,50 @@ def open_split(root: Path, split: str, *, classes: Sequence[str] | None = None) 
     return read_images(root, split, classes=classes)
 
 
+def _open_remote(url: str, split: str, *, classes: Sequence[str] | None, cache: Cache | None) -> ImageSource:
+    storage, reopen = Storage(url), (_reopen, url, split, cache)
+    facts = _remote_facts(storage, split)
+    found: PackedIndex | WebDatasetSplit
+    if facts is None:
+        index = read_remote_webdataset(storage)
+        if split not in index.shards:
+            raise DataError(f"{url}: holds shards for {' and '.join(index.shards)}, but none for {split}")
+        shards = [(name, size, str(version)) for name, (size, version) in index.shards[split]]
+        files = RemoteShards(storage, shards, split=split, cache=cache)
+        found = WebDatasetSplit(url, split, index, files=files, reopen=reopen)
+    else:
+        try:
+            path = f"{url}/{split}/{ENTRIES}"
+            entries_N = parse_entries(storage.fetch(f"{split}/{ENTRIES}"), facts, path=path)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+        shards = [(f"{split}/{shard.name}", shard.num_bytes, shard.sha256) for shard in facts.shards]
+        files = RemoteShards(storage, shards, split=split, cache=cache)
+        found = PackedIndex(f"{url}/{split}", facts=facts, entries_N=entries_N, files=files, reopen=reopen)
+    if classes is not None:
+        require_same_classes(url, found=found.classes, expected=classes)
+    return found
+
+
+def _reopen(url: str, split: str, cache: Cache | None) -> ImageSource:
+    return _open_remote(url, split, classes=None, cache=cache)
+
+
+def _remote_facts(storage: Storage, split: str) -> SplitIndex | None:
+    """Return what a packed split states; None if there is no such file."""
+    path = f"{storage.url}/{split}/{FACTS}"
+    try:
+        return parse_facts(storage.fetch(f"{split}/{FACTS}").decode("utf-8", "replace"), path=path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
+
+
 def has_split(root: Path, split: str) -> bool:
     """Return whether root, a folder or a list, has such a split, whatever its form. Raises: DataError."""
+    if url_of(root):
+        return read_classes(root, split) is not None
     return root.is_file() or (root / split).is_dir() or split in find_shards(root)
 
 
@@ -182,6 +243,14 @@ def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
     Images in folders are not listed for it. Raises: DataError.
     """
     root = Path(root)
+    if url := url_of(root):
+        storage = Storage(url)
+        if facts := _remote_facts(storage, split):
+            return facts.classes
+        if any(_remote_facts(storage, each) for each in SPLITS):
+            return None
+        index = read_remote_webdataset(storage)
+        return index.classes if split in index.shards else None
     if root.is_file():
         return listed_classes(root)
     if is_packed(root / split):
@@ -194,15 +263,27 @@ def read_classes(root: Path, split: str) -> tuple[str, ...] | None:
 class PackedIndex:
     """Lists the images of one packed split, an ImageSource; opens a shard when it is first read from."""
 
-    def __init__(self, folder: Path, *, facts: SplitIndex, entries_N: np.ndarray, max_open: int | None = None) -> None:
-        """Open no shard yet. max_open: most open shards, as of ShardFiles."""
-        self._folder = folder
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        facts: SplitIndex,
+        entries_N: np.ndarray,
+        max_open: int | None = None,
+        files: ShardReader | None = None,
+        reopen: tuple[Any, ...] = (),
+    ) -> None:
+        """Open no shard yet. max_open: most open shards, as of ShardFiles, if files are not given.
+
+        reopen: the function that opens the split in another process, and its arguments, if not read_packed.
+        """
+        self._reopen = reopen or (read_packed, folder)
         self.facts = facts
         self.classes = facts.classes
         self.labels_N = entries_N["label"].astype(np.int64)
         self.entries_N = entries_N
         self._paths = [f"{folder}/{shard.name}" for shard in facts.shards]
-        self._files = ShardFiles(self._paths, max_open=max_open)
+        self._files = files or ShardFiles(self._paths, max_open=max_open)
 
     def __len__(self) -> int:
         return len(self.entries_N)
@@ -233,9 +314,9 @@ class PackedIndex:
     def close(self) -> None:
         self._files.close()
 
-    def __reduce__(self) -> tuple[object, tuple[Path]]:
-        """Pickle only the folder; the receiving process opens it again."""
-        return read_packed, (self._folder,)
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        """Pickle only what to open; the receiving process opens it again."""
+        return self._reopen[0], self._reopen[1:]
 
 
 def key_number(position: int) -> str:

@@ -47,6 +47,8 @@ class Window:
 
     read: Callable[[int, int], bytes]
     """Takes length and offset; returns fewer bytes only at the file's end."""
+    num_bytes: int = WINDOW_BYTES
+    """Least bytes of a read."""
     start: int = 0
     data: bytes = b""
 
@@ -54,7 +56,7 @@ class Window:
         """Return length bytes, or fewer at the file's end."""
         first = offset - self.start
         if not 0 <= first <= first + length <= len(self.data):
-            self.start, self.data = offset, self.read(max(length, WINDOW_BYTES), offset)
+            self.start, self.data = offset, self.read(max(length, self.num_bytes), offset)
             first = 0
         return self.data[first : first + length]
 

@@ -12,10 +12,11 @@ import re
 import sys
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from bigbatch.trainer.input.image_files import (
 from bigbatch.trainer.input.listed import SPLITS
 from bigbatch.trainer.input.order import require_same_classes
 from bigbatch.trainer.input.shard_files import ShardFiles, ShardReader, Stamp, is_packed, replaced, stamp_of
+from bigbatch.trainer.input.storage import Storage
 from bigbatch.trainer.input.tar_headers import BLOCK_BYTES, Member, Window, read_members
 
 VERSION = 1
@@ -132,7 +134,42 @@ def read_webdataset(root: Path, shards: Mapping[str, Sequence[Path]]) -> Index:
     if index is None:
         with _only_process(root):
             index = _kept(places, stamped) or _make(root, stamped, places)
-    return _named(index, root)
+    return _named(index, (root / NAMES).read_bytes, f"{root / NAMES}")
+
+
+def read_remote_webdataset(storage: Storage) -> Index:
+    """Read the index beside shards in an object store, or make it by reading all of them once.
+
+    Raises: DataError; StorageError.
+    """
+    try:
+        return _named(_remote_index(storage), lambda: storage.fetch(NAMES), f"{storage.url}/{NAMES}")
+    except OSError as error:
+        raise StorageError(f"{storage.url}: cannot be read ({error.strerror})") from error
+
+
+def _remote_index(storage: Storage) -> Index:
+    try:
+        with suppress(FileNotFoundError):
+            return parse_index(storage.fetch(INDEX))
+        shards: dict[str, list[tuple[str, Stamp]]] = {}
+        for below in (*SPLITS, ""):
+            with suppress(FileNotFoundError):
+                for name, size, version in storage.shards(below):
+                    if split := below or next((each for each in SPLITS if each in name), ""):
+                        shards.setdefault(split, []).append((name, (size, version)))
+        if not shards:
+            raise DataError(f"{storage.url}: holds neither packed shards nor *train*.tar; {REMOTE}")
+        shards = {split: shards[split] for split in SPLITS if split in shards}
+        places = _own_place(storage.url)
+        return _kept(places, shards) or _make(storage.url, shards, places, storage=storage)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{storage.url}/{INDEX}: is damaged ({shortened(error)}); remove it, or put it there anew"
+        ) from error
+
+
+REMOTE = f"where files cannot be listed, as by https, put the {INDEX} of a local copy beside the shards"
 
 
 def _stamp(path: Path) -> Stamp:
@@ -142,9 +179,9 @@ def _stamp(path: Path) -> Stamp:
         raise DataError(f"{path}: cannot be read ({error.strerror}); mend the link, or remove it") from error
 
 
-def _own_place(root: Path) -> list[Path]:
-    folder = measured_folder("webdataset")
-    name = f"{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]}.index"
+def _own_place(root: Path | str) -> list[Path]:
+    folder, path = measured_folder("webdataset"), root.resolve() if isinstance(root, Path) else root
+    name = f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.index"
     return [] if folder is None else [folder / name]
 
 
@@ -204,14 +241,20 @@ def parse_index(data: bytes) -> Index:
     return index
 
 
-def _make(root: Path, stamped: Mapping[str, Sequence[tuple[str, Stamp]]], places: Sequence[Path]) -> Index:
+def _make(
+    root: Path | str,
+    stamped: Mapping[str, Sequence[tuple[str, Stamp]]],
+    places: Sequence[Path],
+    *,
+    storage: Storage | None = None,
+) -> Index:
     num_shards = sum(map(len, stamped.values()))
     print_line(f"indexing {num_shards:,} WebDataset shards of {root}, once", file=sys.stderr)
-    paths = [str(root / name) for split in stamped for name, _ in stamped[split]]
+    paths = [f"{root}/{name}" for split in stamped for name, _ in stamped[split]]
     sizes = [size for split in stamped for _, (size, _) in stamped[split]]
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="bigbatch-index") as threads:
         try:
-            contents = list(threads.map(index_shard, paths, sizes))
+            contents = list(threads.map(partial(index_shard, storage=storage), paths, sizes))
         finally:
             threads.shutdown(cancel_futures=True)
     index = _joined(stamped, paths, contents)
@@ -241,13 +284,25 @@ def _head(index: Index) -> tuple[bytes, bytes]:
     return json.dumps(head).encode(), rest
 
 
-def index_shard(path: str, num_bytes: int) -> ShardContents:
+@contextmanager
+def _window(path: str, storage: Storage | None) -> Iterator[Window]:
+    if storage is not None:
+        name = path.removeprefix(f"{storage.url}/")
+        # each request takes its time: all bytes are read, in few requests
+        yield Window(lambda length, offset: storage.fetch(name, offset, offset + length), num_bytes=1 << 23)
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield Window(lambda length, offset: os.pread(descriptor, length, offset))
+    finally:
+        os.close(descriptor)
+
+
+def index_shard(path: str, num_bytes: int, *, storage: Storage | None = None) -> ShardContents:
     """Find the images of one shard, with their labels. Raises: DataError naming shard and member."""
     found, seen, key, sample = ShardContents(), set[str](), "", dict[str, Member]()
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            window = Window(lambda length, offset: os.pread(descriptor, length, offset))
+        with _window(path, storage) as window:
             for member in read_members(window, path=path, num_bytes=num_bytes):
                 folder, slash, name = member.name.rpartition("/")
                 stem, dot, suffix = name.partition(".")
@@ -264,8 +319,6 @@ def index_shard(path: str, num_bytes: int) -> ShardContents:
                     raise DataError(f"{path}: member {shortened(member.name)} comes twice; {_GET}")
                 sample[suffix] = member
             _finish(path, key, sample, window, found)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         raise StorageError(f"{path}: cannot be read ({error.strerror}); check its permissions and disk") from error
     return found
@@ -361,30 +414,39 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 8
 
 
-def _named(index: Index, root: Path) -> Index:
-    """Give numbered classes the names that stand in root, if any do. Raises: DataError."""
-    path = root / NAMES
-    if not index.are_numbers or not path.is_file():
+def _named(index: Index, read: Callable[[], bytes], path: str) -> Index:
+    """Give numbered classes the names that read, of path, returns, if there is such a file. Raises: DataError."""
+    if not index.are_numbers:
         return index
     try:
-        names = tuple(path.read_text(encoding="utf-8").splitlines())
+        names = tuple(read().decode().splitlines())
+    except FileNotFoundError:
+        return index
     except (OSError, UnicodeError) as error:
         raise DataError(f"{path}: cannot be read ({error}); write one name per line in UTF-8") from error
     if len(names) < len(index.classes):
         raise DataError(f"{path}: has {len(names)} lines for {len(index.classes)} classes; write one name per class")
-    require_one_spelling(path, names)
+    require_one_spelling(Path(path), names)
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
         raise DataError(f"{path}: names {times} classes {name!r}; give each another name")
-    return Index(names, True, index.shards, index.left_out, index.entries_N, index.names)
+    return replace(index, classes=names)
 
 
 class WebDatasetSplit:
     """Lists the images of one split of WebDataset's shards, an ImageSource."""
 
-    def __init__(self, root: Path, split: str, index: Index, *, files: ShardReader | None = None) -> None:
-        """Open no shard yet."""
-        self._root, self._split = root, split
+    def __init__(
+        self,
+        root: Path | str,
+        split: str,
+        index: Index,
+        *,
+        files: ShardReader | None = None,
+        reopen: tuple[Any, ...] = (),
+    ) -> None:
+        """Open no shard yet. files: of shards that are no local files; reopen: as of PackedIndex."""
+        self._root, self._reopen = root, reopen or (_reopen, root, split)
         self.classes = index.classes
         before = 0 if split == next(iter(index.shards)) else len(index.shards[next(iter(index.shards))])
         self.shards = index.shards[split]
@@ -396,7 +458,7 @@ class WebDatasetSplit:
         self.labels_N = self.entries_N["label"].astype(np.int64)
         self.left_out_samples = index.left_out.get(split, {})
         self.left_out = {kind: len(samples) for kind, samples in self.left_out_samples.items()}
-        paths = [str(root / name) for name, _ in self.shards]
+        paths = [f"{root}/{name}" for name, _ in self.shards]
         self._files = files or ShardFiles(paths, stamps=[stamp for _, stamp in self.shards])
 
     def __len__(self) -> int:
@@ -407,7 +469,7 @@ class WebDatasetSplit:
         start = self.entries_N[position - 1]["name_end"] if position else self._first_name
         member = os.fsdecode(self._names[start : self.entries_N[position]["name_end"]])
         shard, _ = self.shards[self.entries_N[position]["shard"] - self._first_shard]
-        return f"{self._root / shard}: {member}"
+        return f"{self._root}/{shard}: {member}"
 
     def sizes(self, positions_B: np.ndarray) -> None:
         return None
@@ -429,9 +491,9 @@ class WebDatasetSplit:
     def close(self) -> None:
         self._files.close()
 
-    def __reduce__(self) -> tuple[object, tuple[Path, str]]:
-        """Pickle only the folder; the receiving process reads the index again."""
-        return _reopen, (self._root, self._split)
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        """Pickle only what to open; the receiving process reads the index again."""
+        return self._reopen[0], self._reopen[1:]
 
 
 def _reopen(root: Path, split: str) -> WebDatasetSplit:

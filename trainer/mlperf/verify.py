@@ -38,6 +38,8 @@ MAY_DIFFER = (
     "data.patience_seconds",
     "data.stage",
     "data.keep_staged",
+    "data.cache_dir",
+    "data.cache_gb",
     "data.bind_numa",
     "data.probe_seconds",
     "batch.microbatch_size",

@@ -1,0 +1,385 @@
+"""Shards on an S3 server (moto's) and on a web server, which fail, are slow and refuse; the oracle is the folder."""
+
+import functools
+import http.server
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmark_process import from_checkout
+from error_texts import naming
+from image_loaders import COMMON_SETTINGS, assert_same_batches
+from sample_images import encoded, smooth_image, write
+
+from bigbatch.cli import main
+from bigbatch.errors import ConfigError, DataError, StorageError
+from bigbatch.trainer.augment.crops import random_resized_crop
+from bigbatch.trainer.config.file import load_config
+from bigbatch.trainer.datasets.check import check_dataset
+from bigbatch.trainer.datasets.pack import PackRecipe, pack
+from bigbatch.trainer.input import storage, webdataset
+from bigbatch.trainer.input.order import eval_requests, read_index, train_requests
+from bigbatch.trainer.input.shards import open_split, read_classes
+
+s3fs = pytest.importorskip("s3fs")
+moto = pytest.importorskip("moto.server")
+serving = pytest.importorskip("werkzeug.serving")
+
+SETTINGS = COMMON_SETTINGS | {"crop": random_resized_crop(seed=7), "image_size": 64}
+SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
+NUM_IMAGES = 24
+ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>the key {} is wrong</Message></Error>"
+
+
+class Faults:
+    """What the server does to requests of shards' bytes."""
+
+    def __init__(self):
+        self.refuse = ""  # status and code of all answers
+        self.num_busy = 0  # requests to answer with 503
+        self.num_broken = 0  # requests to break in the middle
+        self.seconds = 0.0  # before each answer
+        self.gets = []  # what was asked for
+
+    def __call__(self, app):
+        def answer(environ, start_response):
+            if environ["REQUEST_METHOD"] != "GET" or not environ["PATH_INFO"].endswith((".tar", ".npy", ".json")):
+                return app(environ, start_response)
+            self.gets.append((environ["PATH_INFO"], environ.get("HTTP_RANGE", "")))
+            time.sleep(self.seconds)
+            if self.refuse or self.num_busy > 0:
+                self.num_busy -= 1
+                status, code = (self.refuse or "503 SlowDown").split()
+                start_response(f"{status} {code}", [("Content-Type", "application/xml")])
+                return [ERROR.format(code, SECRET).encode()]
+            if self.num_broken > 0:
+                self.num_broken -= 1
+
+                def start_half(status, headers, *_):
+                    return start_response(status, headers)
+
+                body = b"".join(app(environ, start_half))
+                return [body[: len(body) // 2]]
+            return app(environ, start_response)
+
+        return answer
+
+
+@pytest.fixture(scope="module")
+def faults():
+    return Faults()
+
+
+@pytest.fixture(scope="module")
+def endpoint(faults):
+    app = faults(moto.DomainDispatcherApplication(moto.create_backend_app))
+    server = serving.make_server("127.0.0.1", 0, app, threaded=True)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+
+
+@pytest.fixture(autouse=True)
+def account(endpoint, faults, monkeypatch, tmp_path):
+    """Credentials in the environment, no faults, and a cache of indices of one's own."""
+    values = {"ENDPOINT_URL": endpoint, "ACCESS_KEY_ID": "AKIAEXAMPLE", "SECRET_ACCESS_KEY": SECRET}
+    for name, value in {**values, "DEFAULT_REGION": "us-east-1", "MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(webdataset, "measured_folder", lambda name: tmp_path / "own" / name)
+    faults.__init__()
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    images = {n: encoded(smooth_image(n, 90 + n, 70)) for n in range(NUM_IMAGES)}
+    files = {f"{split}/{'ab'[n % 2]}/{n}.jpg": images[n] for n in images for split in ("train", "val")}
+    return write(tmp_path_factory.mktemp("folder"), files)
+
+
+@pytest.fixture(scope="module")
+def packed(folder, tmp_path_factory):
+    target = tmp_path_factory.mktemp("packed")
+    pack(folder, target, recipe=PackRecipe(shard_bytes=20_000))
+    return target
+
+
+def upload(local, name, endpoint):
+    fs = s3fs.S3FileSystem(key="AKIAEXAMPLE", secret=SECRET, endpoint_url=endpoint)
+    fs.mkdir(name)
+    fs.put(f"{local}/", f"{name}/", recursive=True)
+    return Path(f"s3://{name}")
+
+
+@pytest.fixture(scope="module")
+def bucket(packed, endpoint):
+    return upload(packed, "images", endpoint)
+
+
+@pytest.fixture
+def own_bucket(packed, endpoint):
+    """One that a test may change."""
+    OWN.append(f"own-{len(OWN)}")
+    return upload(packed, OWN[-1], endpoint)
+
+
+OWN = []
+
+
+def held(split):
+    return [split.read(position) for position in range(len(split))]
+
+
+def tars(faults):
+    return [path for path, _ in faults.gets if path.endswith(".tar")]
+
+
+def batches(make, index, *, start_step=0):
+    steps = {"start_step": start_step, "end_step": 6, "rank": 0, "world_size": 1}
+    asked = train_requests(seed=3, num_samples=NUM_IMAGES, global_batch_size=8, microbatch_size=8, **steps)
+    return make(index, microbatch_size=8, patience_seconds=20.0).load(list(asked))
+
+
+def test_storage_batches_are_those_of_the_folder_before_and_after_a_resume(make, bucket, folder, faults, tmp_path):
+    cache = storage.Cache(tmp_path / "cache", 10**9)
+    for start_step in (0, 4):
+        ours = open_split(bucket, "train", cache=cache)
+        theirs = read_index(folder, "train")
+        pair = (batches(make, index, start_step=start_step) for index in (ours, theirs))
+        assert_same_batches(*pair, num_batches=6 - start_step)
+    num_shards = len(ours.facts.shards)
+    assert num_shards > 2
+    assert len(tars(faults)) == num_shards, "each was fetched once, before the resume"
+
+
+@pytest.mark.long
+def test_storage_webdataset_is_indexed_once_and_read(own_bucket, folder, faults, packed, tmp_path):
+    fs = s3fs.S3FileSystem()
+    for split in ("train", "val"):
+        for name in ("index.json", "index.npy", "pack.json"):
+            fs.rm(f"{own_bucket.name}/{split}/{name}")
+    with fs.open(f"{own_bucket.name}/classnames.txt", "wb") as file:
+        file.write(b"a\nb\n")
+    fs.invalidate_cache()
+    expected = read_index(folder, "train")
+    found = open_split(own_bucket, "train", classes=("a", "b"))
+    assert (held(found), found.labels_N.tolist()) == (held(expected), expected.labels_N.tolist())
+    assert found.name(0).startswith(f"s3://{own_bucket.name}/train/shard-000000.tar: ")
+    assert read_classes(own_bucket, "val") == ("a", "b")
+    faults.gets.clear()
+    open_split(own_bucket, "val")
+    assert tars(faults) == []
+    fs.put(str(packed / "val/shard-000001.tar"), f"{own_bucket.name}/train/shard-000000.tar")
+    with pytest.raises(StorageError, match=naming("shard-000000.tar", "replaced")):
+        held(found)
+
+
+@pytest.mark.long
+def test_storage_of_a_busy_server_and_a_broken_connection_is_read_in_the_end(make, bucket, folder, faults):
+    faults.num_busy, faults.num_broken, faults.seconds = 5, 5, 0.02
+    ours, theirs = open_split(bucket, "train"), read_index(folder, "train")
+    assert_same_batches(batches(make, ours), batches(make, theirs), num_batches=6)
+    assert faults.num_busy <= 0
+    assert faults.num_broken <= 0
+
+
+@pytest.mark.long
+def test_storage_that_is_gone_ends_the_read_with_the_image(make, bucket, faults):
+    found = open_split(bucket, "train")
+    faults.refuse = "503 SlowDown"
+    asked = list(eval_requests(num_samples=NUM_IMAGES, microbatch_size=4, rank=0, world_size=1))
+    with pytest.raises(
+        StorageError, match=naming(f"s3://{bucket.name}/train/shard-0", "image 0", "tried for")
+    ) as caught:
+        list(make(found, patience_seconds=0.2).load(asked))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "SignatureDoesNotMatch"])
+def test_storage_that_refuses_credentials_says_so_at_once_and_prints_none(code, bucket, faults, monkeypatch):
+    found = open_split(bucket, "train")
+    faults.refuse = f"403 {code}"
+    for read in (lambda: found.read(0), lambda: open_split(bucket, "train"), lambda: read_classes(bucket, "val")):
+        with pytest.raises(StorageError, match=naming(f"s3://{bucket.name}/", "credentials")) as caught:
+            read()
+        assert not isinstance(caught.value.__cause__, OSError) or read is not None
+        assert SECRET not in repr(caught.value)
+        assert "AKIA" not in repr(caught.value)
+
+
+@pytest.mark.long
+def test_storage_without_credentials_says_where_they_are_looked_for(bucket, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", "/nonexistent")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(StorageError, match=naming("AWS_ACCESS_KEY_ID")):
+        open_split(bucket, "train")
+
+
+@pytest.mark.long
+def test_storage_cache_keeps_what_fits_and_notices_damage(bucket, folder, faults, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(storage, "FETCH_BLOCKS", 4)
+    expected = held(read_index(folder, "train"))
+    small = storage.Cache(tmp_path / "small", 20_000)
+    for _ in range(2):
+        assert held(open_split(bucket, "train", cache=small)) == expected
+    (kept,) = (tmp_path / "small").iterdir()
+    assert kept.stat().st_blocks * 512 <= 20_000 + 8192
+    assert kept.stat().st_mode & 0o077 == 0
+    damaged = bytearray(kept.read_bytes())
+    damaged[5000:9000] = bytes(4000)
+    kept.write_bytes(damaged)
+    assert held(open_split(bucket, "train", cache=small)) == expected
+    large = storage.Cache(tmp_path / "large", 10**9)
+    held(open_split(bucket, "train", cache=large))
+    faults.gets.clear()
+    assert held(open_split(bucket, "train", cache=large)) == expected
+    assert tars(faults) == []
+
+    def full(*_):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert held(open_split(bucket, "train", cache=storage.Cache(tmp_path / "full", 10**9))) == expected
+    assert capsys.readouterr().err.count("nothing more is kept there (No space left on device)") == 1
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=naming(tmp_path / "file", "data.cache_dir")):
+        open_split(bucket, "train", cache=storage.Cache(tmp_path / "file", 10**9))
+
+
+@pytest.mark.long
+def test_storage_cache_of_a_replaced_set_makes_room(own_bucket, folder, tmp_path):
+    cache = storage.Cache(tmp_path / "cache", 10**9)
+    held(open_split(own_bucket, "train", cache=cache))
+    (before,) = (tmp_path / "cache").iterdir()
+    write(folder, {})
+    pack(folder, tmp_path / "anew", recipe=PackRecipe(shard_bytes=40_000))
+    fs = s3fs.S3FileSystem()
+    fs.put(f"{tmp_path}/anew/train/", f"{own_bucket.name}/train/", recursive=True)
+    fs.invalidate_cache()
+    assert held(open_split(own_bucket, "train", cache=cache)) == held(read_index(folder, "train"))
+    (after,) = (tmp_path / "cache").iterdir()
+    assert after != before
+
+
+@pytest.mark.long
+def test_storage_data_check_reads_it_too(bucket):
+    report = check_dataset(bucket, decode=False)
+    assert {split: facts.num_images for split, facts in report.splits.items()} == {"train": 24, "val": 24}
+    assert not [finding for finding in report.problems if "same image" not in finding.kind]
+
+
+@pytest.mark.parametrize("name", ["nonesuch", "empty"])
+def test_storage_that_holds_no_shards_is_named(name):
+    if name == "empty":
+        s3fs.S3FileSystem().mkdir("empty-one")
+        name = "empty-one"
+    with pytest.raises(DataError, match=naming(f"s3://{name}", "*train*.tar")):
+        open_split(Path(f"s3://{name}"), "train")
+
+
+@pytest.mark.parametrize("address", ["https://me:word@host/x", "s3://key:secret@bucket/x", "https://host/x?sig=abc"])
+def test_storage_addresses_hold_no_credentials(address):
+    with pytest.raises(ConfigError, match=naming("user, password or query")) as caught:
+        open_split(Path(address), "train")
+    assert not re.search("word@|secret|abc", str(caught.value))
+
+
+def test_storage_without_its_packages_names_the_extra(monkeypatch):
+    config = load_config(["--config", "quickstart", "--data.root", "s3://bucket/shapes", "--data.cache_dir", "cache"])
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    for module in ("s3fs", "fsspec"):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=naming("s3://bucket/shapes", "s3fs", "bigbatch[storage]")):
+            open_split(Path(config.data.root), "train")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--data.cache_dir", "cache"], "data.cache_dir"),
+        (["--data.root", "s3://bucket/x", "--data.stage", "/scratch/x"], "data.stage"),
+    ],
+)
+def test_config_of_keys_that_would_do_nothing(words, says):
+    with pytest.raises(ConfigError, match=naming(says, "data.cache_dir")):
+        load_config(["--config", "quickstart", *words])
+
+
+class Ranged(http.server.SimpleHTTPRequestHandler):
+    """A web server that knows ranges, unless path begins with /whole."""
+
+    def do_GET(self):
+        path = Path(self.translate_path(self.path.removeprefix("/whole")))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data, asked = path.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        is_part = asked and not self.path.startswith("/whole")
+        part = data[int(asked[1]) : int(asked[2]) + 1] if is_part else data
+        self.send_response(206 if is_part else 200)
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        self.wfile.write(part)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def web(packed):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Ranged, directory=str(packed)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_storage_on_a_web_server(web, folder, tmp_path):
+    found = open_split(Path(web), "train", cache=storage.Cache(tmp_path, 10**9))
+    assert held(found) == held(read_index(folder, "train"))
+    assert found.sizes(np.array([0])).tolist() == [[70, 90]]
+    with pytest.raises(StorageError, match=naming("/whole/train/shard-000000.tar", "ranges")):
+        held(open_split(Path(f"{web}/whole"), "train"))
+
+
+@pytest.mark.long
+def test_storage_trains_the_quick_start(packed, bucket, tmp_path, capsys):
+    """As typed, from S3 and from the folder: the same losses."""
+    words = ["train", "--config", "quickstart", "--data.num_classes", "2", "--run.epochs", "1"]
+    words += ["--schedule.warmup_epochs", "0", "--batch.global_batch_size", "8", "--batch.microbatch_size", "8"]
+    words += ["--batch.bn_span", "8", "--data.probe_seconds", "0", "--model.options.width", "4"]
+    lines = []
+    for root, more in ((bucket, ["--data.cache_dir", str(tmp_path / "cache")]), (packed, [])):
+        directory = tmp_path / f"run{len(lines)}"
+        address = str(root).replace("s3:/", "s3://")
+        done = subprocess.run(
+            [sys.executable, "-m", "bigbatch", *words, "--data.root", address, "--run.directory", directory, *more],
+            env=from_checkout(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        lines.append(re.findall(r'"loss": ([0-9.]+)', (directory / "metrics.jsonl").read_text()))
+    assert lines[0] == lines[1]
+    assert lines[0]
+
+
+def test_storage_is_no_folder_of_images_for_init(capsys):
+    assert main(["init", "s3://bucket/images"]) == 1
+    assert "no such folder" in capsys.readouterr().err

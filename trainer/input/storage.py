@@ -1,0 +1,267 @@
+"""Shards in an object store or on a web server, through fsspec: parts are read when needed, and kept on a local disk.
+
+Images come in random order, so a cache that is too small for a data set keeps a fixed part of it: one that makes room
+for the newest would lose each block before it is wanted again. Ranks of a host share the file without a lock: they
+write equal bytes, and a block counts only if its CRC-32 fits.
+"""
+
+import errno
+import hashlib
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from bigbatch.errors import ConfigError, DataError, StorageError, print_line
+from bigbatch.files import open_sparse
+
+SCHEMES = ("s3", "gs", "https", "http")
+EXTRA = "pip install 'bigbatch[storage]'"
+BLOCK_BYTES, FETCH_BLOCKS = 1 << 16, 16
+"""Bytes under one CRC-32, and blocks of one request: a request takes as long as the transfer of a megabyte."""
+VAL_SHARE = 0.1
+"""Part of the cache for the validation split."""
+PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds between attempts to read an index."""
+REFUSED = ("PermissionError", "NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "RefreshError")
+"""Errors on credentials: trying again does not help."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where, and how much of, what was read from storage is kept on this host."""
+
+    folder: Path
+    num_bytes: int
+
+
+def url_of(root: Path | str) -> str | None:
+    """Return the address of a root in an object store or on a web server; None for a path. Raises: ConfigError."""
+    scheme, colon, rest = str(root).partition(":")
+    if scheme not in SCHEMES or not colon or not rest.startswith("/"):
+        return None
+    rest = rest.strip("/")  # Path makes one slash of two
+    if "@" in rest.partition("/")[0] or "?" in rest:
+        # it would be printed, and kept in the run folder
+        raise ConfigError(f"data.root={scheme}://...: an address must hold no user, password or query; {CREDENTIALS}")
+    return f"{scheme}://{rest}"
+
+
+CREDENTIALS = "give credentials as the library does: the environment (AWS_ACCESS_KEY_ID ...) or its own files"
+
+
+class Storage:
+    """One folder in an object store or on a web server."""
+
+    def __init__(self, url: str) -> None:
+        """Connect. Raises: ConfigError if a package is missing."""
+        scheme = url.partition(":")[0]
+        package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, "aiohttp")
+        try:
+            import fsspec
+
+            self._fs: Any = fsspec.filesystem(scheme)
+        except ImportError as error:
+            also = f" {package}" if scheme != "s3" else ""
+            raise ConfigError(f"data.root={url}: needs {package}: {EXTRA}{also}") from error
+        self.url = url
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Read a file below the folder, or a part of it.
+
+        Raises: FileNotFoundError; PermissionError if the storage refuses these credentials; OSError; StorageError if
+        the server ignores start and end.
+        """
+        try:
+            data = bytes(self._fs.cat_file(f"{self.url}/{name}", start=start, end=end))
+        except Exception as error:
+            raise _plain(error) from None  # its text may hold what was sent
+        if start is not None and end is not None and len(data) > end - start:
+            raise StorageError(
+                f"{self.url}/{name}: the server sends whole files, not ranges; name one that knows ranges"
+            )
+        return data
+
+    def fetch(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Do as read, and try again for a while: what is read before a run has no other retries."""
+        return _patiently(lambda: self.read(name, start, end))
+
+    def shards(self, below: str) -> list[tuple[str, int, int]]:
+        """List the tar files of the folder below: name, bytes, and a number that changes with the content.
+
+        Raises: as read.
+        """
+        found = _patiently(lambda: self._list(f"{self.url}/{below}".rstrip("/")))
+        names = {facts["name"].rpartition("/")[2]: facts for facts in found}
+        return [
+            (f"{below}/{name}".lstrip("/"), int(names[name]["size"]), _version(names[name]))
+            for name in sorted(names)
+            if name.endswith(".tar") and names[name]["type"] == "file"
+        ]
+
+    def _list(self, url: str) -> list[dict[str, Any]]:
+        try:
+            return list(self._fs.ls(url, detail=True, refresh=True))
+        except Exception as error:
+            raise _plain(error) from None
+
+
+def _patiently(call: Callable[[], T]) -> T:
+    for seconds in PAUSES:
+        try:
+            return call()
+        except (FileNotFoundError, PermissionError):
+            raise
+        except OSError:
+            time.sleep(seconds)
+    return call()
+
+
+def _version(facts: Mapping[str, Any]) -> int:
+    stated = [str(facts[key]) for key in ("ETag", "etag", "LastModified", "updated") if facts.get(key)]
+    return zlib.crc32(" ".join(stated).encode())
+
+
+def _plain(error: Exception) -> OSError:
+    """Return an error without the text of a library, which may hold keys, signed addresses or tokens."""
+    kind = type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    status = getattr(error, "status", None)  # of aiohttp
+    response = getattr(error.__cause__, "response", None)  # of botocore, behind s3fs's error
+    code = str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else str(status or "")
+    if kind in REFUSED or status in (401, 403):
+        return PermissionError(errno.EACCES, f"the storage refuses access, {kind}; {CREDENTIALS}")
+    return OSError(errno.EIO, " ".join((kind, code if code.isalnum() else "")).strip())
+
+
+class RemoteShards:
+    """ShardReader of shards in a Storage."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        shards: Sequence[tuple[str, int, str]],
+        *,
+        split: str,
+        cache: Cache | None,
+    ) -> None:
+        """Fetch nothing yet. shards: name, bytes, and a text that changes with the content. Raises: DataError."""
+        self._storage, self._shards = storage, shards
+        groups = [-(-num_bytes // (BLOCK_BYTES * FETCH_BLOCKS)) for _, num_bytes, _ in shards]
+        self._first_blocks = (FETCH_BLOCKS * np.cumsum([0, *groups])).tolist()
+        self._kept: KeptBlocks | None = None
+        if cache is not None and shards:
+            share = VAL_SHARE if split == "val" else 1 - VAL_SHARE
+            most = int(share * cache.num_bytes) // (BLOCK_BYTES * FETCH_BLOCKS) * FETCH_BLOCKS
+            owner = hashlib.sha256(f"{storage.url} {split}".encode()).hexdigest()[:16]
+            content = hashlib.sha256(repr(shards).encode()).hexdigest()[:16]
+            self._kept = KeptBlocks(cache.folder, owner, content, num_blocks=min(most, self._first_blocks[-1]))
+
+    def read(self, shard: int, length: int, offset: int, *, name: Callable[[], str], again: str) -> bytes:
+        """Do as ShardReader does."""
+        try:
+            data = self._read(shard, offset, offset + length)
+        except PermissionError as error:
+            raise StorageError(f"{name()}: {error.strerror}") from None
+        except OSError as error:
+            raise StorageError(f"{name()}: cannot be read ({error.strerror})") from error
+        if len(data) != length:
+            raise StorageError(f"{name()}: the shard was cut since the start; {again}")
+        return data
+
+    def _read(self, shard: int, start: int, end: int) -> bytes:
+        file, num_bytes, _ = self._shards[shard]
+        first = self._first_blocks[shard]
+        block, stop = start // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+        kept = self._kept
+        if kept is None or first + stop > kept.num_blocks or end > num_bytes:
+            return self._storage.read(file, start, end)
+        parts = []
+        while block < stop:
+            data = kept.get(first + block)
+            if data is None:
+                group = block // FETCH_BLOCKS * FETCH_BLOCKS
+                with kept.lock(first + group):
+                    data = kept.get(first + block)  # another thread may have fetched it meanwhile
+                    if data is None:
+                        at = group * BLOCK_BYTES
+                        to = min(at + FETCH_BLOCKS * BLOCK_BYTES, num_bytes)
+                        whole = self._storage.read(file, at, to)
+                        if len(whole) == to - at:  # or the shard was cut
+                            kept.put(first + group, whole)
+                        data = whole[(block - group) * BLOCK_BYTES :][:BLOCK_BYTES]
+            parts.append(data[: num_bytes - block * BLOCK_BYTES])
+            block += 1
+        skipped = start % BLOCK_BYTES
+        return b"".join(parts)[skipped : skipped + end - start]
+
+    def close(self) -> None:
+        """Do nothing: the library keeps its connections, and the cache its one file."""
+
+
+class KeptBlocks:
+    """The first blocks of a split in a local file: the CRC-32 of each, then the blocks; those not fetched are holes."""
+
+    def __init__(self, folder: Path, owner: str, content: str, *, num_blocks: int) -> None:
+        """Open or make the file; remove those of the same split with other content. Raises: DataError."""
+        self.num_blocks = num_blocks
+        self._folder = folder
+        self._locks = [threading.Lock() for _ in range(64)]
+        if not num_blocks:
+            return
+        self._start = -(-4 * num_blocks // 4096) * 4096
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = folder / f"{owner}-{content}-{num_blocks}.blocks"
+            for other in folder.glob(f"{owner}-*.blocks"):
+                if other != path:
+                    other.unlink(missing_ok=True)
+            self._file = open_sparse(path)
+            os.ftruncate(self._file.fileno(), self._start + num_blocks * BLOCK_BYTES)
+        except OSError as error:
+            raise DataError(
+                f"{folder}: cannot be used ({error.strerror}); name another folder in data.cache_dir"
+            ) from error
+
+    def lock(self, block: int) -> threading.Lock:
+        """Return the lock under which a block is fetched."""
+        return self._locks[block // FETCH_BLOCKS % len(self._locks)]
+
+    def get(self, block: int) -> bytes | None:
+        """Return a block, or None if it is not there as it was written."""
+        try:
+            expected = int.from_bytes(os.pread(self._file.fileno(), 4, 4 * block), "little")
+            if not expected:
+                return None
+            data = os.pread(self._file.fileno(), BLOCK_BYTES, self._start + block * BLOCK_BYTES)
+        except OSError:  # a disk with a fault: the storage has it
+            return None
+        return data if _checksum(data) == expected else None
+
+    def put(self, block: int, data: bytes) -> None:
+        """Keep neighbouring blocks, unless the disk is full."""
+        if not self.num_blocks:
+            return
+        padded = data.ljust(-(-len(data) // BLOCK_BYTES) * BLOCK_BYTES, b"\0")
+        parts = (padded[at : at + BLOCK_BYTES] for at in range(0, len(padded), BLOCK_BYTES))
+        try:
+            os.pwrite(self._file.fileno(), padded, self._start + block * BLOCK_BYTES)
+            os.pwrite(self._file.fileno(), b"".join(_checksum(part).to_bytes(4, "little") for part in parts), 4 * block)
+        except OSError as error:
+            self.num_blocks = 0
+            print_line(f"{self._folder}: nothing more is kept there ({error.strerror})", file=sys.stderr)
+
+
+def _checksum(data: bytes) -> int:
+    return zlib.crc32(data) or 1  # 0 is a block that is not there
