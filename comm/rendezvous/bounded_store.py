@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from threading import Lock, Thread
 from threading import enumerate as running_threads
 from typing import TypeVar
@@ -18,6 +19,15 @@ KEY_PAUSES_SECONDS = 0.0005, 0.02
 
 
 _ASKING = "bigbatch-ask"
+
+
+@dataclass(frozen=True)
+class News:
+    """The new part of a value, and the ranks whose processes have ended. num_gone: of all clients of the store."""
+
+    text: bytes
+    gone: frozenset[int] = frozenset()
+    num_gone: int = 0
 
 
 class NoAnswerError(RuntimeError):
@@ -70,8 +80,6 @@ class BoundedStore:
 
     can_wait = False
     """A wait in torch's store blocks other threads."""
-    numbers: Sequence[int] | None = None
-    """As those of JobStore."""
 
     def __init__(
         self,
@@ -112,9 +120,9 @@ class BoundedStore:
         """Append to the value of a key, "" if missing."""
         self._ask(lambda: self.torch_store.append(key, value))  # type: ignore[attr-defined]
 
-    def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> tuple[bytes, frozenset[int]]:
+    def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> News:
         """Return a key's value from that byte on, and no rank: torch's stores do not know their clients. No wait."""
-        return self.get(key)[begin:] if self.check([key]) else b"", frozenset()
+        return News(self.get(key)[begin:] if self.check([key]) else b"")
 
     def wait_for(self, key: str, seconds: float) -> bool:
         """Wait so long for a key; return whether it exists. Polls: a wait in torch's store blocks other threads."""

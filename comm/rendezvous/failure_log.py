@@ -38,11 +38,8 @@ class FailureLog:
     def __init__(self, job: Job) -> None:
         self._job = job
         self.state = JobState(job.world_size)
-        self._rank_of = {number: rank for rank, number in enumerate(job.store.numbers or range(job.world_size))}
-        self._gone: frozenset[int] = frozenset()
-        """Numbers by which the store knows processes that have ended, also those that an earlier group has lost."""
-        self._num_read = 0
-        """Bytes of the log that the state includes."""
+        self._num_read = self._num_gone = 0
+        """Bytes of the log that the state includes, and clients of the store that had ended then."""
         self._reading = Lock()
 
     def look(
@@ -73,14 +70,13 @@ class FailureLog:
     def read(self, store: KeyValue, wait: float = 0.0) -> None:
         """Read what is new in the log, and which processes have ended; wait so long for either."""
         begin = self._num_read
-        text, gone = store.tail(LOG, begin, num_gone=len(self._gone), seconds=wait)
+        news = store.tail(LOG, begin, num_gone=self._num_gone, seconds=wait)
         now = awake_seconds()
         with self._reading:
-            new = text[self._num_read - begin :]  # another thread may have read a part of it meanwhile
-            self._num_read = max(self._num_read, begin + len(text))
-            self._gone |= gone
-            ended = frozenset(self._rank_of[number] for number in self._gone & self._rank_of.keys())
-            state = replace(self.state, gone=ended)
+            new = news.text[self._num_read - begin :]  # another thread may have read a part of it meanwhile
+            self._num_read = max(self._num_read, begin + len(news.text))
+            self._num_gone = news.num_gone
+            state = replace(self.state, gone=self.state.gone | news.gone)
             for line in new.splitlines():
                 state = after(state, json.loads(line), now=now)
             self.state = state

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 import bigbatch
 from bigbatch.awake import awake_seconds, wait_awake
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, News, NoAnswerError
 from bigbatch.comm.rendezvous.secret import TurnedAwayError, call, end_with_process, receive_exactly
 from bigbatch.comm.rendezvous.store_process import DONE, LENGTH, NAME, pack, split
 
@@ -182,15 +182,18 @@ class JobStore(Store):
     def num_keys(self) -> int:
         return int(split(self._ask("count")[1:])[0])
 
-    def tail(self, key: str, begin: int, *, num_gone: int = 0, seconds: float = 0.0) -> tuple[bytes, frozenset[int]]:
-        """Return a key's value from that byte on, and the numbers of ranks whose processes have ended.
+    def tail(self, key: str, begin: int, *, num_gone: int = 0, seconds: float = 0.0) -> News:
+        """Return a key's value from that byte on, and the ranks whose processes have ended.
 
         They were connected and have no connection left. Waits so long for bytes, or for another number of such ranks
         than num_gone.
         """
         answer = self._ask("tail", str(seconds), self._name(key), str(begin), str(num_gone), waits=seconds)
         value, *gone = split(answer[1:])
-        return value, frozenset(map(int, gone))
+        numbers = frozenset(map(int, gone))
+        if self.numbers is not None:
+            return News(value, frozenset(rank for rank, each in enumerate(self.numbers) if each in numbers), len(gone))
+        return News(value, numbers, len(gone))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys. Raises: RuntimeError after the time limit, with "timed out" as in torch's message."""

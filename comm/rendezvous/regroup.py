@@ -228,7 +228,7 @@ def _count(env: ProcessEnv, control: Control, seats: Seats, lost: frozenset[int]
     awaited = {each for each in range(env.world_size) if each != env.rank and (each not in lost or each == holder)}
     come: set[int] = set()
     while awaited:
-        _, gone = store.tail("members", 0)
+        gone = store.tail("members", 0).gone
         for each in sorted(awaited):
             seat, waited = seats.all[each], awake_seconds() - started
             has_ended = seat.has_ended()

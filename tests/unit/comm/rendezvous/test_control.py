@@ -17,7 +17,7 @@ from silent_ranks import hurry_roll_call
 from torch.distributed import HashStore, TCPStore
 
 from bigbatch.comm.rendezvous import control, limits, meeting
-from bigbatch.comm.rendezvous.bounded_store import BoundedStore, NoAnswerError
+from bigbatch.comm.rendezvous.bounded_store import BoundedStore, News, NoAnswerError
 from bigbatch.comm.rendezvous.control import Control
 from bigbatch.comm.rendezvous.environ import ALONE, ProcessEnv
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector
@@ -81,10 +81,10 @@ def test_last_text_of_a_rank_whose_process_has_ended_counts(monkeypatch: pytest.
 
     tail = JobStore.tail
 
-    def write_and_end(store: JobStore, *where: Any, **how: Any) -> tuple[bytes, frozenset[int]]:
+    def write_and_end(store: JobStore, *where: Any, **how: Any) -> News:
         store.set("bigbatch/text/1/1/piece/0", "seed: 2")
         store.set("bigbatch/text/1/1", "1")
-        return tail(store, *where, **how)[0], frozenset({1})
+        return News(tail(store, *where, **how).text, frozenset({1}))
 
     monkeypatch.setattr(JobStore, "tail", write_and_end)
     assert job.collect_text("seed: 1", what="seeds") == ["seed: 1", "seed: 2"]

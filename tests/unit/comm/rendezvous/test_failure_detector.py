@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from bigbatch.comm.rendezvous import limits
+from bigbatch.comm.rendezvous.bounded_store import News
 from bigbatch.comm.rendezvous.failure_detector import FailureDetector
 from bigbatch.comm.rendezvous.failure_log import LOG
 from bigbatch.comm.rendezvous.failures import LATE, LOST
@@ -92,11 +93,11 @@ class CountingStore(HashStore):
         if self.is_gone:
             raise RuntimeError("connection closed")
 
-    can_wait, numbers = False, None
+    can_wait = False
 
-    def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> tuple[bytes, frozenset[int]]:
+    def tail(self, key: str, begin: int, *, num_gone: int, seconds: float) -> News:
         self._count()
-        return bytes(super().get(key))[begin:] if super().check([key]) else b"", self.ended
+        return News(bytes(super().get(key))[begin:] if super().check([key]) else b"", self.ended)
 
     def append(self, key: str, value: str) -> None:
         self._count()

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from bigbatch.comm.rendezvous import job_store, limits, store_process
-from bigbatch.comm.rendezvous.bounded_store import NoAnswerError
+from bigbatch.comm.rendezvous.bounded_store import News, NoAnswerError
 from bigbatch.comm.rendezvous.job_store import JobStore, Line, hold_store
 from bigbatch.comm.rendezvous.meeting import listen
 from bigbatch.comm.rendezvous.secret import (
@@ -78,33 +78,33 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def gone(store: JobStore) -> frozenset[int]:
     """The ranks whose processes have ended."""
-    return store.tail("log", 0)[1]
+    return store.tail("log", 0).gone
 
 
 def test_job_store_tells_news_at_once(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was appended behind what a rank has read, or that a process has ended."""
     monkeypatch.setattr(limits, "GONE_SECONDS", 0.0)
     store, other = (JobStore(line_to(port, rank=rank), seconds=60) for rank in (0, 1))
-    assert store.tail("log", 0) == (b"", frozenset())
+    assert store.tail("log", 0) == News(b"")
     other.append("log", "one\ntwo\n")
-    assert store.tail("log", 4, seconds=60) == (b"two\n", frozenset())
+    assert store.tail("log", 4, seconds=60) == News(b"two\n")
     start = time.monotonic()
-    assert store.tail("log", 8, seconds=0.2) == (b"", frozenset())
+    assert store.tail("log", 8, seconds=0.2) == News(b"")
     assert 0.2 <= time.monotonic() - start < 30
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(each.tail, "log", 8, seconds=60) for each in (store, other)]
         assert not store.check(["other"])  # while others wait
         store.append("log", "three\n")
-        assert [each.result() for each in waits] == [(b"three\n", frozenset())] * 2
+        assert [each.result() for each in waits] == [News(b"three\n")] * 2
         waiting = pool.submit(store.tail, "log", 14, seconds=60)
         while not waiting.done():  # it may not have asked yet
             store.append("log", "")  # ends it
-        assert waiting.result() == (b"", frozenset())
+        assert waiting.result() == News(b"")
         waiting = pool.submit(store.tail, "log", 14, seconds=60)
         for stream in (*other.line._idle, other.line._presence):
             stream.close()
-        assert waiting.result() == (b"", {1})
-    assert store.tail("log", 14, num_gone=1, seconds=0.1) == (b"", {1})
+        assert waiting.result() == News(b"", frozenset({1}), 1)
+    assert store.tail("log", 14, num_gone=1, seconds=0.1) == News(b"", frozenset({1}), 1)
 
 
 def use(store: Store) -> list[object]:
