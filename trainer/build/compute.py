@@ -15,8 +15,7 @@ from bigbatch.errors import ComputeError, ConfigError
 from bigbatch.trainer.config.schema import Config
 from bigbatch.trainer.config.sections import ComputeConfig
 from bigbatch.trainer.models.regions import compile_regions_, recompute_, restore_regions_
-from bigbatch.trainer.step.compiling import compile_failure
-from bigbatch.trainer.step.execution import CudaCapture, CudaGraphExecution, EagerExecution, Execution
+from bigbatch.trainer.step.execution import CudaCapture, CudaGraphExecution, EagerExecution, Execution, compile_failure
 
 MODES = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """torch.compile's names. Its own CUDA graphs would end at each region, and own the memory of gradients."""

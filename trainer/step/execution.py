@@ -1,4 +1,4 @@
-"""Run the work of a training step on the device: eagerly, or as captured and replayed CUDA graphs."""
+"""Run the work of a training step on the device: eagerly, compiled, or as captured and replayed CUDA graphs."""
 
 import traceback
 from collections import Counter
@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from bigbatch.comm.rendezvous.environ import keep_compiled_code
 from bigbatch.errors import ComputeError, UserError
 from bigbatch.trainer.input.prepare_batch import Prepared
 from bigbatch.trainer.machine.memory import is_out_of_memory
@@ -230,3 +231,17 @@ def _explained(error: BaseException, batch: Prepared) -> BaseException:
         f"compute.cuda_graph=true: a step of {shape} images could not be captured, {what}{where}: "
         "set compute.cuda_graph=false"
     )
+
+
+def compile_failure(first_call: Callable[[], object]) -> str:
+    """Call a compiled function for the first time; return one line on why it cannot be compiled, else ""."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import, which only compiling needs
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    keep_compiled_code(torchs_own=default_cache_dir())
+    try:
+        first_call()
+    except TorchDynamoException as error:
+        said = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]  # before it begins to explain
+        return " ".join(said.split())[:300]
+    return ""
