@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from bigbatch.trainer.run.folder import RunDir, load_run_config, read_records
 
 IMAGES = 160
 MICROBATCH = 2
-SETTINGS: Mapping[str, object] = {
+SETTINGS: dict[str, object] = {
     "run.reproducible": "true",
     "run.loggers": "[]",
     "data.loader": "torchvision",
