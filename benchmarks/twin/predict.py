@@ -2,12 +2,16 @@
 
     python -m benchmarks.twin.predict --given GIVEN.csv --rows QUESTIONS.csv --out PREDICTED.csv
 
-A row never predicts itself. Columns: docs/simulate-errors.md.
+A row never predicts itself. Columns: docs/simulate-errors.md. --commit also stores the predictions with their digest,
+to be published before the answers are; benchmarks.twin.add_rows adds the answers to a table and states the outcome.
 """
 
 import argparse
+import collections
 import csv
+import hashlib
 import io
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,25 +19,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.twin.rows import Row, read_given, read_questions
+from bigbatch.comm.tuning.conditions import source_commit
 from bigbatch.errors import SimulationError, print_line, tell
 from bigbatch.launch.simulate.constants import DEFAULTS, Constants
+from bigbatch.launch.simulate.interval import RATE_SPREAD, Doubt, Interval, interval_of
 from bigbatch.launch.simulate.show import write
-from bigbatch.launch.simulate.step import RATE_SPREAD, Compute, SimulatedStep, fit_compute, reach_of
+from bigbatch.launch.simulate.step import Compute, SimulatedStep, fit_compute
+from bigbatch.words import count
 
 MOST_DEVICES = 2048
 LEAST_BATCH_SHARE, MOST_BATCH_SHARE = 0.1, 2.5
 """Range of local batches, as shares of the scaled row's, that published rows have checked."""
 
-MOST_CORRECTION = 3.0
-"""Largest factor by which a second row may change the model's time of a step beyond its images."""
-
-TRUST = 0.5
-"""Power of the second row's factor, as that row is noisy, too."""
+NOISE = 0.03
+"""Standard deviation of a measured step, as a share of it. PUBLISHED: runs of one row spread by 0.1 to 8%."""
+ANOMALOUS = 3.0
+"""Distance of a second row from its prediction, in half intervals, from which on it contradicts the model."""
+CONTRADICTS = 1.25
+"""Ratio of two steps of one system, size, batch and software from which on they contradict each other."""
 WEIGHTS = (4.0, 4.0, 2.0, 2.0, 1.0, 1.0)
 """Weights of differences between rows, as Row.alike lists them; another model counts by doublings of operations."""
 
+MOST_TRANSFER = 2.0
+"""Largest ratio of a second row's correction to its own error: a larger system may need more of it."""
 CORRECTED_DOUBT = 0.8
-"""Factor of the doubt about the model's own parts if a second row has checked them. ASSUMED."""
+"""Factor of an interval's width if a second row has corrected the prediction. ASSUMED."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +57,131 @@ class Prediction:
     low: float
     high: float
     is_extrapolated: bool
+    kind: str
+    """A key of FACTORS."""
+    unknown: tuple[str, ...] = ()
+    """What is not known of the system, in words; the interval is wider for it."""
+    refused: str = ""
+    """Why a second row was not used, in one line."""
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """A row's step as the base predicts it."""
+
+    step: SimulatedStep
+    interval: Interval
+    factor: float
+    """Measured over simulated seconds of the base: 1, unless no time of an image explains it."""
+
+    @property
+    def seconds(self) -> float:
+        return self.factor * self.step.seconds
 
 
 def predict_row(question: Row, given: Sequence[Row], constants: Constants = DEFAULTS) -> Prediction:
     """Scale the nearest measured row to the question's size, batch and network.
 
     The measured row gives the seconds of an image: its step, less the model's time beyond them. A second row of the
-    same ladder stretches that rest, by a factor within MOST_CORRECTION.
+    same ladder corrects the prediction by its error, as far as that exceeds its noise; a row that contradicts the
+    model is refused, and the interval then contains its error.
     Raises: SimulationError if nothing is given.
     """
     measured = [row for row in given if row.seconds is not None]
+    base = nearest(question, measured)
+    found = _scaled(question, base, constants)
+    low, high = (found.factor * seconds for seconds in (found.interval.low, found.interval.high))
+    shift, refused = 0.0, ""
+    if second := _second(question, base, measured):
+        checked = _scaled(second, base, constants)
+        assert second.seconds is not None
+        error = math.log(second.seconds / checked.seconds)
+        refused = _why_refused(second, base, checked)
+        if refused:
+            low, high = min(low, found.seconds * math.exp(error)), max(high, found.seconds * math.exp(error))
+        else:
+            of_second, own = (each.interval.above if error > 0 else each.interval.below for each in (checked, found))
+            # the share of the error that is not the second row's noise; larger where the model is less certain
+            shift = error * of_second**2 / (of_second**2 + NOISE**2) * min(MOST_TRANSFER, own / of_second)
+            low, high = (
+                found.seconds * math.exp(shift) * (bound / found.seconds) ** CORRECTED_DOUBT for bound in (low, high)
+            )
+    return Prediction(
+        question,
+        base,
+        found.step,
+        found.seconds * math.exp(shift),
+        low,
+        high,
+        is_extrapolated(question, base),
+        _kind(question, base),
+        _unknown(question, base),
+        refused,
+    )
+
+
+def nearest(question: Row, measured: Sequence[Row]) -> Row:
+    """Return the row with the fewest differences. Raises: SimulationError if there is none."""
     if not measured:
         raise SimulationError("no given row has a measured ms_per_step")
-    base = min(measured, key=lambda row: _distance(question, row))
-    compute = calibrate(base, question, constants)
-    step = question.job(constants).simulate(compute, question.local_batch)
-    beyond = step.seconds - compute.seconds_per_image * question.local_batch
-    second = _second(question, base, measured)
-    factor, has_waited = _correction(base, second, constants) if second else (1.0, True)
-    if not has_waited:  # the second row says nothing about a wire that was never waited for
-        beyond -= step.communication
-    seconds = step.seconds + (factor - 1) * beyond
-    reach = reach_of(
-        step,
-        fixed_seconds=compute.fixed_seconds,
-        rate=RATE_SPREAD[_kinship(question, base)],
-        doubt=CORRECTED_DOUBT if second else 1.0,
+    return min(measured, key=lambda row: _distance(question, row))
+
+
+def simulated_seconds(question: Row, base: Row, constants: Constants) -> float:
+    """Return the seconds of a question's step, scaled from the base, without second row and interval."""
+    step = question.job(constants).simulate(calibrate(base, question, constants), question.local_batch)
+    return _unexplained(base, constants) * step.seconds
+
+
+def _unexplained(base: Row, constants: Constants) -> float:
+    """Return measured over simulated seconds of the base: 1, unless no time of an image explains it."""
+    assert base.seconds is not None
+    simulated = base.job(constants).simulate(calibrate(base, base, constants), base.local_batch)
+    return base.seconds / simulated.seconds
+
+
+def _scaled(question: Row, base: Row, constants: Constants) -> _Scaled:
+    compute, job = calibrate(base, question, constants), question.job(constants)
+    step = job.simulate(compute, question.local_batch)
+    doubt = Doubt(
+        RATE_SPREAD[_kinship(question, base)],
+        _kind(question, base),
+        has_unknown_link=question.has_unknown_link,
+        is_unchecked=bool(question.unchecked),
     )
-    return Prediction(question, base, step, seconds, seconds / reach, seconds * reach, is_extrapolated(question, base))
+    interval = interval_of(job, compute, step, question.local_batch, doubt)
+    return _Scaled(step, interval, _unexplained(base, constants))
+
+
+def _why_refused(second: Row, base: Row, checked: _Scaled) -> str:
+    """Return a line if a second row is of other software, or contradicts the model or the first row."""
+    assert second.seconds is not None
+    if second.software != base.software:
+        return f"row {second.id} is of another software version than {base.id}: not used to correct it"
+    if second.seconds < (1 - 2 * NOISE) * checked.factor * checked.step.computing:
+        return (
+            f"row {second.id}: {second.num_nodes} nodes are faster than {base.num_nodes} by row {base.id}, each with "
+            "its own images: one of both is wrong, and it is not used"
+        )
+    error = math.log(second.seconds / checked.seconds)
+    bound = checked.interval.high if error > 0 else checked.interval.low
+    if abs(error) > ANOMALOUS * abs(math.log(bound / checked.step.seconds)):
+        return (
+            f"row {second.id} is anomalous: {1e3 * second.seconds:.4g} ms measured, {1e3 * checked.seconds:.4g} ms "
+            "predicted from one node; not used, and the interval contains such an error"
+        )
+    return ""
+
+
+def _kind(question: Row, base: Row) -> str:
+    return "ladder" if _kinship(question, base) == "ladder" else "stranger"
+
+
+def _unknown(question: Row, base: Row) -> tuple[str, ...]:
+    known_rates = question.device_rate and base.device_rate
+    is_other = question["accelerator"] != base["accelerator"] and not known_rates
+    found = {"the network's rate": question.has_unknown_link, "the device's rate": is_other}
+    return (*(name for name, is_unknown in found.items() if is_unknown), *question.unchecked)
 
 
 def calibrate(base: Row, question: Row, constants: Constants = DEFAULTS) -> Compute:
@@ -139,19 +246,6 @@ def _second(question: Row, base: Row, measured: Sequence[Row]) -> Row | None:
     return min(others, key=lambda row: abs(math.log(question.num_devices / row.num_devices)), default=None)
 
 
-def _correction(base: Row, second: Row, constants: Constants) -> tuple[float, bool]:
-    """Return the second row's rest over the model's, and whether it waits for the wire."""
-    compute = calibrate(base, second, constants)
-    step = second.job(constants).simulate(compute, second.local_batch)
-    pictures = compute.seconds_per_image * second.local_batch
-    assert second.seconds is not None
-    said, found = step.seconds - pictures, second.seconds - pictures
-    factor = 1.0
-    if said > 0:
-        factor = min(MOST_CORRECTION, max(1 / MOST_CORRECTION, found / said)) ** TRUST
-    return factor, step.communication > 0
-
-
 COLUMNS = ("id", "ms_per_step", "low", "high", "extrapolated", "scaled_from")
 
 
@@ -161,10 +255,15 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Answers:
-    """The predicted rows, and a line for each row of either table that is left out."""
+    """The predicted rows, and what a user should know of them, a line each."""
 
     predictions: list[Prediction]
     left_out: list[str]
+    """Rows of either table that are left out."""
+    odd: list[str]
+    """Rows that contradict each other or the model, and what is not known of systems."""
+    text: str
+    """The table that was written."""
 
 
 def predict_table(given: Path, questions: Path, out: Path) -> Answers:
@@ -189,7 +288,44 @@ def predict_table(given: Path, questions: Path, out: Path) -> Answers:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([COLUMNS, *map(_line, predictions)])
     write(out, text.getvalue())
-    return Answers(predictions, left_out)
+    refused = dict.fromkeys(each.refused for each in predictions if each.refused)
+    odd = [*_few(contradictions(measured.rows)), *_few(list(refused)), *_unknowns(predictions)]
+    return Answers(predictions, left_out, odd, text.getvalue())
+
+
+def contradictions(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each two measured rows of one system, size, batch and software whose steps differ too much."""
+    by: dict[tuple[object, ...], list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        if row["ladder"] and row.seconds:
+            by[row["ladder"], row["model"], row.num_devices, row.num_nodes, row.local_batch, row.software].append(row)
+    lines = []
+    for found in by.values():
+        least, most = (choose(found, key=lambda row: row.seconds or 0.0) for choose in (min, max))
+        ratio = (most.seconds or 0.0) / (least.seconds or 1.0)
+        if ratio > CONTRADICTS:
+            lines.append(
+                f"rows {least.id} and {most.id} contradict each other: the same system, {ratio:.3g} times as slow"
+            )
+    return lines
+
+
+def _unknowns(predictions: Sequence[Prediction]) -> list[str]:
+    counts = collections.Counter(name for each in predictions for name in each.unknown)
+    lines = [f"unknown of {count(number, 'row')}, so its interval is wider: {name}" for name, number in counts.items()]
+    if real := sum("real" in each.row["input_data"].lower() for each in predictions):
+        lines.append(f"{count(real, 'row')} with real images: compute and communication only, without storage")
+    return lines
+
+
+def commitment(answers: Answers) -> dict[str, object]:
+    """Return predictions and their SHA-256, which whoever has the answers can compare with the table."""
+    rows = [line.split(",") for line in answers.text.splitlines()[1:]]
+    return {
+        "sha256": hashlib.sha256(answers.text.encode()).hexdigest(),
+        "bigbatch": source_commit(),
+        "predictions": {row[0]: [float(value) for value in row[1:4]] for row in rows},
+    }
 
 
 def _few(lines: Sequence[str]) -> list[str]:
@@ -209,14 +345,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--given", type=Path, required=True, metavar="CSV", help="measured rows; columns: docs/simulate-errors.md")
     add("--rows", type=Path, required=True, metavar="CSV", help="rows to be predicted, with the same columns")
     add("--out", type=Path, required=True, metavar="CSV", help="where the predictions go")
+    add("--commit", type=Path, metavar="JSON", help="where predictions go with their digest, to be published first")
     options = parser.parse_args(argv)
     try:
         answers = predict_table(options.given, options.rows, options.out)
+        if options.commit:
+            write(options.commit, json.dumps(commitment(answers), indent=1) + "\n")
     except SimulationError as error:
         tell(str(error))
         return error.exit_code
-    for line in answers.left_out:
-        print_line(f"left out: {line}", file=sys.stderr)
+    for line in (*(f"left out: {line}" for line in answers.left_out), *answers.odd):
+        print_line(line, file=sys.stderr)
     far = sum(each.is_extrapolated for each in answers.predictions)
     more = (
         f", {far} of them extrapolated: no given row is of the same system, or size or batch lie far off" if far else ""

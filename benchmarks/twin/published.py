@@ -5,23 +5,27 @@ rate of row 1; `line` is a straight line in the local batch through rows 1 and 2
 families are given and none of the own, as before a system is bought. Sizes: all rows are given but those of the same
 ladder and size.
 
+Left out: cold and strangers, with constants and intervals chosen without the row's family, as for a new system. That
+is the headline; the others are predicted with constants chosen from the same rows.
+
     python -m benchmarks.twin.published ROWS.csv --plot scatter.png
 """
 
 import argparse
 import collections
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.record import conditions, write_record
+from benchmarks.twin.leave_out import Steps, constants_without, held_without
 from benchmarks.twin.predict import Prediction, predict_row
 from benchmarks.twin.rows import Row, read_given
 from bigbatch.colours import COLOURS
 from bigbatch.launch.simulate.constants import DEFAULTS, Constants
+from bigbatch.launch.simulate.interval import FACTORS
 
 FIT_1, FIT_2, JUDGE = "fit1", "fit2", "judge"
 
@@ -43,29 +47,60 @@ def nulls(row: Row, fits: dict[str, dict[str, Row]]) -> dict[str, float]:
     return found | {"line": two.seconds + slope * (row.local_batch - two.local_batch)}
 
 
-def errors_of(rows: Sequence[Row], *, warm: bool, constants: Constants = DEFAULTS) -> list[dict[str, Any]]:
-    """Predict every row that has a row to scale from; errors as shares of the measured step."""
+def errors_of(
+    rows: Sequence[Row], *, warm: bool, constants_of: Mapping[str, Constants] | None = None
+) -> list[dict[str, Any]]:
+    """Predict every row that has a row to scale from; errors as shares of the measured step.
+
+    constants_of: the constants by family; None for those of the simulator.
+    """
+    fits = fits_of(rows)
+    given = [row for row in rows if row["role"] == FIT_1 or (warm and row["role"] == FIT_2)]
+    return [
+        _error(predict_row(row, given, (constants_of or {}).get(row["family"], DEFAULTS)), nulls(row, fits))
+        for row in targets_of(rows, warm=warm)
+    ]
+
+
+def fits_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """Return by ladder the rows that the nulls are fitted to."""
     fits: dict[str, dict[str, Row]] = collections.defaultdict(dict)
     for row in rows:
         if row["role"] in (FIT_1, FIT_2):
             fits[row["ladder"]][row["role"]] = row
-    given = [row for row in rows if row["role"] == FIT_1 or (warm and row["role"] == FIT_2)]
-    targets = [row for row in rows if row["role"] == JUDGE or (not warm and row["role"] == FIT_2)]
-    found = []
-    for row in targets:
-        known = nulls(row, fits)
-        if known:
-            found.append(_error(predict_row(row, given, constants), known))
-    return found
+    return fits
 
 
-def as_strangers(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def targets_of(rows: Sequence[Row], *, warm: bool) -> list[Row]:
+    """Return the rows to predict: those for which `linear` has a row, too."""
+    fits = fits_of(rows)
+    roles = (JUDGE,) if warm else (JUDGE, FIT_2)
+    return [row for row in rows if row["role"] in roles and nulls(row, fits)]
+
+
+def as_strangers(rows: Sequence[Row], constants_of: Mapping[str, Constants] | None = None) -> list[dict[str, Any]]:
     """Predict every row to judge from one-node rows of other families alone; there is no null to compare with."""
     found = []
     for row in rows:
         given = [each for each in rows if each.num_nodes == 1 and each["family"] != row["family"]]
         if row["role"] == JUDGE and given:
-            found.append(_error(predict_row(row, given), {}))
+            constants = (constants_of or {}).get(row["family"], DEFAULTS)
+            found.append(_error(predict_row(row, given, constants), {}))
+    return found
+
+
+def left_out(rows: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
+    """Predict cold rows and strangers as new systems: constants and intervals are set without the row's family."""
+    steps = Steps(targets_of(rows, warm=False), [row for row in rows if row["role"] == FIT_1])
+    constants_of = {family: constants_without(steps, family) for family in steps.families()}
+    found = {
+        "left out": errors_of(rows, warm=False, constants_of=constants_of),
+        "left out, strangers": as_strangers(rows, constants_of),
+    }
+    for each in found.values():
+        held, widths, _ = held_without([error["prediction"] for error in each])
+        for error in each:
+            error |= {"held": held[error["id"]], "width": widths[error["id"]]}
     return found
 
 
@@ -80,16 +115,28 @@ def as_new_sizes(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
+def calibrated(found: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, float]:
+    """Return the FACTORS of intervals that the systems left out give; those of strangers come from their own rows."""
+    factors = {}
+    for name in ("left out, strangers", "left out"):
+        _, _, shares = held_without([error["prediction"] for error in found[name]])
+        factors |= {kind: round(share * FACTORS[kind], 3) for kind, share in shares.items()}
+    return factors
+
+
 def _error(prediction: Prediction, known: dict[str, float]) -> dict[str, Any]:
     row = prediction.row
     assert row.seconds is not None
     return {
         "id": row.id,
         "family": row["family"],
+        "carrier": row.carrier,
+        "prediction": prediction,
         "across": row.num_nodes > 1 or row["num_nodes"] != "1",
         "measured_seconds": row.seconds,
         "seconds": prediction.seconds,
         "held": prediction.low <= row.seconds <= prediction.high,
+        "width": math.log(prediction.high / prediction.low) / 2,
         "error": prediction.seconds / row.seconds - 1,
         **{name: seconds / row.seconds - 1 for name, seconds in known.items()},
     }
@@ -105,46 +152,39 @@ def summarise(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     def beside(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         names = {"ours": "error", "linear": "linear", "line": "line"}
-        return {"rows": len(rows), **{shown: middle(rows, name) for shown, name in names.items()}}
+        shown = {"rows": len(rows), **{shown: middle(rows, name) for shown, name in names.items()}}
+        if not rows:
+            return shown
+        width = math.expm1(median(each["width"] for each in rows))
+        return shown | {"held": _share(rows, "held"), "width": round(width, 3)}
 
     families = sorted({each["family"] for each in across})
-    worst = sorted(across, key=lambda each: -abs(math.log1p(each["error"])))[:3]
+    carriers = sorted({each["carrier"] for each in found})
+    worst = sorted(across, key=lambda each: -abs(math.log1p(each["error"])))[:5]
     return {
         "across nodes": beside(across),
         "linear more than 10% off": beside([each for each in across if abs(each.get("linear", 0.0)) > 0.1]),
         "line more than 10% off": beside([each for each in across if abs(each.get("line", 0.0)) > 0.1]),
         "linear within 3%": beside([each for each in across if abs(each.get("linear", 1.0)) <= 0.03]),
         "inside one node": beside([each for each in found if not each["across"]]),
-        "held by the band": round(sum(each["held"] for each in found) / len(found), 3),
+        "held by the band": _share(found, "held"),
+        "carriers": {name: beside([each for each in found if each["carrier"] == name]) for name in carriers},
         "families": {name: beside([each for each in across if each["family"] == name]) for name in families},
         "worst": [{"id": each["id"], "error": round(each["error"], 3)} for each in worst],
     }
 
 
-def sensitivity(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Return the change of the cold median error across nodes with each constant at 3/4 and 5/4 of its value."""
-    plain = _cold_median(rows, DEFAULTS)
-    found = {}
-    for name, value in asdict(DEFAULTS).items():
-        changed = [replace(DEFAULTS, **{name: type(value)(value * factor)}) for factor in (0.75, 1.25)]
-        low, high = (round(_cold_median(rows, constants) - plain, 4) for constants in changed)
-        found[name] = (low, high)
-    return found
-
-
-def _cold_median(rows: Sequence[Row], constants: Constants) -> float:
-    found = errors_of(rows, warm=False, constants=constants)
-    return median(abs(each["error"]) for each in found if each["across"])
+def _share(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return round(sum(each[name] for each in rows) / len(rows), 3)
 
 
 def print_summary(title: str, summary: dict[str, Any]) -> None:
     """Print a table: median absolute errors in percent."""
-    print(f"\n{title}: median error of a step, percent\n{'':28} rows   ours linear   line")
+    print(f"\n{title}: median error of a step, percent\n{'':28} rows   ours linear   line   held  width")
     groups = {name: each for name, each in summary.items() if isinstance(each, dict) and each.get("rows")}
-    for name, each in {**groups, **summary["families"]}.items():
-        shown = [
-            f"{100 * each[key]:7.1f}" if each[key] is not None else "      -" for key in ("ours", "linear", "line")
-        ]
+    for name, each in {**groups, **summary["families"], **summary["carriers"]}.items():
+        keys = ("ours", "linear", "line", "held", "width")
+        shown = [f"{100 * each[key]:7.1f}" if each.get(key) is not None else "      -" for key in keys]
         print(f"{name:28} {each['rows']:4}{''.join(shown)}")
     print(f"within the 90% interval: {100 * summary['held by the band']:.0f}%")
     print("worst:", "; ".join(f"{each['id']} {100 * each['error']:+.0f}%" for each in summary["worst"]))
@@ -180,25 +220,18 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--out", type=Path, help="a file for the results as JSON")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--sensitivity", action="store_true", help="move each constant, too; takes a minute")
     arguments = parser.parse_args()
     rows = read_given(arguments.rows).rows
-    found = {name: errors_of(rows, warm=name == "warm") for name in ("cold", "warm")}
+    found = left_out(rows) | {name: errors_of(rows, warm=name == "warm") for name in ("cold", "warm")}
     found |= {"strangers": as_strangers(rows), "sizes": as_new_sizes(rows)}
     summaries = {name: summarise(errors) for name, errors in found.items() if errors}
     for name, summary in summaries.items():
         print_summary(name, summary)
-    stored = {"conditions": conditions(arguments), "summaries": summaries}
-    if arguments.sensitivity:
-        stored["sensitivity"] = moved = sensitivity(rows)
-        name = max(moved, key=lambda each: max(map(abs, moved[each])))
-        print(
-            f"constants at 3/4 or 5/4 of their values move the cold median by at most {max(map(abs, moved[name])):.2%}"
-        )
+    stored = {"conditions": conditions(arguments), "summaries": summaries, "factors": calibrated(found)}
     if arguments.out:
         write_record(arguments.out, stored)
     if arguments.plot:
-        draw(found["cold"], arguments.plot)
+        draw(found["left out"], arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Published measurements as rows of a table, and the facts of their systems. Pure except for reading the file."""
 
 import csv
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from benchmarks.twin.hardware import across_bytes_per_second, inside_bytes_per_s
 from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.errors import SimulationError, first_line
 from bigbatch.launch.simulate.constants import DEFAULTS, GIGABIT, Constants
+from bigbatch.launch.simulate.interval import UNCHECKED_CARRIERS
 from bigbatch.launch.simulate.network import Carrier, Network
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
 from bigbatch.launch.simulate.step import Fusion, InCycles, InGroups, SimulatedJob
@@ -20,6 +22,9 @@ NEEDED = ("id", "accelerator", "num_accelerators", "batch_per_accelerator", "mod
 """Columns that a row must state to be used; a global batch replaces a local one."""
 MOST_STATED = 1e9
 """Largest number that a row may state: accelerators, images, Gbit/s, milliseconds."""
+
+UNIT_ERROR = 0.05
+"""Logarithm of the ratio from which on a row's step and rate disagree: mixed units, or not the same run."""
 
 BROKEN = "exclude"
 """The role of a row that its table excludes from comparisons."""
@@ -31,6 +36,8 @@ FIRST_YEAR_OF_GRAPHS, FIRST_NCCL_OF_GRAPHS = 2021, (2, 9)
 """First versions with software that starts a step's kernels together: MLPerf v1.0."""
 MLPERF_YEARS = {"0.5": 2018, "0.6": 2019, "0.7": 2020}
 """Years of the first rounds; v1 and later are of 2021 and the years that follow."""
+CHECKED_FRAMEWORKS = ("mxnet", "pytorch", "tensorflow")
+"""Frameworks whose sums published rows across nodes have checked."""
 UNKNOWN_SHAPE = "resnet50"
 """Replaces a model with an unknown shape; such a row is marked as extrapolated."""
 
@@ -93,11 +100,15 @@ class Row:
 
     @cached_property
     def seconds(self) -> float | None:
-        """Return the measured step; None for a question."""
-        if stated := self._number("ms_per_step"):
-            return stated / 1e3
-        rate = self._number("images_per_second")
-        return self.local_batch * self.num_devices / rate if rate else None
+        """Return the measured step; None for a question. Raises: SimulationError if step and rate disagree."""
+        stated, rate = self._number("ms_per_step"), self._number("images_per_second")
+        by_rate = self.local_batch * self.num_devices / rate if rate else None
+        if stated and by_rate and abs(math.log(1e3 * by_rate / stated)) > UNIT_ERROR:
+            raise SimulationError(
+                f"row {self.id}: ms_per_step={stated:g} and images_per_second={rate:g} contradict each other: so many "
+                f"images/s mean {1e3 * by_rate:.4g} ms"
+            )
+        return stated / 1e3 if stated else by_rate
 
     @cached_property
     def shape_name(self) -> str | None:
@@ -133,6 +144,29 @@ class Row:
         if "socket" in library or "tcp" in self["inter_node_link"].lower():
             return "sockets"
         return "host" if "mpi" in library and "nccl" not in library else "nccl"
+
+    @property
+    def software(self) -> tuple[str, str]:
+        """Return framework and library with their versions, as stated."""
+        return self["framework"], self["collective_library_version"]
+
+    @cached_property
+    def link_gbit_per_s(self) -> float | None:
+        """Return the stated rate of a node's links; None if there is none."""
+        return self._number("inter_node_gbit_per_s") or stated_gbit_per_s(self["inter_node_link"])
+
+    @property
+    def has_unknown_link(self) -> bool:
+        """Return whether the row crosses nodes, and nothing says how fast."""
+        return self.num_nodes > 1 and not self.is_compiled and self.link_gbit_per_s is None
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Return the carrier and the framework that published rows across nodes have hardly checked."""
+        framework = self["framework"].split(",")[0]
+        is_odd = self.num_nodes > 1 and not self.is_compiled and not framework.lower().startswith(CHECKED_FRAMEWORKS)
+        carriers = (f"carrier {self.carrier}",) if self.carrier in UNCHECKED_CARRIERS else ()
+        return (*carriers, *((f"framework {framework or 'not stated'}",) if is_odd else ()))
 
     @cached_property
     def library_version(self) -> tuple[int, int] | None:
@@ -187,15 +221,13 @@ class Row:
         return self["accelerator"].startswith("TPU")
 
     def _seconds_per_tensor(self, constants: Constants) -> float:
-        version, year = self.library_version, self.year
         if self.is_compiled:
-            return constants.graph_seconds_per_tensor
-        if version is None:
-            is_old = year is not None and year < FIRST_YEAR_OF_GRAPHS
-            return constants.eager_seconds_per_tensor if is_old else constants.seconds_per_tensor
-        if version < FIRST_NCCL_OF_GRAPHS:
-            return constants.eager_seconds_per_tensor
-        return constants.graph_seconds_per_tensor if version >= (2, 17) else constants.seconds_per_tensor
+            return constants.seconds_per_tensor
+        if self.library_version is None:
+            is_old = self.year is not None and self.year < FIRST_YEAR_OF_GRAPHS
+        else:
+            is_old = self.library_version < FIRST_NCCL_OF_GRAPHS
+        return constants.eager_seconds_per_tensor if is_old else constants.seconds_per_tensor
 
     def job(self, constants: Constants = DEFAULTS) -> SimulatedJob:
         """Return the job of one of its steps."""
@@ -203,20 +235,17 @@ class Row:
 
     def _network(self, constants: Constants) -> Network:
         per_node = max(1, self.num_devices // self.num_nodes)
-        rate = self._number("inter_node_gbit_per_s") or stated_gbit_per_s(self["inter_node_link"])
+        rate = self.link_gbit_per_s
         across = across_bytes_per_second(rate, devices_per_node=per_node, constants=constants)
         inside = inside_bytes_per_second(self["intra_node_link"])
         if self.is_compiled:
             inside = inside_bytes_per_second("torus")
             across = inside * per_node
-        if self.carrier == "sockets":
-            is_slow = "K80" in self["accelerator"]
-            unstated = constants.slow_socket_bytes_per_second if is_slow else constants.socket_bytes_per_second
-            across = across if rate else unstated
-        if self.carrier == "servers":
-            across = rate * GIGABIT if rate else constants.server_bytes_per_second
-        if servers := re.search(rf"\b{self.num_devices} GPUs use (\d+) parameter servers", self["note"]):
-            constants = replace(constants, most_servers=int(servers[1]))
+        if self.carrier == "sockets" and not rate:
+            across = constants.socket_bytes_per_second
+        if self.carrier == "servers" and rate:
+            across = rate * GIGABIT
+        servers = re.search(rf"\b{self.num_devices} GPUs use (\d+) parameter servers", self["note"])
         if "real" not in self["input_data"].lower():
             constants = replace(constants, input_share=0.0)
         return Network(
@@ -226,6 +255,7 @@ class Row:
             across,
             carrier=self.carrier,
             has_trees=self.has_trees,
+            num_servers=int(servers[1]) if servers else None,
             constants=constants,
         )
 

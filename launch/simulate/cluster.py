@@ -32,6 +32,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 NEEDED = ("device", "devices_per_node", "inside_gbyte_per_s", "across_gbit_per_s")
 SWITCHES = ("has_trees", "is_replayed")
+"""is_replayed (steps as CUDA graphs) says nothing any more: published rows do not show that it matters."""
 KNOWN = (*dict.fromkeys((*NEEDED, *LIMITS)), "carrier", *SWITCHES, "rates")
 WHOLE = ("devices_per_node", "switch_nodes", "cores_per_node")
 INPUT, CORES, EACH_CORE = "input_images_per_second", "cores_per_node", "input_images_per_second_per_core"
@@ -59,7 +60,6 @@ class Cluster:
     network: Network
     """Network of one node; of_devices enlarges it."""
     rates: tuple[Rate, ...]
-    is_replayed: bool
     price_per_device_hour: float | None
     switch_nodes: int | None
     """Nodes that one switch connects at full rate; None for any number."""
@@ -85,12 +85,6 @@ class Cluster:
         across = self.network.across_bytes_per_second * share
         return replace(self.network, num_nodes=nodes, devices_per_node=count // nodes, across_bytes_per_second=across)
 
-    @property
-    def seconds_per_tensor(self) -> float:
-        """Return a step's fixed seconds for each parameter, at any batch."""
-        constants = self.network.constants
-        return constants.graph_seconds_per_tensor if self.is_replayed else constants.seconds_per_tensor
-
     def compute(
         self, shape: ModelShape, *, rate: Rate | None = None, pixels: int | None = None
     ) -> tuple[Compute, Rate]:
@@ -105,7 +99,7 @@ class Cluster:
         )
         if found is None:
             raise SimulationError(f"cluster {self.name} states no rate of a device: give --rate IMAGES_PER_SECOND")
-        per_tensor = self.seconds_per_tensor
+        per_tensor = self.network.constants.seconds_per_tensor
         known = load_shape(found.model)
         fixed = per_tensor * len(known.num_elements)
         step = found.local_batch / found.images_per_second
@@ -190,7 +184,6 @@ def _read_cluster(name: str, stated: object) -> Cluster:
             constants=constants,
         ),
         rates=tuple(map(_rate, rates)),
-        is_replayed=switches.get("is_replayed", False),
         price_per_device_hour=numbers.get("price_per_device_hour"),
         switch_nodes=int(numbers["switch_nodes"]) if "switch_nodes" in numbers else None,
         oversubscription=numbers.get("oversubscription", 1.0),

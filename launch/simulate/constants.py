@@ -24,8 +24,6 @@ class Constants:
     """The same before 2021: hosts started each kernel, a convolution, its norm, the weight's norm and its update each
     by itself. ASSUMED, about thirteen kernels; 10 ms for ResNet-50. Published forward passes of one V100 alone have
     1.5 ms that no image explains (NVIDIA's examples of 2020)."""
-    graph_seconds_per_tensor: float = 14e-6
-    """The same if software of 2023 and later replays steps as CUDA graphs. ASSUMED."""
     link_share: float = 0.8
     """Share of a link's stated rate that an all-reduce of large buffers reaches. PUBLISHED: NCCL's tests reach 0.74 to
     0.9 between nodes and 0.78 to 1 over NVLink (ANCHORS D3)."""
@@ -33,36 +31,21 @@ class Constants:
     """Latency of a hop between two GPUs of a node. PUBLISHED: NCCL's own tables of 2019 and later, 3.4 to 5.7 us."""
     across_latency_seconds: float = 20e-6
     """Latency of a hop between nodes. PUBLISHED: NCCL's own tables, 9.6 to 14 us and more over switches; ASSUMED 20."""
-    old_hop_seconds: float = 12e-6
-    """Time of each hop of the rings that NCCL had before its trees (2.4, 2019). ASSUMED."""
     launch_seconds: float = 40e-6
     """Compute time that each all-reduce costs, hidden or not: its kernel's start and the GPU's share that it holds.
     ASSUMED, from one framework's rows with 25 and with 1 MiB buffers."""
-    cycle_seconds: float = 2e-3
-    """Least time for which Horovod gathers gradients before each sum. ASSUMED from its default cycle of 5 ms (2018)."""
+    cycle_seconds: float = 5e-3
+    """Time for which Horovod gathers gradients before each sum. PUBLISHED: its default until 2019."""
     host_bytes_per_second: float = 2.5e9
     """Bandwidth of MPI's all-reduce in host memory. ASSUMED."""
-    host_tensor_seconds: float = 1.5e-4
-    """Time of MPI in host memory for each gradient: negotiation and two copies. ASSUMED."""
     host_node_seconds: float = 4e-3
-    """Time that each doubling of nodes adds to it. ASSUMED."""
-    socket_bytes_per_second: float = 1.1e9
-    """Rate of NCCL over sockets, one process per GPU and no tuning, if the Ethernet's rate is not stated. ASSUMED: 8.8
-    Gbit/s, the rate of one thread's socket."""
-    slow_socket_bytes_per_second: float = 0.25e9
-    """The same for virtual machines of the K80's time. ASSUMED."""
-    socket_step_seconds: float = 36e-3
-    """Time that sockets add to each step, for any bytes: with them nothing hides behind backward. ASSUMED."""
-    socket_node_seconds: float = 4e-3
     """Time that each doubling of nodes adds to that. ASSUMED."""
-    most_servers: int = 8
-    """Number of parameter servers. ASSUMED."""
-    server_bytes_per_second: float = 1.85 * GIGABIT
-    """Bandwidth of a small virtual machine's Ethernet if its rate is not stated. ASSUMED."""
+    socket_bytes_per_second: float = 0.5e9
+    """Rate of NCCL over sockets if the Ethernet's rate is not stated. ASSUMED: 4 Gbit/s."""
+    socket_hop_seconds: float = 0.2e-3
+    """Time of each hop of a ring over sockets. ASSUMED."""
     straggler_share: float = 0.004
     """Extra compute time of the slowest of 2, 4, 8 nodes over one node: this share for each doubling. ASSUMED."""
-    server_straggler_share: float = 0.022
-    """The same if virtual machines share hosts, and parameter servers wait for all. ASSUMED."""
     input_share: float = 0.02
     """Extra time of real images across nodes over one node: their decoding disturbs the slowest node. ASSUMED."""
     unstated_gbit_per_device: float = 100.0

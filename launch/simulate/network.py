@@ -33,6 +33,8 @@ class Network:
     carrier: Carrier = "nccl"
     has_trees: bool = True
     """False for NCCL before 2.4, which has only rings."""
+    num_servers: int | None = None
+    """Number of parameter servers; None for one in each node."""
     constants: Constants = DEFAULTS
 
     @property
@@ -63,7 +65,7 @@ class Network:
             return MODELS[algorithm](num_bytes, self.cluster())
         if self.carrier == "servers":
             # each of s servers receives its part of all other nodes' gradients: (m-1) * M/s
-            servers = min(self.num_nodes, self.constants.most_servers)
+            servers = self.num_servers or self.num_nodes
             return (self.num_nodes - 1) * num_bytes / servers / self.across_bytes_per_second
         if self.carrier == "host":
             P = self.num_devices
@@ -77,15 +79,18 @@ class Network:
     def _nccl(self, num_bytes: float) -> float:
         """Compute NCCL's ring or double tree, whichever is faster: pipelined, so the slowest link counts.
 
-        Bytes: 2(k-1)/k * M inside and 2(m-1)/m * M over each node's links. Hops: 2(P-m) inside and 2m across of a
-        ring; 2(k-1) and 2 log2(m) of a tree. Source: NCCL's own model, src/graph/tuning.cc.
+        Bytes: 2(k-1)/k * M inside and 2(m-1)/m * M over each node's links; of a ring alone 2(P-1)/P * M over each
+        link. Hops: 2(P-m) inside and 2m across of a ring; 2(k-1) and 2 log2(m) of a tree. Source: NCCL's own model,
+        src/graph/tuning.cc. Sockets have rings alone.
         """
-        m, k, P = self.num_nodes, self.devices_per_node, self.num_devices
+        m, k, P, constants = self.num_nodes, self.devices_per_node, self.num_devices, self.constants
+        is_ring = not self.has_trees or (self.carrier == "sockets" and m > 1)
+        parts = P if is_ring else m
         inside = 2 * (k - 1) / k * num_bytes / self.inside_bytes_per_second
-        across = 2 * (m - 1) / m * num_bytes / self.across_bytes_per_second if m > 1 else 0.0
-        if not self.has_trees:
-            return max(inside, across) + 2 * P * self.constants.old_hop_seconds
-        near, far = self.constants.inside_latency_seconds, self.constants.across_latency_seconds
+        across = 2 * (parts - 1) / parts * num_bytes / self.across_bytes_per_second if m > 1 else 0.0
+        near, far = constants.inside_latency_seconds, constants.across_latency_seconds
+        if self.carrier == "sockets" and m > 1:
+            return max(inside, across) + 2 * P * constants.socket_hop_seconds
         ring = 2 * (P - m) * near + (2 * m * far if m > 1 else 0.0)
         tree = 2 * (k - 1) * near + 2 * math.log2(m) * far
-        return max(inside, across) + min(ring, tree)
+        return max(inside, across) + (ring if is_ring else min(ring, tree))

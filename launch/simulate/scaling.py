@@ -8,12 +8,13 @@ from bigbatch.comm.gradients.fusion import DEFAULT_SIZES, PlanSizes
 from bigbatch.errors import ConfigError, SimulationError
 from bigbatch.launch.efficiency import Efficiency, MeasuredPoint, Step, efficiency_of
 from bigbatch.launch.simulate.cluster import Cluster, Rate
+from bigbatch.launch.simulate.interval import RATE_SPREAD, UNCHECKED_CARRIERS, Doubt, interval_of
 from bigbatch.launch.simulate.network import ALGORITHMS, BY_LIBRARY, BY_SIZE, Network
 from bigbatch.launch.simulate.plan_search import PlanChoice, search_plan
 from bigbatch.launch.simulate.published import beyond_checked, epochs_to_759
 from bigbatch.launch.simulate.run import Failures, RunTime, time_of_run
 from bigbatch.launch.simulate.shapes import shape_of
-from bigbatch.launch.simulate.step import RATE_SPREAD, Compute, SimulatedJob, SimulatedStep, fit_compute, reach_of
+from bigbatch.launch.simulate.step import Compute, SimulatedJob, SimulatedStep, fit_compute
 from bigbatch.launch.simulate.traffic import SentPerStep, sent_per_step
 from bigbatch.trainer.config.batch import accumulation_steps
 from bigbatch.trainer.config.schema import Config
@@ -137,7 +138,7 @@ def fit_to_step(question: Question, count: int, seconds: float) -> Compute:
     config = question.config
     num_microbatches = accumulation_steps(config.batch, world_size=count)
     network = _network(question, count)
-    per_tensor = question.cluster.seconds_per_tensor
+    per_tensor = question.cluster.network.constants.seconds_per_tensor
     job = _job(question, network, algorithm=_algorithms(question)[0])
     fixed = min(per_tensor * len(job.shape.num_elements), seconds / num_microbatches / 2)
     local_batch = num_microbatches * config.batch.microbatch_size
@@ -159,7 +160,14 @@ def simulate_point(question: Question, count: int) -> PredictedPoint:
     }
     algorithm = min(found, key=lambda name: found[name].seconds)
     step = found[algorithm]
-    reach = reach_of(step, fixed_seconds=compute.fixed_seconds * num_microbatches, rate=RATE_SPREAD["device"])
+    interval = interval_of(
+        replace(job, algorithm=algorithm),
+        compute,
+        step,
+        local_batch,
+        doubt_of(question),
+        num_microbatches=num_microbatches,
+    )
     run = time_of_run(
         config.run,
         shape=job.shape,
@@ -179,12 +187,22 @@ def simulate_point(question: Question, count: int) -> PredictedPoint:
         num_microbatches,
         algorithm,
         step,
-        step.seconds / reach,
-        step.seconds * reach,
+        interval.low,
+        interval.high,
         run,
         None if to_759 is None else run.times(to_759 / config.run.epochs).total,
         beyond_checked(config.model.name, count, local_batch / num_microbatches),
         sent_per_step(replace(job, algorithm=algorithm), step),
+    )
+
+
+def doubt_of(question: Question) -> Doubt:
+    """Return what is not known of a question's system: a rate that was not measured, a carrier that nothing checked."""
+    carrier, is_measured = question.cluster.network.carrier, question.rate is not None or question.compute is not None
+    return Doubt(
+        RATE_SPREAD["ladder" if is_measured else "device"],
+        "ladder" if is_measured else "stranger",
+        is_unchecked=carrier in UNCHECKED_CARRIERS,
     )
 
 

@@ -32,9 +32,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EXPLAINED = (
-    "Simulated, not measured. Efficiency: images per second and GPU, beside the fewest. The band is to hold nine of "
-    "ten measurements. docs/simulate.md says how far off such figures were on published rows."
+    "Simulated, not measured. Efficiency: images per second and GPU, beside the fewest. docs/simulate.md says how far "
+    "off such figures were on published rows, and how many the 90% intervals contained."
 )
+PYTORCH_SHARE = 2790 / 7140
+"""Least share of the rate of MLPerf's implementations that PyTorch is known to reach. PUBLISHED: ResNet-50 on an H100,
+2,790 images/s (Lambda's table, NCHW) and 7,140 (MLPerf v3.1 to v4.0, MXNet)."""
 UNKNOWN = ""
 """Shown for the unknown messages of a library and of parameter servers."""
 
@@ -43,16 +46,28 @@ def assumptions(question: Question) -> list[str]:
     """Return lines on the values that the figures are based on."""
     cluster = question.cluster
     _, rate = cluster.compute(shape_of(question.config.model), rate=question.rate)
+    whose = "yours" if question.rate else "MLPerf's implementation" if "MLPerf" in rate.source else "other software"
     lines = [
-        f"{cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at {rate.local_batch:g} images a "
-        f"step ({rate.source}{', assumed' if rate.is_assumed else ''})"
+        f"compute rate ({whose}): {cluster.device}: {rate.images_per_second:,.1f} images/s of {rate.model} at "
+        f"{rate.local_batch:g} images a step ({rate.source}{', assumed' if rate.is_assumed else ''})"
     ]
+    if not question.rate:
+        slowest = rate.images_per_second * PYTORCH_SHARE if "MLPerf" in rate.source else None
+        lines.append(
+            (
+                f"PyTorch may reach {slowest:,.0f} to {rate.images_per_second:,.0f} images/s of it, and "
+                if slowest
+                else ""
+            )
+            + "this program's own rate is unknown: measure it by bigbatch doctor --config RECIPE --json doctor.json, "
+            "then give --profile doctor.json"
+        )
     if rate.model != question.config.model.name:
         lines.append(f"{question.config.model.name} is scaled from it by its operations")
     if question.config.data.loader in READERS:
         rate_of_input = input_rate(question)
         lines.append(
-            "loaders are taken to keep up: no rate of theirs is stated (--input-rate)"
+            "compute and communication only: no rate of loaders is stated (--input-rate); they or storage may be slower"
             if rate_of_input is None
             else f"loaders bring {rate_of_input:,.1f} images/s in each node"
         )

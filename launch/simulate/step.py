@@ -21,13 +21,6 @@ CYCLE_BYTES = 64 * 2**20
 """Horovod's fusion buffer."""
 FIT_PRECISION = 1e-4
 """Relative precision of the seconds of an image."""
-NORMAL_90 = 1.645
-"""Standard deviations on each side of the 90% interval of a normal distribution."""
-RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
-"""Standard deviation of a device's images per second: between sizes of one system, between systems of one device
-(PUBLISHED: 3% of H100, to 20% of A100, between submitters), and where another device stands in its place."""
-COMMUNICATION_SPREAD, FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 0.6, 1.0
-"""Standard deviation of each of these parts, as a share of it. ASSUMED, and checked against published rows."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +73,11 @@ class SimulatedStep:
     transfers: tuple[PlannedTransfer, ...]
 
     @property
+    def hidden(self) -> float:
+        """Return the seconds of communication that backward hides."""
+        return max(0.0, sum(each.end_seconds - each.start_seconds for each in self.transfers) - self.communication)
+
+    @property
     def seconds(self) -> float:
         """Return the whole step."""
         return self.computing + self.communication + self.stragglers + self.input
@@ -101,6 +99,8 @@ class SimulatedJob:
     algorithm: str = "native"
     input_images_per_second: float | None = None
     """Rate of a node's loaders; None if they keep up."""
+    slowness: float = 1.0
+    """Factor of the seconds of all sums."""
 
     def simulate(self, compute: Compute, local_batch: float, *, num_microbatches: int = 1) -> SimulatedStep:
         """Simulate one step of a local batch per device; gradients travel during the last microbatch's backward."""
@@ -110,7 +110,7 @@ class SimulatedJob:
         transfers = self._transfers(backward)
         exposed = self._exposed(backward, transfers, computing)
         network, constants = self.network, self.network.constants
-        late = constants.server_straggler_share if network.carrier == "servers" else constants.straggler_share
+        late = constants.straggler_share
         share = late * math.log2(network.num_nodes)
         if network.num_nodes > 1:
             share += constants.input_share
@@ -126,7 +126,7 @@ class SimulatedJob:
     def sum_seconds(self, num_bytes: float) -> float:
         """Return the seconds to sum a buffer of that many bytes of gradients."""
         algorithm = self.algorithm_of(num_bytes)
-        return self.network.seconds(num_bytes * self.wire_share, algorithm, widened=self._widened)
+        return self.slowness * self.network.seconds(num_bytes * self.wire_share, algorithm, widened=self._widened)
 
     def algorithm_of(self, num_bytes: float) -> str:
         """Return the algorithm for such a buffer."""
@@ -141,34 +141,26 @@ class SimulatedJob:
 
     def _transfers(self, backward: Backward) -> tuple[PlannedTransfer, ...]:
         network, constants = self.network, self.network.constants
-        if network.num_devices == 1 or network.carrier == "servers" or self._is_blocking:
+        if network.num_devices == 1 or network.carrier == "servers":
             return ()
         tensors = self.shape.tensors(self.element_bytes)
 
         if not isinstance(self.fusion, InCycles):
             return simulate(self.fusion.plan(tensors), backward, self.sum_seconds)
-        per_tensor = constants.host_tensor_seconds if network.carrier == "host" else 0.0
+        fixed = self.slowness * constants.cycle_seconds
         return in_cycles(
             tensors,
             backward,
-            lambda num_bytes, count: self.sum_seconds(num_bytes) + per_tensor * count + constants.cycle_seconds,
+            lambda num_bytes: self.sum_seconds(num_bytes) + fixed,
             buffer_bytes=self.fusion.buffer_bytes,
         )
 
-    @property
-    def _is_blocking(self) -> bool:
-        """Return whether nothing hides behind backward."""
-        return self.network.carrier == "sockets" and self.network.num_nodes > 1
-
     def _exposed(self, backward: Backward, transfers: tuple[PlannedTransfer, ...], computing: float) -> float:
         network, constants = self.network, self.network.constants
-        num_bytes = self.shape.num_parameters * self.element_bytes * self.wire_share
+        num_bytes = self.shape.num_parameters * self.element_bytes
         doublings = math.log2(network.num_nodes)
         if network.carrier == "servers":
-            return max(0.0, network.seconds(num_bytes, widened=self._widened) - computing)
-        if self._is_blocking:
-            fixed = constants.socket_step_seconds + constants.socket_node_seconds * doublings
-            return fixed + network.seconds(num_bytes, widened=self._widened)
+            return max(0.0, self.sum_seconds(num_bytes) - computing)
         if not transfers:
             return 0.0
         exposed = max(0.0, transfers[-1].end_seconds - backward.seconds)
@@ -197,24 +189,22 @@ def backward_of(shape: ModelShape, seconds: float) -> Backward:
 def in_cycles(
     tensors: tuple[TensorSpec, ...],
     backward: Backward,
-    seconds_of: Callable[[int, int], float],
+    seconds_of: Callable[[int], float],
     *,
     buffer_bytes: int,
 ) -> tuple[PlannedTransfer, ...]:
-    """Send, whenever the wire is free, all gradients that are ready, at least one and at most a buffer.
-
-    seconds_of: of (bytes, number of gradients).
-    """
+    """Send, whenever the wire is free, all gradients that are ready, at least one and at most a buffer."""
     ready = [backward.ready_seconds[tensor.name] for tensor in tensors]
+    sizes = [tensor.num_bytes for tensor in tensors]
     transfers: list[PlannedTransfer] = []
     free, first = 0.0, 0
-    while first < len(tensors):
+    while first < len(sizes):
         start = max(free, ready[first])
-        last, num_bytes = first + 1, tensors[first].num_bytes
-        while last < len(tensors) and ready[last] <= start and num_bytes + tensors[last].num_bytes <= buffer_bytes:
-            num_bytes += tensors[last].num_bytes
+        last, num_bytes = first + 1, sizes[first]
+        while last < len(sizes) and ready[last] <= start and num_bytes + sizes[last] <= buffer_bytes:
+            num_bytes += sizes[last]
             last += 1
-        free = start + seconds_of(num_bytes, last - first)
+        free = start + seconds_of(num_bytes)
         transfers.append(PlannedTransfer(num_bytes, ready[last - 1], start, free))
         first = last
     return tuple(transfers)
@@ -224,23 +214,21 @@ def fit_compute(
     job: SimulatedJob, fixed_seconds: float, local_batch: float, seconds: float, *, num_microbatches: int = 1
 ) -> Compute:
     """Find the seconds of an image with which a job's simulated step takes the given seconds."""
+
+    def beyond(each: float) -> float:
+        step = job.simulate(Compute(each, fixed_seconds), local_batch, num_microbatches=num_microbatches)
+        return step.seconds - seconds
+
     low, high = 0.0, seconds / local_batch
-    while high - low > FIT_PRECISION * high:
-        middle = (low + high) / 2
-        step = job.simulate(Compute(middle, fixed_seconds), local_batch, num_microbatches=num_microbatches)
-        low, high = (low, middle) if step.seconds > seconds else (middle, high)
+    under, over = beyond(low), beyond(high)
+    if under >= 0:  # even without images the step takes longer
+        return Compute(0.0, fixed_seconds)
+    while over > FIT_PRECISION * seconds and high - low > FIT_PRECISION * high:
+        # a straight line through both ends, as time is nearly proportional to images; at a jump the middle
+        middle = low - under * (high - low) / (over - under)
+        middle = min(max(middle, 0.9 * low + 0.1 * high), 0.1 * low + 0.9 * high)
+        found = beyond(middle)
+        low, under, high, over = (low, under, middle, found) if found > 0 else (middle, found, high, over)
+        if -FIT_PRECISION * seconds < found <= 0:
+            return Compute(middle, fixed_seconds)
     return Compute(high, fixed_seconds)
-
-
-def reach_of(step: SimulatedStep, *, fixed_seconds: float, rate: float, doubt: float = 1.0) -> float:
-    """Return the factor below and above a step's seconds of its 90% interval.
-
-    rate: the spread of computing; doubt: of the model's own parts, 1 where no second row has checked them.
-    """
-    parts = (
-        rate,
-        doubt * COMMUNICATION_SPREAD * step.communication / step.seconds,
-        doubt * FIXED_SPREAD * fixed_seconds / step.seconds,
-        doubt * STRAGGLER_SPREAD * step.stragglers / step.seconds,
-    )
-    return math.exp(NORMAL_90 * math.hypot(*parts))

@@ -1,11 +1,9 @@
 """The simulator's all-reduce beside published tables of NCCL's own tests."""
 
-import math
-
 import pytest
 
 from benchmarks.twin.nccl_tests import TABLES, errors_of, main
-from bigbatch.launch.simulate.step import COMMUNICATION_SPREAD, NORMAL_90
+from bigbatch.launch.simulate.interval import FACTORS, LINK_FACTOR
 
 
 def test_benchmark_prints_each_size_of_each_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +17,7 @@ def test_benchmark_prints_each_size_of_each_table(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_published_bandwidth_lies_in_the_band_of_communication(table) -> None:
     """At sizes that a model's gradients have, and beyond; in smaller ones, what counts is the fixed time of a step."""
-    reach = math.exp(NORMAL_90 * COMMUNICATION_SPREAD)
+    reach = LINK_FACTOR ** FACTORS["ladder"]
     for size, error in errors_of(table).items():
         if size >= 1:
             assert 1 / reach <= 1 + error <= reach, size

@@ -1,16 +1,20 @@
 """Tables of measured rows in, predicted steps out: what they are scaled from, and how far off they are."""
 
 import csv
+import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from error_texts import naming
 
+from benchmarks.twin.add_rows import main as add_main
 from benchmarks.twin.hardware import inside_bytes_per_second, resnet50_rate, stated_gbit_per_s
+from benchmarks.twin.leave_out import factor_of
 from benchmarks.twin.predict import calibrate, main, predict_row
-from benchmarks.twin.published import as_new_sizes, as_strangers, errors_of, summarise
+from benchmarks.twin.published import as_new_sizes, errors_of, left_out, summarise
 from benchmarks.twin.published import main as published_main
 from benchmarks.twin.rows import Row, read_given, read_questions
 from bigbatch.errors import SimulationError
@@ -107,7 +111,6 @@ def test_faster_version_of_the_same_device_is_scaled_within_its_ladder():
     ("stated", "older"),
     [
         ({"collective_library_version": "NCCL 2.7.5"}, {"collective_library_version": "NCCL 2.9.8"}),
-        ({"collective_library_version": "NCCL 2.16.2"}, {"collective_library_version": "NCCL 2.17.1"}),
         (
             {"collective_library_version": "", "round_or_year": "2018"},
             {"collective_library_version": "", "round_or_year": "2022"},
@@ -125,7 +128,6 @@ def test_older_software_has_more_time_a_step_that_no_picture_explains(stated, ol
 def test_tpu_runs_one_program_whatever_its_framework_does_elsewhere():
     tpu = {"accelerator": "TPU v4 chip", "framework": "TensorFlow", "fusion": "", "collective_library_version": ""}
     assert Row(ONE | tpu).fusion == InGroups(1)
-    assert Row(ONE | tpu).fixed_seconds(DEFAULTS) < Row(ONE | tpu | {"accelerator": "Other"}).fixed_seconds(DEFAULTS)
     network = Row(EIGHT | tpu | {"inter_node_gbit_per_s": ""}).job().network
     # each chip has its own links: a node of eight has eight times as many
     assert network.across_bytes_per_second == 8 * network.inside_bytes_per_second
@@ -186,6 +188,57 @@ def test_second_row_stretches_what_the_first_cannot_know():
     assert predict_row(question, [Row(ONE), slow]).seconds > predict_row(question, [Row(ONE)]).seconds
 
 
+def test_second_row_counts_by_its_information():
+    """A correction stays below the row's error, by the share of its own noise, and vanishes if both agree."""
+    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
+    alone, plain = predict_row(question, [Row(ONE)]), predict_row(Row(EIGHT), [Row(ONE)])
+    agreeing = Row(EIGHT | {"id": "agrees", "ms_per_step": f"{1e3 * plain.seconds:.6f}"})
+    found = predict_row(question, [Row(ONE), agreeing])
+    assert found.seconds == pytest.approx(alone.seconds)
+    assert found.high / found.low < alone.high / alone.low
+    slower = Row(EIGHT | {"id": "slower", "ms_per_step": f"{1.05e3 * plain.seconds:.6f}"})
+    assert 1 < predict_row(question, [Row(ONE), slower]).seconds / alone.seconds < 1.06
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ({"ms_per_step": "80"}, "anomalous"),
+        ({"ms_per_step": "10"}, "nodes are faster"),
+        ({"ms_per_step": "20", "collective_library_version": "NCCL 2.7.5"}, "another software version"),
+    ],
+)
+def test_second_row_that_contradicts_the_model_is_refused(second, why):
+    question = Row(EIGHT | {"num_accelerators": "128", "num_nodes": "16"})
+    alone, found = (predict_row(question, [Row(ONE), *more]) for more in ([], [Row(EIGHT | second | {"id": "odd"})]))
+    assert re.search(naming("odd", why), found.refused)
+    assert found.seconds == alone.seconds
+    assert found.low <= alone.low
+    assert found.high >= alone.high
+
+
+def test_what_is_unknown_of_a_system_is_named_and_widens_its_interval():
+    plain = predict_row(Row(EIGHT), [Row(ONE)])
+    unstated = {"inter_node_gbit_per_s": "", "inter_node_link": ""}
+    for change, name in (
+        (unstated, "the network's rate"),
+        ({"framework": "Chainer"}, "framework Chainer"),
+        ({"framework": "TensorFlow, parameter servers"}, "carrier servers"),
+        ({"accelerator": "Another 9000"}, "the device's rate"),
+    ):
+        found = predict_row(Row(EIGHT | change), [Row(ONE)])
+        assert name in found.unknown
+        assert name == "the device's rate" or found.high / found.low > plain.high / plain.low
+
+
+def test_factor_of_intervals_gives_each_system_the_same_weight():
+    # nine systems of one row each, and one of a hundred: nine of ten are within 9
+    systems = {f"{place}": [float(place)] for place in range(1, 10)} | {"large": [50.0] * 100}
+    assert factor_of(systems) == 9.0
+    assert factor_of({"one": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]}) == 9.0
+    assert factor_of({}) == 1.0
+
+
 @pytest.mark.parametrize(
     ("stated", "carrier", "has_trees"),
     [
@@ -221,6 +274,43 @@ def test_table_is_predicted_without_its_own_measurements(tmp_path, capsys):
     assert (eight["id"], eight["scaled_from"], eight["extrapolated"]) == ("eight", "one", "no")
     assert float(eight["low"]) < float(eight["ms_per_step"]) < float(eight["high"])
     assert one["scaled_from"] == "eight"
+
+
+def test_committed_predictions_have_a_digest_and_meet_their_answers(tmp_path, capsys):
+    given, questions = write(tmp_path / "given.csv", ONE), write(tmp_path / "questions.csv", EIGHT)
+    out, promised = tmp_path / "out.csv", tmp_path / "promised.json"
+    words = ["--given", str(given), "--rows", str(questions), "--out", str(out), "--commit", str(promised)]
+    assert main(words) == 0
+    assert json.loads(promised.read_text())["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    origin = {"source": "a page", "round_or_year": "2022"}
+
+    def add(row: dict[str, str]) -> tuple[int, str]:
+        with (tmp_path / "new.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, row)
+            writer.writeheader()
+            writer.writerow(row)
+        code = add_main([str(tmp_path / "new.csv"), "--to", str(given), "--commitment", str(promised)])
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    with given.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ONE | origin)
+        writer.writeheader()
+        writer.writerow(ONE | origin)
+    for row, why in (
+        (EIGHT | {"ms_per_step": "19.7"}, "source"),
+        (EIGHT | origin, "ms_per_step"),
+        (ONE | origin, "in the table already"),
+        (ONE | origin | {"id": "other", "ms_per_step": "240"}, "contradict each other"),
+        (EIGHT | origin | {"ms_per_step": "0.0197", "images_per_second": "165685"}, "contradict"),
+    ):
+        code, shown = add(row)
+        assert code == 1
+        assert why in shown
+    code, shown = add(EIGHT | origin | {"ms_per_step": "19.7"})
+    assert code == 0
+    assert "inside the interval" in shown
+    assert [row.id for row in read_given(given).rows] == ["one", "eight"]
 
 
 def test_table_that_is_read_is_not_overwritten(tmp_path, capsys):
@@ -282,26 +372,39 @@ def published():
     return read_given(PUBLISHED).rows
 
 
-@pytest.mark.parametrize(("warm", "most", "null"), [(False, 0.10, "linear"), (True, 0.05, "line")])
-def test_errors_on_published_rows_stay_below_the_bar(published, warm, most, null):
-    found = summarise(errors_of(published, warm=warm))
-    assert found["across nodes"]["ours"] <= most
-    hard = found[f"{null} more than 10% off"]
-    assert hard["ours"] <= hard[null] / 2
+@pytest.fixture(scope="module")
+def new_systems(published):
+    """Errors of rows whose family chose neither the model's constants nor the width of intervals."""
+    return left_out(published)
+
+
+@pytest.mark.long
+def test_new_systems_are_predicted_and_their_intervals_hold(new_systems):
+    found = summarise(new_systems["left out"])
+    assert found["across nodes"]["ours"] <= 0.08
     assert found["linear within 3%"]["ours"] <= 0.03
-    assert 0.8 <= found["held by the band"] <= 0.98
+    assert 0.85 <= found["held by the band"] <= 0.95
+    for name, carrier in found["carriers"].items():
+        assert carrier["rows"] < 10 or carrier["held"] >= 0.85, name
+    assert 0.85 <= summarise(new_systems["left out, strangers"])["held by the band"] <= 0.95
 
 
-def test_errors_without_a_row_of_the_own_family_stay_below_the_bar(published):
-    found = summarise(as_strangers(published))
-    assert found["across nodes"]["ours"] <= 0.15
-    assert 0.8 <= found["held by the band"] <= 0.98
+def test_second_rows_do_not_make_predictions_worse(published):
+    warm = errors_of(published, warm=True)
+    cold = {each["id"]: each for each in errors_of(published, warm=False)}
+    found, before = summarise(warm), summarise([cold[each["id"]] for each in warm])
+    for name in ("across nodes", "linear more than 10% off", "line more than 10% off"):
+        assert found[name]["ours"] <= before[name]["ours"]
+    assert found["line more than 10% off"]["ours"] <= found["line more than 10% off"]["line"]
+    assert found["linear more than 10% off"]["ours"] <= found["linear more than 10% off"]["linear"] / 2
+    assert found["across nodes"]["ours"] <= 0.05
+    assert 0.85 <= found["held by the band"] <= 0.98
 
 
 def test_errors_on_sizes_that_are_not_given_stay_below_the_bar(published):
     found = summarise(as_new_sizes(published))
     assert found["across nodes"]["ours"] <= 0.05
-    assert 0.8 <= found["held by the band"] <= 0.98
+    assert 0.85 <= found["held by the band"] <= 0.98
 
 
 def test_large_scale_before_graphs_is_within_a_tenth(published):

@@ -10,15 +10,24 @@ from bigbatch.comm.gradients.fusion import PlanSizes
 from bigbatch.comm.measure.cost_model import Backward, ClusterModel, LinkModel, hierarchical_seconds, ring_seconds
 from bigbatch.errors import SimulationError
 from bigbatch.launch.simulate.constants import BACKWARD_SHARE, Constants
+from bigbatch.launch.simulate.interval import Doubt, interval_of
 from bigbatch.launch.simulate.network import Network
 from bigbatch.launch.simulate.plan_search import search_plan
 from bigbatch.launch.simulate.shapes import ModelShape, load_shape, shape_names
-from bigbatch.launch.simulate.step import Compute, InCycles, InGroups, SimulatedJob, backward_of, in_cycles, lateness
+from bigbatch.launch.simulate.step import (
+    Compute,
+    InCycles,
+    InGroups,
+    SimulatedJob,
+    backward_of,
+    fit_compute,
+    in_cycles,
+    lateness,
+)
 
 IDEAL = Constants(
     inside_latency_seconds=0.0,
     across_latency_seconds=0.0,
-    old_hop_seconds=1e-3,
     launch_seconds=0.0,
     straggler_share=0.0,
     input_share=0.0,
@@ -29,19 +38,21 @@ FOUR = ModelShape("four", (100, 200, 300, 400), (0.25, 0.5, 0.75, 1.0), 1.0)
 
 
 def test_networks_have_the_closed_forms_of_their_hops():
-    constants = Constants(inside_latency_seconds=1e-6, across_latency_seconds=1e-5, old_hop_seconds=1e-3)
+    constants = Constants(inside_latency_seconds=1e-6, across_latency_seconds=1e-5, socket_hop_seconds=1e-3)
     network = Network(4, 2, 1e11, 1e9, constants=constants)
     # 2 * 3/4 of 1 GB over 1 GB/s; the tree: 2 hops inside, 2 * log2(4) = 4 across; the ring: 8 inside, 8 across
     assert network.seconds(1e9) == pytest.approx(1.5 + 2e-6 + 4e-5)
-    assert replace(network, has_trees=False).seconds(1e9) == pytest.approx(1.5 + 16e-3)
+    # a ring crosses nodes with 2 * 7/8 of 1 GB, as each of its links carries
+    assert replace(network, has_trees=False).seconds(1e9) == pytest.approx(1.75 + 8e-6 + 8e-5)
+    assert replace(network, carrier="sockets").seconds(1e9) == pytest.approx(1.75 + 16e-3)
     # inside one node: 2 * 7/8 of 1 GB at 100 GB/s, and 14 hops
     assert Network(1, 8, 1e11, 1e9, constants=constants).seconds(1e9) == pytest.approx(0.0175 + 14e-6)
     assert Network(1, 1, 1e11, 1e9).seconds(1e9) == 0
     host = replace(network, carrier="host", constants=replace(constants, host_bytes_per_second=2e9))
     assert host.seconds(1e9) == pytest.approx(2 * 7 / 8 / 2)
     # of 4 nodes 3 send each server its half of 1 GB
-    two_servers = replace(network, carrier="servers", constants=replace(constants, most_servers=2))
-    assert two_servers.seconds(1e9) == pytest.approx(1.5)
+    assert replace(network, carrier="servers", num_servers=2).seconds(1e9) == pytest.approx(1.5)
+    assert replace(network, carrier="servers").seconds(1e9) == pytest.approx(0.75)
 
 
 def test_algorithms_by_name_are_those_of_the_cost_model():
@@ -97,11 +108,11 @@ def test_each_buffer_and_each_doubling_of_nodes_cost_what_the_constants_say():
 def test_cycles_send_what_is_ready_and_never_more_than_a_buffer():
     tensors = FOUR.tensors(4)
     ready = {tensor.name: 0.0 for tensor in tensors}
-    sent = in_cycles(tensors, Backward(ready, 1.0), lambda num_bytes, count: count * 1.0, buffer_bytes=1500)
+    sent = in_cycles(tensors, Backward(ready, 1.0), lambda num_bytes: num_bytes / 1e3, buffer_bytes=1500)
     assert [(each.num_bytes, each.start_seconds, each.end_seconds) for each in sent] == [
-        (1200, 0.0, 2.0),
-        (1200, 2.0, 3.0),
-        (1600, 3.0, 4.0),
+        (1200, 0.0, 1.2),
+        (1200, 1.2, 2.4),
+        (1600, 2.4, 4.0),
     ]
 
 
@@ -155,3 +166,35 @@ def test_one_step_in_ten_is_slower_than_its_mean_by_the_latest_node():
     job = SimulatedJob(FOUR, Network(64, 1, 1e12, 1e9, constants=constants), InGroups(1))
     step = job.simulate(Compute(1.0, 0.0), 1)
     assert step.slow_seconds - step.seconds == pytest.approx(0.01 / math.log(2) * lateness(64))
+
+
+def test_compute_is_found_with_which_a_step_takes_its_time():
+    step = SimulatedJob(load_shape("resnet50"), PAIR, InCycles())
+    found = fit_compute(step, 0.01, 64, 0.4)
+    assert step.simulate(found, 64).seconds == pytest.approx(0.4, rel=2e-4)
+    # even without images its sums take longer
+    assert fit_compute(step, 0.0, 64, 1e-4).seconds_per_image == 0.0
+
+
+def interval(job: SimulatedJob, doubt: Doubt) -> tuple[float, float]:
+    compute = Compute(0.01, 0.0)
+    step = job.simulate(compute, 10)
+    found = interval_of(job, compute, step, 10, doubt)
+    return math.log(step.seconds / found.low), math.log(found.high / step.seconds)
+
+
+def test_interval_is_each_cause_s_spread_in_squares_times_its_factor(monkeypatch):
+    monkeypatch.setattr("bigbatch.launch.simulate.interval.FACTORS", {"ladder": 2.0})
+    alone = SimulatedJob(FOUR, replace(PAIR, num_nodes=1), InGroups(1))
+    assert interval(alone, Doubt(0.03)) == pytest.approx((0.06, 0.06))
+    assert interval(alone, Doubt(0.05, is_unchecked=True)) == pytest.approx((0.26, 0.26))  # 5, 12 and 13
+    # 0.1 s of images and 0.1 s of sums in one group, which the unknown link makes 3 times as long, or a third of it
+    slow = SimulatedJob(FOUR, replace(PAIR, across_bytes_per_second=4e4), InGroups(1))
+    assert interval(slow, Doubt(0.0, has_unknown_link=True)) == pytest.approx(
+        (2 * math.log(0.2 / (0.1 + 0.1 / 3)), 2 * math.log(0.4 / 0.2))
+    )
+    # hidden sums may wait for backward's end, if nothing is known of the link
+    hidden = SimulatedJob(FOUR, replace(PAIR, across_bytes_per_second=1e5), InGroups(4))
+    step = hidden.simulate(Compute(0.01, 0.0), 10)
+    assert step.hidden == pytest.approx(0.04 - step.communication)
+    assert interval(hidden, Doubt(0.0, has_unknown_link=True))[1] >= 2 * math.log(0.14 / step.seconds) * 0.999

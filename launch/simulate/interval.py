@@ -1,0 +1,77 @@
+"""90% intervals of predicted steps: each cause moved by its spread, times a calibrated factor. Pure."""
+
+import math
+from dataclasses import dataclass, replace
+
+from bigbatch.launch.simulate.step import Compute, SimulatedJob, SimulatedStep
+
+RATE_SPREAD = {"ladder": 0.035, "device": 0.07, "other": 0.5}
+"""Standard deviation of a device's images per second: between sizes of one system, between systems of one device
+(PUBLISHED: 3% of H100, to 20% of A100, between submitters), and where another device stands in its place."""
+LINK_FACTOR, UNKNOWN_LINK_FACTOR = 1.8, 3.0
+"""Factor by which sums may be slower or faster: over links with a stated rate, and without. ASSUMED."""
+UNCHECKED_CARRIERS = ("servers", "sockets")
+"""Carriers of which published rows across nodes come from fewer than three systems."""
+UNCHECKED_SPREAD = 0.12
+"""Standard deviation of a step of a carrier or framework that hardly any published row has checked. ASSUMED."""
+FIXED_SPREAD, STRAGGLER_SPREAD = 0.6, 1.0
+"""Standard deviation of each of these parts, as a share of it. ASSUMED."""
+FACTORS = {"ladder": 1.51, "stranger": 1.7}
+"""Standard deviations on each side of the 90% interval: the system's own step sets the rate, or another system's does.
+Split conformal: 90% quantiles of the errors of systems which neither constants nor factors had seen, with the same
+weight for each system (benchmarks/twin/leave_out.py)."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """What is not known of a system, beside what every prediction leaves open."""
+
+    rate: float = RATE_SPREAD["ladder"]
+    """Standard deviation of its devices' rate."""
+    kind: str = "ladder"
+    """A key of FACTORS."""
+    has_unknown_link: bool = False
+    """Whether the rate of the network is not stated: then sums may also wait for backward's end."""
+    is_unchecked: bool = False
+    """Whether published rows across nodes have hardly checked such a carrier or framework."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Seconds below and above a step, and the spread, as logarithms, from which they follow."""
+
+    low: float
+    high: float
+    below: float
+    above: float
+
+
+def interval_of(
+    job: SimulatedJob,
+    compute: Compute,
+    step: SimulatedStep,
+    local_batch: float,
+    doubt: Doubt,
+    *,
+    num_microbatches: int = 1,
+) -> Interval:
+    """Move each cause of a simulated step by its spread, and add up the squares."""
+    factor = UNKNOWN_LINK_FACTOR if doubt.has_unknown_link else LINK_FACTOR
+
+    def seconds(slowness: float) -> float:
+        moved = replace(job, slowness=slowness).simulate(compute, local_batch, num_microbatches=num_microbatches)
+        return moved.seconds
+
+    slower, faster = seconds(factor), seconds(1 / factor)
+    if doubt.has_unknown_link:  # nothing may hide behind backward
+        slower = max(slower, step.seconds + step.hidden)
+    parts = (
+        doubt.rate,
+        UNCHECKED_SPREAD if doubt.is_unchecked else 0.0,
+        FIXED_SPREAD * num_microbatches * compute.fixed_seconds / step.seconds,
+        STRAGGLER_SPREAD * step.stragglers / step.seconds,
+    )
+    below = math.hypot(*parts, math.log(step.seconds / faster))
+    above = math.hypot(*parts, math.log(slower / step.seconds))
+    reach = FACTORS[doubt.kind]
+    return Interval(step.seconds * math.exp(-reach * below), step.seconds * math.exp(reach * above), below, above)
