@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LAMB": "bigbatch.trainer.optim.lamb",
     "LARS": "bigbatch.trainer.optim.lars",
+    "Lion": "bigbatch.trainer.optim.lion",
     "Muon": "bigbatch.trainer.optim.muon",
     "Shampoo": "bigbatch.trainer.optim.shampoo",
     "param_groups": "bigbatch.trainer.optim.param_groups",
@@ -28,6 +29,7 @@ __all__ = [
     "LARS",
     "DistributedOptimizer",
     "GradientReducer",
+    "Lion",
     "Muon",
     "Precision",
     "Scaling",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from bigbatch.trainer.in_python import train
     from bigbatch.trainer.optim.lamb import LAMB
     from bigbatch.trainer.optim.lars import LARS
+    from bigbatch.trainer.optim.lion import Lion
     from bigbatch.trainer.optim.muon import Muon
     from bigbatch.trainer.optim.param_groups import param_groups
     from bigbatch.trainer.optim.shampoo import Shampoo

@@ -90,6 +90,7 @@ OPTIMIZERS: dict[str, dict[str, object]] = {
     "sgd": {**OF_LARS, "name": "sgd", "eps": "null"},
     "lamb": {**ADAPTIVE, "name": "lamb"},
     "adamw": {**ADAPTIVE, "name": "adamw"},
+    "lion": {**ADAPTIVE, "name": "lion", "eps": "null"},
     "muon": {**OF_LARS, "name": "muon", "eps": "null", "options.newton_schulz_precision": "bf16"},
     "lars sharded": {"sharded": "true"},
 }

@@ -14,6 +14,7 @@ from bigbatch.trainer.config.sections import OptimizerConfig
 from bigbatch.trainer.optim.foreign import find_optimizer, has_modes, start_training
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.lion import Lion
 from bigbatch.trainer.optim.matrices import apart
 from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.param_groups import param_groups
@@ -74,6 +75,7 @@ NATIVE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lamb": LAMB,
     "sgd": _make_sgd,
     "adamw": partial(torch.optim.AdamW, fused=True),
+    "lion": Lion,
     "muon": Muon,
     "shampoo": Shampoo,
 }

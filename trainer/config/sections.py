@@ -20,7 +20,7 @@ from bigbatch.trainer.config.fields import (
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 MODELS = (*RESNETS, "alexnet_bn", "resnet9")
 READERS = ("dali", "torchvision")  # loaders that read images while training
-OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "muon", "shampoo")
+OPTIMIZERS = ("lars", "lamb", "sgd", "adamw", "lion", "muon", "shampoo")
 SCALED = ("fp16", "fp16_autocast")  # precisions with a loss scale
 ModeKey = Literal["batch.microbatch_size", "compute.compile", "compute.cuda_graph"]
 MODE_KEYS: tuple[str, ...] = get_args(ModeKey)  # chosen by compute.mode=auto, unless the user states them
@@ -263,15 +263,17 @@ class OptimizerConfig:
     """Optimizer, loss, precision and weight averaging."""
 
     name: str = "lars"
-    """lars, lamb, sgd, adamw, muon, shampoo, or a class by its import path, such as schedulefree.SGDScheduleFree."""
+    """lars, lamb, sgd, adamw, lion, muon, shampoo, or a class by its import path, such as
+    schedulefree.SGDScheduleFree."""
     momentum: Annotated[float | None, BELOW_ONE, OnlyFor("name", ("lars", "sgd", "muon", "shampoo"))] = 0.9
     """Fraction of the last update that is kept, in [0, 1); only for lars, sgd, muon and shampoo, else null."""
     nesterov: Annotated[bool | None, OnlyFor("name", ("lars", "sgd", "muon", "shampoo"))] = False
     """Nesterov's momentum; only for lars, sgd, muon and shampoo, else null."""
-    betas: Annotated[tuple[float, float] | None, BELOW_ONE, OnlyFor("name", ("lamb", "adamw"))] = (0.9, 0.999)
-    """Decay rates of the running means of gradients and of their squares; only for lamb and adamw, else null."""
+    betas: Annotated[tuple[float, float] | None, BELOW_ONE, OnlyFor("name", ("lamb", "adamw", "lion"))] = (0.9, 0.999)
+    """Decay rates of the running means of gradients and of their squares in lamb and adamw. In lion: of the mean whose
+    sign is taken, and of the one that is kept (0.9 and 0.99 in its paper). null for the others."""
     weight_decay: Annotated[float, DECAY] = 1e-4
-    """Weight decay: L2 in lars, sgd and shampoo, decoupled in lamb, adamw and muon (for its matrices)."""
+    """Weight decay: L2 in lars, sgd and shampoo, decoupled in lamb, adamw, lion and muon (for its matrices)."""
     exclude_bias_and_norm: bool = True
     """No weight decay and no trust ratio for biases and batch norm (Jia et al. 2018: worth 1.3% top-1)."""
     bias_lr_factor: Annotated[float, POSITIVE] = 1.0

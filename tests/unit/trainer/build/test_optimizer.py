@@ -4,6 +4,7 @@ import io
 import math
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,7 @@ from bigbatch.trainer.optim.foreign import eval_mode, resume_training
 from bigbatch.trainer.optim.fused import FusedOptimizer
 from bigbatch.trainer.optim.lamb import LAMB
 from bigbatch.trainer.optim.lars import LARS
+from bigbatch.trainer.optim.lion import Lion
 from bigbatch.trainer.optim.muon import Muon
 from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.optim.shampoo import Shampoo
@@ -40,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lamb": {"betas": (0.8, 0.9), "eps": 1e-5},
     "sgd": {"momentum": 0.9, "nesterov": False},
     "adamw": {"betas": (0.8, 0.9), "eps": 1e-5},
+    "lion": {"betas": (0.8, 0.9)},
     "muon": {"momentum": 0.9, "nesterov": True, "options": MUON},
     "shampoo": {"momentum": 0.9, "nesterov": True, "eps": 1e-4, "options": SHAMPOO},
     "schedulefree.SGDScheduleFree": {"options": {"momentum": 0.8, "warmup_steps": 3}},
@@ -78,7 +81,13 @@ def states(optimizer: torch.optim.Optimizer) -> list[Any]:
 def test_make_optimizer_makes_every_name_of_the_config() -> None:
     types = {name: type(make(name)[0]) for name in OPTIMIZERS}
     others = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
-    assert types == {"lars": LARS, "lamb": LAMB, "muon": Muon, "shampoo": Shampoo, **others}
+    assert types == {"lars": LARS, "lamb": LAMB, "lion": Lion, "muon": Muon, "shampoo": Shampoo, **others}
+    assert {*OPTIMIZERS} == {name for name in SETTINGS if "." not in name}, "each has its row in SETTINGS"
+
+
+def test_every_optimizer_stands_in_the_pages_table() -> None:
+    page = (Path(__file__).parents[4] / "docs/optimizers.md").read_text().split("\n\n- ")[0]
+    assert sorted(re.findall(r"^\| \[?`(\w+)`", page, re.M)) == sorted(OPTIMIZERS)
 
 
 def test_make_optimizer_hands_options_on() -> None:

@@ -140,11 +140,11 @@ run.eval_every_epochs=4; run.eval_offset_epochs=7
   | offset_epochs=7 must be below run.eval_every_epochs=4: give at most 3 | run.eval_offset_epochs=3
 
 optimizer.name=lasr
-  | optimizer.name=lasr & lars, lamb, sgd, adamw, muon, shampoo; & lars. & schedulefree.SGDScheduleFree
+  | optimizer.name=lasr & lars, lamb, sgd, adamw, lion, muon, shampoo; & lars. & schedulefree.SGDScheduleFree
 optimizer.name=LAMB
-  | optimizer.name=LAMB & lars, lamb, sgd, adamw, muon, shampoo; & lamb. & schedulefree.SGDScheduleFree
+  | optimizer.name=LAMB & lars, lamb, sgd, adamw, lion, muon, shampoo; & lamb. & schedulefree.SGDScheduleFree
 optimizer.name=adam
-  | optimizer.name=adam & lars, lamb, sgd, adamw, muon, shampoo; & adamw. & schedulefree.SGDScheduleFree
+  | optimizer.name=adam & lars, lamb, sgd, adamw, lion, muon, shampoo; & adamw. & schedulefree.SGDScheduleFree
 FOREIGN; optimizer.name=. | optimizer.name=. & schedulefree.SGDScheduleFree | FOREIGN
 FOREIGN; optimizer.name=schedulefree. | optimizer.name=schedulefree. & schedulefree.SGDScheduleFree | FOREIGN
 FOREIGN; optimizer.name=.SGD | optimizer.name=.SGD & schedulefree.SGDScheduleFree | FOREIGN
@@ -154,9 +154,9 @@ FOREIGN; optimizer.name=./lars | optimizer.name=./lars & schedulefree.SGDSchedul
 FOREIGN; optimizer.options={lr: 0.1} | optimizer.options & lr: schedule.base_lr does
 FOREIGN; optimizer.options={weight_decay: 0.1} | optimizer.options & weight_decay: optimizer.weight_decay does
 FOREIGN; optimizer.name=torch.optim.SGD; optimizer.options={fused: true}
-  | optimizer.options & fused: & lars, lamb, sgd, adamw, muon, shampoo
+  | optimizer.options & fused: & lars, lamb, sgd, adamw, lion, muon, shampoo
 FOREIGN; optimizer.name=torch.optim.SGD; optimizer.options={fused: false}
-  | optimizer.options & fused: & lars, lamb, sgd, adamw, muon, shampoo
+  | optimizer.options & fused: & lars, lamb, sgd, adamw, lion, muon, shampoo
 FOREIGN; optimizer.sharded=true
   | optimizer.sharded=True & optimizer.name=schedulefree.SGDScheduleFree | optimizer.sharded=false
 comm.wire_dtype=float16; optimizer.sharded=true

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, str]] = {
     "lamb bf16": {**ADAPTIVE, "name": "lamb", "precision": "bf16", "clip_norm": "0.5"},
     "adamw fp32": {**ADAPTIVE, "name": "adamw", "ema_decay": "0.5", "ema_every_steps": "3"},
     "adamw fp16": {**ADAPTIVE, "name": "adamw", **FP16},
+    "lion fp16": {**ADAPTIVE, "name": "lion", "eps": "null", **FP16},
     "muon bf16": {
         **OF_LARS,
         "name": "muon",

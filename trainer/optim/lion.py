@@ -1,0 +1,57 @@
+"""Lion (Chen et al. 2023, arXiv 2302.06675), fused over all tensors of a group."""
+
+from typing import Any
+
+import torch
+
+from bigbatch.trainer.optim.fused import (
+    FusedOptimizer,
+    by_device_and_dtype,
+    laid_out_like,
+    overflow_flag,
+    problem_with_number,
+    unscaled_grads,
+    write_,
+)
+
+
+class Lion(FusedOptimizer):
+    """Moves every weight by the learning rate, in the direction of a mean of its gradients, with decoupled decay.
+
+    With gradient g and weight w: c = beta1 * m + (1 - beta1) * g;  w -= lr * (sign(c) + weight_decay * w)
+    m = beta2 * m + (1 - beta2) * g
+    This is algorithm 2 of the paper. Every setting can differ per parameter group.
+    Gradients are only read; a step needs two more copies of a group's gradients, three under a GradScaler.
+    A GradScaler's scale and overflow flag are applied on the device: an overflow leaves weights and means untouched.
+    """
+
+    _numbers = ("lr", "weight_decay")
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        """Check the settings. Raises: ValueError for one that is out of range, and for unusable parameters."""
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _problem_with(self, group: dict[str, Any]) -> str | None:
+        problems = (problem_with_number("betas", beta, below=1) for beta in group["betas"])
+        return next(filter(None, problems), None)
+
+    def _update_groups_(self) -> None:
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for weights in by_device_and_dtype(group["params"]):
+                overflow = overflow_flag(self, weights[0].device)
+                grads = unscaled_grads(self, weights)
+                for w in weights:
+                    state = self.state[w]
+                    # laid out anew: a loaded state can have another memory format than the model
+                    state["exp_avg"] = laid_out_like(w, state["exp_avg"]) if state else torch.zeros_like(w)
+                means = [self.state[w]["exp_avg"] for w in weights]
+                updates = torch._foreach_lerp(means, grads, 1 - beta1)
+                torch._foreach_sign_(updates)
+                write_(
+                    weights, list(updates), [], lr=group["lr"], weight_decay=group["weight_decay"], overflow=overflow
+                )
+                # m - (1 - beta2) * (m - g), by the kernel that writes nothing on overflow
+                write_(means, list(torch._foreach_neg(grads)), [], lr=1 - beta2, weight_decay=1.0, overflow=overflow)
