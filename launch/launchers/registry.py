@@ -1,9 +1,8 @@
 """All launchers by name."""
 
-from bigbatch.launch.launchers import k8s, local, mpirun, slurm, torchrun
+from bigbatch.launch.launchers import flux, k8s, local, mpirun, slurm, torchrun
 
 LAUNCHERS = {
-    launcher.name: launcher
-    for launcher in (local.LAUNCHER, mpirun.LAUNCHER, torchrun.LAUNCHER, slurm.LAUNCHER, k8s.LAUNCHER)
+    launcher.name: launcher for launcher in (each.LAUNCHER for each in (local, mpirun, torchrun, slurm, flux, k8s))
 }
 """In the order of the help."""

@@ -1,5 +1,6 @@
 """Random erasing: fill a rectangle of some images. Source: Zhong et al. 2017 (arXiv 1708.04896)."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,9 +45,8 @@ class RandomErasing:
     def __call__(self, images_BCHW: Tensor, *, draws_BD: np.ndarray) -> Tensor:
         """Change uint8 images by draws that are uniform in [0, 1)."""
         image_2 = np.array(images_BCHW.shape[2:])
-        areas_BT = image_2.prod() * _between(*AREAS, draws_BD[:, 3 : 3 + TRIES])
-        low, high = np.log(RATIOS)
-        ratios_BT = np.exp(_between(low, high, draws_BD[:, 3 + TRIES :]))
+        areas_BT = image_2.prod() * _between(*AREAS, draws=draws_BD[:, 3 : 3 + TRIES])
+        ratios_BT = np.exp(_between(*map(math.log, RATIOS), draws=draws_BD[:, 3 + TRIES :]))
         sides_BT2 = np.rint(np.sqrt(np.stack([areas_BT * ratios_BT, areas_BT / ratios_BT], axis=-1)))
         fits_BT = (sides_BT2 < image_2).all(-1)
         sides_B2 = np.take_along_axis(sides_BT2, fits_BT.argmax(1)[:, None, None], axis=1)[:, 0]
@@ -55,5 +55,5 @@ class RandomErasing:
         return fill_boxes(images_BCHW, first_B2=corners_B2, end_B2=corners_B2 + sides_B2, fill=self.fill)
 
 
-def _between(low: float, high: float, draws: np.ndarray) -> np.ndarray:
+def _between(low: float, high: float, *, draws: np.ndarray) -> np.ndarray:
     return low + draws * (high - low)

@@ -75,6 +75,12 @@ CASES: dict[str, tuple[str, ...]] = {
         *("torchrun", "--nodes", "2", "--ranks-per-node", "2", "--node-rank", "1", "--master", "n0:29500"),
         *("--interface", "eth0", *TRAIN),
     ),
+    "flux.txt": (
+        *("flux", *NODES, "--gpus-per-node", "8", "--cpus-per-rank", "12", "--time", "90", "--partition", "pbatch"),
+        *("--account", "vision", "--constraint", "a100|h100", "--exclude", "n3,n[10-12]", "--name", "resnet50"),
+        *("--stop-seconds", "300", "--env", "NOTE=it's; $(here)", "--", "train", "--config", "imagenet/resnet50_32k"),
+    ),
+    "flux-python.txt": ("flux", "--nodes", "2", *SCRIPT),
     "local.txt": ("local", "--ranks", "2", *TRAIN),
 }
 

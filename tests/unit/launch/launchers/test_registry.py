@@ -3,15 +3,17 @@
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 
 import pytest
 
 from bigbatch.cli import main
-from bigbatch.errors import LaunchOptionError
+from bigbatch.errors import JobRefused, LaunchOptionError
 from bigbatch.launch.jobs.options import JOB_OPTIONS, read_options
-from bigbatch.launch.jobs.spec import JobSpec
+from bigbatch.launch.jobs.spec import JobSpec, refuse
 from bigbatch.launch.launchers.base import Launcher, Queue, command_line
 from bigbatch.launch.launchers.registry import LAUNCHERS
+from bigbatch.launch.start import main as launch
 
 TRAIN = ("train", "--config", "quickstart")
 
@@ -25,6 +27,12 @@ def test_launcher_of_the_registry_is_in_the_help_and_its_example_works(
     assert f"    {name} " in capsys.readouterr().out
     assert main(["launch", name, "--dry-run", *shlex.split(LAUNCHERS[name].example)]) == 0
     assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_launcher_refuses_options_that_exist(name: str) -> None:
+    """A misspelt field would refuse nothing."""
+    assert LAUNCHERS[name].refused.keys() <= {field.name for field in fields(JobSpec)}
 
 
 @pytest.mark.parametrize("name", [name for name, each in LAUNCHERS.items() if isinstance(each.queue, str)])
@@ -80,6 +88,22 @@ def test_launcher_that_is_new_is_only_shown_by_a_dry_run(
     assert main(["launch", "fake", "--dry-run", "--", *TRAIN, "--run.directory", "a b"]) == 0
     assert capsys.readouterr().out == "env 'A=b c' fly train --config quickstart --run.directory 'a b'\n"
     assert calls == []
+
+
+def test_launcher_that_divides_by_its_ranks_is_not_asked_to_divide_by_0(
+    calls: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that contradict each other are told beside an option that it refuses."""
+
+    def dry_run(job: JobSpec, environ: Mapping[str, str]) -> str:
+        refuse(job, launcher="fake", refused=LAUNCHERS["fake"].refused)
+        return f"fly {8 // job.ranks_per_node}"
+
+    monkeypatch.setitem(LAUNCHERS, "fake", replace(LAUNCHERS["fake"], dry_run=dry_run))
+    for others in ([], ["--logs", "logs"]):
+        with pytest.raises(JobRefused) as caught:
+            launch(["fake", "--dry-run", "--ranks", "3", "--nodes", "2", *others, "--", *TRAIN])
+        assert len(caught.value.findings) == 1 + bool(others)
 
 
 def test_launcher_that_is_new_has_a_queue(calls: list[object]) -> None:
