@@ -21,6 +21,35 @@ pytestmark = pytest.mark.long
 
 
 SMALL_MODEL = ("--config", "quickstart", "--batch.microbatch_size", "4", "--batch.bn_span", "4")
+DDP_SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+model = DistributedDataParallel(module, bucket_cap_mb=1e-4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(dist.get_rank())
+try:
+    for step in range(int(sys.argv[1])):
+        inputs = torch.randn(4, 8, generator=generator)
+        optimizer.zero_grad()
+        own = torch.autograd.grad(module(inputs).square().mean(), list(module.parameters()))
+        model(inputs).square().mean().backward()
+        for mine, parameter in zip(own, module.parameters()):
+            dist.all_reduce(mine)
+            torch.testing.assert_close(parameter.grad, mine / dist.get_world_size())
+        optimizer.step()
+        if step % 7 == 0:
+            model.eval()
+            model(inputs)
+            model.train()
+finally:
+    print(f"rank {dist.get_rank()}: {step + 1} steps had the average")
+"""
+"""Compares the gradients of each step with the average of all ranks' own."""
 ONE_SIZE = ("--min-bytes", "40000", "--max-bytes", "40000", "--repetitions", "2")
 
 
@@ -37,6 +66,19 @@ def play_nodes(nodes: Sequence[str], *command: str) -> tuple[int, str]:
         local = {"LOCAL_RANK": str(nodes[:rank].count(node)), "LOCAL_WORLD_SIZE": str(nodes.count(node))}
         environs.append({**place, **local, "BIGBATCH_HOST": node})
     return fork_job("forked_ranks:bigbatch", command, environs, timeout_seconds=250)
+
+
+def test_tune_of_a_ddp_script_trains_it_rightly_with_every_candidate(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DDP_SCRIPT)
+    command = ("comm", "tune", "--ddp", str(script), "--steps", "1", "--", "5000")
+    code, text = play_nodes("aa", *command)
+    assert code == 0, text
+    steps = [int(count) for count in re.findall(r"rank \d: (\d+) steps had the average", text)]
+    assert len(steps) == 2
+    assert 50 < steps[0] == steps[1] < 5000, "ended once all is measured"
+    assert re.search(r"ms a step, \+-.*with our hook; n = 5 turns", text)
+    assert len(re.findall(r"^(?:buckets|hook): ", text, re.M)) == 2
 
 
 def records(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

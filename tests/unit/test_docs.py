@@ -40,6 +40,7 @@ from bigbatch.trainer.mlperf.verify import _parser as verify_parser
 from bigbatch.trainer.models import build_model
 from bigbatch.trainer.replay import _make_parser as replay_parser
 from bigbatch.trainer.run.checkpoint import save_checkpoint
+from bigbatch.trainer.tune.communication import _ddp_parser as ddp_parser
 from bigbatch.trainer.tune.communication import _parser as tune_parser
 from bigbatch.trainer.tune.precision.recommend import main as tune_precision
 from bigbatch.trainer.tune.range.rising_rate import _parser as range_parser
@@ -456,6 +457,8 @@ def test_bigbatch_commands(
         return
     if words[:2] == ["comm", "bench"]:
         check_options(bench_parser().parse_args([word for word in words[2:] if word != "--help"]))
+    elif words[:3] == ["comm", "tune", "--ddp"]:
+        assert ddp_parser().parse_args(words[2 : words.index("--")]).ddp
     elif words[:2] == ["comm", "tune"]:
         arguments, overrides = tune_parser().parse_known_args(words[2:])
         load_config(["--config", arguments.config, *overrides])

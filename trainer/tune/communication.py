@@ -14,6 +14,7 @@ from bigbatch.comm.algorithms.auto import AUTO, choose_algorithm
 from bigbatch.comm.algorithms.hybrid import HybridRow, HybridTable
 from bigbatch.comm.communicator import Communicator
 from bigbatch.comm.connection import BACKENDS
+from bigbatch.comm.measure.ddp_buckets import tune_script
 from bigbatch.comm.measure.tune import TuneResults, tune
 from bigbatch.comm.measure.whole_steps import StepCandidate
 from bigbatch.comm.rendezvous.environ import read_process_env
@@ -44,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises: ConfigError; CommError; TunedError if the file cannot be written.
     """
+    if "--ddp" in argv:
+        return _tune_ddp(argv)
     arguments, overrides = _parser().parse_known_args(argv)
     if not 0 < arguments.budget_seconds < float("inf"):
         raise ConfigError(f"--budget-seconds {arguments.budget_seconds:g} is no length of time; give some seconds")
@@ -80,6 +83,19 @@ def main(argv: Sequence[str]) -> int:
         write_tuned(tuned, path)
         print_line(f"stored in {path}; to train with it: --comm.algorithm hybrid --comm.table {path} {NULL_SIZES}")
         print_line(f"it changes {CHANGES}")
+    return 0
+
+
+def _tune_ddp(argv: Sequence[str]) -> int:
+    """Tune buckets and hook for a script that keeps DDP; arguments after -- are the script's."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    arguments = _ddp_parser().parse_args(argv[:split])
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps {arguments.steps} must be at least 1")
+    if not arguments.ddp.is_file():
+        raise ConfigError(f"--ddp {arguments.ddp} is no file: name a Python script")
+    for line in tune_script(arguments.ddp, argv[split + 1 :], steps=arguments.steps, say=print_line):
+        print_line(line)
     return 0
 
 
@@ -170,7 +186,8 @@ def _evidence(config: Config, conditions: Conditions, findings: TuneResults) -> 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bigbatch comm tune",
-        usage="bigbatch comm tune {--config NAME_OR_FILE | --model NAME} [OPTION ...] [--section.key VALUE ...]",
+        usage="bigbatch comm tune {--config NAME_OR_FILE | --model NAME} [OPTION ...] [--section.key VALUE ...]\n"
+        "       bigbatch comm tune --ddp SCRIPT [--steps N] [-- ARGUMENTS]: for a script with DistributedDataParallel",
         description="Measure the links between the ranks of this job, every all-reduce algorithm by size, and whole "
         "training steps of a model with several sizes of fusion buffers; choose the fastest, say why, and store it. "
         "Any key of the config can be overridden, such as --batch.microbatch_size.",
@@ -183,4 +200,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=as_path, metavar="FILE.json", help="default: tuned/MODEL-BACKEND-NODES-FINGERPRINT.json")
     add("--budget-seconds", type=decimal, default=60.0, help="how long to measure (default: %(default)s)")
     add("--backend", choices=BACKENDS, help="same as --comm.backend")
+    return parser
+
+
+def _ddp_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bigbatch comm tune --ddp",
+        usage="bigbatch comm tune --ddp SCRIPT [--steps N] [-- ARGUMENTS OF THE SCRIPT]",
+        description="Run a script that trains with DistributedDataParallel, time its steps with other sizes of buckets "
+        "and with our hook, end it, and say what is faster.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ddp", type=as_path, required=True, metavar="SCRIPT", help="script to run on every rank")
+    parser.add_argument("--steps", type=int, default=10, help="steps that each turn times (default: %(default)s)")
     return parser

@@ -1,0 +1,259 @@
+"""Buckets and hook for a script that keeps DistributedDataParallel: time its own training steps with each in turns."""
+
+import inspect
+import math
+import runpy
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch.comm.algorithms.hybrid import MeasuredTimes
+from bigbatch.comm.communicator import Communicator
+from bigbatch.comm.connection import connect
+from bigbatch.comm.gradients.ddp_hook import ddp_comm_hook
+from bigbatch.comm.measure.timing import slowest, wait_for
+from bigbatch.comm.measure.whole_steps import LEAST_GAIN
+from bigbatch.errors import UserError
+
+CAPS_MIB = (5, 25, 100, 400)
+"""Sizes of buckets to try, as far as the gradients fill them; torch's default is 25, with a first bucket of 1."""
+ROUNDS = 5
+"""Turns of each candidate in each of the two parts."""
+WARM_UP_STEPS = 2
+"""Steps of a turn that do not count: DDP makes its buckets anew after the first."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Arguments of DistributedDataParallel beside the script's own, and whether our hook sums."""
+
+    buckets: tuple[tuple[str, Any], ...] = ()
+    """Arguments by name; none: as the script states."""
+    has_hook: bool = False
+
+    def __str__(self) -> str:
+        stated = ", ".join(f"{name}={value}" for name, value in self.buckets) or "as the script states"
+        return f"{stated}, with our hook" if self.has_hook else stated
+
+
+Measured = dict[Candidate, MeasuredTimes]
+Search = Generator[Candidate, float, Measured]
+"""Yields the candidate of each turn, and gets its seconds per step."""
+
+
+def make_candidates(gradient_bytes: int, *, has_list: bool) -> list[Candidate]:
+    """List what the script states, then buckets of CAPS_MIB, alone and with a first bucket of 1 MiB. Pure.
+
+    has_list: whether this torch takes bucket_cap_mb_list, without which a stated size is the first bucket's, too.
+    """
+    caps = [cap for cap in CAPS_MIB if cap << 20 < gradient_bytes]
+    caps.append(next((cap for cap in CAPS_MIB if cap not in caps), CAPS_MIB[-1]))
+    found = [Candidate()]
+    for cap in dict.fromkeys(caps):
+        found.append(Candidate((("bucket_cap_mb", cap),)))
+        if has_list:
+            found.append(Candidate((("bucket_cap_mb_list", (1, cap)),)))
+    return found
+
+
+def search(candidates: Sequence[Candidate]) -> Search:
+    """Compare all in turns, then the fastest again, with and without our hook, with the first. Returns the second part.
+
+    The second part has new times: the fastest of many is partly so by chance.
+    """
+    times = yield from _in_turns(candidates)
+    best = min(times, key=lambda each: times[each].median)
+    return (yield from _in_turns(dict.fromkeys((candidates[0], best, Candidate(best.buckets, has_hook=True)))))
+
+
+def _in_turns(candidates: Sequence[Candidate] | Mapping[Candidate, None]) -> Search:
+    seconds: dict[Candidate, list[float]] = {each: [] for each in candidates}
+    order = list(candidates)
+    for _ in range(ROUNDS):
+        for each in order:
+            seconds[each].append((yield each))
+        order.reverse()  # so that a drift of the machine affects all equally
+    return {each: MeasuredTimes(tuple(times)) for each, times in seconds.items()}
+
+
+def gain(slow: MeasuredTimes, fast: MeasuredTimes) -> float:
+    """Return the share of a step that fast saves; 0 within noise. Pure."""
+    noise = math.hypot(*(each.median * each.noise for each in (slow, fast)))
+    saved = slow.median - fast.median
+    return saved / slow.median if saved > max(noise, LEAST_GAIN * slow.median) else 0.0
+
+
+def explain(measured: Measured) -> list[str]:
+    """Return lines on the times, the buckets and the hook. The first candidate is the script's own. Pure."""
+    lines = [
+        f"  {times.median * 1e3:9.2f} ms a step, +-{times.noise:.1%}  {each}; n = {len(times.seconds)} turns"
+        for each, times in measured.items()
+    ]
+    stated, *others = measured
+    plain = next((each for each in others if not each.has_hook), stated)
+    hooked = next(each for each in others if each.has_hook)
+    saved = gain(measured[stated], measured[plain]) if plain != stated else 0.0
+    chosen = plain if saved else stated
+    if chosen == stated:
+        lines.append("buckets: keep what the script states: no other size is faster beyond noise")
+    else:
+        name, value = chosen.buckets[0]
+        cap, first = (value[1], value[0]) if name == "bucket_cap_mb_list" else (value, value)
+        told = f"DistributedDataParallel(..., {name}={list(value) if name == 'bucket_cap_mb_list' else value})"
+        lines.append(f"buckets: bucket_cap_mb {cap}, first bucket {first} MiB: {saved:.1%} faster: {told}")
+    pays = gain(measured[chosen], measured[hooked])
+    if pays:
+        buckets = "" if hooked.buckets == chosen.buckets else f", with {Candidate(hooked.buckets)}"
+        how = f"model.register_comm_hook(None, ddp_comm_hook(communicator)){buckets}"
+        lines.append(f"hook: pays, {pays:.1%} faster: {how}")
+    else:
+        lines.append("hook: does not pay: it is not faster beyond noise")
+    return lines
+
+
+class _Finished(BaseException):
+    """Ends the script; no Exception, which it may catch."""
+
+
+@dataclass
+class _Tuner:
+    """Counts the steps of the script's model, and builds its buckets anew at each turn."""
+
+    steps: int
+    say: Callable[[str], None]
+    communicator: Communicator | None = None
+    measured: Measured = field(default_factory=dict)
+    _model: DistributedDataParallel | None = None
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    _own_hook: tuple[Any, Any] | None = None
+    _search: Search | None = None
+    _candidate: Candidate = Candidate()
+    _count: int = 0
+    _start: float = 0.0
+    _is_disturbed: bool = False
+
+    def begin(self, model: DistributedDataParallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the script's model, once it is made. Raises: UserError for a second one."""
+        if self._model is not None:
+            raise UserError("comm tune --ddp: the script wraps two models in DistributedDataParallel; it tunes one")
+        self._model, self._arguments, self.communicator = model, (args, kwargs), connect()
+        if self.communicator.rank:
+            self.say = lambda line: None
+        num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        has_list = "bucket_cap_mb_list" in inspect.signature(_OWN["__init__"]).parameters
+        self._search = search(make_candidates(num_bytes, has_list=has_list))
+        self._candidate = next(self._search)
+        self.say(f"{self.communicator}; {num_bytes / 1e6:.1f} MB of gradients")
+
+    def keep_hook(self, model: DistributedDataParallel, state: Any, hook: Any) -> None:
+        """Remember the script's own hook, for the next turns without ours."""
+        if model is self._model:
+            self._own_hook = state, hook
+
+    def on_forward(self, model: DistributedDataParallel) -> None:
+        """Count a step before its forward pass. Raises: _Finished after the last turn."""
+        if model is not self._model:
+            return
+        if not (model.training and torch.is_grad_enabled()):
+            self._is_disturbed = True  # an evaluation is no step
+        elif model.require_backward_grad_sync:
+            self._on_step(model)
+
+    def _on_step(self, model: DistributedDataParallel) -> None:
+        assert self.communicator is not None
+        assert self._search is not None
+        if self._count == WARM_UP_STEPS:
+            wait_for(self.communicator.device)
+            self._start, self._is_disturbed = time.perf_counter(), False
+        if self._count == WARM_UP_STEPS + self.steps:
+            wait_for(self.communicator.device)
+            mine = (time.perf_counter() - self._start) / self.steps
+            [seconds] = slowest([math.inf if self._is_disturbed else mine], self.communicator)
+            if seconds < math.inf:
+                self.say(f"  {seconds * 1e3:9.2f} ms a step  {self._candidate}")
+                try:
+                    self._candidate = self._search.send(seconds)
+                except StopIteration as end:
+                    self.measured = end.value
+                    raise _Finished from None
+            self._build(model)
+            self._count = 0
+        self._count += 1
+
+    def _build(self, model: DistributedDataParallel) -> None:
+        """Make DDP anew around the same model, in the same object, which the script holds."""
+        assert self.communicator is not None
+        args, kwargs = self._arguments
+        if self._candidate.buckets:
+            kwargs = {name: value for name, value in kwargs.items() if not name.startswith("bucket_cap_mb")}
+        stated = {name: list(value) if isinstance(value, tuple) else value for name, value in self._candidate.buckets}
+        was_training = model.training
+        _OWN["__init__"](model, *args, **kwargs, **stated)
+        model.training = was_training
+        if self._candidate.has_hook:
+            _OWN["register_comm_hook"](model, None, ddp_comm_hook(self.communicator))
+        elif self._own_hook:
+            _OWN["register_comm_hook"](model, *self._own_hook)
+
+
+_OWN: dict[str, Any] = {
+    name: getattr(DistributedDataParallel, name) for name in ("__init__", "forward", "register_comm_hook")
+}
+"""DDP's own methods."""
+
+
+@contextmanager
+def _patched(tuner: _Tuner) -> Iterator[None]:
+    """Have DDP tell the tuner of its models and their forward passes; its end is the script's."""
+
+    def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        _OWN["__init__"](model, *args, **kwargs)
+        tuner.begin(model, args, kwargs)
+
+    def forward(model: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+        tuner.on_forward(model)
+        return _OWN["forward"](model, *inputs, **kwargs)
+
+    def register(model: DistributedDataParallel, state: Any, hook: Any) -> None:
+        tuner.keep_hook(model, state, hook)
+        _OWN["register_comm_hook"](model, state, hook)
+
+    with suppress(_Finished):
+        try:
+            for name, method in zip(_OWN, (init, forward, register), strict=True):
+                setattr(DistributedDataParallel, name, method)
+            yield
+        finally:
+            for name, method in _OWN.items():
+                setattr(DistributedDataParallel, name, method)
+
+
+def tune_script(script: Path, arguments: Sequence[str], *, steps: int, say: Callable[[str], None]) -> list[str]:
+    """Run a script that trains with DDP, time its steps, end it, and return the lines of the result, on rank 0 only.
+
+    Collective over the job's ranks. steps: that each turn times. A step is all between two forward passes whose
+    gradients are averaged: input, microbatches in no_sync(), and the update belong to it.
+    Raises: UserError if the script wraps no model, or two, or ends before all is measured.
+    """
+    tuner = _Tuner(steps, say)
+    argv, path = sys.argv, sys.path[:]
+    try:
+        sys.argv, sys.path[:1] = [str(script), *arguments], [str(script.parent)]
+        with _patched(tuner), suppress(SystemExit):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    if tuner.communicator is None:
+        raise UserError(f"{script} made no DistributedDataParallel: --ddp takes a script that trains with it")
+    if not tuner.measured:
+        raise UserError(f"{script} ended before all was measured: let it train longer, or lower --steps {steps}")
+    lines = explain(tuner.measured) if tuner.communicator.rank == 0 else []
+    tuner.communicator.close()
+    return lines
