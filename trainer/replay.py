@@ -154,7 +154,7 @@ def _for_one_process(config: Config, run: RecordedRun, *, folder: str, resume: s
     comm = replace(config.comm, algorithm="native", table=None, group_size=None, timeline_steps=None, buffers="torch")
     return replace(
         config,
-        run=replace(config.run, directory=folder, resume=resume, memory_every_steps=0, digest_values=None),
+        run=replace(config.run, directory=folder, resume=resume, digest_values=None),
         data=replace(config.data, stage=None, bind_numa=False),
         batch=replace(config.batch, virtual_ranks=None),
         compute=replace(

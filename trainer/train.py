@@ -38,7 +38,6 @@ def main(argv: Sequence[str]) -> int:
     if is_dry_run:  # what would be copied, or measured and kept, is left alone
         config = replace(
             config,
-            run=replace(config.run, memory_every_steps=0),
             data=replace(config.data, stage=None),
             comm=replace(config.comm, calibrate="never"),
         )

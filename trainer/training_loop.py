@@ -18,12 +18,11 @@ from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir
 from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.hooks import TrainingHooks
-from bigbatch.trainer.run.memory_copies import MemoryCopies
 from bigbatch.trainer.run.noise_recorder import NoiseRecorder
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.saving import CheckpointSaver
 from bigbatch.trainer.step.loop import InputLost, Steps
-from bigbatch.trainer.step.plan import Parts, Plan, is_passed
+from bigbatch.trainer.step.plan import Parts, Plan
 from bigbatch.trainer.step.stop_request import Stopped
 from bigbatch.trainer.step.window import Totals
 
@@ -61,7 +60,7 @@ class NoticeWatch:
 class TrainingLoop:
     """Makes a run's steps, and reports, evaluates and saves between them. All methods are collective.
 
-    copies: of the state in memory, if the run keeps any. skipped: bad images that the run met before, and why.
+    skipped: bad images that the run met before, and why.
     notice_seconds: how long before its end the job asks for a stop, if it does.
     """
 
@@ -77,13 +76,12 @@ class TrainingLoop:
         digests: DigestRecorder,
         audit: GradientAudit,
         hooks: TrainingHooks,
-        copies: MemoryCopies | None,
         notice_seconds: int | None,
         skipped: dict[str, str],
     ) -> None:
         self.config, self.plan, self.parts = config, plan, parts
         self.evaluator, self.saver, self.output = evaluator, saver, output
-        self.digests, self.audit, self.hooks, self.copies, self.skipped = digests, audit, hooks, copies, skipped
+        self.digests, self.audit, self.hooks, self.skipped = digests, audit, hooks, skipped
         self.is_audited = False
         self.notice = None if notice_seconds is None else NoticeWatch(notice_seconds=notice_seconds)
         self.noise = NoiseRecorder(config, plan, parts)
@@ -132,8 +130,6 @@ class TrainingLoop:
                     parts.model.train()
             elif plan.is_checkpoint(done):
                 self.save(done, None)
-            elif self.copies and is_passed(plan.memory_every_steps, done, since=done - steps.train_step.window.steps):
-                self.saver.keep(self.copies, done=done, evaluations=self.evaluator.found, skipped=self.skipped)
             if is_stop:
                 totals.stopped_by = parts.stop.asked_by
                 break

@@ -32,7 +32,6 @@ from bigbatch.trainer.run.digests import DigestRecorder
 from bigbatch.trainer.run.folder import RunDir, read_curves
 from bigbatch.trainer.run.gradient_audit import GradientAudit
 from bigbatch.trainer.run.hooks import TrainingHooks
-from bigbatch.trainer.run.memory_copies import open_copies
 from bigbatch.trainer.run.output import RunOutput
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.rank_memory import checkpoint_bytes, rank_bytes
@@ -87,7 +86,6 @@ class TrainingRun:
         ]
         samples = build_input.samples_digest(self.train_split)
         classes = build_input.class_names(self.train_split)
-        self.copies = open_copies(config, communicator)
         # the state is not kept: it is as large as the model and its momentum
         state: dict[str, Any]
         self.is_healed = kept is not None
@@ -98,13 +96,10 @@ class TrainingRun:
                 samples=samples,
                 classes=classes,
                 control=communicator.control,
-                copies=self.copies,
             )
         else:
             self.start, state = start_in_memory(kept), kept
         start = self.start
-        if start.kept_by:
-            self.placement.append(f"going on from what {start.kept_by} kept in memory")
         if start.is_of_unknown_classes:
             self.placement.append(f"{start.path} keeps no class names: those of {config.data.root} are not compared")
         communicator.agree("the checkpoint to resume from", f"{start.path}, SHA-256 {start.sha256}")
@@ -126,8 +121,6 @@ class TrainingRun:
         else:
             # restored weights bring theirs
             fit_whitening_(self.parts.model, self.train_split, config=config, communicator=communicator)
-        if self.copies:
-            self.copies.require_room(num_bytes=checkpoint_bytes(config, self.parts))
         self.saver = CheckpointSaver(config, self.parts, owner=owner, samples=samples, classes=classes)
         self.saver.compare(done=self.plan.first_step)
         audit = GradientAudit(
@@ -157,7 +150,6 @@ class TrainingRun:
             digests=digests,
             audit=audit,
             hooks=hooks,
-            copies=self.copies,
             notice_seconds=job.env.notice_seconds,
             skipped=dict(start.skipped),
         )
@@ -205,8 +197,6 @@ class TrainingRun:
                 self.close(exit_code_of(error))
             raise
         self.close()
-        if self.copies:  # what they are of is on disk
-            self.copies.drop()
         found: dict[str, Any] | None = json.loads(summary)
         return found
 
@@ -247,8 +237,6 @@ class TrainingRun:
     def close(self, exit_code: int = 0) -> None:
         """Release what the run holds."""
         self.saver.close(exit_code)
-        if self.copies:
-            self.copies.settle()
         self.parts.close()
         self.output.leave_terminal()
         self.train_split.loader.close()
@@ -261,8 +249,6 @@ class TrainingRun:
         Raises: Stopped, in an evaluation that is not the training loop's.
         """
         loop = self.loop
-        if self.start.kept_by:
-            loop.save(self.plan.first_step, None)  # on disk, too, while the run goes on: a copy is lost already
         caught_up = self._catch_up()
         if self.is_healed:
             self._save_if_due()

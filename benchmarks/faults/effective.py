@@ -142,12 +142,14 @@ def main() -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", metavar="WAY", help="healing, memory, disk, torchrun, torchrun-often (all)")
+    parser.add_argument("ways", nargs="*", metavar="WAY", help="healing, often, disk, torchrun, torchrun-often (all)")
     parser.add_argument("--nodes", type=at_least(2), default=2)
     parser.add_argument("--seconds", type=at_least(1), default=240, help="time of each way, from its first steps on")
     parser.add_argument("--mean-seconds", type=at_least(1), default=60, help="between two failures")
     parser.add_argument("--epoch-steps", type=at_least(1), default=300, help="between two checkpoints on disk")
-    parser.add_argument("--memory-steps", type=at_least(1), default=20, help="between two copies in nodes' memory")
+    parser.add_argument(
+        "--often-steps", type=at_least(1), default=20, help="between two checkpoints of the ways -often"
+    )
     parser.add_argument("--batch", type=at_least(2), default=8, help="images of a rank and step")
     parser.add_argument("--image-size", type=at_least(32), default=64)
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments and the ranks")
@@ -162,14 +164,13 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
     emulate += ["--nodes", str(options.nodes)]
     peer = ["--batch", str(options.batch), "--image-size", str(options.image_size)]
 
-    def ours(folder: Path, *, memory: int = 0, **more: object) -> list[str]:
+    def ours(folder: Path, *, save_every: int = options.epoch_steps, **more: object) -> list[str]:
         keys: dict[str, object] = {
             "run.directory": folder / "run",
             "run.epochs": 100_000,
             "run.eval_every_epochs": 100_000,
             "run.log_every_steps": 1,
-            "run.checkpoint_every_steps": options.epoch_steps,
-            "run.memory_every_steps": memory,
+            "run.checkpoint_every_steps": save_every,
             "data.loader": "synthetic",
             "data.num_synthetic_samples": options.epoch_steps * options.batch * options.nodes,
             "data.probe_seconds": 0,
@@ -192,7 +193,7 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
         script = ["-m", "benchmarks.faults.ddp", "--folder", str(folder), "--save-every", str(save_every), *peer]
         return [*emulate, "--python", "--", *agent, *script]
 
-    memory, epoch = options.memory_steps, options.epoch_steps
+    often, epoch = options.often_steps, options.epoch_steps
     # as many microbatches as any number of ranks that is left can divide
     num_parts = math.lcm(*range(1, options.nodes + 1))
     size = max(1, options.batch * options.nodes // num_parts)
@@ -200,10 +201,10 @@ def ways(options: argparse.Namespace) -> dict[str, Way]:
     healing = {**parts, "run.heal": "in_place"}
     return {
         "healing": Way("ours, healing in place", partial(ours, **healing), look_at_run, goes_on=True),
-        "memory": Way(f"ours, a copy in memory every {memory} steps", partial(ours, memory=memory), look_at_run),
-        "disk": Way(f"ours, a checkpoint every {epoch} steps", partial(ours, memory=0), look_at_run),
+        "often": Way(f"ours, a checkpoint every {often} steps", partial(ours, save_every=often), look_at_run),
+        "disk": Way(f"ours, a checkpoint every {epoch} steps", ours, look_at_run),
         "torchrun": Way(f"DDP, a checkpoint every {epoch} steps", partial(torchrun, save_every=epoch), look_at_note),
-        "torchrun-often": Way(f"DDP, a checkpoint every {memory}", partial(torchrun, save_every=memory), look_at_note),
+        "torchrun-often": Way(f"DDP, a checkpoint every {often}", partial(torchrun, save_every=often), look_at_note),
     }
 
 

@@ -117,7 +117,7 @@ def as_new_sizes(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def calibrated(found: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, float]:
     """Return the FACTORS of intervals that the systems left out give; those of strangers come from their own rows."""
-    factors = {}
+    factors: dict[str, float] = {}
     for name in ("left out, strangers", "left out"):
         _, _, shares = held_without([error["prediction"] for error in found[name]])
         factors |= {kind: round(share * FACTORS[kind], 3) for kind, share in shares.items()}

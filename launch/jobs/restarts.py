@@ -7,7 +7,7 @@ from pathlib import Path
 from bigbatch.errors import ConfigError, tell
 from bigbatch.exit_codes import CRASHED, INTERRUPTED, LOST, PIPE_CLOSED, REFUSED
 from bigbatch.launch.jobs.foreground import Ended
-from bigbatch.launch.jobs.run_folder import find_run_folder, keeps_in_memory, newest_checkpoint
+from bigbatch.launch.jobs.run_folder import find_run_folder, newest_checkpoint
 from bigbatch.launch.jobs.spec import JobSpec
 
 FIRST_SIGNAL = 129
@@ -89,5 +89,4 @@ def _again(fit: JobSpec, job: JobSpec, *, folder: str | None, saved: Path | None
     if folder is None:
         return f"starting again{ranks}"
     where = f"from {saved}" if saved else "from the beginning"
-    in_memory = "from what a node kept in memory, else " if keeps_in_memory(folder) else ""
-    return f"starting again{ranks}, {in_memory}{where}"
+    return f"starting again{ranks}, {where}"

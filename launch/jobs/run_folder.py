@@ -93,11 +93,6 @@ def newest_checkpoint(folder: str | None) -> Path | None:
     return None if folder is None else max(RunDir(Path(folder)).checkpoints.glob("step-*"), default=None)
 
 
-def keeps_in_memory(folder: str) -> bool:
-    """Return whether a run keeps copies of its state in node memory, which may be newer."""
-    return RunDir(Path(folder)).memory_name.exists()
-
-
 class RunLeft:
     """Returns whether rank 0 of a start failed at least LEFT_LOOKS checks ago; called periodically.
 

@@ -75,16 +75,16 @@ def time_of_run(
     """
     evaluations = run.epochs / run.eval_every_epochs
     num_steps = run.epochs * steps_per_epoch
-    asked = (run.checkpoint_every_steps, run.memory_every_steps)
-    copies = evaluations + sum(num_steps / every for every in asked if every)
+    asked = [run.checkpoint_every_steps] if run.checkpoint_every_steps else []
+    checkpoints = evaluations + sum(num_steps / every for every in asked)
     planned = RunTime(
         num_steps * step_seconds / 3600,
         evaluations * FORWARD_SHARE * compute.seconds(EVALUATED / num_devices) / 3600,
-        copies * STATE_BYTES * shape.num_parameters / COPY_BYTES_PER_SECOND / 3600,
+        checkpoints * STATE_BYTES * shape.num_parameters / COPY_BYTES_PER_SECOND / 3600,
     )
     if failures is None:
         return planned
-    between = min([run.eval_every_epochs * steps_per_epoch, *(every for every in asked if every)])
+    between = min([run.eval_every_epochs * steps_per_epoch, *asked])
     effective = effective_share(between * step_seconds, failures, num_nodes=num_nodes)
     if effective < LEAST_EFFECTIVE:
         raise SimulationError(

@@ -74,10 +74,10 @@ def test_benchmarks_of_comm_run_and_are_summarised(emulate: Emulate, pair: Emula
 
 
 def test_effective_time_of_a_job_that_is_struck(tmp_path: Path) -> None:
-    """Ours and torchrun's, each with one failure; what the figures are is asked of a machine that does nothing else."""
+    """Ours, healing, and torchrun's, each with one failure; figures are asked of a machine that does nothing else."""
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
-    times = ("--seconds", 20, "--mean-seconds", 6, "--seed", 41, "--image-size", 32, "--memory-steps", 5)
-    done = run_benchmark("faults.effective", "memory", "torchrun-often", *times, "--out", out, "--plot", plot)
+    times = ("--seconds", 20, "--mean-seconds", 6, "--seed", 41, "--image-size", 32, "--often-steps", 5)
+    done = run_benchmark("faults.effective", "healing", "torchrun-often", *times, "--out", out, "--plot", plot)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["ways"]
     assert [way["failures"] for way in found.values()] == [1, 1]

@@ -1,7 +1,6 @@
 """A loss of one's own in which rank 1 is lost by SIGKILL, once after each of LOSE_RUN's checkpoints in LOSE_AFTER.
 
-With LOSE_WHOM=launcher, what started it is lost instead; LOSE_BY names another signal, and LOSE_SEEN what the folders
-that hold checkpoints are called, where these are not the run's.
+With LOSE_WHOM=launcher, what started it is lost instead; LOSE_BY names another signal.
 """
 
 import os
@@ -19,7 +18,7 @@ def loss(logits_BK: Tensor, targets: Tensor) -> Tensor:
     for step in os.environ.get("LOSE_AFTER", "").split():
         mark = run / f"lost-{step}"
         rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
-        kept = glob(f"{os.environ.get('LOSE_SEEN', run / 'checkpoints')}/step-*")
+        kept = glob(f"{run / 'checkpoints'}/step-*")
         # that very one may have been gone between two looks, or never made
         seen = any(int(folder.rpartition("-")[2]) >= int(step) for folder in kept)
         if rank == "1" and seen and not mark.exists():

@@ -1,13 +1,10 @@
 """Jobs that lose a rank and heal, as they really run here."""
 
-import hashlib
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from glob import glob
 from pathlib import Path
 
 import pytest
@@ -60,28 +57,6 @@ def test_local_job_that_loses_ranks_ends_with_the_bits_of_one_that_does_not(tmp_
     assert done.stderr.count("rank 1 was ended by SIGKILL") == 1
     assert done.stderr.count(f"starting again, from {tmp_path}/checkpoints/step-") == 1
     assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
-
-
-@pytest.mark.long
-def test_job_that_loses_ranks_goes_on_from_what_a_node_kept_in_memory(tmp_path: Path, undisturbed: Path) -> None:
-    """With no checkpoint on disk but at the end of an epoch: 5 steps, and rank 1 dies in the first and the second.
-
-    One restart is allowed: the steps between the two losses give it back.
-    """
-    found = tmp_path.stat()
-    facts = (str(tmp_path), str(found.st_dev), str(found.st_ino))
-    digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
-    copies = f"/dev/shm/bigbatch-{digest}-*/*"
-    settings = LOSS | {"run.checkpoint_every_steps": 0, "run.memory_every_steps": 1}
-    lose = {"LOSE_AFTER": "2 7", "LOSE_SEEN": copies}
-    done = launch("local", undisturbed, tmp_path, "--restarts", "1", settings=settings, **lose)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("going on from what") == 2, done.stdout
-    resumed = [int(step) for step in re.findall(r"resumed after step (\d+)", done.stdout)]
-    assert 2 <= resumed[0] < 5
-    assert 7 <= resumed[1] < 10
-    assert_identical(final_state(tmp_path), final_state(undisturbed / "run"))
-    assert not glob(f"/dev/shm/bigbatch-{digest}-*"), "the memory is given back"
 
 
 @pytest.mark.long

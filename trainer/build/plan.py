@@ -43,7 +43,6 @@ def make_plan(config: Config, communicator: Communicator, *, num_samples: int, f
         eval_offset_steps=steps_per_epoch * config.run.eval_offset_epochs,
         checkpoint_every_steps=config.run.checkpoint_every_steps,
         compare_every_steps=config.run.compare_every_steps,
-        memory_every_steps=config.run.memory_every_steps,
     )
 
 

@@ -10,11 +10,12 @@ REPLACED = {
     ("run", "loggers", "csv"): None,
 }
 """Section, key and value -> its replacement; None: remove it from a list."""
-DALIS_SHARE = 0.65
-"""The default of data.hardware_share, which older run folders state."""
+DEFAULTS = (None, 0.65, 0)
+"""Defaults of removed keys, which older run folders state."""
 REMOVED = {
     "run.wandb_options": "wandb reads WANDB_PROJECT, WANDB_MODE and so on from the environment",
     "data.hardware_share": "DALI's default, 0.65, holds",
+    "run.memory_every_steps": "with run.heal=in_place the ranks that are left hold the state",
     "comm.max_ctas": "NCCL reads NCCL_MAX_CTAS from the environment",
 }
 """Removed key -> what replaces it, in the words of an error and a note."""
@@ -47,7 +48,7 @@ def modernize_(content: dict[str, Any], *, is_run: bool) -> list[str]:
             lines += [] if is_run else [f"{section}.{key} is {new} now"]
         for name in [f"{section}.{key}" for key in values if is_run and f"{section}.{key}" in REMOVED]:
             value = values.pop(name.partition(".")[2])
-            lines += [] if value in (None, DALIS_SHARE) else [f"{name}={value} has no effect: {REMOVED[name]}"]
+            lines += [] if value in DEFAULTS else [f"{name}={value} has no effect: {REMOVED[name]}"]
     if is_run and "compute" in sections:
         sections["compute"].setdefault("mode", "eager")  # a run from before the key was computed as it stated
     return lines

@@ -46,9 +46,6 @@ class RunConfig:
     """Steps between two checkpoints. Each evaluation writes one too; 0: no others."""
     keep_checkpoints: Annotated[int, COUNT] = 2
     """How many of the newest checkpoints to keep, in addition to the best."""
-    memory_every_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps, rounded up to the next report, between two copies of the run's state in /dev/shm of every node; 0 for
-    none. A run that lost ranks or nodes resumes from the newest copy left, without reading a disk."""
     heal: Literal["in_place", "restart"] = "restart"
     """After the loss of a rank: restart ends all processes, which their launcher may start again; in_place lets the
     others go on in the same processes and from the same step, over tcp and gloo, if they can share the batch."""

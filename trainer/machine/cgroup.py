@@ -36,14 +36,6 @@ def memory_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgro
     return min((left for left in found if left is not None), default=None)
 
 
-def free_memory(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes that this process may still allocate, by its host and by memory_left; None if unknown."""
-    facts = dict(line.split(":", 1) for line in read_text(proc / "meminfo").splitlines() if ":" in line)
-    of_host = leading_number(facts.get("MemAvailable", ""))
-    found = (memory_left(proc=proc, groups=groups), None if of_host is None else int(of_host) * 1024)
-    return min((left for left in found if left is not None), default=None)
-
-
 def tasks_left(*, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return how many threads and processes this process's job may still start; None without a limit."""
     left = []

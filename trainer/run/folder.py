@@ -39,8 +39,6 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.values = path / "values"
         """Values of run.digest_values, a folder per rank."""
-        self.memory_name = self.checkpoints / ".memory"
-        """Identifier of the copies of the run's state in node memory."""
         self.plot = path / "plot.png"
         self.timeline = path / "timeline.json"
         """Trace of each buffer during backward in comm.timeline_steps, for ui.perfetto.dev."""

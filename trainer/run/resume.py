@@ -17,7 +17,6 @@ from bigbatch.trainer.optim.param_groups import load_optimizer_state
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, load_intact, read_manifest, restoring
 from bigbatch.trainer.run.class_names import kept_names, require_same_names
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.memory_copies import FoundCopy, MemoryCopies
 from bigbatch.trainer.run.weights import require_same_model
 from bigbatch.trainer.step.plan import Parts
 
@@ -54,8 +53,6 @@ class Start:
     """SHA-256 of the checkpoint: without a shared disk, nodes may have different ones of the same name."""
     damaged: Mapping[Path, str] = field(default_factory=dict)
     """Newer checkpoints that a rank finds damaged, newest first, with the reason."""
-    kept_by: str = ""
-    """Host whose memory holds it, if it is a copy in memory."""
     is_of_unknown_classes: bool = False
     """It contains no class names to compare with those of this run's data."""
 
@@ -67,15 +64,13 @@ def find_start(
     samples: str | None,
     control: Control,
     classes: Sequence[str] | None = None,
-    copies: MemoryCopies | None = None,
 ) -> tuple[Start, dict[str, Any]]:
     """Return where to start, and the state to restore, empty for a new run. Collective.
 
-    samples: digest of the training images. classes: their class names, or None. copies: the run's copies in memory,
-    which may be newer than all checkpoints.
+    samples: digest of the training images. classes: their class names, or None.
     Raises: CheckpointError, also if the checkpoint belongs to another run or has other classes.
     """
-    path, state, damaged, found = _find_state(config, rundir, control=control, copies=copies)
+    path, state, damaged = _find_state(config, rundir, control=control)
     if path is None:
         return Start(), {}
     is_resumed = config.run.resume == "auto"
@@ -100,46 +95,39 @@ def find_start(
     require_same_optimizer(state["config"], config.optimizer.name, path=path)
     require_same_objective(state["config"], config, path=path)
     is_in_folder = path.resolve().parent == rundir.checkpoints.resolve()
-    manifest = {} if found else read_manifest(path)
-    evaluations = state.get("evaluations", []) if is_of_images and (found or is_in_folder) else []
+    manifest = read_manifest(path)
+    evaluations = state.get("evaluations", []) if is_of_images and is_in_folder else []
     start = Start(
         path=path,
         step=int(state["step"]),
-        owes_evaluation=is_in_folder and manifest.get("top1") is None,  # copies in memory are never evaluated
+        owes_evaluation=is_in_folder and manifest.get("top1") is None,
         skipped=dict(state.get("skipped", {})) if is_of_images else {},
         config=state["config"],
         evaluations={record["step"]: record for record in evaluations},
         gradient_order=state.get("gradient_order"),
         sums=dict(state.get("sums", {})),
-        sha256=found.sha256 if found else manifest["sha256"],
+        sha256=manifest["sha256"],
         damaged=damaged,
-        kept_by=found.host if found else "",
         is_of_unknown_classes=not trained and bool(classes) and state.get("samples") != samples,
     )
     return start, state
 
 
 def _find_state(
-    config: Config, rundir: RunDir, *, control: Control, copies: MemoryCopies | None
-) -> tuple[Path | None, dict[str, Any], dict[Path, str], FoundCopy | None]:
-    """Return the checkpoint of run.resume, its state, damaged newer ones, and its copy in memory, if it is one."""
-    found, path = None, None
+    config: Config, rundir: RunDir, *, control: Control
+) -> tuple[Path | None, dict[str, Any], dict[Path, str]]:
+    """Return the checkpoint of run.resume, its state, and damaged newer ones."""
+    path: Path | None = None
     state: dict[str, Any] = {}
     damaged: dict[Path, str] = {}
     if config.run.resume == "auto":
         checkpoints = list_checkpoints(rundir.checkpoints)
-        found = copies.find(above=checkpoints[-1].step if checkpoints else 0) if copies else None
-        if not found:
-            path, state, damaged = _load_newest_intact([each.path for each in checkpoints], control)
-        if copies and damaged:
-            found = copies.find(above=int(state.get("step", 0)))
-        if damaged and not (found or path):
+        path, state, damaged = _load_newest_intact([each.path for each in checkpoints], control)
+        if damaged and not path:
             raise CheckpointError(
                 f"{next(iter(damaged.values()))}; none of {len(damaged)} checkpoints is intact: start anew in another "
                 "run.directory"
             )
-        if found:
-            path, state = found.path, found.state
     elif config.run.resume != "never":
         path = Path(config.run.resume)
         state = load_checkpoint(path)
@@ -148,7 +136,7 @@ def _find_state(
             f"{rundir.path} holds a run already (step {held[-1].step}): choose another run.directory, or set "
             "run.resume to auto to go on"
         )
-    return path, state, damaged, found
+    return path, state, damaged
 
 
 def start_in_memory(state: Mapping[str, Any]) -> Start:

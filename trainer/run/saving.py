@@ -17,7 +17,6 @@ from bigbatch.trainer.run import class_names
 from bigbatch.trainer.run.background import BackgroundWrite, copy_to_host
 from bigbatch.trainer.run.checkpoint import checkpoint_path, save_checkpoint, write_on_first
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.memory_copies import MemoryCopies
 from bigbatch.trainer.run.owner import Owner
 from bigbatch.trainer.run.sums import describe_sums
 from bigbatch.trainer.step.plan import Parts
@@ -85,13 +84,6 @@ class CheckpointSaver:
                 name = f"checkpoint {checkpoint_path(self._checkpoints, step=done)}"
                 save = partial(self._save, step=done, top1=top1)
                 self._write = BackgroundWrite(state, save, name=name, started=started)
-
-    def keep(
-        self, copies: MemoryCopies, *, done: int, evaluations: list[dict[str, Any]], skipped: dict[str, str]
-    ) -> None:
-        """Start a copy of the present state in node memory. Collective. Raises: as start."""
-        with self._state(done=done, evaluations=evaluations, skipped=skipped) as state:
-            copies.keep(state, step=done, is_agreed=self._is_agreed)
 
     @contextmanager
     def _state(

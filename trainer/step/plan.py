@@ -40,7 +40,6 @@ class Plan:
     eval_offset_steps: int
     checkpoint_every_steps: int
     compare_every_steps: int
-    memory_every_steps: int = 0
 
     def is_evaluation(self, done: int) -> bool:
         """Return whether an evaluation is due after so many steps."""

@@ -236,10 +236,8 @@ def test_failures_throw_a_run_back_to_what_it_last_saved():
 
     epochs = point_of("--run.checkpoint_every_steps", "0")
     steps = point_of("--run.checkpoint_every_steps", "10")
-    memory = point_of("--run.checkpoint_every_steps", "60", "--run.memory_every_steps", "10")
     interval = 4 * 1_281_167 / 65_536 * epochs.step.seconds
     assert epochs.run.effective_share == pytest.approx(effective_share(interval, Failures(1000.0), num_nodes=8))
-    assert steps.run.effective_share == pytest.approx(memory.run.effective_share)
     assert epochs.run.effective_share < steps.run.effective_share < 1
     with pytest.raises(SimulationError, match="checkpoint_every_steps"):
         point_of(hours=0.001)

@@ -187,14 +187,19 @@ def test_load_config_of_an_older_run_folder(tmp_path, capsys):
     older["model"] |= {"options": None, "width": 8, "zero_gamma": None, "logit_scale": 0.5, "whitening_eps": None}
     older["schedule"] |= {"power": 1.0, "gamma": None}
     older["comm"]["max_ctas"] = None
-    older["run"]["wandb_options"] = {"project": "p"}
+    older["run"] |= {"wandb_options": {"project": "p"}, "memory_every_steps": 20}
     write(tmp_path / config_file.RUN_CONFIG, yaml.safe_dump(older))
     config = load_config(["--config", str(tmp_path)])
     told = capsys.readouterr().err
     assert "run.wandb_options={'project': 'p'} has no effect: " in told
+    assert "run.memory_every_steps=20 has no effect: with run.heal=in_place " in told
     assert "max_ctas" not in told
     assert config.model.options | {"width": 8, "logit_scale": 0.5} == config.model.options
     assert config.schedule.options == {"power": 1.0}
+
+
+def test_load_config_names_the_successor_of_a_key_that_is_no_more():
+    assert "run.heal=in_place" in refusal("--config", "quickstart", "--run.memory_every_steps", "20")
 
 
 def test_load_config_asks_for_a_key_that_a_choice_needs_and_that_has_no_default(tmp_path):

@@ -132,7 +132,7 @@ OUTSIDE = {
     ("0 or more, and below 2**63", -1): "run.seed",
     ("0 or more, and at most 1000", 1001): "optimizer.weight_decay",
     ("0 or more, and at most 1e9", -1): """
-        run.eval_offset_epochs run.checkpoint_every_steps run.memory_every_steps run.compare_every_steps
+        run.eval_offset_epochs run.checkpoint_every_steps run.compare_every_steps
         run.audit_every_steps run.digest_every_steps run.noise_scale_every_steps data.max_skipped
         data.probe_seconds augment.color_jitter
         augment.randaugment_ops augment.randaugment_magnitude augment.cutout_size augment.mixup_alpha

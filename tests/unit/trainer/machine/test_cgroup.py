@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch.trainer.machine.cgroup import free_memory, lies_in_memory, memory_left
+from bigbatch.trainer.machine.cgroup import lies_in_memory, memory_left
 
 GB = 10**9
 
@@ -35,19 +35,6 @@ def test_memory_left_is_that_of_the_tightest_group_without_the_page_cache(proc: 
     assert memory_left(proc=proc, groups=groups) == (100 - (95 - 50)) * GB
     group(groups / "slurm/job_7/step_0", 40 * GB, 50 * GB, inactive_file=5 * GB)
     assert memory_left(proc=proc, groups=groups) == 0, "just lowered"
-
-
-def test_free_memory_is_the_less_of_the_host_and_the_groups(proc: Path, tmp_path: Path) -> None:
-    """As the kernel words it: in KiB, and what gives way counts as available."""
-    groups = tmp_path / "cgroup"
-    (proc / "self/cgroup").write_text("0::/job\n")
-    assert free_memory(proc=proc, groups=groups) is None
-    (proc / "meminfo").write_text("MemTotal:  9000 kB\nMemFree:  100 kB\nMemAvailable:    2000 kB\nSwapTotal: 0 kB\n")
-    assert free_memory(proc=proc, groups=groups) == 2000 * 1024
-    group(groups / "job", 1000, 400, inactive_file=0)
-    assert free_memory(proc=proc, groups=groups) == 600
-    (proc / "meminfo").write_text("MemTotal:  9000 kB\nMemAvailable: 0 kB\n")
-    assert free_memory(proc=proc, groups=groups) == 0
 
 
 def test_memory_left_of_version_1(proc: Path, tmp_path: Path) -> None:
