@@ -35,7 +35,8 @@ from bigbatch.trainer.config.file import PACKAGED, load_config
 from bigbatch.trainer.datasets.generated import write_dataset
 from bigbatch.trainer.datasets.pack import PackRecipe, pack
 from bigbatch.trainer.input.shard_files import FACTS
-from bigbatch.trainer.input.shards import ENTRIES, read_packed
+from bigbatch.trainer.input.shards import ENTRIES, open_split, read_packed
+from bigbatch.trainer.input.webdataset import INDEX
 from bigbatch.trainer.run.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from bigbatch.trainer.run.folder import RunDir, read_curves
 
@@ -60,6 +61,8 @@ CASES = {
     "index": 5000,
     "entries": 5000,
     "shard": 10_000,
+    "webdataset": 2000,
+    "webdataset index": 1000,
 }
 Read = Callable[[bytes], None]
 
@@ -193,6 +196,28 @@ def checkpoint_of(folder: Path, name: str) -> Read:
     return read
 
 
+def webdataset_of(folder: Path, name: str) -> Read:
+    """A shard, or the index of shards: one that is not as it was written is made anew."""
+    root = folder / "webdataset"
+    write_dataset(folder / "images", train_per_class=1, val_per_class=1, side_pixels=(32, 32))
+    pack(folder / "images", folder / "packed", recipe=PackRecipe(), splits=("train",))
+    (root / "train").mkdir(parents=True)
+    (folder / "packed/train/shard-000000.tar").rename(root / "train/0.tar")
+    expected = len(open_split(root, "train"))
+    path = root / name if name == INDEX else root / "train" / name
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        with redirect_stderr(io.StringIO()):
+            index = open_split(root, "train")
+        assert name != INDEX or len(index) == expected
+        for number in range(len(index)):
+            index.read(number)
+
+    read.path = path  # type: ignore[attr-defined]
+    return read
+
+
 def packed_of(folder: Path, name: str) -> Read:
     source, target = folder / "pictures", folder / "packed"
     write_dataset(source, train_per_class=1, val_per_class=1, side_pixels=(32, 32))
@@ -264,6 +289,8 @@ def surfaces(folder: Path) -> dict[str, Callable[[], Surface]]:
         "index": lambda: of_kept(packed_of(folder, FACTS)),
         "entries": lambda: of_kept(packed_of(folder, ENTRIES)),
         "shard": lambda: of_kept(packed_of(folder, "shard-000000.tar")),
+        "webdataset": lambda: of_kept(webdataset_of(folder, "0.tar")),
+        "webdataset index": lambda: of_kept(webdataset_of(folder, INDEX)),
     }
 
 
