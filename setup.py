@@ -33,6 +33,7 @@ extras = {
     "tune": ["optuna>=4", "scipy>=1.11"],
     "verify": ["mlperf-logging>=4", "scipy>=1.11"],
     "wandb": ["wandb>=0.17"],
+    "mlflow": ["mlflow-skinny>=2.10"],
     "energy": ["nvidia-ml-py>=12"],
     "export": ["onnx>=1.17", "onnxscript>=0.5", "safetensors>=0.4"],
     "huggingface": ["pyarrow>=15"],

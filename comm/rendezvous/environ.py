@@ -343,6 +343,21 @@ def wandb_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in stated.items() if value}
 
 
+def mlflow_settings(*, default_store: Path) -> dict[str, str]:
+    """Return MLflow's tracking_uri, experiment_name and, if stated, run_name of the environment.
+
+    Without a server it is a folder, which newer releases of MLflow accept only if a variable allows it.
+    """
+    stated = {
+        name: os.environ.get(f"MLFLOW_{name.upper()}") for name in ("tracking_uri", "experiment_name", "run_name")
+    }
+    settings = {"experiment_name": "bigbatch", **{name: value for name, value in stated.items() if value}}
+    if "tracking_uri" not in settings:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        settings["tracking_uri"] = default_store.resolve().as_uri()
+    return settings
+
+
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return NCCL's variables except those of rendezvous and logging."""
     return {

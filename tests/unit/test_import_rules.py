@@ -81,6 +81,7 @@ DOORS = {
     "onnxscript": ("bigbatch.trainer.inference.formats",),
     "onnxruntime": ("bigbatch.trainer.inference.formats",),
     "wandb": ("bigbatch.trainer.run.weights_and_biases",),
+    "mlflow": ("bigbatch.trainer.run.mlflow_run",),
     "timm": ("bigbatch.trainer.inference.formats", "bigbatch.trainer.models.libraries"),
 }
 ENVIRONMENT_READERS = (

@@ -90,6 +90,7 @@ def test_wheel_holds_all_rooms_as_real_files(wheel: Path) -> None:
 
 
 EXTRAS = {"dali", "dali-cuda12", "mpi", "horovod", "tune", "verify", "export", "energy", "huggingface", "wandb"} | {
+    "mlflow",
     "docs",
     "storage",
     "dev",

@@ -35,6 +35,7 @@ class RunDir:
         """Record by which compute.mode=auto chose, if it did: a resumed run goes on in that mode."""
         self.tensorboard = path / "tensorboard"
         self.wandb_id = path / "wandb_id.txt"
+        self.mlflow_id = path / "mlflow_id.txt"
         """Name of the run in Weights & Biases."""
         self.checkpoints = path / "checkpoints"
         self.values = path / "values"

@@ -1,4 +1,4 @@
-"""Loggers for the numbers of metrics.jsonl: TensorBoard and Weights & Biases."""
+"""Loggers for the numbers of metrics.jsonl: TensorBoard, Weights & Biases and MLflow."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -7,9 +7,11 @@ from typing import Any
 
 from bigbatch.errors import first_line
 from bigbatch.trainer.config.schema import Config
+from bigbatch.trainer.run.background_logger import BackgroundLogger
 from bigbatch.trainer.run.cost import ELAPSED
 from bigbatch.trainer.run.folder import RunDir
-from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
+from bigbatch.trainer.run.mlflow_run import log_to_mlflow
+from bigbatch.trainer.run.weights_and_biases import log_to_wandb
 
 Say = Callable[[str], None]
 
@@ -41,7 +43,7 @@ class TensorBoard:
         self._events.close()
 
 
-Logger = TensorBoard | WeightsAndBiases
+Logger = TensorBoard | BackgroundLogger
 """Logs figures without waiting for a network; an exception removes it from the run, which continues."""
 
 
@@ -87,6 +89,7 @@ def open_loggers(config: Config, rundir: RunDir, *, from_step: int, say: Say) ->
     """Open the loggers of run.loggers, in order."""
     makers: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoard(rundir, from_step=from_step),
-        "wandb": lambda: WeightsAndBiases(rundir, stated=asdict(config), from_step=from_step, say=say),
+        "wandb": lambda: log_to_wandb(rundir, stated=asdict(config), from_step=from_step, say=say),
+        "mlflow": lambda: log_to_mlflow(rundir, stated=asdict(config), from_step=from_step, say=say),
     }
     return [Guarded(name, makers[name], say=say) for name in config.run.loggers]

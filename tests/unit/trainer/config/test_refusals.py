@@ -96,7 +96,7 @@ def test_refusals_of_a_batch_name_the_span_where_that_is_the_cause() -> None:
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ("--run.loggers=[mlflow]", ("run.loggers", "mlflow", "'tensorboard', 'wandb'")),
+        ("--run.loggers=[comet]", ("run.loggers", "comet", "'tensorboard', 'wandb', 'mlflow'")),
         ("--run.wandb_options={project: p}", ("run.wandb_options", "WANDB_PROJECT")),
     ],
 )

@@ -1,4 +1,4 @@
-"""TensorBoard, CSV, and Weights & Biases by a package that plays it: what each gets, and that none ends a run."""
+"""TensorBoard, and Weights & Biases and MLflow by packages that play them: what each gets; none ends a run."""
 
 import math
 import sys
@@ -14,11 +14,13 @@ import pytest
 from bigbatch.trainer import train
 from bigbatch.trainer.build import job
 from bigbatch.trainer.config.file import load_config
-from bigbatch.trainer.run import weights_and_biases
+from bigbatch.trainer.run import background_logger, weights_and_biases
+from bigbatch.trainer.run.background_logger import BackgroundLogger
 from bigbatch.trainer.run.folder import RunDir, read_records
 from bigbatch.trainer.run.loggers import Guarded, TensorBoard, open_loggers
 from bigbatch.trainer.run.metrics import MetricsLog
-from bigbatch.trainer.run.weights_and_biases import WeightsAndBiases
+from bigbatch.trainer.run.mlflow_run import log_to_mlflow
+from bigbatch.trainer.run.weights_and_biases import log_to_wandb
 
 
 class PlayedWandb(ModuleType):
@@ -72,8 +74,8 @@ def send(rundir: RunDir, *, from_step: int = 0) -> list[str]:
     """Open wandb as a run does, send a report and an evaluation, and close it; what was said."""
     said: list[str] = []
 
-    def make() -> WeightsAndBiases:
-        return WeightsAndBiases(rundir, stated={"run": {"seed": 3}}, from_step=from_step, say=said.append)
+    def make() -> BackgroundLogger:
+        return log_to_wandb(rundir, stated={"run": {"seed": 3}}, from_step=from_step, say=said.append)
 
     guarded = Guarded("wandb", make, say=said.append)
     guarded.write("train", from_step + 1, {"loss": 2.5})
@@ -206,7 +208,7 @@ def test_loggers_wandb_that_fails_is_said_once(
 def test_loggers_wandb_that_hangs_holds_neither_steps_nor_the_end_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_and_biases, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(background_logger, "CLOSE_SECONDS", 0.01)
     play(monkeypatch, PlayedWandb(log=lambda: time.sleep(0.5)))
     said = send(RunDir(tmp_path))
     assert naming_all(said[-1], "wandb failed", "0.01 s after the run's end")
@@ -272,3 +274,119 @@ def test_loggers_of_a_whole_run_whose_wandb_is_away(
     hints = [record["hint"] for record in read_records(rundir.metrics) if record["kind"] == "hint"]
     assert sum("far from normalised" in text for text in hints) == 1, "a hint has no figures, and no table"
     assert not rundir.tensorboard.exists()
+
+
+def send_to_mlflow(rundir: RunDir, *, from_step: int = 0) -> list[str]:
+    """Open MLflow as a run does, send a report and an evaluation, and close it; what was said."""
+    said: list[str] = []
+    stated = {"run": {"seed": 3, "metrics": {}}, "model": {"name": "resnet9"}}
+    guarded = Guarded(
+        "mlflow",
+        lambda: log_to_mlflow(rundir, stated=stated, from_step=from_step, say=said.append),
+        say=said.append,
+    )
+    guarded.write("train", from_step + 1, {"loss": 2.5, "rate": math.nan})
+    guarded.write("eval", from_step + 1, {"top1": 0.5})
+    guarded.close()
+    return said
+
+
+class PlayedMlflow(ModuleType):
+    """Has as much of MlflowClient as we call, with its arguments' names; log_batch fails where told."""
+
+    def __init__(self, *, log: Callable[[], object] = lambda: None) -> None:
+        super().__init__("mlflow")
+        self._log, self.calls = log, []  # type: ignore[var-annotated]
+        self.entities = ModuleType("mlflow.entities")
+        self.entities.Metric = lambda key, value, timestamp, step: (key, value, step)  # type: ignore[attr-defined]
+        self.entities.Param = lambda key, value: (key, value)  # type: ignore[attr-defined]
+
+    def MlflowClient(self, *, tracking_uri: str) -> "PlayedMlflow":
+        self.calls.append(tracking_uri)
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id=f"of {name}")
+
+    def create_run(self, experiment_id: str, *, run_name: str) -> Any:
+        self.calls.append((experiment_id, run_name))
+        return SimpleNamespace(info=SimpleNamespace(run_id="run7"))
+
+    def update_run(self, run_id: str, *, status: str) -> None:
+        self.calls.append((run_id, status))
+
+    def log_batch(self, run_id: str, *, metrics: Any = (), params: Any = ()) -> None:
+        self._log()
+        self.calls.append((run_id, *metrics, *params))
+
+    def set_terminated(self, run_id: str) -> None:
+        self.calls.append((run_id, "ended"))
+
+
+def play_mlflow(monkeypatch: pytest.MonkeyPatch, played: PlayedMlflow) -> PlayedMlflow:
+    monkeypatch.setitem(sys.modules, "mlflow", played)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", played.entities)
+    for name in ("TRACKING_URI", "EXPERIMENT_NAME", "RUN_NAME"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return played
+
+
+def test_loggers_mlflow_gets_config_and_figures_and_a_resumed_run_goes_on_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = play_mlflow(monkeypatch, PlayedMlflow())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.invalid")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "night")
+    rundir = RunDir(tmp_path / "fast")
+    rundir.path.mkdir()
+    (told,) = send_to_mlflow(rundir)
+    assert naming_all(told, "run7", "night", "https://mlflow.invalid")
+    send_to_mlflow(rundir, from_step=4)
+    uri, made, params, train, evaluation, ended, *resumed = played.calls
+    assert (uri, made) == ("https://mlflow.invalid", ("of night", "fast"))
+    assert params == ("run7", ("run.seed", "3"), ("run.metrics", "{}"), ("model.name", "resnet9"))
+    assert (train[1], evaluation, ended) == (
+        ("train/loss", 2.5, 1),
+        ("run7", ("eval/top1", 0.5, 1)),
+        ("run7", "ended"),
+    )
+    assert resumed[:2] == ["https://mlflow.invalid", ("run7", "RUNNING")]
+    assert resumed[-2] == ("run7", ("eval/top1", 0.5, 5))
+
+
+@pytest.mark.parametrize("log", [lambda: math.sqrt(-1), lambda: sys.exit("out of here")])
+def test_loggers_mlflow_that_fails_is_said_once(
+    log: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_mlflow(monkeypatch, PlayedMlflow(log=log))
+    failures = [text for text in send_to_mlflow(RunDir(tmp_path)) if "failed" in text]
+    assert len(failures) == 1
+    assert naming_all(failures[0], "run.loggers", "mlflow", "goes on without it")
+
+
+def test_loggers_without_mlflow_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mlflow.invalid")
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    (told,) = send_to_mlflow(RunDir(tmp_path))
+    assert naming_all(told, "run.loggers: mlflow failed", "pip install 'bigbatch[mlflow]'", "goes on without it")
+
+
+@pytest.mark.long
+def test_loggers_mlflow_itself_has_each_figure_in_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client_of = pytest.importorskip("mlflow").MlflowClient
+    for name in ("TRACKING_URI", "EXPERIMENT_NAME", "RUN_NAME"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    rundir = RunDir(tmp_path / "fast")
+    rundir.path.mkdir()
+    for from_step in (0, 4):
+        said = send_to_mlflow(rundir, from_step=from_step)
+        assert [text for text in said if "failed" in text] == []
+    client = client_of(tracking_uri=(rundir.path / "mlflow").as_uri())
+    run = client.get_run(rundir.mlflow_id.read_text().strip())
+    assert (run.info.run_name, run.info.status) == ("fast", "FINISHED")
+    assert run.data.params["model.name"] == "resnet9"
+    kept = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(each.step, each.value) for each in kept] == [(1, 2.5), (5, 2.5)]
+    assert math.isnan(client.get_metric_history(run.info.run_id, "train/rate")[0].value)
